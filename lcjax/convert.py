@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         " listed",
     )
     parser.add_argument(
+        "--checksums",
+        action="store_true",
+        help="add the SHA-256 sums of all files, which are compared when DST is loaded",
+    )
+    parser.add_argument(
         "--allow-pickle", action="store_true", help="read .bin weights with a restricted reader"
     )
     return parser
@@ -94,7 +99,8 @@ def _convert(args: argparse.Namespace, method: _Method) -> None:
     if method.rope is not None:
         config = config.replace(rope=untrained_rope(method.rope, config, params))
     with _bar("writing") as bar:
-        save_hf(args.dst, params, config, tokenizer, overwrite=args.force, progress=bar.update)
+        options = {"overwrite": args.force, "checksums": args.checksums, "progress": bar.update}
+        save_hf(args.dst, params, config, tokenizer, **options)
     print(f"{args.dst}: {config.num_layers} layers, {config.param_dtype}")
 
 

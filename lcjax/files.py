@@ -3,18 +3,23 @@
 Both are written under another name and renamed when their content is on the disk, so a machine that
 stops leaves no empty file under the final name either. A folder is replaced only where this library
 wrote every file in it: `FolderFormat` says what one kind of writer puts into its folder.
+
+SHA-256 sums beside files find bits that were flipped later: `write_sums` and `check_sums`.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import fnmatch
 import glob
+import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +27,8 @@ import yaml
 
 from lcjax.errors import InputError
 
+CHECKSUMS = "checksums.sha256"  # in a folder: the sums of its other files
+_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line of `sha256sum`
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
@@ -64,6 +71,55 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
     """Writes a text file, which others may be reading, whole or not at all."""
     with atomic_file(path) as file:
         file.write(text)
+
+
+def write_sums(path: Path, files: Sequence[Path]) -> None:
+    """Writes the SHA-256 sums of `files`, which lie below the folder of `path`, to `path`.
+
+    In that folder `sha256sum -c` compares them as `check_sums` does.
+    """
+    sums = zip(_sha256_sums(files), files, strict=True)
+    lines = (f"{sum}  {file.relative_to(path.parent).as_posix()}\n" for sum, file in sums)
+    write_whole(path, "".join(lines))
+
+
+def check_sums(paths: Sequence[Path], *, part: int = 0, num_parts: int = 1) -> None:
+    """Raises an InputError for the first file that is not as it was written.
+
+    Args:
+      paths: the files that `write_sums` wrote; if there are none, nothing is compared.
+      part: number of the part of the entries that is compared here; other processes compare others.
+      num_parts: number of these parts.
+    """
+    entries = [entry for path in paths for entry in _read_sums(path)]
+    if paths and not entries:
+        raise InputError(f"{paths[0].name} is empty")
+    entries = entries[part::num_parts]
+    for _, file, name in entries:
+        if not file.is_file():
+            raise InputError(f"{name} is missing")
+    sums = _sha256_sums([file for _, file, _ in entries])
+    for (expected, _, name), actual in zip(entries, sums, strict=True):
+        if actual != expected:
+            raise InputError(f"{name} is not as it was written: another SHA-256 sum")
+
+
+def _read_sums(path: Path) -> Iterator[tuple[str, Path, str]]:
+    """Yields (sum, file, name) for each line."""
+    for line in path.read_bytes().decode(errors="replace").splitlines():
+        entry = _SUM.fullmatch(line)
+        if entry is None or Path(entry[2]).is_absolute() or ".." in Path(entry[2]).parts:
+            raise InputError(f"{path.name} is damaged: {line!r:.90} is no sum of a file below it")
+        yield entry[1], path.parent / entry[2], entry[2]
+
+
+def _sha256_sums(files: Sequence[Path]) -> list[str]:
+    def digest(file: Path) -> str:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        return list(executor.map(digest, files))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -252,11 +308,14 @@ def check_destination(
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: Path, contents: FolderFormat, overwrite: bool) -> Iterator[Path]:
+def atomic_folder(
+    folder: Path, contents: FolderFormat, overwrite: bool, *, checksums: bool = False
+) -> Iterator[Path]:
     """A hidden folder to write into, which becomes `folder` when the block ends without an error.
 
     `check_destination` is applied again when the new folder is complete, so that files that were
-    added to `folder` meanwhile survive as well.
+    added to `folder` meanwhile survive as well. With `checksums` the sums of its files are written
+    to `CHECKSUMS`, which `contents` must list.
     """
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -265,6 +324,8 @@ def atomic_folder(folder: Path, contents: FolderFormat, overwrite: bool) -> Iter
         _sweep(folder, contents)
         partial.mkdir()
         yield partial
+        if checksums:
+            write_sums(partial / CHECKSUMS, sorted(filter(Path.is_file, partial.rglob("*"))))
         for path in (*partial.rglob("*"), partial):
             _sync(path)
         check_destination(folder, contents, overwrite)

@@ -44,7 +44,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.backend import get_backend
 
-from pallas_kernels import measured, tuning
+from pallas_kernels import timings, tuning
 from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.tables import BlockTable, from_mask, restrict
@@ -246,7 +246,7 @@ class Explanation:
     """One kind of attention call, the implementation that computes it here, and the reasons."""
 
     call: str
-    kind: str | None  # of calls that are measured together (`pallas_kernels.measured`)
+    kind: str | None  # of calls that are measured together (`pallas_kernels.timings`)
     implementation: str
     reasons: tuple[tuple[str, str], ...]  # of every implementation that was considered
 
@@ -303,11 +303,11 @@ def choose(
       d_lse: whether the backward pass has a cotangent of lse.
     """
     inputs = q, k, v, operands, spec
-    kind = measured.kind(*inputs)
+    kind = timings.kind(*inputs)
     if name is not None:
         choice, reasons = _explicit(name, inputs, d_lse)
     else:
-        choice, reasons = _fastest(measured.times(kind, direction), kind, inputs, d_lse)
+        choice, reasons = _fastest(timings.times(kind, direction), kind, inputs, d_lse)
     if (explanations := _explanations.get()) is not None:
         arrays = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)))
         suffix = f" ({kind})" if kind else ""

@@ -75,7 +75,7 @@ def flash(
         (`pallas_kernels.sharded`). None leaves it to the compiler, which cannot split kernels.
       implementation: a name of `pallas_kernels.dispatch.BACKENDS`, "reference" (dense, for tests),
         or None for the platform's default: on GPUs the one that was measured to be right and
-        fastest there (`pallas_kernels.measured`; `explain` returns which one, and why).
+        fastest there (`pallas_kernels.timings`; `explain` returns which one, and why).
 
     Returns:
       out in q's dtype, and lse in float32.

@@ -22,7 +22,7 @@ the list of blocks: on the host where the mask is known, on the device for docum
 
 Writes DEVICE.json and DEVICE.md into `--out`, after every workload, and prints the tables last.
 `--keep` checks first, and tells lcjax: from then on attention on such a GPU is computed by what was
-fastest for calls of its kind and right wherever it ran (`pallas_kernels.measured`).
+fastest for calls of its kind and right wherever it ran (`pallas_kernels.timings`).
 """
 
 from __future__ import annotations
@@ -115,15 +115,15 @@ class Report:
     def keep(self) -> str:
         """Writes what was fastest where dispatch reads it; says where, and what was left out."""
         from benchmarks.gpu.report import fastest, milliseconds, wrong_implementations
-        from pallas_kernels import measured
+        from pallas_kernels import timings
 
         device, rows = self.found.get("about", {}).get("device"), self.found["rows"]
         wrong = wrong_implementations(rows, self.failures, self.found["lost"])
         times = milliseconds(rows, wrong)
         if not times:
             return "Nothing was kept: no implementation was timed."
-        place = measured.folder() if self.args.keep is True else self.args.keep
-        file = measured.write(place, device, times, wrong)
+        place = timings.folder() if self.args.keep is True else self.args.keep
+        file = timings.write(place, device, times, wrong)
         said = "".join(f"\n- never {name}: {why}" for name, why in wrong.items())
         kept = f"Kept in {file}, which attention on {device} follows from now on"
         return f"{kept}:\n{fastest(times)}{said}"
@@ -144,10 +144,10 @@ class Report:
     def write(self) -> str:
         """Writes both files; returns the short report."""
         from benchmarks.gpu import report
-        from pallas_kernels import measured
+        from pallas_kernels import timings
 
         rows, about = self.rows(), self.found.get("about", {})
-        file = self.args.out / measured.file_of(about.get("device", "unknown"))
+        file = self.args.out / timings.file_of(about.get("device", "unknown"))
         self.args.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.found | {"rows": rows}, indent=1)
         file.write_text(text + "\n")

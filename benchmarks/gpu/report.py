@@ -83,7 +83,7 @@ def fastest(times: dict) -> str:
 
 
 def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
-    """By kind of call, direction and implementation, as `pallas_kernels.measured` keeps them.
+    """By kind of call, direction and implementation, as `pallas_kernels.timings` keeps them.
 
     Of each kind the workload that most implementations did; the more important one of equals.
     Passes whose results were not the same twice are left out.

@@ -221,6 +221,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     # Whether the visible keys of a token depend on later tokens. Such a pattern can read a prompt,
     # but a loss under it is meaningless.
     prefill_only: ClassVar[bool] = False
+    # Whether texts are read with landmark tokens between their own.
+    has_landmarks: ClassVar[bool] = False
 
     def check_scores(self) -> None:
         """Raises an InputError if a loss under this pattern is meaningless (`prefill_only`)."""

@@ -24,7 +24,14 @@ from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource, check, describe_faults
 from lcjax.errors import InputError, is_finite_number
-from lcjax.files import FolderFormat, atomic_folder, check_destination, read_json, write_json
+from lcjax.files import (
+    CHECKSUMS,
+    FolderFormat,
+    atomic_folder,
+    check_destination,
+    read_json,
+    write_json,
+)
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.rope import Default, DynamicNTK, Linear, Rope
@@ -44,7 +51,7 @@ _MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and giv
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PEFT_FOLDER = FolderFormat(
     name="an adapter folder",
-    files=("adapter_config.json", "adapter_model.safetensors"),
+    files=("adapter_config.json", "adapter_model.safetensors", CHECKSUMS),
     config="adapter_config.json",
     keys=frozenset({"peft_type", "target_modules"}),
     foreign_keys=frozenset({"modules_to_save"}),  # every version of peft writes it
@@ -69,7 +76,7 @@ class Adapters:
 
     path: str
     low_rank: dict[str, LowRank]
-    whole: dict[str, tuple[WeightSource, str]]  # the file and the name of the tensor in it
+    full_tensors: dict[str, tuple[WeightSource, str]]  # the file and the name of the tensor in it
     has_trainable: bool  # whether it has LongLoRA's second file
     saved_modules: tuple[str, ...]  # peft's modules_to_save: copies beside those of the base
 
@@ -95,7 +102,7 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
             f"{folder}: {CONFIG} is there, but no {ADAPTERS}.safetensors or .bin; download it"
         )
     halves: dict[str, dict[str, np.ndarray]] = {}
-    whole: dict[str, tuple[WeightSource, str]] = {}
+    full_tensors: dict[str, tuple[WeightSource, str]] = {}
     unknown = []
     for source in filter(None, sources):
         for stored, info in source.tensors.items():
@@ -109,17 +116,17 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
             elif "lora_" in name:
                 unknown.append(stored)
             else:
-                whole[name] = source, stored
+                full_tensors[name] = source, stored
     if unknown:
         raise InputError(
             f"{folder}: {len(unknown)} tensors are not of plain LoRA ({', '.join(unknown[:5])}); "
             f"{_MERGE_FIRST}"
         )
     low_rank = {f"{m}.weight": _pair(folder, settings, m, h) for m, h in halves.items()}
-    if not low_rank and not whole:
+    if not low_rank and not full_tensors:
         raise InputError(f"{folder}: its files hold no adapters; download them again")
     saved_modules = tuple(settings.get("modules_to_save") or ())
-    return Adapters(str(folder), low_rank, whole, sources[1] is not None, saved_modules)
+    return Adapters(str(folder), low_rank, full_tensors, sources[1] is not None, saved_modules)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -214,7 +221,7 @@ class AdaptedSource:
         self._base, self._adapters = base, adapters
         self._means: dict[str, np.ndarray] = {}
         self.tensors = dict(base.tensors)
-        for name, (source, stored) in adapters.whole.items():
+        for name, (source, stored) in adapters.full_tensors.items():
             self.tensors[name] = source.tensors[stored]
         for name in _BY_TOKEN:
             info = self.tensors.get(name)
@@ -225,7 +232,7 @@ class AdaptedSource:
             self.tensors[name] = TensorInfo(self.tensors[name].shape, "float32")
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        source, stored = self._adapters.whole.get(name, (self._base, name))
+        source, stored = self._adapters.full_tensors.get(name, (self._base, name))
         count = source.tensors[stored].shape[0]
         block = source.rows(stored, min(start, count), min(stop, count))
         if stop > count:
@@ -258,7 +265,8 @@ def adapted_config(
     """
     check(base, config)
     whole = {
-        name: source.tensors[stored].shape for name, (source, stored) in adapters.whole.items()
+        name: source.tensors[stored].shape
+        for name, (source, stored) in adapters.full_tensors.items()
     }
     tied = config.tie_embeddings and _HEAD not in whole
     if tied and _EMBEDDING in whole and "embed_tokens" in adapters.saved_modules:
@@ -363,6 +371,7 @@ def save_peft(
     *,
     base: str | None,
     overwrite: bool = False,
+    checksums: bool = False,
 ) -> Path:
     """Writes `adapter_model.safetensors` and `adapter_config.json`, float32.
 
@@ -374,6 +383,7 @@ def save_peft(
         `PeftModel.from_pretrained(model, folder)`.
       overwrite: whether to replace a folder that this function wrote; one with any other file is
         refused.
+      checksums: as of `save_hf`.
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
@@ -395,7 +405,7 @@ def save_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with atomic_folder(folder, PEFT_FOLDER, overwrite) as partial:
+    with atomic_folder(folder, PEFT_FOLDER, overwrite, checksums=checksums) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         write_json(partial / "adapter_config.json", settings)
     return folder

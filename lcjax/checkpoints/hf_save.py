@@ -27,7 +27,7 @@ from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
-from lcjax.files import FolderFormat, atomic_folder, check_destination, check_path
+from lcjax.files import CHECKSUMS, FolderFormat, atomic_folder, check_destination, check_path
 from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
@@ -39,7 +39,7 @@ HF_FOLDER = FolderFormat(
     name="a model folder",
     files=(
         *("config.json", "generation_config.json", *TOKENIZER_FILES, SINGLE, INDEX),
-        f"model-{_SHARD}-of-{_SHARD}.safetensors",
+        *(f"model-{_SHARD}-of-{_SHARD}.safetensors", CHECKSUMS),
     ),
     config="config.json",
     # transformers 4 writes torch_dtype, transformers 5 dtype, and both their version.
@@ -79,6 +79,7 @@ def save_hf(
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    checksums: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> Path:
     """Writes config, weights and tokenizer; returns the folder.
@@ -92,6 +93,8 @@ def save_hf(
       max_shard_bytes: size above which the weights are split into several files.
       overwrite: whether to replace a folder that this function wrote; one with any other file is
         refused.
+      checksums: whether to add the SHA-256 sums of all files, which are compared when the folder is
+        loaded (`lcjax.files.CHECKSUMS`).
       progress: is called with the bytes of each tensor.
     """
     check_path("folder", folder)
@@ -113,7 +116,7 @@ def save_hf(
     _warn_of_plain_rope(config, folder)
     _warn_of_other_trees(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
-    with atomic_folder(folder, HF_FOLDER, overwrite) as partial:
+    with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))

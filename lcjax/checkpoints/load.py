@@ -36,6 +36,7 @@ from lcjax.checkpoints.weights import (
     stored_dtype,
 )
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS, check_sums
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
@@ -65,7 +66,8 @@ def load(
 ) -> tuple[dict, ModelConfig, Tokenizer]:
     """Returns the parameters, config and tokenizer of a checkpoint.
 
-    Each device's shard of each leaf is read on its own.
+    Each device's shard of each leaf is read on its own. The files of a folder that was exported
+    with `checksums` are compared with their sums before.
 
     Args:
       path_or_name: a Hugging Face folder, a `.gguf` file, a run folder of train.py, a hub id, or
@@ -117,6 +119,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     if _is_gguf(path):
         file = GGUFFile(path)
         return file, file.config(), gguf_tokenizer(file)
+    _check_sums(path)
     config, tokenizer = load_config(path), hf_tokenizer(path)
     if has_weights(path):
         source = SafetensorsFolder(path)
@@ -131,10 +134,25 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     return source, config, tokenizer
 
 
+def _check_sums(folder: Path) -> None:
+    """Raises an InputError if a file is not as its export with `checksums` wrote it."""
+    file = folder / CHECKSUMS
+    if not file.is_file():
+        return
+    try:
+        check_sums([file])
+    except InputError as error:
+        raise InputError(
+            f"{folder}: {error}; copy the folder again, or remove {CHECKSUMS} if you changed the"
+            " file yourself"
+        ) from None
+
+
 def _open_adapters(
     folder: Path, base: str | Path | None, context: int | None, allow_pickle: bool
 ) -> tuple[WeightSource, ModelConfig, Tokenizer]:
     """Adapters over their base, with the tokenizer that lies beside them if there is one."""
+    _check_sums(folder)
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
     source = resolve_aliases(source, config)

@@ -14,7 +14,6 @@ sums are restored unchecked: those of older versions, and one whose process was 
 
 import asyncio
 import concurrent.futures
-import hashlib
 import json
 import logging
 import re
@@ -29,7 +28,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from lcjax.errors import InputError, whole_number
-from lcjax.files import write_whole
+from lcjax.files import check_sums, write_sums
 from lcjax.parallel import distributed
 
 FOLDER = "checkpoints"
@@ -266,35 +265,7 @@ def _write_checksums(path: Path) -> None:
     # Other processes write their sums at the same moment.
     in_folder = set(path.rglob("*")) - set(path.glob("*" + _CHECKSUMS.format("*")))
     files = [file for file in sorted(in_folder) if file.is_file() and writer(file) == process]
-    sums = zip(_sha256_sums(files), files, strict=True)
-    lines = (f"{sum}  {file.relative_to(path).as_posix()}\n" for sum, file in sums)
-    write_whole(path / _CHECKSUMS.format(process), "".join(lines))
-
-
-def _verify_checksums(path: Path) -> None:
-    """Raises a CheckpointError if a file is not as it was written.
-
-    Each process reads a part of the files.
-    """
-    lines = [
-        line
-        for file in sorted(path.glob(_CHECKSUMS.format("*")))
-        for line in file.read_text(encoding="utf-8").splitlines()
-    ]
-    entries = [line.partition("  ") for line in lines[jax.process_index() :: jax.process_count()]]
-    sums = _sha256_sums([path / name for _, _, name in entries])
-    for (expected, _, name), actual in zip(entries, sums, strict=True):
-        if actual != expected:
-            raise CheckpointError(f"{name} is not as it was written: another SHA-256 sum")
-
-
-def _sha256_sums(files: Sequence[Path]) -> list[str]:
-    def digest(file: Path) -> str:
-        with file.open("rb") as data:
-            return hashlib.file_digest(data, "sha256").hexdigest()
-
-    with concurrent.futures.ThreadPoolExecutor() as executor:
-        return list(executor.map(digest, files))
+    write_sums(path / _CHECKSUMS.format(process), files)
 
 
 def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:
@@ -366,7 +337,9 @@ def _may_be_whole(error: Exception) -> bool:
 
 
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
-    _verify_checksums(path)  # before orbax, which logs much about files that it cannot read
+    # Before orbax, which logs much about files that it cannot read.
+    checksums = sorted(path.glob(_CHECKSUMS.format("*")))
+    check_sums(checksums, part=jax.process_index(), num_parts=jax.process_count())
     position = _Position()
     abstract = {"state": abstract_state} | ({"data": position} if with_data else {})
     # Each process reads its parts alone: one that fails would leave the others waiting for it.

@@ -32,8 +32,8 @@ _CHECKSUM = "sha256"  # key of `base.json`: of its other fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Base:
-    """The contents of `base.json`."""
+class BaseModel:
+    """The base model of a run: its frozen parameters, as `base.json` describes them."""
 
     path: str | None  # the checkpoint that the run started from; None: random weights
     param_dtype: str | None  # with which it was loaded; None: its own
@@ -45,7 +45,7 @@ class Base:
     memory: dict | None = None  # the section model.memory, where the run added one
 
     @classmethod
-    def read(cls, folder: Path) -> "Base":
+    def read(cls, folder: Path) -> "BaseModel":
         """Reads the file of a run folder.
 
         Raises:
@@ -110,7 +110,7 @@ def load_run(
     from lcjax.checkpoints.load import load_tokenizer
 
     folder = Path(folder)
-    base = Base.read(folder)
+    base = BaseModel.read(folder)
     config = run_config(folder)
     mesh = mesh if mesh is not None else make_mesh(Mesh(fsdp=1), jax.local_devices()[:1])
     trained, rest = split(abstract_params(config, mesh), set(base.trained).__contains__)
@@ -133,7 +133,7 @@ def _abstract_wide(tree: dict) -> dict:
     )
 
 
-def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
+def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
     """The frozen parameters, initialised or read again as for the run, and checked."""
     from lcjax.checkpoints.load import load
 
@@ -165,9 +165,9 @@ def _round(params: dict, dtype: str) -> None:
             _round(child, dtype)
 
 
-def check_frozen(folder: Path, base: Base) -> None:
+def check_frozen(folder: Path, base: BaseModel) -> None:
     """Refuses to merge trained weights into another base than the one of their training."""
-    if (folder / BASE).exists() and Base.read(folder).frozen != base.frozen:
+    if (folder / BASE).exists() and BaseModel.read(folder).frozen != base.frozen:
         raise InputError(
             f"model.path={base.path} has other weights than when the run in {folder} began;"
             " put the old ones back, or start another run.folder"

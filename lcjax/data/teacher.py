@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection, build, check_source
 from lcjax.checkpoints.run_folder import fingerprint
 from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource
@@ -114,7 +113,7 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
 
 def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
     pattern = model.config.pattern
-    if model.config.mlm_head or pattern.prefill_only or isinstance(pattern, Landmark):
+    if model.config.mlm_head or pattern.prefill_only or pattern.has_landmarks:
         raise InputError(
             f"model.path={config.model.path or config.model.preset} gives no probabilities of the"
             " next token in plain text; name a decoder"

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention import Landmark
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, Contexts
@@ -59,7 +58,7 @@ class Conversation:
         """
         if not isinstance(lm, LanguageModel):
             raise InputError(f"lm={lm!r:.40} must be a LanguageModel")
-        if isinstance(lm.config.pattern, Landmark):
+        if lm.config.pattern.has_landmarks:
             raise InputError(
                 "model.pattern.type=landmark closes blocks with landmarks, which a conversation"
                 " does not place between its turns; use LanguageModel.chat"

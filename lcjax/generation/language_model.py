@@ -37,9 +37,9 @@ from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
     Continuation,
     Text,
-    landmark_nll,
     score_continuations,
     score_texts,
+    score_with_landmarks,
     text_logits,
 )
 from lcjax.generation.session import (
@@ -213,7 +213,12 @@ class LanguageModel(Scorer):
         return other
 
     def save(
-        self, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        checksums: bool = False,
     ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
@@ -224,6 +229,7 @@ class LanguageModel(Scorer):
           folder: is created.
           dtype: of the weights; None: as they are.
           overwrite: whether to replace a folder that lcjax wrote.
+          checksums: whether to add the SHA-256 sums of all files, which `load` then compares.
 
         Raises:
           InputError: no Hugging Face config describes this method (most patterns), or `folder`
@@ -234,9 +240,8 @@ class LanguageModel(Scorer):
                 f"length={self.length} of with_method cannot be saved: the rotation of a checkpoint"
                 " follows the length of each request; save lm.with_method(length=None)"
             )
-        return save_hf(
-            folder, self.params, self.config, self.tokenizer, dtype=dtype, overwrite=overwrite
-        )
+        options = {"dtype": dtype, "overwrite": overwrite, "checksums": checksums}
+        return save_hf(folder, self.params, self.config, self.tokenizer, **options)
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of queries and keys in a request of `length` tokens."""
@@ -383,8 +388,8 @@ class LanguageModel(Scorer):
         starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
         memory = self._memory(context, starts)
         if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
-            nll = landmark_nll(self, landmarks, tokens, lengths, first, memory)
-            return np.pad(nll, [(0, 0), (first, 0)])
+            options = (landmarks, tokens, lengths, first, memory)
+            return np.pad(score_with_landmarks(self, token_nll, *options), [(0, 0), (first, 0)])
         texts = [
             Text(row[:length], first - 1, row[first:length])
             for row, length in zip(tokens, lengths, strict=True)
@@ -406,7 +411,8 @@ class LanguageModel(Scorer):
         """Computes the logits of the token after each of `tokens`, float32 [B, T, V].
 
         They take 4 B T V bytes: 16 GB for 128K tokens of a vocabulary of 32K. `nll` projects a few
-        positions at a time.
+        positions at a time. A model with landmarks reads them among the tokens, as in `nll`: after
+        a full block the logits are those of the landmark, if landmarks are predicted.
 
         Args:
           tokens: int [B, T], padded on the right.
@@ -415,18 +421,16 @@ class LanguageModel(Scorer):
             searched for the row itself.
 
         Raises:
-          InputError: as `nll`; and for a model with landmarks, which predicts some tokens after a
-            landmark that `tokens` do not contain.
+          InputError: as `nll`.
         """
         self.config.pattern.check_scores()
-        if Landmarks.read_by(self.config.pattern) is not None:
-            raise InputError(
-                "logits: a model with landmarks reads them between the tokens, so logits do not"
-                " belong to one token each; use nll or generate"
-            )
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         memory = self._memory(context, rows)
+        if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
+            tokens = np.pad(tokens, [(0, 0), (0, 1)])  # a next token, which is not read
+            options = (landmarks, tokens, lengths + 1, 1, memory)
+            return score_with_landmarks(self, text_logits, *options)
         rotation = self.rotations(np.maximum(lengths, 1))
         texts = [Text(row, 0, row) for row in rows]  # targets only count: logits have none
         logits = np.zeros((*tokens.shape, self.config.vocab_size), np.float32)

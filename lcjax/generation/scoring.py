@@ -174,20 +174,25 @@ def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]],
     return starts, max(row_lengths)
 
 
-def landmark_nll(
+def score_with_landmarks(
     lm: "LanguageModel",
+    score: Callable[..., Any],
     landmarks: Landmarks,
     tokens: np.ndarray,
     lengths: np.ndarray,
     first: int,
     memory: EncodedContext | None,
-) -> np.ndarray:
-    """Returns -log p of tokens [B, T] from `first` on, for a model that reads landmarks.
+) -> Any:
+    """Scores tokens [B, T] from `first` on, for a model that reads landmarks.
 
     The tokens are read with a landmark after every full block, `pattern.chunk` at a time; earlier
     blocks are retrieved from the cache. Each token is predicted where the model learned to: from
     the landmark before it if landmarks are predicted, else from the last ordinary token. Rotations
-    are made for lengths that count landmarks. Arguments as of `LanguageModel.nll`.
+    are made for lengths that count landmarks. `score` is as in `score_texts`, the other arguments
+    as in `LanguageModel.nll`.
+
+    Returns:
+      What `score` returns, arrays [B, T - first, ...] that are 0 from `lengths` on.
     """
     model, pattern = lm.model, lm.model.config.pattern
     is_scored = np.arange(first, tokens.shape[1]) < lengths[:, None]
@@ -209,8 +214,11 @@ def landmark_nll(
     slots = cache_lib.whole_blocks(padded)
     cache = cache_lib.create(model.config, num_rows, slots, chunk=chunk, mesh=model.mesh)
     session = Session(model, lm.params, cache, lm.rotations(np.maximum(num_read, 1)), memory)
-    nll, _ = session.score(text, targets, segments, positions, chunk=chunk)
-    return np.where(is_scored, nll[: len(is_scored), source], 0)
+    scores = session.score(text, targets, segments, positions, chunk=chunk, score=score)
+    scores = jax.tree.map(lambda x: x[: len(is_scored), source], scores)
+    for array in jax.tree.leaves(scores):
+        array[~is_scored] = 0
+    return scores
 
 
 # Continuations of prompts

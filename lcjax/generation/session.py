@@ -6,7 +6,7 @@ rounded up to a few sizes, because each size compiles a program.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -222,26 +222,25 @@ class Session:
         *,
         chunk: int,
         in_place: bool = True,
-    ) -> tuple[np.ndarray, np.ndarray]:
+        score: Callable[..., Any] | None = None,
+    ) -> Any:
         """Reads `tokens` int32 [B, T] and scores the `targets` int32 [B, T] after each of them.
 
         With `in_place=False` the buffers of the cache stay valid: other texts may go on from it.
+        `score` is as in `score_texts`; None: `nll_and_match`.
 
         Returns:
-          -log p of the targets, float32 [B, T], and whether each is the most probable token, bool.
+          What `score` returns, arrays [B, T, ...].
         """
-        step, parts = _read if in_place else _score, []
+        step, parts, score = _read if in_place else _score, [], score or nll_and_match
         sizes = [min(chunk, tokens.shape[1] - start) for start in range(0, tokens.shape[1], chunk)]
         for *columns, next_tokens in _split(sizes, tokens, segments, positions, targets):
             scores, self.cache = step(
                 self.model, self.params, self.cache, *columns, self.rotation, None, self.memory,
-                next_tokens,
+                next_tokens, score=score,
             )  # fmt: skip
-            parts.append(scores)
-        nll, matches = (
-            np.concatenate([distributed.gather(x) for x in arrays], 1) for arrays in zip(*parts)
-        )
-        return nll, matches
+            parts.append(jax.tree.map(distributed.gather, scores))
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays, 1), *parts)
 
 
 def _split(sizes: Sequence[int], *arrays: Any) -> Iterator[list[Any]]:
@@ -253,9 +252,10 @@ def _split(sizes: Sequence[int], *arrays: Any) -> Iterator[list[Any]]:
 
 
 def _step(
-    model, params, cache, tokens, segments, positions, rotation, ends, memory, targets=None
+    model, params, cache, tokens, segments, positions, rotation, ends, memory, targets=None,
+    *, score=None,
 ):  # fmt: skip
-    """Adds `tokens` to the cache, and returns logits [B, V], or the scores of `targets` [B, T]."""
+    """Adds `tokens` to the cache, and returns logits [B, V], or the `score` of `targets` [B, T]."""
     mesh, landmarks = model.mesh, Landmarks.read_by(model.config.pattern)
     if tokens.ndim == 1:
         tokens = tokens[:, None]
@@ -272,7 +272,7 @@ def _step(
     )
     cache = cache_lib.keep_layout(cache, mesh)
     if targets is not None:
-        return nll_and_match(hidden, head(params, model.config), keep_rows(targets, mesh)), cache
+        return score(hidden, head(params, model.config), keep_rows(targets, mesh)), cache
     last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
     logits = model.apply({"params": params}, last, method="logits")
     if landmarks is not None:
@@ -280,8 +280,8 @@ def _step(
     return keep_rows(logits, mesh), cache
 
 
-_read = jax.jit(_step, static_argnums=0, donate_argnums=2)
-_score = jax.jit(_step, static_argnums=0)
+_read = jax.jit(_step, static_argnums=0, static_argnames="score", donate_argnums=2)
+_score = jax.jit(_step, static_argnums=0, static_argnames="score")
 
 
 def nll_and_match(

@@ -286,8 +286,8 @@ class Policy(draccus.ChoiceRegistry, abc.ABC):
         """Returns bool [R]: true where the right half is split again."""
 
     @classmethod
-    def of(cls, policy: "Policy | Callable[[Level], jax.Array]") -> "Policy":
-        """Returns a policy as it is, and a function as a policy."""
+    def from_function(cls, policy: "Policy | Callable[[Level], jax.Array]") -> "Policy":
+        """Returns a function as a policy, and a policy as it is."""
         if isinstance(policy, Policy):
             return policy
         if not callable(policy) or isinstance(policy, type):

@@ -86,7 +86,7 @@ class SharedLlm(CrossAttentionMemory):
     positions: str = "paper"
 
     def __post_init__(self):
-        object.__setattr__(self, "policy", Policy.of(self.policy))
+        object.__setattr__(self, "policy", Policy.from_function(self.policy))
 
     @property
     def layers(self) -> int:

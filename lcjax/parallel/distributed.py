@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.errors import InputError, whole_number, whole_numbers
-from pallas_kernels import measured
+from pallas_kernels import timings
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
 _failed = threading.Event()  # this process has said why it ends
@@ -232,11 +232,11 @@ def _check_same_config(config: Any) -> None:
             " the same overrides, distributed.process apart"
         )
     if not equal_on_all_processes(
-        repr(measured.figures())
+        repr(timings.figures())
     ):  # processes have to run the same kernels
         raise InputError(
             "the processes of this job have measured different times of GPU kernels, or some none;"
-            f" copy {measured.folder()} to all, or point {measured.VARIABLE} at a shared folder"
+            f" copy {timings.folder()} to all, or point {timings.VARIABLE} at a shared folder"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from lcjax.attention import AttentionMetadata, Landmark, Pass, Pattern
+from lcjax.attention import AttentionMetadata, Pass, Pattern
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -88,7 +88,7 @@ def answer_attention(
       max_new_tokens: of the answer.
     """
     config = lm.config
-    if isinstance(config.pattern, Landmark):
+    if config.pattern.has_landmarks:
         raise InputError(
             "model.pattern.type=landmark reads a prompt piece by piece, with tokens of its own in"
             " it, which this picture does not show; choose another pattern"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from lcjax import config as config_lib
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
-from lcjax.cost.verdict import Verdict, verdict
+from lcjax.cost.program import ProgramCost, program_cost
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.models.decoder import abstract_params
@@ -30,10 +30,10 @@ FLAG = "--compile_only"
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles and reports. Returns 0: the step fits; 1: it does not; 2: wrong input."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verdicts = []
+    costs = []
 
     def run(config: TrainConfig) -> None:
-        verdicts.append(report(config, topology))
+        costs.append(report(config, topology))
 
     try:
         words, options = estimate.options_of([word for word in words if word != FLAG], "topology")
@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Compiling for another machine must not open this machine's devices.
     jax.config.update("jax_platforms", "cpu")
     code = config_lib.main(TrainConfig, run, words)
-    return code or int(not verdicts[0].fits)
+    return code or int(not costs[0].fits)
 
 
-def report(config: TrainConfig, topology: Topology) -> Verdict:
+def report(config: TrainConfig, topology: Topology) -> ProgramCost:
     """Compiles the step of `config` for `topology` and prints the compiler's figures."""
     compiled, model, mesh = compile_step(config, topology)
     sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES)
@@ -67,11 +67,11 @@ def report(config: TrainConfig, topology: Topology) -> Verdict:
 
 def compile_step(
     config: TrainConfig, topology: Topology
-) -> tuple[Verdict, ModelConfig, jax.sharding.Mesh]:
-    """Compiles the step; returns the compiler's verdict, the model and the mesh."""
+) -> tuple[ProgramCost, ModelConfig, jax.sharding.Mesh]:
+    """Compiles the step; returns its cost, the model and the mesh."""
     mesh = make_mesh(config.mesh, devices(topology))
     model = estimate.model_of(config)
-    return verdict(lower(config, model, mesh), topology.chip), model, mesh
+    return program_cost(lower(config, model, mesh), topology.chip), model, mesh
 
 
 def step_flops(config: TrainConfig, model: ModelConfig) -> float:

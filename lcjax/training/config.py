@@ -157,6 +157,7 @@ class TrainSection:
     # Number of newest checkpoints to keep, beside the newest one from which a step was finite.
     keep: int = 2
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
+    checksums: bool = False  # add SHA-256 sums to <run>/model and <run>/adapter
     # Dtype of <run>/model; null: model.param_dtype, or the dtype of the checkpoint.
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     profile: Profile | None = None
@@ -197,7 +198,7 @@ class TrainSection:
         if self.spike is not None and not self.spike > 1:
             raise InputError(
                 f"train.spike={self.spike} must be above 1, such as 5, or null: it is a multiple of"
-                " the gradient's usual norm"
+                " the average gradient norm"
             )
         for name in ("trainable", "no_decay"):
             matcher(getattr(self, name), f"train.{name}")

@@ -61,7 +61,7 @@ _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "da
 _FREE += ("data.scan",)
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
-_FREE += ("train.export", "train.profile", "train.offload")
+_FREE += ("train.export", "train.checksums", "train.profile", "train.offload")
 
 
 def check(config: TrainConfig) -> Path:
@@ -87,7 +87,29 @@ def check(config: TrainConfig) -> Path:
         _check_settings(config, folder)
     if config.run.existing == "overwrite":
         _run_files(folder)
+    _check_writable(folder)
     return folder
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises an InputError if something in the folder cannot take the results of a run.
+
+    Whether files can be added to the folder itself, `RunLock` finds out.
+    """
+    for name in _FOLDERS:
+        if os.path.lexists(path := folder / name) and not path.is_dir():
+            reason = f"{name} is a file, and a folder is needed there"
+        elif path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            reason = f"nothing can be written into {name}/ there"
+        else:
+            continue
+        raise InputError(f"run.folder={folder}: {reason}; move {path} away, or name another folder")
+    for name in _FILES:
+        if (folder / name).is_dir():
+            raise InputError(
+                f"run.folder={folder}: {name} is a folder, and a file is needed there; move it"
+                " away, or name another folder"
+            )
 
 
 def check_results(config: TrainConfig, folder: Path) -> None:

@@ -245,8 +245,8 @@ class Training:
                 self._handle_nonfinite(pending, info)
             if info["spike"]:
                 self.progress.write(
-                    f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against the usual"
-                    f" {info['usual_norm']:.3g} (train.spike={train.spike})"
+                    f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against an"
+                    f" average of {info['grad_norm_ema']:.3g} (train.spike={train.spike})"
                 )
             self.meter.add(info, len(self.pending))
             self.progress.advance(step)
@@ -365,13 +365,14 @@ class Training:
 
         config, trained = self.config, self._final_params()
         folder = self.folder / folder_lib.MODEL
+        options = {"overwrite": True, "checksums": config.train.checksums}
         announce(f"writing {folder}")
         if all(map(is_adapter, flatten(trained))):
             base = config.model.path or str(config.model.preset)
             adapter = self.folder / folder_lib.ADAPTER
-            save_peft(adapter, trained, self.model, base=base, overwrite=True)
+            save_peft(adapter, trained, self.model, base=base, **options)
         params, dtype = union(trained, self.frozen), config.train.export_dtype
-        save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, overwrite=True)
+        save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, **options)
 
 
 def _is_finite(state: TrainState) -> bool:

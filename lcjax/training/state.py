@@ -10,7 +10,7 @@ import optax
 
 from lcjax.checkpoints.build import build
 from lcjax.checkpoints.landmark import with_landmark
-from lcjax.checkpoints.run_folder import Base, fingerprint
+from lcjax.checkpoints.run_folder import BaseModel, fingerprint
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
@@ -39,7 +39,9 @@ class TrainState:
 
     step: jax.Array  # int32, number of batches seen, including skipped ones
     skipped: jax.Array  # int32, number of batches without an update: not finite, or a spike
-    usual: jax.Array  # float32, running average of the gradient norm; 0 before the first step
+    grad_norm_ema: (
+        jax.Array
+    )  # float32, moving average of the gradient norm; 0 before the first step
     params: dict  # the trained parameters, float32
     opt_state: Any  # float32 moments of the trained parameters
     ema: dict | None  # float32 moving average of the trained parameters
@@ -108,7 +110,7 @@ def _init_function(
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
-            usual=jnp.float32(0),
+            grad_norm_ema=jnp.float32(0),
             params=params,
             opt_state=optimizer.init(params),
             # A copy: two donated arrays must not share a buffer.
@@ -215,12 +217,12 @@ def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> 
     return jax.jit(init, out_shardings=shardings)(key)
 
 
-def base_of(config: TrainConfig, assembly: Assembly) -> Base:
+def base_of(config: TrainConfig, assembly: Assembly) -> BaseModel:
     """Describes the frozen parameters, which the run's checkpoints leave out.
 
     Its fingerprint is a collective operation: all processes must call this function.
     """
-    return Base(
+    return BaseModel(
         path=config.model.path,
         param_dtype=config.model.param_dtype,
         seed=config.model.seed,

@@ -132,7 +132,9 @@ def train_step(
     num_nonfinite = jnp.where(should_update | is_spike, 0, num_nonfinite + 1).astype(jnp.int32)
     counted = 1 if halt_after is None else (num_nonfinite < halt_after).astype(jnp.int32)
     skipped = state.skipped + jnp.where(finite & ~is_spike, 0, counted)
-    usual = _average_norm(state, jnp.where(finite & ~halted, norm, state.usual), spike)
+    grad_norm_ema = _average_norm(
+        state, jnp.where(finite & ~halted, norm, state.grad_norm_ema), spike
+    )
     info = {
         "loss": loss,
         "grad_norm": norm,
@@ -140,18 +142,18 @@ def train_step(
         "tokens": tokens,
         "finite": finite,
         "spike": is_spike,
-        "usual_norm": state.usual,
+        "grad_norm_ema": state.grad_norm_ema,
         "skipped": skipped,
         "num_nonfinite": num_nonfinite,
         "parts": parts,
     }
-    return TrainState(state.step + counted, skipped, usual, *new, state.rng), info
+    return TrainState(state.step + counted, skipped, grad_norm_ema, *new, state.rng), info
 
 
 def _is_spike(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
     if spike is None:
         return jnp.bool_(False)
-    return (state.step >= _SPIKE_WARMUP) & (norm > spike * state.usual)
+    return (state.step >= _SPIKE_WARMUP) & (norm > spike * state.grad_norm_ema)
 
 
 def _average_norm(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
@@ -160,10 +162,10 @@ def _average_norm(state: TrainState, norm: jax.Array, spike: float | None) -> ja
     Because spikes count too, a run whose gradients have grown for good continues after a while.
     """
     if spike is not None:
-        clipped = jnp.minimum(norm, spike * state.usual)
+        clipped = jnp.minimum(norm, spike * state.grad_norm_ema)
         norm = jnp.where(state.step >= _SPIKE_WARMUP, clipped, norm)
-    average = _NORM_DECAY * state.usual + (1 - _NORM_DECAY) * norm
-    return jnp.where(state.usual == 0, norm, average)
+    average = _NORM_DECAY * state.grad_norm_ema + (1 - _NORM_DECAY) * norm
+    return jnp.where(state.grad_norm_ema == 0, norm, average)
 
 
 def accumulate(

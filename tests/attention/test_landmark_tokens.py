@@ -134,6 +134,6 @@ def test_settings_that_cannot_work_are_refused(fields, message):
 
 def test_a_pattern_says_which_landmarks_its_model_reads():
     pattern = Landmark(block=51, token=MARK, loss="skip")
-    assert Landmarks.of(pattern) == Landmarks(MARK, 50, "skip")
+    assert Landmarks.from_pattern(pattern) == Landmarks(MARK, 50, "skip")
     with pytest.raises(InputError, match="pattern.token is not set"):
-        Landmarks.of(Landmark())
+        Landmarks.from_pattern(Landmark())

@@ -3,6 +3,7 @@
 import math
 
 import attention_golden as golden
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.rope.rotation import no_rotation
 from lcjax.training.config import TrainConfig
 
-pytestmark = pytest.mark.slow
-
 T, HEADS, SIZE = 450, 4, 16
 PATTERN = VerticalSlash(vertical=40, slash=120)
 
@@ -25,28 +24,29 @@ def qkv(rows=1, length=T):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(rows, length, n, SIZE)) for n in (HEADS, 2, 2))
     q[..., 0], k[:, 100:104, :, 0] = 6.0, 6.0
+    # The last 64 queries choose: the first of them a far key and the last its own, the one before
+    # them another far key, which does not count.
+    for feature, (query, key) in enumerate(((-64, -216), (-1, -1), (-65, -220)), 1):
+        q[..., feature], q[:, query, :, feature], k[:, key, :, feature] = 0.0, 12.0, 12.0
     return [x.astype(np.float32) for x in (q, k, v)]
 
 
-def run(pattern, q, k, v, segments=None):
+def run(pattern, q, k, v, segments=None, row_indices=True):
     at = jnp.arange(k.shape[1])[None].repeat(len(q), 0)
     first = k.shape[1] - q.shape[1]
     index = at if segments is None else order_indices(jnp.asarray(segments))
-    return np.asarray(
-        pattern.attend(
-            *map(jnp.asarray, (q, k, v)),
-            AttentionMetadata(
-                index[:, first:],
-                index,
-                rotation=no_rotation(),
-                q_index=index[:, first:],
-                k_index=index,
-                q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
-                k_segments=None if segments is None else jnp.asarray(segments),
-                row_indices=(jnp.arange(first, k.shape[1]), None),
-            ),
-        )
+    metadata = AttentionMetadata(
+        index[:, first:],
+        index,
+        rotation=no_rotation(),
+        q_index=index[:, first:],
+        k_index=index,
+        q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
+        k_segments=None if segments is None else jnp.asarray(segments),
+        row_indices=(at[0, first:], at[0]) if row_indices else None,
     )
+    # One program: each of many operations alone takes longer to compile.
+    return np.asarray(jax.jit(lambda *arrays: pattern.attend(*arrays, metadata))(q, k, v))
 
 
 def naive(q, k, v, vertical, slash):
@@ -64,8 +64,8 @@ def naive(q, k, v, vertical, slash):
         columns[:30] = np.inf
         diagonals = np.array([p[head][away[-64:] == d].sum() for d in range(keys)])
         diagonals[:100] = np.inf
-        seen[head][:, np.argsort(-columns)[:vertical]] = True
-        for d in np.argsort(-diagonals)[:slash]:
+        seen[head][:, np.argsort(-columns, kind="stable")[:vertical]] = True
+        for d in np.argsort(-diagonals, kind="stable")[:slash]:
             for start in range(0, length, 64):
                 low = first + start - d
                 for block in range(max(low // 64, 0), (low + 63) // 64 + 1):
@@ -75,7 +75,10 @@ def naive(q, k, v, vertical, slash):
     return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v), seen
 
 
-@pytest.mark.parametrize("queries", [T, 130], ids=["a whole prompt", "its last chunk"])
+@pytest.mark.parametrize(
+    "queries",
+    [pytest.param(T, id="a whole prompt", marks=pytest.mark.slow), pytest.param(130, id="a chunk")],
+)
 def test_a_prompt_sees_the_chosen_columns_and_diagonals(queries):
     q, k, v = qkv()
     q = q[:, T - queries :]
@@ -87,14 +90,29 @@ def test_a_prompt_sees_the_chosen_columns_and_diagonals(queries):
         assert np.abs(run(other, q, k, v)[0] - got).max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("queries", "budgets", "least", "row_indices"),
+    [
+        (64, (40, 101), (40, 101), False),  # one diagonal is chosen beside the nearest 100
+        (145, (1, 1), (30, 50), True),  # the least budgets; whole blocks of keys end at 49
+    ],
+)
+def test_budgets_are_counted_exactly(queries, budgets, least, row_indices):
+    q, k, v = qkv()
+    q = q[:, T - queries :]
+    got = run(VerticalSlash(*budgets), q, k, v, row_indices=row_indices)[0]
+    np.testing.assert_allclose(got, naive(q, k, v, *least)[0], **golden.TOLERANCE)
+
+
 def test_padding_on_either_side_changes_nothing():
     q, k, v = qkv(2)
-    alone = run(PATTERN, *(x[:1, :300] for x in (q, k, v)))[0]
+    q, k, v = (x[:, -300:] for x in (q, k, v))
+    alone = run(PATTERN, *(x[:1] for x in (q, k, v)))[0]
     segments = np.zeros((2, 364), np.int32)
     segments[0, :300] = segments[1, 64:] = 1  # whole blocks: those of the slashes stay the same
     rows = [np.zeros((2, 364, *x.shape[2:]), np.float32) for x in (q, k, v)]
     for padded, x in zip(rows, (q, k, v), strict=True):
-        padded[0, :300] = padded[1, 64:] = x[0, :300]
+        padded[0, :300] = padded[1, 64:] = x[0]
     out = run(PATTERN, *rows, segments)
     for row in range(2):
         np.testing.assert_allclose(out[row][segments[row] != 0], alone, rtol=1e-5, atol=2e-6)
@@ -112,6 +130,7 @@ def test_few_queries_see_everything():
 def test_budgets_out_of_range_are_refused(field):
     with pytest.raises(InputError, match=f"pattern.{field}=0 must be a whole number of at least 1"):
         VerticalSlash(**{field: 0})
+    assert VerticalSlash() == VerticalSlash(vertical=1000, slash=6096)  # of the released code
 
 
 def test_no_loss_is_taken_under_a_pattern_that_looks_ahead():

@@ -39,7 +39,11 @@ NEAREST = {
     "lcjax/memory/*": ["tests/memory", "tests/cost"],
     "lcjax/generation/*": ["tests/generation"],
     "lcjax/training/step.py": ["tests/training/test_step.py"],
-    "lcjax/training/optim.py": ["tests/training/test_optim.py", "tests/training/test_step.py"],
+    "lcjax/training/optim.py": [
+        "tests/training/test_optim.py",
+        "tests/training/test_step.py",
+        "tests/training/test_offload.py",
+    ],
     "lcjax/training/objective.py": ["tests/training/test_step.py", "tests/memory"],
     "lcjax/evaluation/metrics/*": ["tests/evaluation/test_metrics.py", "tests/evaluation/tasks"],
 }

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from adapter_support import base_tensors, low_rank, merged, write_peft
-from convert_support import assert_same, saved
+from convert_support import assert_same, edit_json, saved
 from gguf_support import write_gguf
 from safetensors.numpy import load_file
 
@@ -90,12 +90,16 @@ def test_what_the_library_exports_it_reads_again(tmp_path):
             "lora_a": jax.numpy.asarray(rng.normal(size=a), "float32"),
             "lora_b": jax.numpy.asarray(rng.normal(size=b), "float32"),
         }
-    save_peft(tmp_path / "lora", tree, config.replace(lora=adapters), base=base)
+    config = config.replace(lora=adapters)
+    save_peft(tmp_path / "lora", tree, config, base=base, checksums=True)
     want = lora.merge(tree, adapters)
     got = load(tmp_path / "lora")[0]
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    edit_json(tmp_path / "lora" / "adapter_config.json", lora_alpha=3.5)
+    with pytest.raises(InputError, match=r"lora: adapter_config\.json is not as it was written"):
+        load(tmp_path / "lora")
 
 
 def test_scales_of_single_modules_and_of_rs_lora_are_those_of_peft(tmp_path):

@@ -6,11 +6,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from convert_support import assert_same, saved
+from convert_support import assert_same, edit_json, saved
 from gguf_support import write_gguf
 
 from lcjax.checkpoints import load
 from lcjax.convert import main
+from lcjax.files import CHECKSUMS
 from lcjax.rope import Yarn
 
 
@@ -21,6 +22,17 @@ def test_a_model_is_converted_and_cast(tmp_path, capsys):
     assert loaded_config == config.replace(param_dtype="bfloat16")
     assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     assert "3 layers, bfloat16" in capsys.readouterr().out
+    assert not (tmp_path / "dst" / CHECKSUMS).exists()
+
+
+def test_checksums_are_written_on_request_and_compared(tmp_path, capsys):
+    saved(tmp_path / "src")
+    assert main([str(tmp_path / "src"), str(tmp_path / "dst"), "--checksums"]) == 0
+    assert main([str(tmp_path / "dst"), str(tmp_path / "again")]) == 0
+    edit_json(tmp_path / "dst" / "config.json", rms_norm_eps=1e-3)
+    capsys.readouterr()
+    assert main([str(tmp_path / "dst"), str(tmp_path / "other")]) == 2
+    assert "dst: config.json is not as it was written" in capsys.readouterr().err
 
 
 def test_a_method_that_needs_no_training_is_exported(tmp_path, capsys):

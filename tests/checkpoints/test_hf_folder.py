@@ -1,6 +1,7 @@
 """Hugging Face folders: what is written is what is read, on any mesh, and faults are named."""
 
 import json
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from lcjax.checkpoints import ByteTokenizer, hf_names, load, load_config, load_t
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, SafetensorsFolder, write_file
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS
 from lcjax.models import Decoder, unstack_layers
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
@@ -122,6 +124,48 @@ def test_several_files_and_an_index_hold_the_same_model(tmp_path):
     files[1].unlink()
     with pytest.raises(InputError, match=rf"shards are missing: {files[1].name}"):
         load(tmp_path / "m")
+
+
+def test_checksums_find_every_flipped_bit_of_a_folder(tmp_path):
+    params, config = saved(tmp_path / "plain")
+    assert not (tmp_path / "plain" / CHECKSUMS).exists()
+    folder, options = tmp_path / "m", {"checksums": True, "max_shard_bytes": 200_000}
+    for _ in range(2):  # a folder with checksums is replaced like others
+        save_hf(folder, params, config, ByteTokenizer(), overwrite=True, **options)
+    names = sorted(file.name for file in folder.iterdir() if file.name != CHECKSUMS)
+    command = ["sha256sum", "--check", "--strict", CHECKSUMS]
+    checked = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert sorted(line.removesuffix(": OK") for line in checked.stdout.splitlines()) == names
+    assert_same(load(folder)[0], params)
+    for name in names:
+        file, data = folder / name, (folder / name).read_bytes()
+        file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        with pytest.raises(
+            InputError, match=rf"m: {name} is not .* remove {CHECKSUMS} if"
+        ) as error:
+            load(folder)
+        assert "\n" not in str(error.value)
+        file.unlink()
+        with pytest.raises(InputError, match=rf"m: {name} is missing; copy the folder again"):
+            load(folder)
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("\xff\xfe", "is damaged: "),
+        (64 * "0" + "  ../plain/config.json\n", "is damaged: .* no sum of a file below it"),
+        (64 * "0" + "  /etc/passwd\n", "is damaged: .* no sum of a file below it"),
+        (64 * "0", "is damaged: "),
+    ],
+)
+def test_damaged_checksums_are_refused(tmp_path, text, words):
+    saved(tmp_path)
+    (tmp_path / CHECKSUMS).write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError, match=f"{CHECKSUMS} {words}.*; copy the folder again"):
+        load(tmp_path)
 
 
 def test_separate_layers_are_written_like_stacked_ones(tmp_path):

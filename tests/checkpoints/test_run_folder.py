@@ -10,7 +10,7 @@ from convert_support import tiny_config
 
 import lcjax.config
 from lcjax.checkpoints import ByteTokenizer, run_folder
-from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG, Base, check_frozen, load_run
+from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG, BaseModel, check_frozen, load_run
 from lcjax.errors import InputError
 from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -36,7 +36,7 @@ def test_weights_are_cast_one_leaf_at_a_time(tmp_path, monkeypatch):
     config = tiny_config()
     paths = tuple(flatten(abstract_params(config, make_mesh(Mesh(fsdp=8)))))
     lcjax.config.dump(config, tmp_path / MODEL_CONFIG)
-    Base(path=None, param_dtype=None, seed=0, trained=paths, average=False).write(tmp_path)
+    BaseModel(path=None, param_dtype=None, seed=0, trained=paths, average=False).write(tmp_path)
     assert (tmp_path / BASE).exists()
     ByteTokenizer().save(tmp_path / "tokenizer")
 
@@ -63,24 +63,24 @@ BASE_FIELDS = {"path": None, "param_dtype": None, "seed": 0, "trained": ["a"], "
     ids=str,
 )
 def test_a_description_of_the_base_that_is_not_as_written_is_one_line(tmp_path, change):
-    base = Base(**BASE_FIELDS | {"trained": ("a",)})
+    base = BaseModel(**BASE_FIELDS | {"trained": ("a",)})
     base.write(tmp_path)
-    assert Base.read(tmp_path) == base
+    assert BaseModel.read(tmp_path) == base
     changed = json.loads((tmp_path / BASE).read_text()) | change
     changed = {key: value for key, value in changed.items() if value is not ...}
     (tmp_path / BASE).write_text(json.dumps(changed))
-    for read in (Base.read, lambda folder: check_frozen(folder, base)):
+    for read in (BaseModel.read, lambda folder: check_frozen(folder, base)):
         with pytest.raises(InputError, match=rf"{re.escape(str(tmp_path))}/base.json is damaged"):
             read(tmp_path)
 
 
 def test_a_changed_description_of_the_base_is_found_by_its_checksum(tmp_path):
-    base = Base(**BASE_FIELDS | {"trained": ("a",)})
+    base = BaseModel(**BASE_FIELDS | {"trained": ("a",)})
     base.write(tmp_path)
     text = (tmp_path / BASE).read_text()
     (tmp_path / BASE).write_text(text.replace("true", "false"))
     with pytest.raises(InputError, match="is damaged"):
-        Base.read(tmp_path)
+        BaseModel.read(tmp_path)
     older = {key: value for key, value in json.loads(text).items() if key != "sha256"}
     (tmp_path / BASE).write_text(json.dumps(older))
-    assert Base.read(tmp_path) == base
+    assert BaseModel.read(tmp_path) == base

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax.cost.chips import CHIPS, Topology
-from lcjax.cost.verdict import Traffic, collectives, verdict
+from lcjax.cost.program import Traffic, collectives, program_cost
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
 
@@ -58,8 +58,8 @@ def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
     assert found == {"all-gather": Traffic(5, 5 * 64 * 64 * 4 * 7 // 8)}
 
 
-def test_a_verdict_compares_what_a_program_needs_with_what_a_chip_has():
-    found = verdict(loop(make_mesh(Mesh(fsdp=8)), 3), CHIPS["v5e"])
+def test_the_cost_of_a_program_compares_what_a_program_needs_with_what_a_chip_has():
+    found = program_cost(loop(make_mesh(Mesh(fsdp=8)), 3), CHIPS["v5e"])
     assert found.fits and "FITS" in str(found) and found.traffic["all-gather"].count == 3
     assert found.arguments == 64 * 64 * 4 / 8
     tight = type(found)(**{**vars(found), "needed": found.chip.usable + 1})
@@ -170,14 +170,14 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     ],
 )
 def test_a_compiler_that_runs_out_of_memory_has_spoken(message):
-    found = verdict(Refusing(f"RESOURCE_EXHAUSTED: {message}"), CHIPS["v5e"])
+    found = program_cost(Refusing(f"RESOURCE_EXHAUSTED: {message}"), CHIPS["v5e"])
     assert found.needed == 47.5 * 2**30 and not found.fits
     assert "51.00 GB of 16.91 GB" in str(found) and "DOES NOT FIT" in str(found)
 
 
 def test_other_failures_of_a_compiler_are_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="VMEM"):
-        verdict(Refusing("INTERNAL: VMEM"), CHIPS["v5e"])
+        program_cost(Refusing("INTERNAL: VMEM"), CHIPS["v5e"])
 
 
 class Refusing:

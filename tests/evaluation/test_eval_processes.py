@@ -12,9 +12,9 @@ CODE = """
 import importlib, runpy, sys
 
 run = importlib.import_module("lcjax.evaluation.run")
-documents = run.documents
+texts = run.texts
 if "--distributed.process=1" in sys.argv:
-    run.documents = lambda *words: ((name, text[::-1]) for name, text in documents(*words))
+    run.texts = lambda config: ((name, text[::-1]) for name, text in texts(config))
 runpy.run_path("eval.py", run_name="__main__")
 """
 CONFIG = """

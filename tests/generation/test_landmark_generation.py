@@ -52,7 +52,7 @@ def ids(seed, *shape):
 @pytest.mark.parametrize("loss", ["predict", "skip"])
 def test_scores_equal_those_of_the_marked_text_read_at_once(lm, loss):
     lm = lm.with_method(pattern=dataclasses.replace(ALL, loss=loss))
-    landmarks = Landmarks.of(lm.config.pattern)
+    landmarks = Landmarks.from_pattern(lm.config.pattern)
     tokens = ids(0, 2, 71)
     logits = logits_at_once(lm, [in_prompt(row.tolist(), landmarks) for row in tokens])
     log_p = np.asarray(jax.nn.log_softmax(logits))
@@ -81,7 +81,10 @@ def test_scores_beyond_a_chunk_come_from_retrieved_blocks(lm):
 @pytest.mark.parametrize("loss", ["predict", "skip"])
 def test_greedy_text_equals_reading_the_marked_text_anew(lm, loss):
     lm = lm.with_method(pattern=dataclasses.replace(ALL, loss=loss))
-    landmarks, prompts = Landmarks.of(lm.config.pattern), [ids(2, 21).tolist(), ids(3, 58).tolist()]
+    landmarks, prompts = (
+        Landmarks.from_pattern(lm.config.pattern),
+        [ids(2, 21).tolist(), ids(3, 58).tolist()],
+    )
     rows = [list(prompt) for prompt in prompts]
     for _ in range(9):
         for row in rows:

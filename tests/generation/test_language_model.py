@@ -187,10 +187,18 @@ def test_logits_give_the_scores_of_each_row_alone(alone, spread, method):
     assert logits[1, 39].any() and not logits[1, 40:].any() and not logits[2].any()
 
 
-def test_logits_of_a_model_with_landmarks_are_refused(alone):
-    landmark = alone.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=258))
-    with pytest.raises(InputError, match="logits: a model with landmarks"):
-        landmark.logits([_ids(1, 20)])
+@pytest.mark.parametrize("loss", ["predict", "skip"])
+def test_logits_of_a_model_with_landmarks_give_its_scores(alone, loss):
+    pattern = Landmark(block=8, top_k=1, train_length=32, token=258, loss=loss)
+    lm, tokens = alone.with_method(pattern=pattern), np.array([_ids(1, 64), _ids(2, 64)])
+    lengths = np.array([63, 28])  # blocks of seven tokens: both end with a full one
+    logits = lm.logits(tokens[:, :63], lengths=lengths)
+    assert logits.dtype == np.float32 and logits.shape == (2, 63, lm.config.vocab_size)
+    log_p = np.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+    nll = lm.nll(tokens, lengths=lengths + 1)[:, 1:]  # reads all but the last token
+    np.testing.assert_allclose(-log_p[0], nll[0], atol=5e-5)
+    np.testing.assert_allclose(-log_p[1, :28], nll[1, :28], atol=5e-5)
+    assert logits[1, 27].any() and not logits[1, 28:].any()
 
 
 @pytest.mark.parametrize(
@@ -207,6 +215,15 @@ def test_a_method_that_needs_no_training_is_saved_with_the_model(alone, tmp_path
     with pytest.raises(InputError, match="exists and is not empty"):
         lm.save(tmp_path / "model")
     assert lm.save(tmp_path / "model", dtype="bfloat16", overwrite=True).is_dir()
+
+
+def test_a_model_that_is_saved_with_checksums_is_compared_with_them(alone, tmp_path):
+    folder = alone.save(tmp_path / "model", checksums=True)
+    tokens = np.array([_ids(1, 20)])
+    np.testing.assert_allclose(LanguageModel.load(folder).nll(tokens), alone.nll(tokens), atol=5e-5)
+    (folder / "generation_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"generation_config\.json is not as it was written"):
+        LanguageModel.load(folder)
 
 
 def test_what_no_config_describes_is_not_saved(alone, tmp_path):

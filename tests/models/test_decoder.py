@@ -22,6 +22,7 @@ from lcjax.models import (
 )
 from lcjax.models import cache as cache_lib
 from lcjax.models import lora as lora_lib
+from lcjax.models.layers import look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import token_nll
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
@@ -270,3 +271,23 @@ def test_bfloat16_logits_of_an_untied_head_are_those_of_the_loss_and_not_rounded
     assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.5
     want = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[..., None], -1)
     np.testing.assert_allclose(nll, want[..., 0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "width", "exchanges"),
+    [
+        (Mesh(fsdp=8), (8, 16), 16, True),
+        (Mesh(data=2, fsdp=2, context=2), (8, 16), 16, True),
+        (Mesh(fsdp=8), (3, 16), 16, False),  # every device has all tokens
+        (Mesh(data=2, fsdp=2, context=2), (8, 15), 16, False),  # devices of one text have all of it
+        (Mesh(fsdp=8), (8, 16), 15, False),  # every device has all columns
+    ],
+)
+def test_embeddings_are_exchanged_where_devices_have_columns_and_other_tokens(
+    mesh, shape, width, exchanges
+):
+    mesh, tokens = make_mesh(mesh), _tokens(0, *shape, vocabulary=32)
+    table = jax.random.normal(jax.random.key(0), (32, width))
+    read = jax.jit(lambda table, tokens: look_up(table, tokens, jnp.float32, mesh))
+    assert ("all_to_all" in str(jax.make_jaxpr(read)(table, tokens))) == exchanges
+    np.testing.assert_array_equal(read(table, tokens), table[tokens])

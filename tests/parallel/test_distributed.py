@@ -16,7 +16,7 @@ from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints
 from lcjax.errors import InputError
 from lcjax.parallel import distributed
 from lcjax.parallel.distributed import Distributed
-from pallas_kernels import measured
+from pallas_kernels import timings
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_processes_that_measured_other_kernels_are_told_so(monkeypatch):
     class Config:
         distributed: Distributed = dataclasses.field(default_factory=Distributed)
 
-    monkeypatch.setattr(measured, "figures", lambda: {"causal, heads of 64": {}})
+    monkeypatch.setattr(timings, "figures", lambda: {"causal, heads of 64": {}})
     monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: "causal" not in value)
     with pytest.raises(InputError, match="copy .*kernels to all, or point LCJAX_KERNELS at"):
         distributed._check_same_config(Config())

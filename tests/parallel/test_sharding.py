@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.cost.verdict import collectives
+from lcjax.cost.program import collectives
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.parallel import reduce_scatter

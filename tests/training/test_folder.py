@@ -8,6 +8,7 @@ from training_support import tiny
 
 from lcjax.attention import Longformer
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS
 from lcjax.models.lora import LoRA
 from lcjax.parallel.run_lock import RunLock
 from lcjax.training import folder as folder_lib
@@ -25,13 +26,22 @@ def short(folder, corpus, **sections):
 def complete(tmp_path_factory, corpus):
     """A run with a model and adapters."""
     folder = tmp_path_factory.mktemp("complete") / "run"
-    run(short(folder, corpus))
+    run(short(folder, corpus, checksums=True))
     return folder
 
 
 @pytest.fixture
 def folder(complete, tmp_path):
     return shutil.copytree(complete, tmp_path / "run")
+
+
+def test_exported_folders_have_checksums_on_request(folder, corpus):
+    for name in ("model", "adapter"):
+        lines = (folder / name / CHECKSUMS).read_text().splitlines()
+        names = {line.split("  ")[1] for line in lines}
+        assert names == set(os.listdir(folder / name)) - {CHECKSUMS}
+    run(short(folder, corpus))  # exports again, without them
+    assert not list(folder.rglob(CHECKSUMS))
 
 
 def snapshot(folder):
@@ -145,3 +155,31 @@ def test_results_that_cannot_be_replaced_are_refused_before_the_first_step(
     monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
     with pytest.raises(InputError, match=r"cannot be replaced: lcjax does not write README\.md"):
         run(config)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tokenizer", "model"])
+@pytest.mark.parametrize("kind", ["a file", "read-only"])
+def test_a_folder_that_cannot_take_results_is_refused_before_the_model_is_read(
+    tmp_path, corpus, monkeypatch, name, kind
+):
+    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    path, access = tmp_path / name, os.access
+    if kind == "a file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        # The user who runs the tests may be allowed to write anywhere.
+        monkeypatch.setattr(os, "access", lambda p, mode: p != path and access(p, mode))
+    with pytest.raises(InputError, match=rf"run\.folder=.*{name}.*name another folder") as error:
+        run(short(tmp_path, corpus))
+    assert "\n" not in str(error.value)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_model_is_read(
+    tmp_path, corpus, monkeypatch
+):
+    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"metrics\.jsonl is a folder, and a file is needed"):
+        run(short(tmp_path, corpus))

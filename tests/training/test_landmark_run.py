@@ -20,7 +20,7 @@ from lcjax.tree import flatten
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
 PATTERN = Landmark(block=8, top_k=2, train_length=32, token=260)
-LANDMARKS = Landmarks.of(PATTERN)
+LANDMARKS = Landmarks.from_pattern(PATTERN)
 
 
 def data(corpus, **fields):

@@ -14,7 +14,7 @@ from lcjax import checkpoints, cost
 from lcjax import config as config_lib
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
-from lcjax.cost.verdict import verdict
+from lcjax.cost.program import program_cost
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, preset
 from lcjax.models.layers import box_offloaded, unbox_offloaded
@@ -274,7 +274,7 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised)
                 f"--train.offload={offload}",
             ],
         )
-        results[offload] = verdict(compile_only.lower(config, model, mesh), topology.chip)
+        results[offload] = program_cost(compile_only.lower(config, model, mesh), topology.chip)
     weights = cost.estimate(model, 512).parameters  # the bytes of a float32 copy on 4 devices
     none, offloaded = results.values()
     assert none.host == 0 and offloaded.host == pytest.approx(3 * weights, rel=0.02)

@@ -12,6 +12,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.training import optim
 from lcjax.training.config import Rate, RunSection, TrainConfig, TrainSection
+from lcjax.tree import flatten, nest
 
 
 def rates(*steps, **settings):
@@ -152,3 +153,35 @@ def test_float16_is_refused_in_one_line(key):
 def test_a_run_without_a_folder_is_refused():
     with pytest.raises(InputError, match="run.folder='' must name a folder"):
         RunSection(folder="")
+
+
+@pytest.mark.parametrize("should_update", [True, False])
+@pytest.mark.parametrize("groups", [["layers", "norm"], ["layers_0", "layers_1", "norm"]])
+def test_layers_are_updated_one_after_another_in_the_shapes_of_a_layer(should_update, groups):
+    layer = {"up/kernel": (4, 6), "norm/scale": (4,)}
+    shapes = {f"{group}/{name}": layer[name] for group in groups[:-1] for name in layer}
+    stacks = {
+        path: (3, *shape) if groups[0] == "layers" else shape for path, shape in shapes.items()
+    }
+    shapes["norm/scale"] = stacks["norm/scale"] = (4,)
+    keys = jax.random.split(jax.random.key(0), len(stacks))
+    params = nest({path: jnp.ones(shape) for path, shape in stacks.items()})
+    grads = nest(
+        {path: jax.random.normal(key, stacks[path]) for path, key in zip(stacks, keys, strict=True)}
+    )
+    updated = set()
+
+    def update(old, grads):
+        params, count, average = old
+        for tree in (params, grads, average):
+            updated.add(tuple((path, leaf.shape) for path, leaf in sorted(flatten(tree).items())))
+        params = jax.tree.map(jnp.subtract, params, grads)
+        return params, count + 1, jax.tree.map(jnp.add, average, grads)
+
+    old = params, jnp.int32(7), grads
+    new = optim.layerwise_update(update, jnp.bool_(should_update), old, grads)
+    assert updated == {
+        tuple(item for item in sorted(shapes.items()) if item[0].startswith(f"{group}/"))
+        for group in groups
+    }
+    jax.tree.map(np.testing.assert_array_equal, new, update(old, grads) if should_update else old)

@@ -8,7 +8,7 @@ from training_support import tiny
 
 from lcjax import checkpoints
 from lcjax.checkpoints import ByteTokenizer, save_hf
-from lcjax.checkpoints.run_folder import Base, load_run
+from lcjax.checkpoints.run_folder import BaseModel, load_run
 from lcjax.errors import InputError
 from lcjax.models import preset
 from lcjax.models.decoder import random_params
@@ -133,4 +133,4 @@ def test_a_note_of_another_version_says_how_to_complete_it(tmp_path):
         load_run(tmp_path)
     (tmp_path / "base.json").write_text('{"model": "x", "frozen": null}')
     with pytest.raises(InputError, match=r"of another version; remove it and start the command"):
-        Base.read(tmp_path)
+        BaseModel.read(tmp_path)

@@ -116,7 +116,7 @@ def calm_and_wild():
     wild = wild | {"targets": (wild["targets"] + wild["tokens"]) % CONFIG.vocab_size}
     batches = [calm] * 21 + [wild]
     last = many_steps(QUICK, batches)[1][-1]
-    return batches, last["grad_norm"] / last["usual_norm"]
+    return batches, last["grad_norm"] / last["grad_norm_ema"]
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_gradient_much_longer_than_usual_changes_nothing_but_the_count():
     jax.tree.map(np.testing.assert_array_equal, values(after), before)
     assert not any(info["spike"] for info in infos[:-1])
     # It counts for the average, or gradients that have grown for good would stop the run.
-    assert after.usual > infos[-1]["usual_norm"]
+    assert after.grad_norm_ema > infos[-1]["grad_norm_ema"]
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_gradient_that_is_not_long_enough_is_taken():
     assert not many_steps(patient, batches)[1][-1]["spike"]
 
 
-def test_the_usual_norm_is_a_running_average_that_a_spike_enters_clipped():
+def test_the_norm_has_a_running_average_that_a_spike_enters_clipped():
     """The loss is slope * w, so the gradient norm of every step is its batch's slope."""
     settings = dataclasses.replace(QUICK, spike=3.0)
     optimizer = optim.optimizer(settings)
@@ -155,17 +155,17 @@ def test_the_usual_norm_is_a_running_average_that_a_spike_enters_clipped():
     step = jax.jit(step)
     slopes = np.random.default_rng(0).uniform(1, 2, 24)
     slopes[[4, 20, 22]] = 9.0, 8.0, np.nan  # while the average is not reliable; a spike; no number
-    usual, num_skipped = 0.0, 0
+    average, num_skipped = 0.0, 0
     for number, slope in enumerate(slopes):
         state, info = step(state, {}, {"slope": jnp.float32([slope]), "weights": jnp.ones(1)})
-        np.testing.assert_allclose(info["usual_norm"], usual, rtol=1e-5)
-        is_spike = number >= 20 and slope > 3 * usual
+        np.testing.assert_allclose(info["grad_norm_ema"], average, rtol=1e-5)
+        is_spike = number >= 20 and slope > 3 * average
         assert info["spike"] == is_spike == (number == 20)
         num_skipped += is_spike or np.isnan(slope)
         if not np.isnan(slope):
-            norm = min(slope, 3 * usual) if number >= 20 else slope
-            usual = norm if number == 0 else 0.98 * usual + 0.02 * norm
-        np.testing.assert_allclose(state.usual, usual, rtol=1e-5)
+            norm = min(slope, 3 * average) if number >= 20 else slope
+            average = norm if number == 0 else 0.98 * average + 0.02 * norm
+        np.testing.assert_allclose(state.grad_norm_ema, average, rtol=1e-5)
         assert state.skipped == num_skipped
 
 

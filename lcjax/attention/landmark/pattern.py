@@ -56,6 +56,7 @@ class Landmark(Pattern):
         {"block": 8, "top_k": 12, "train_length": 160},  # every block is selected
         {"block": 5, "top_k": None},
     )
+    has_landmarks = True
 
     block: int = 64  # tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
     top_k: int | None = 5  # blocks that a query reads from the cache; null: all, where they stand

@@ -43,7 +43,7 @@ class Landmarks:
         one_of("landmarks.loss", self.loss, LOSSES)
 
     @classmethod
-    def of(cls, pattern: Landmark) -> Landmarks:
+    def from_pattern(cls, pattern: Landmark) -> Landmarks:
         """The landmarks of models with this pattern.
 
         Raises:
@@ -59,7 +59,7 @@ class Landmarks:
     @classmethod
     def read_by(cls, pattern: Pattern) -> Landmarks | None:
         """The landmarks of models with this pattern; None if it is not a Landmark pattern."""
-        return cls.of(pattern) if isinstance(pattern, Landmark) else None
+        return cls.from_pattern(pattern) if isinstance(pattern, Landmark) else None
 
     def row_length(self, length: int) -> int:
         """The length of a row of `length` ordinary tokens after landmarks are inserted.

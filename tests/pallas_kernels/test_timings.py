@@ -18,8 +18,8 @@ from pallas_kernels import (
     explain,
     flash,
     landmark_attention,
-    measured,
     tables,
+    timings,
     window,
 )
 from pallas_kernels.dispatch import BACKENDS, Backend
@@ -72,7 +72,7 @@ def test_landmark_attention_is_a_kind_beside_its_own_blocks():
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
     """This process counts as one with an H200, whose kernels are constants; yields the folder."""
-    monkeypatch.setenv(measured.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(timings.VARIABLE, str(tmp_path))
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     for name, takes in {"quick": True, "quicker": False, "refusing": True}.items():
         module = types.ModuleType(f"measured_{name}")
@@ -85,10 +85,10 @@ def gpu(tmp_path, monkeypatch):
         new = Backend(module.__name__, ("cuda",), by_name=True, takes_d_lse=takes)
         monkeypatch.setitem(BACKENDS, name, new)
     dispatch._warn_once.cache_clear()
-    measured._read.cache_clear()
+    timings._read.cache_clear()
     with described():
         yield tmp_path
-    measured._read.cache_clear()
+    timings._read.cache_clear()
 
 
 def taken(mask, direction="forward", d_lse=False, **inputs):
@@ -111,7 +111,7 @@ def test_nothing_new_runs_where_nothing_was_measured_and_it_says_how_to(gpu, cap
 
 def test_the_fastest_that_can_runs_in_each_direction(gpu, caplog):
     times = {"forward": TIMES, "backward": TIMES | {"quick": 0.7}}
-    measured.write(gpu, DEVICE, {"causal, heads of 64": times})
+    timings.write(gpu, DEVICE, {"causal, heads of 64": times})
     with caplog.at_level(logging.WARNING):
         found = taken(causal())
     assert (found["cuda"], found["cpu"]) == ("quicker", "xla")
@@ -122,13 +122,13 @@ def test_the_fastest_that_can_runs_in_each_direction(gpu, caplog):
 
 
 def test_a_backward_pass_with_a_cotangent_of_lse_goes_to_one_that_takes_it(gpu):
-    measured.write(gpu, DEVICE, {"causal, heads of 64": {"backward": TIMES}})
+    timings.write(gpu, DEVICE, {"causal, heads of 64": {"backward": TIMES}})
     assert taken(causal(), "backward")["cuda"] == "quicker"
     assert taken(causal(), "backward", d_lse=True)["cuda"] == "quick"
 
 
 def test_what_is_slower_than_the_portable_one_does_not_run(gpu):
-    measured.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES | {"xla": 0.9}}})
+    timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES | {"xla": 0.9}}})
     assert taken(causal())["cuda"] == "xla"
 
 
@@ -137,7 +137,7 @@ def test_the_nearest_kind_counts_where_one_was_not_measured(gpu):
         return {"forward": {name: 1.0}, "backward": {name: 1.0}}
 
     known = {"causal, heads of 128": only("quick"), "window, heads of 256": only("quicker")}
-    measured.write(gpu, DEVICE, known)
+    timings.write(gpu, DEVICE, known)
     assert taken(causal() & window(9))["cuda"] == "quicker"  # its own form before its own size
     assert taken(everything())["cuda"] == "quick"
     assert taken(causal(), size=256)["cuda"] == "quick"
@@ -146,38 +146,38 @@ def test_the_nearest_kind_counts_where_one_was_not_measured(gpu):
 
 
 def test_files_are_added_to_and_forget_what_was_wrong(gpu):
-    measured.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
+    timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
     dense = {"dense, heads of 64": {"forward": TIMES}}
-    file = measured.write(gpu, DEVICE, dense, {"quicker": "off"})
+    file = timings.write(gpu, DEVICE, dense, {"quicker": "off"})
     found = json.loads(file.read_text())["milliseconds"]
     left = {k: v for k, v in TIMES.items() if k != "quicker"}
     assert found == {x: {"forward": left} for x in ("causal, heads of 64", "dense, heads of 64")}
     assert taken(causal())["cuda"] == "quick"
     text = file.read_text().replace(jax.__version__, "0.1.0")
     file.write_text(text)
-    file = measured.write(gpu, DEVICE, dense)
+    file = timings.write(gpu, DEVICE, dense)
     assert "causal" not in file.read_text()  # of another version of JAX
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"jax": "0.1"}', '{"milliseconds": {}}'])
 def test_a_damaged_file_is_named_and_nothing_of_it_used(gpu, text, caplog):
-    (gpu / measured.file_of(DEVICE)).write_text(text)
+    (gpu / timings.file_of(DEVICE)).write_text(text)
     with caplog.at_level(logging.WARNING):
         assert "cuda" not in taken(causal())
     assert "NVIDIA_H200.json cannot be read" in caplog.records[0].message
 
 
 def test_figures_of_another_jax_are_used_and_named(gpu, caplog):
-    file = measured.write(gpu, DEVICE, {"causal, heads of 64": {"forward": {"quick": 1.0}}})
+    file = timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": {"quick": 1.0}}})
     file.write_text(file.read_text().replace(jax.__version__, "0.1.0"))
-    measured._read.cache_clear()
+    timings._read.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert taken(causal())["cuda"] == "quick"
     assert f"measured with jax 0.1.0, this is {jax.__version__}" in caplog.records[0].message
 
 
 def test_explain_says_what_runs_and_why(gpu):
-    measured.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
+    timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
     (found,) = explain(lambda *x: flash(*x, causal()), *shapes())
     lines = str(found).splitlines()
     assert lines[0] == (

@@ -52,7 +52,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramCost:
     """Memory and traffic of a program in bytes, of one device in one run."""
 
     chip: Chip
@@ -99,8 +99,8 @@ class Verdict:
         return "\n".join(lines)
 
 
-def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
-    """Compiles a program for `chip`; if it is too large, the verdict says so.
+def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
+    """Compiles a program for `chip`; the result says so if it is too large.
 
     Raises:
       JaxRuntimeError: the compiler fails for another reason.
@@ -113,7 +113,7 @@ def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
         if match is None:
             raise
         needed = float(match[1]) * _UNITS[match[2]]
-        return Verdict(chip, needed, time.perf_counter() - start, refused=True)
+        return ProgramCost(chip, needed, time.perf_counter() - start, refused=True)
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     sizes = {
         "arguments": memory.argument_size_in_bytes,
@@ -122,7 +122,7 @@ def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
         "temporaries": memory.temp_size_in_bytes,
         "program": memory.generated_code_size_in_bytes,
     }
-    return Verdict(
+    return ProgramCost(
         chip,
         sum(sizes.values()) - 2 * sizes["in_place"],
         seconds,

@@ -27,7 +27,7 @@ from pallas_kernels.masks import causal, everything
 
 log = logging.getLogger(__name__)
 VARIABLE = "LCJAX_KERNELS"
-SHIPPED = Path(__file__).parent / "measured"
+SHIPPED = Path(__file__).parent / "timings"
 SIZES = (64, 128, 256)  # of heads: a call counts as the next larger one
 FEW = 128  # rows that share a key head, up to which reading the keys is all that takes time
 
