@@ -3,8 +3,11 @@
 CEPE (arXiv 2402.16617, section 4.2): two demonstrations, each with its best passage, then k
 passages, the question and the beginning of the answer; 25 tokens, up to a newline; exact match over
 all aliases. Files are those of CEPE or Contriever: JSONL with `question`, `answer` and `ctxs`, the
-passages with the best first. The wording is this library's own. The first segments that do not fit
-the decoder of a model with a memory are its context; CEPE's decoder reads the first ten passages.
+passages with the best first, with or without a `score`. The wording is this library's own.
+
+The decoder of a model with a memory reads the demonstrations and the first ten passages, the memory
+each of the others as one chunk (`context: {decoder_passages: 10}` of a method). REPLUG reads the
+demonstrations and one passage in every pass, with the weights softmax(score / temperature).
 """
 
 import dataclasses
@@ -59,12 +62,15 @@ class _Row:
     line: int
     question: str
     answers: list[str]
-    passages: list[str]
+    passages: list[tuple[str, float | None]]  # and scores
 
-    def text(self, passages: Sequence[str] = (), *, answered: bool = False) -> str:
-        """The question after `passages`, with its first answer if `answered`."""
-        text = "\n\n".join([*passages, f"Question: {self.question}\nAnswer:"])
-        return f"{text} {self.answers[0]}\n\n" if answered else text
+    def text(self, *, answered: bool = False) -> str:
+        """The question; if `answered`, after its best passage and with its first answer."""
+        text = f"Question: {self.question}\nAnswer:"
+        if not answered:
+            return text
+        best = [passage for passage, _ in self.passages[:1]]
+        return "\n\n".join([*best, f"{text} {self.answers[0]}\n\n"])
 
 
 @Task.register_subclass("open_qa")
@@ -98,8 +104,8 @@ class OpenQa(AnswerBenchmark):
         for row in rows:
             demos, passages = self._demonstrations(pool, row), row.passages[:count]
             segments = [
-                *(Segment("demo", demo.text(demo.passages[:1], answered=True)) for demo in demos),
-                *(Segment("context_doc", f"{passage}\n\n") for passage in passages),
+                *(Segment("demo", demo.text(answered=True)) for demo in demos),
+                *(Segment("passage", f"{text}\n\n", score=score) for text, score in passages),
                 Segment("question", row.text()),
             ]
             fields = {"line": row.line, "wording": OWN_WORDING}
@@ -162,7 +168,7 @@ def _rows(path: Path, num_passages: int) -> list[_Row]:
             raise ValueError("has a question or an answer that is no text")
         if not isinstance(row["ctxs"], list) or not all(map(_has_text, row["ctxs"])):
             raise ValueError("has a passage without a text")
-        passages = [_passage_text(passage) for passage in row["ctxs"][:num_passages]]
+        passages = [_passage(passage) for passage in row["ctxs"][:num_passages]]
         return _Row(number, row["question"].strip(), answers, passages)
 
     return list(local_files.rows(path, _FIELDS, parse))
@@ -172,6 +178,8 @@ def _has_text(passage) -> bool:
     return isinstance(passage, dict) and isinstance(passage.get("text"), str)
 
 
-def _passage_text(passage: dict) -> str:
-    title = passage.get("title")
-    return f"Passage ({title}): {passage['text']}" if title else f"Passage: {passage['text']}"
+def _passage(passage: dict) -> tuple[str, float | None]:
+    """The text of a passage after its title, and its score."""
+    title, score = passage.get("title"), passage.get("score")
+    text = f"Passage ({title}): {passage['text']}" if title else f"Passage: {passage['text']}"
+    return text, local_files.parse_score(score)

@@ -50,6 +50,21 @@ def test_demonstrations_come_first_then_as_many_passages_as_named(tmp_path):
             tasks=task.tasks, seed=1))]  # fmt: skip
 
 
+def test_passages_keep_their_place_and_score_and_demonstrations_are_none(tmp_path):
+    path = Path(write(tmp_path)) / "nq-open" / "test.jsonl"
+    odd = row(9, ["x"])
+    odd["ctxs"][3]["score"] = "high"
+    path.write_text(path.read_text() + "\n" + json.dumps(odd))
+    with pytest.warns(UserWarning, match=r"test\.jsonl:4 .*high"):
+        units = plan(OpenQa(path=str(tmp_path), tasks=("nq_5",)))
+    assert len(units) == 3
+    for unit in units:
+        texts = [TOKENIZER.decode(unit.tokens[p.start : p.stop]) for p in unit.payload.passages]
+        index = unit.fields["line"] - 1
+        assert texts == [f"Passage (T{rank}): text {index} {rank}.\n\n" for rank in range(5)]
+        assert [(p.rank, p.score) for p in unit.payload.passages] == [(n, 9 - n) for n in range(5)]
+
+
 def test_a_file_is_read_once_for_all_lengths_and_numbers_of_passages(tmp_path, monkeypatch):
     read, rows = [], local_files.rows
     monkeypatch.setattr(local_files, "rows", lambda *a: read.append(a[0].name) or rows(*a))

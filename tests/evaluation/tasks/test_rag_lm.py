@@ -1,5 +1,6 @@
 """Perplexity with retrieved chunks, against the toy model's losses one by one."""
 
+import dataclasses
 import json
 import math
 
@@ -7,12 +8,18 @@ import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, plan_at
 from evaluation_support import BigramModel, token_loss
+from tiny_lm import sharper
 
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.evaluation import ContextSplit, ReplugSplit
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.rag_lm import RagLm
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.memory import CepeSection
 
 SMALL = {"decoder": 12, "scored": 8, "chunk": 4}
 
@@ -50,6 +57,39 @@ def test_chunks_stand_before_the_text_the_best_next_to_it_and_only_its_end_is_sc
     for one in (unit, bare):
         assert cell(task, [one])["value"] == pytest.approx(math.exp(expected(one.tokens.tolist())))
         assert cell(task, [one])["tokens_scored"] == 8
+
+
+@pytest.fixture(scope="module")
+def lm():
+    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+
+
+@pytest.mark.parametrize("decoder", [None, 5])
+def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, lm, decoder):
+    chunks = [{"ids": ids(i, 4), "score": score} for i, score in enumerate((0.5, 2.0, 1.0))]
+    task = RagLm(path=write(tmp_path, [{"input_ids": ids(9, 12), "chunks": chunks}]), **SMALL)
+    (bare,), (unit,) = plan_at(task, (12, 20))
+    best, text = [ids(2, 4), ids(1, 4)], np.array([ids(9, 12)])
+
+    def score(split, unit, decoder=decoder):
+        model = dataclasses.replace(split, decoder=decoder).of(lm, len(unit.tokens))
+        (record,) = task.score(model, [unit], 1)
+        assert record["decoder"] == 12 and record["scored"] == 8
+        return pytest.approx(record["nll"], abs=1e-3)
+
+    context = ContextSplit(chunk=4)
+    assert lm.nll(text, first=4, context=[best]).sum() == score(context, unit)
+    assert lm.nll(text, first=4).sum() == score(context, bare)
+    other = ContextSplit(chunk=4, source="foreign")
+    foreign = other.of(lm, 20).with_foreign_context(
+        unit.tokens, [np.arange(20, dtype=np.int32)], [0], unit.payload.passages
+    )
+    assert foreign.tolist() == [*range(8), *ids(9, 12)]
+    replug = ReplugSplit(chunk=4, temperature=0.5)
+    mixed = Replug(lm, 0.5).nll(text, first=4, context=[best], scores=[[1.0, 2.0]])
+    alike = Replug(lm, 0.5).nll(text, first=4, context=[best])
+    assert mixed.sum() == score(replug, unit, decoder or 6) != pytest.approx(float(alike.sum()))
 
 
 def test_domains_count_alike_and_texts_are_tokenised(tmp_path):
