@@ -128,11 +128,16 @@ def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
 
 
 class GeneratedText(str):
-    """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length"."""
+    """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length".
 
-    def __new__(cls, text: str, ids: tuple[int, ...] = (), finish: str | None = None):
+    `passages` are the searches (`lcjax.generation.retrieval.Search`) that it was read with.
+    """
+
+    def __new__(
+        cls, text: str, ids: tuple[int, ...] = (), finish: str | None = None, passages: tuple = ()
+    ):
         generated = super().__new__(cls, text)
-        generated.ids, generated.finish = ids, finish
+        generated.ids, generated.finish, generated.passages = ids, finish, passages
         return generated
 
 
