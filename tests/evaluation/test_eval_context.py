@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import types
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lcjax.evaluation import (
     EvalConfig,
     Icl,
     Method,
+    OpenQa,
     Passkey,
     Perplexity,
     ReplugSplit,
@@ -236,6 +238,25 @@ def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
     task = Passkey(depths=2, max_new_tokens=3)
     report = score(dataclasses.replace(config, methods=methods, tasks=(task,), lengths=(900,)))
     assert [cell["windows"] for cell in report.cells] == [2, 2]
+
+
+@pytest.mark.slow
+def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
+    passages = [{"text": f"text {n}.", "score": 5 - n} for n in range(5)]
+    rows = [{"question": f"who is {n}?", "answer": "x", "ctxs": passages} for n in range(4)]
+    (tmp_path / "own").mkdir()
+    for name in ("test", "train"):
+        text = "\n".join(json.dumps({**row, "question": name + row["question"]}) for row in rows)
+        (tmp_path / "own" / f"{name}.jsonl").write_text(text)
+    methods = (
+        Method("text", context=ContextSplit(decoder=300, decoder_passages=2)),
+        Method("caption", context=ContextSplit(decoder=300, decoder_passages=0)),
+        Method("replug", replug=ReplugSplit(decoder=300)),
+    )
+    task = OpenQa(path=str(tmp_path), tasks=("own_5",), max_examples=2, max_new_tokens=3)
+    report = score(dataclasses.replace(config, methods=methods, tasks=(task,), lengths=(600,)))
+    read = {cell["method"]: cell["decoder_passages"] for cell in report.cells}
+    assert read == {"text": 2, "caption": 0, "replug": 0}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_turns_with_a_cache_equal_the_whole_text_read_at_once(lm):
 def test_streaming_holds_a_conversation_of_any_length_in_a_cache_of_one_size(lm):
     lm = lm.with_method(pattern=Streaming(sinks=2, recent=12))
     talk, text = Conversation(lm, length=1_000_000, prefill_chunk=16), []
-    assert talk._cache.capacity == 64
+    assert talk._session.cache.capacity == 64
     for turn in range(3):  # of more tokens than the window and the cache hold
         text += np.random.default_rng(turn).integers(32, 127, 40).tolist()
         talk.read(text[len(talk.tokens) :])

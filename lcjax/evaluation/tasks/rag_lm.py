@@ -6,7 +6,9 @@ the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 
 
 The chunks stand before the text, the best one next to it. A memory reads each of them as one chunk.
 REPLUG reads the text after each of them with the weights softmax(score / temperature), equal ones
-where a chunk has no score.
+where a chunk has no score. With a `retriever` chunks are those that it finds for the beginning of
+the text, up to the first scored token; its datastore has passages of `chunk` tokens of this model's
+tokenizer, of other documents than the texts.
 """
 
 import dataclasses
@@ -21,6 +23,7 @@ import numpy as np
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt, Span
+from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import (
     Limits,
@@ -61,6 +64,7 @@ class RagLm(Task):
     scored: int = 1792  # of these at the end
     chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
     max_examples: int | None = None  # texts, the first ones; null: all
+    retriever: RetrieverSection | None = None  # finds the chunks; null: those of the file
 
     @property
     def _windows(self) -> Perplexity:
@@ -81,6 +85,8 @@ class RagLm(Task):
                     f"lengths: {length} must be {key}.decoder={self.decoder} and a number of chunks"
                     f" of {self.chunk}; nearest: {self.decoder + chunks * self.chunk}"
                 )
+        if self.retriever is not None:
+            self.retriever.check(f"{key}.retriever")
         if not Path(self.path).is_file():
             raise InputError(f"{key}.path={self.path!r} is no file; give {SOURCE}")
 
@@ -116,14 +122,29 @@ class RagLm(Task):
     def _read(self, tokenizer) -> Iterator[Text]:
         def parse(line: int, row: dict) -> Text:
             text = _ids(row, "input_ids", tokenizer)[: self.decoder]
-            chunks = _best_last(_chunk(chunk, tokenizer) for chunk in _list(row["chunks"]))
+            chunks = _list(row["chunks"]) if self.retriever is None else []
             if len(text) < self.decoder:
                 raise ValueError(f"has {len(text)} tokens of text, {self.decoder} are read")
-            chunks = [(c[: self.chunk], score) for c, score in chunks if len(c) >= self.chunk]
-            return line, str(row.get("domain", "text")), text, chunks
+            return line, str(row.get("domain", "text")), text, self._whole(chunks, tokenizer)
 
-        rows = local_files.rows(Path(self.path), ("chunks",), parse)
-        return itertools.islice(rows, self.max_examples)
+        fields = ("chunks",) if self.retriever is None else ()
+        texts = itertools.islice(
+            local_files.rows(Path(self.path), fields, parse), self.max_examples
+        )
+        if self.retriever is None:
+            yield from texts
+            return
+        texts = list(texts)
+        size = self.decoder - self.scored
+        queries = [tokenizer.decode(ids[:size], skip_special=True) for _, _, ids, _ in texts]
+        for text, hits in zip(texts, self.retriever.search(queries), strict=True):
+            chunks = [{"text": hit.passage.text, "score": hit.score} for hit in hits]
+            yield *text[:-1], self._whole(chunks, tokenizer)
+
+    def _whole(self, chunks: list, tokenizer) -> list[Chunk]:
+        """The first tokens of `chunks` that have enough, the best last."""
+        pairs = _best_last(_chunk(chunk, tokenizer) for chunk in chunks)
+        return [(ids[: self.chunk], score) for ids, score in pairs if len(ids) >= self.chunk]
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         prompts = pad_batch([unit.payload for unit in units], batch)

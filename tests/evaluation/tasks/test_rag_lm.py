@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import ContextSplit, ReplugSplit
 from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.rag_lm import RagLm
@@ -90,6 +93,28 @@ def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, l
     mixed = Replug(lm, 0.5).nll(text, first=4, context=[best], scores=[[1.0, 2.0]])
     alike = Replug(lm, 0.5).nll(text, first=4, context=[best])
     assert mixed.sum() == score(replug, unit, decoder or 6) != pytest.approx(float(alike.sum()))
+
+
+def test_a_retriever_finds_chunks_for_what_stands_before_the_scored_tokens(tmp_path, monkeypatch):
+    asked = []
+
+    def search(queries, k):
+        asked.append((queries, k))
+        texts = ("abc", "wxyz!", "1234")  # the first has too few tokens
+        hits = [types.SimpleNamespace(passage=types.SimpleNamespace(text=text), score=score)
+                for text, score in zip(texts, (3.0, 2.0, 1.0))]  # fmt: skip
+        return [hits for _ in queries]
+
+    store = types.SimpleNamespace(search=search)
+    module = types.SimpleNamespace(Retriever=types.SimpleNamespace(open=lambda *_, **__: store))
+    monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
+    path = write(tmp_path, [{"text": "abcdefghijklmnop"}])
+    task = RagLm(path=path, retriever=RetrieverSection(str(tmp_path), k=7), **SMALL)
+    (short,), (unit,) = plan_at(task, (12, 20))
+    assert asked == [(["abcd"], 7)], "once for all lengths"
+    assert TOKENIZER.decode(unit.tokens) == "1234wxyzabcdefghijkl"
+    assert [passage.score for passage in unit.payload.passages] == [1.0, 2.0]
+    assert short.payload.passages == ()
 
 
 def test_domains_count_alike_and_texts_are_tokenised(tmp_path):
