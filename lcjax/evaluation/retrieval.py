@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, one_of, whole_number, whole_numbers
 from lcjax.evaluation import plots
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.metrics import retrieval as metrics
 from lcjax.evaluation.task import Record, Records
-from lcjax.evaluation.tasks import local_files
 from lcjax.files import write_whole
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.retrieval import METHODS, RetrievalReader, Retriever
 
 # Scores at several numbers of hits, and those of a whole ranking, with their titles.
 _BY_K = {"answer_recall": "answer recall", "hit": "hit", "recall": "recall"}
@@ -53,13 +54,42 @@ class RetrieverSection:
     def label(self) -> str:
         return self.name or self.kind or Path(self.folder).name
 
-    def search(self, queries: Sequence[str]) -> list[list[Any]]:
-        """Opens the datastore, and returns the hits of each query, the best first."""
+    def open(self) -> Retriever:
+        """Opens the datastore."""
         from lcjax.retrieval.retriever import Retriever  # with its extras, only where it is used
 
         options = {"kind": self.kind, "encoder": self.encoder, "index": self.index}
-        retriever = Retriever.open(self.folder, **options)
-        return retriever.search(list(queries), self.k) if len(queries) else []
+        return Retriever.open(self.folder, **options)
+
+    def search(self, queries: Sequence[str]) -> list[list[Any]]:
+        """Opens the datastore, and returns the `k` best hits of each query."""
+        return self.open().search(list(queries), self.k) if len(queries) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A method that searches by itself, whatever the task, and reads what it finds.
+
+    The fields are those of `RetrievalReader`; the retriever's `k` is the number of passages.
+    """
+
+    retriever: RetrieverSection = dataclasses.field(default_factory=lambda: RetrieverSection(k=4))
+    how: str = "input"  # input, context, fid, mixture, rag_token, rag_sequence
+    stride: int | None = None  # tokens from one search to the next; null: one search
+    query_tokens: int | None = None  # at the end of the text; null: all of it, or 32 with a stride
+    temperature: float = 1.0  # of scores, for mixture
+    passage_tokens: int | None = None  # longer passages are cut; null: whole
+
+    def __post_init__(self):
+        one_of("retrieval.how", self.how, METHODS)
+        whole_numbers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens")
+
+    def reader(self, lm: LanguageModel) -> RetrievalReader:
+        """Returns `lm` as a reader."""
+        names = ("how", "query_tokens", "temperature", "passage_tokens")
+        options = {name: getattr(self, name) for name in names}
+        when = "once" if self.stride is None else self.stride
+        return RetrievalReader(lm, self.retriever.open(), self.retriever.k, when=when, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +152,8 @@ def _is_gain(value: Any) -> bool:
 
 def evaluate(config: RetrievalConfig) -> Records:
     """Returns a record for each retriever: means over questions, and seconds per question."""
+    from lcjax.evaluation.tasks import local_files  # tasks have a `RetrieverSection`
+
     if not config.retrievers:
         raise InputError("retrievers is empty; give at least one: [{folder: store, kind: sparse}]")
     for index, section in enumerate(config.retrievers):
@@ -168,7 +200,7 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
         for field, title in _BY_K.items()
     }
     by_k = {title: counts for title, counts in by_k.items() if counts}
-    columns = [(title, counts) for title, counts in by_k.items()]
+    columns = list(by_k.items())
     columns.append(("retriever", {name: title for name, title in _SINGLE.items() if name in names}))
     texts = []
     for title, heads in columns:

@@ -69,7 +69,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         for method, section in zip(config.methods, sections(trained), strict=True):
             if section.path not in trained_paths:
                 check_source(section)
-            if study.has_memory(section, trainings):
+            if method.retrieval is None and study.has_memory(section, trainings):
                 _check_splits(config, limits, [method])
     settings = draccus.encode(config)
     if trainings:
@@ -144,6 +144,9 @@ def check(config: EvalConfig) -> Limits:
     )
     for index, task in enumerate(config.tasks):
         task.check(limits, f"tasks.{index}")
+    for index, method in enumerate(config.methods):
+        if method.retrieval is not None:
+            method.retrieval.retriever.check(f"methods.{index}.retrieval.retriever")
     _check_splits(config, limits, [m for m in config.methods if m.context or m.replug])
     return limits
 

@@ -10,11 +10,13 @@ best first; a hit has `passage.text`, `passage.title` and `score`. Three choices
 - What: passages, `k` of them.
 - How: "input", in front of the text, the best one next to it (in-context RALM, Ram et al. 2023,
   arXiv 2302.00083); "context", as chunks of the model's memory (CEPE, SharedLLM and others);
+  "fid", as such chunks that begin with the query (Fusion-in-Decoder, Izacard and Grave 2021);
   "mixture", one passage at a time, with the weights softmax(scores / temperature) (REPLUG);
   "rag_token" and "rag_sequence", the marginals of RAG (Lewis et al. 2020, arXiv 2005.11401) over
   p(z | x) = softmax(scores): of every token, or of the whole text.
-- When: "once", for the whole prompt; or a number of tokens after which the last `query_tokens` of
-  the text are the query of a new search, and the text is read again beside what it finds.
+- When: "once", with the whole prompt as query; or a number of tokens after which the last 32
+  (`query_tokens`) of the text are the query of a new search, and the text is read again beside what
+  it finds.
 """
 
 import dataclasses
@@ -37,7 +39,8 @@ from lcjax.generation.session import check_rows, check_token_ids, check_token_ro
 from lcjax.models import ModelConfig
 from lcjax.models.memory import check_memory
 
-METHODS = ("input", "context", "mixture", "rag_token", "rag_sequence")
+METHODS = ("input", "context", "fid", "mixture", "rag_token", "rag_sequence")
+QUERY_TOKENS = 32  # Ram et al., section 5
 SEPARATOR = "\n\n"  # after a passage in front of a text
 
 
@@ -85,7 +88,8 @@ class RetrievalReader(Scorer):
     k: int = 4  # passages of a search
     how: str = "input"
     when: str | int = "once"  # or a number of tokens
-    query_tokens: int = 32  # tokens of a query, unless `when` is once
+    # Tokens at the end of the text that are the query; None: all of it if `when` is once, else 32
+    query_tokens: int | None = None
     temperature: float = 1.0  # of scores, for "mixture"
     passage_tokens: int | None = None  # longer passages are cut; None: whole
     batch: int = 8  # passes that run at once, when texts are scored
@@ -98,7 +102,7 @@ class RetrievalReader(Scorer):
         whole_numbers("", self, 1, "query_tokens", "passage_tokens")
         if self.how != "mixture" and self.temperature != 1:
             raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
-        if self.how == "context":
+        if self._is_beside:
             check_memory(self.config.memory)
         Replug(self.lm, self.temperature, self.batch)  # checks these
 
@@ -123,6 +127,11 @@ class RetrievalReader(Scorer):
         marginal = "sequence" if self.how == "rag_sequence" else "token"
         return Replug(self.lm, self.temperature, self.batch, marginal)
 
+    @property
+    def _is_beside(self) -> bool:
+        """Whether a memory reads the passages."""
+        return self.how in ("context", "fid")
+
     # Generation
 
     def generate(
@@ -139,7 +148,7 @@ class RetrievalReader(Scorer):
         Args:
           prompts: texts or token ids.
           sampling: how tokens are picked and when to stop.
-          queries: a query for each prompt, with when="once"; None: the prompts.
+          queries: a query for each prompt, with when="once"; None: the prompts, or their ends.
           exact: as in `LanguageModel.generate`, like `prefill_chunk`.
           prefill_chunk: tokens that are read at once.
         """
@@ -153,9 +162,7 @@ class RetrievalReader(Scorer):
         rows = [self._encode(prompt) for prompt in prompts]
         if self.when != "once":
             return self._generate_in_strides(rows, sampling, options)
-        pairs = zip(prompts, rows, strict=True)
-        texts = [p if isinstance(p, str) else self._decode(ids) for p, ids in pairs]
-        searches = self._search(texts if queries is None else queries)
+        searches = self._search([self._query(ids) for ids in rows] if queries is None else queries)
         texts = self._generate(rows, searches, sampling, options)
         return [_with_searches(*pair) for pair in zip(texts, ([s] for s in searches), strict=True)]
 
@@ -173,7 +180,7 @@ class RetrievalReader(Scorer):
             if not unfinished:
                 break
             ids = [rows[row] for row in unfinished]
-            results = self._search([self._decode(row[-self.query_tokens :]) for row in ids], start)
+            results = self._search([self._query(row) for row in ids], start)
             stride = _stride(sampling, start, self.when, unfinished)
             parts = self._generate(ids, results, stride, options)
             for row, result, part in zip(unfinished, results, parts, strict=True):
@@ -188,7 +195,7 @@ class RetrievalReader(Scorer):
     def _generate(
         self, rows: list[list[int]], searches: Sequence[Search], sampling: Sampling, options: dict
     ) -> list[GeneratedText]:
-        scorer, prompts, context = self._read(rows, [result.hits for result in searches])
+        scorer, prompts, context = self._read(rows, searches)
         return scorer.generate(prompts, sampling, **context, **options)
 
     # Scores
@@ -201,8 +208,8 @@ class RetrievalReader(Scorer):
             pairs = zip(prompts, continuations, strict=True)
             return [super(RetrievalReader, self).continuations([p], [c])[0] for p, c in pairs]
         rows = [self._encode(prompt) for prompt in prompts]
-        searches = self._search([self._decode(ids) for ids in rows])
-        scorer, rows, context = self._read(rows, [result.hits for result in searches])
+        searches = self._search([self._query(ids) for ids in rows])
+        scorer, rows, context = self._read(rows, searches)
         return scorer.continuations(rows, continuations, **context)
 
     def nll(
@@ -213,36 +220,36 @@ class RetrievalReader(Scorer):
         width = tokens.shape[1]
         whole_number("first", first, 1)
         starts = range(first, width, width if self.when == "once" else self.when)
-        size = width if self.when == "once" else self.query_tokens
         queries = [
-            self._decode(row[max(start - size, 0) : start]) if end > start else ""
+            self._query(row[:start]) if end > start else ""
             for start in starts
             for row, end in zip(tokens, ends, strict=True)
         ]
-        hits = [result.hits for result in self._search(queries)]
-        if not any(hits):
+        searches = self._search(queries)
+        if not any(result.hits for result in searches):
             return self.lm.nll(tokens, first=first, lengths=lengths)
         nll = np.zeros(tokens.shape, np.float32)
         for index, start in enumerate(starts):
             stop = min(start + starts.step, width)
-            row_hits = hits[index * len(tokens) :][: len(tokens)]
-            part = self._nll(tokens[:, :stop], start, np.minimum(ends, stop), row_hits)
+            results = searches[index * len(tokens) :][: len(tokens)]
+            part = self._nll(tokens[:, :stop], start, np.minimum(ends, stop), results)
             nll[:, start:stop] = part[:, start:]
         return nll
 
-    def _nll(self, tokens: np.ndarray, first: int, lengths: np.ndarray, hits: list) -> np.ndarray:
-        """-log p of rows beside their `hits`."""
+    def _nll(
+        self, tokens: np.ndarray, first: int, lengths: np.ndarray, searches: Sequence[Search]
+    ) -> np.ndarray:
+        """-log p of rows beside the hits of their searches."""
         nll = np.zeros(tokens.shape, np.float32)
-        heads = np.array([self._num_head(*pair) for pair in zip(tokens, hits, strict=True)])
+        heads = np.array([self._num_head(*pair) for pair in zip(tokens, searches, strict=True)])
         for head in np.unique(heads):
             rows = np.flatnonzero(heads == head)
-            row_hits = [hits[row] for row in rows]
-            documents = [self._documents(tokens[row, :head], hits[row]) for row in rows]
-            scorer = self.lm if self.how == "context" else self._replug
-            nll[rows, head:] = scorer.nll(
-                tokens[rows, head:], first=first - head, lengths=lengths[rows] - head,
-                **self._options(documents, row_hits),
-            )  # fmt: skip
+            options = self._options(tokens[rows, :head], [searches[row] for row in rows])
+            scorer = self.lm if self._is_beside else self._replug
+            columns = slice(head, None)
+            nll[rows, columns] = scorer.nll(
+                tokens[rows, columns], first=first - head, lengths=lengths[rows] - head, **options
+            )
         return nll
 
     # Searches, and what is read
@@ -252,54 +259,66 @@ class RetrievalReader(Scorer):
             return self.lm.encode(prompt)
         return check_token_ids("prompts: a prompt", prompt, self.config.vocab_size).tolist()
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode([int(token) for token in ids], skip_special=True)
+    def _query(self, ids: Sequence[int]) -> str:
+        """The query at the end of a text."""
+        size = self.query_tokens or (len(ids) if self.when == "once" else QUERY_TOKENS)
+        ids = [int(token) for token in ids[max(len(ids) - size, 0) :]]
+        return self.tokenizer.decode(ids, skip_special=True)
 
     def _search(self, queries: Sequence[str], num_tokens: int = 0) -> list[Search]:
         hits = search(self.retriever, queries, self.k)
         return [Search(*pair, num_tokens) for pair in zip(queries, hits, strict=True)]
 
-    def _read(self, rows: list[list[int]], hits: list[tuple]) -> tuple[Scorer, list, dict]:
-        """The scorer of `rows` beside their `hits`, the prompts that it reads, and its options."""
-        if not any(hits):
+    def _read(
+        self, rows: list[list[int]], searches: Sequence[Search]
+    ) -> tuple[Scorer, list[list[int]], dict[str, Any]]:
+        """The scorer of `rows` beside their hits, the prompts that it reads, and its options."""
+        if not any(result.hits for result in searches):
             return self.lm, rows, {}
-        heads = [self._num_head(*pair) for pair in zip(rows, hits, strict=True)]
-        rests = [row[head:] for row, head in zip(rows, heads, strict=True)]
-        triples = zip(rows, heads, hits, strict=True)
-        documents = [self._documents(row[:head], row_hits) for row, head, row_hits in triples]
-        if self.how == "input":
-            whole = [np.concatenate([*pair[0], pair[1]]) for pair in zip(documents, rests)]
-            return self.lm, [ids.astype(np.int32).tolist() for ids in whole], {}
-        scorer = self.lm if self.how == "context" else self._replug
-        return scorer, rests, self._options(documents, hits)
+        heads = [self._num_head(*pair) for pair in zip(rows, searches, strict=True)]
+        options = self._options([row[:n] for row, n in zip(rows, heads, strict=True)], searches)
+        prompts = [row[n:] for row, n in zip(rows, heads, strict=True)]
+        if self.how == "input":  # one passage, with which the prompt is one text
+            pairs = zip(options["context"], prompts, strict=True)
+            return (
+                self.lm,
+                [[*(t for ids in ctx for t in ids.tolist()), *p] for ctx, p in pairs],
+                {},
+            )
+        return self.lm if self._is_beside else self._replug, prompts, options
 
-    def _options(self, documents: list, hits: list[tuple]) -> dict[str, Any]:
-        if self.how in ("input", "context"):
-            return {"context": documents}
-        return {"context": documents, "scores": [[hit.score for hit in row] for row in hits]}
-
-    def _num_head(self, row: Sequence[int], hits: tuple) -> int:
+    def _num_head(self, row: Sequence[int], result: Search) -> int:
         """How many tokens of a row, 1 for BOS, stand before its passages."""
-        if not hits or not len(row) or (self.how == "context" and not self.config.memory.is_prefix):
+        is_outside = self._is_beside and not self.config.memory.is_prefix
+        if is_outside or not result.hits or not len(row):
             return 0
         return int(row[0] == self.tokenizer.bos_id)
 
-    def _documents(self, head: Sequence[int], hits: tuple) -> list[np.ndarray]:
-        """The token ids of the passages as they are read, after `head`."""
-        passages = [self._passage(hit) for hit in hits]
-        if self.how == "input" and hits:
-            passages = [np.concatenate(passages[::-1])]
-        num_heads = 1 if self.how == "context" else len(passages)
-        head = np.asarray(head, np.int32)
-        return [
-            np.concatenate([head, ids]) if place < num_heads else ids
-            for place, ids in enumerate(passages)
-        ]
+    def _options(
+        self, heads: Sequence[Sequence[int]], searches: Sequence[Search]
+    ) -> dict[str, Any]:
+        """The options of the scorer: the passages of every row after its head, and scores."""
+        context = []
+        for head, result in zip(heads, searches, strict=True):
+            passages = [self._passage(hit, result.query) for hit in result.hits]
+            if self.how == "input" and passages:
+                passages = [np.concatenate(passages[::-1])]
+            num_heads = 1 if self._is_beside else len(passages)  # one text, or each its own
+            with_head = [np.array([*head, *ids], np.int32) for ids in passages[:num_heads]]
+            context.append([*with_head, *passages[num_heads:]])
+        if self.how == "input" or self._is_beside:
+            return {"context": context}
+        return {
+            "context": context,
+            "scores": [[hit.score for hit in result.hits] for result in searches],
+        }
 
-    def _passage(self, hit: Any) -> np.ndarray:
-        ids = self.tokenizer.encode(passage_text(hit))[: self.passage_tokens]
-        if self.how != "context":
-            ids = [*ids, *encode_mid_text(self.tokenizer, SEPARATOR)]
+    def _passage(self, hit: Any, query: str) -> np.ndarray:
+        ids = list(self.tokenizer.encode(passage_text(hit))[: self.passage_tokens])
+        if self.how == "fid":
+            ids = [*self.tokenizer.encode(f"{query}\n"), *ids]
+        elif self.how != "context":
+            ids += encode_mid_text(self.tokenizer, SEPARATOR)
         return np.array(ids, np.int32)
 
 

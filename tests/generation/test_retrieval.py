@@ -222,6 +222,12 @@ def test_the_memory_reads_hits_as_chunks(lm):
     context = encoded(lm, store.hits(query)[:2], blank=False)
     np.testing.assert_array_equal(found, lm.nll(tokens, first=FIRST, context=[context]))
     assert not np.array_equal(found, lm.nll(tokens, first=FIRST))
+    fid = RetrievalReader(lm, store, 2, "fid", query_tokens=3).nll(tokens, first=FIRST)
+    query = lm.tokenizer.decode(tokens[0, FIRST - 3 : FIRST].tolist())
+    assert store.queries[-1] == query
+    asked = lm.tokenizer.encode(f"{query}\n")
+    context = [asked + ids for ids in encoded(lm, store.hits(query)[:2], blank=False)]
+    np.testing.assert_array_equal(fid, lm.nll(tokens, first=FIRST, context=[context]))
 
 
 @pytest.mark.parametrize(
