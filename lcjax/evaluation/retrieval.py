@@ -44,7 +44,7 @@ class RetrieverSection:
     def check(self, key: str) -> None:
         """Raises an InputError for invalid settings; `key` is the section's place."""
         whole_number(f"{key}.k", self.k, 1)
-        if not Path(self.folder).is_dir():
+        if not self.folder or not Path(self.folder).is_dir():
             raise InputError(
                 f"{key}.folder={self.folder!r} is no folder; name a datastore that"
                 " python -m lcjax.retrieval build made"
@@ -70,9 +70,10 @@ class RetrieverSection:
 class Reading:
     """A method that searches by itself, whatever the task, and reads what it finds.
 
-    The fields are those of `RetrievalReader`; the retriever's `k` is the number of passages.
+    The fields are those of `RetrievalReader`.
     """
 
+    # The datastore; its k is the number of passages that are read.
     retriever: RetrieverSection = dataclasses.field(default_factory=lambda: RetrieverSection(k=4))
     how: str = "input"  # input, context, fid, mixture, rag_token, rag_sequence
     stride: int | None = None  # tokens from one search to the next; null: one search

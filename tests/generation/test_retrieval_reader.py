@@ -178,7 +178,7 @@ def test_strides_equal_reading_all_of_it_again(lm, how):
             stop = min(start + 4, length)
             hits = store.hits(lm.tokenizer.decode(tokens[row, max(start - 6, 0) : start].tolist()))
             fixed = types.SimpleNamespace(search=lambda queries, k, hits=hits: [hits[:k]])
-            reread = RetrievalReader(lm, fixed, 2, how)
+            reread = RetrievalReader(lm, fixed, 2, how, query_tokens=6)
             part = reread.nll(tokens[row : row + 1, :stop], first=start)
             wanted[start:stop] = part[0, start:]
         np.testing.assert_allclose(nll[row], wanted, atol=3e-4)
