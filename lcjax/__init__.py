@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
     from lcjax.generation.conversation import Conversation
     from lcjax.generation.language_model import LanguageModel
     from lcjax.generation.replug import Replug
+    from lcjax.generation.retrieval import RetrievalReader
     from lcjax.generation.sampling import Sampling
     from lcjax.parallel.sharding import Mesh
 
@@ -33,6 +34,7 @@ _NAMES = {
     "Mesh": "lcjax.parallel.sharding",
     "ModelSection": "lcjax.checkpoints.build",
     "Replug": "lcjax.generation.replug",
+    "RetrievalReader": "lcjax.generation.retrieval",
     "Sampling": "lcjax.generation.sampling",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "Mesh",
     "ModelSection",
     "Replug",
+    "RetrievalReader",
     "Sampling",
     "__version__",
     "attention",

@@ -1,4 +1,4 @@
-"""`python eval.py [run | score | report | compare | make-data] ...`; the default command is run."""
+"""`python eval.py [run | score | report | compare | make-data | retrieval] ...`; default: run."""
 
 import argparse
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
 from lcjax.errors import InputError, suggestion
-from lcjax.evaluation import results
+from lcjax.evaluation import results, retrieval
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.export import check_formats, export, make_data
@@ -27,6 +27,8 @@ python eval.py compare RUN [RUN ...] [--against=ROW] [--out=FOLDER]
     writes compare.html: runs, or the methods of one run, with paired differences over examples
 python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]
     writes the prompts as JSONL with RULER's keys; only the model's tokenizer is loaded
+python eval.py retrieval --retrievers='[{folder: F, kind: sparse}]' --path=FILE [--out=FOLDER]
+    shows how well retrievers find the answers of questions, over the number of passages
 --import FILE.py, or a module, registers methods, memories and tasks of your own.
 python eval.py run --help
     every key of a config, its default and its meaning"""
@@ -138,9 +140,15 @@ def _make_data(words: Sequence[str]) -> None:
     _print("", make_data(config_lib.parse(EvalConfig, args.overrides), args.out))
 
 
+def _retrieval(words: Sequence[str]) -> None:
+    _print(*retrieval.run(config_lib.parse(retrieval.RetrievalConfig, words)))
+
+
 def _print(text: str, files: Sequence[object]) -> None:
-    print(f"\n{text}\nWritten:" if text else "Written:")
-    print("\n".join(f"  {path}" for path in files))
+    if text:
+        print(f"\n{text}")
+    if files:
+        print("\n".join(["Written:", *(f"  {path}" for path in files)]))
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -148,4 +156,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "score": _score,
     "compare": _compare,
     "make-data": _make_data,
+    "retrieval": _retrieval,
 }

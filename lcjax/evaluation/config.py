@@ -13,6 +13,7 @@ from lcjax.checkpoints.load import identity
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig, documents
 from lcjax.errors import InputError
+from lcjax.evaluation.retrieval import Reading
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
@@ -33,14 +34,17 @@ class Method:
     # How windows are split for a model with a memory; null: as in CEPE's Table 1.
     context: ContextSplit | None = None
     replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not
+    # Passages that the method finds by itself for every text or prompt; null: none
+    retrieval: Reading | None = None
     # Instead of path, in a study: keys over study.extend of the training that makes the model, such
     # as [model.rope.type=yarn, model.rope.factor=4]; null: no training
     train: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        if self.context is not None and self.replug is not None:
+        ways = [n for n in ("context", "replug", "retrieval") if getattr(self, n) is not None]
+        if len(ways) > 1:
             raise InputError(
-                f"methods: {self.name} has context and replug, two ways to read text beside the"
+                f"methods: {self.name} has {' and '.join(ways)}, two ways to read text beside the"
                 " decoder's; give one"
             )
 
@@ -131,6 +135,8 @@ def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
 
 def split_of(method: Method, model) -> Split | None:
     """How `method` splits windows, or None if the decoder reads all of a window."""
+    if method.retrieval is not None:
+        return None
     has_memory = model.config.memory is not None
     return method.context or method.replug or (ContextSplit() if has_memory else None)
 
@@ -139,7 +145,8 @@ def apply_method(model, method: Method, length: int):
     """`model` with the settings of `method`, for windows of `length` tokens."""
     split = split_of(method, model)
     if split is None:
-        return model.with_method(**_changes(method), length=length)
+        model = model.with_method(**_changes(method), length=length)
+        return model if method.retrieval is None else method.retrieval.reader(model)
     return split.of(model.with_method(**_changes(method)), length)
 
 

@@ -14,6 +14,7 @@ is made, and truncation does not change other segments. A segment begins with it
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,9 +22,16 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.corpus import start_token
+from lcjax.generation.scorer import PassageSpan
 
-KINDS = ("system", "instruction", "context_doc", "demo", "question", "answer_prefix")
-SHRINKABLE = ("context_doc", "demo")  # may be truncated, and may move to the context
+KINDS = (
+    "system", "instruction", "context_doc", "demo", "passage", "context", "question",
+    "answer_prefix",
+)  # fmt: skip
+# Retrieved passages, the best first, and passages or demonstrations for the context alone. They are
+# read whole, and where a prompt has some, nothing else of it moves to the context.
+PASSAGES = ("passage", "context")
+SHRINKABLE = ("context_doc", "demo", *PASSAGES)  # may be truncated, and may move to the context
 TEMPLATES = ("none", "chat")
 _SYSTEM, _USER = "@@lcjax-system@@", "@@lcjax-body@@"  # placeholders in a rendered template
 
@@ -35,6 +43,7 @@ class Segment:
     kind: str
     text: str = ""
     ids: Sequence[int] | None = None
+    score: float | None = None  # that a retriever gave a passage
 
     def __post_init__(self):
         one_of("segment kind", self.kind, KINDS)
@@ -47,6 +56,7 @@ class Span:
     kind: str
     start: int
     stop: int
+    score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +79,16 @@ class Prompt:
     def movable(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every segment that may move to the context, in order."""
         return tuple((s.start, s.stop) for s in self.spans if s.kind in SHRINKABLE)
+
+    @property
+    def passages(self) -> tuple[PassageSpan, ...]:
+        """The passages that models with a context read whole, in order."""
+        ranks = itertools.count()
+        return tuple(
+            PassageSpan(s.start, s.stop, s.score, next(ranks) if s.kind == "passage" else None)
+            for s in self.spans
+            if s.kind in PASSAGES
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +209,7 @@ class PromptEncoder:
                 blank = text[len(stripped) :]
                 ids += self._piece(stripped, not spans or spans[-1].kind == "bos", template)
             if len(ids) > start:
-                spans.append(Span(kind, start, len(ids)))
+                spans.append(Span(kind, start, len(ids), None if template else piece.score))
         return Prompt(np.asarray(ids, np.int32), tuple(spans))
 
     def _piece(self, text: str, first: bool, special: bool) -> list[int]:
@@ -264,7 +284,10 @@ def _without(prompt: Prompt, indices: np.ndarray) -> Prompt:
     keep = np.ones(len(prompt.ids), bool)
     keep[indices] = False
     new = np.concatenate([[0], np.cumsum(keep)])
-    spans = [Span(s.kind, int(new[s.start]), int(new[s.stop])) for s in prompt.spans]
+    spans = [
+        dataclasses.replace(span, start=int(new[span.start]), stop=int(new[span.stop]))
+        for span in prompt.spans
+    ]
     spans = [span for span in spans if span.stop > span.start]
     return Prompt(prompt.ids[keep], tuple(spans), len(indices))
 

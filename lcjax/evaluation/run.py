@@ -69,7 +69,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         for method, section in zip(config.methods, sections(trained), strict=True):
             if section.path not in trained_paths:
                 check_source(section)
-            if study.has_memory(section, trainings):
+            if method.retrieval is None and study.has_memory(section, trainings):
                 _check_splits(config, limits, [method])
     settings = draccus.encode(config)
     if trainings:
@@ -144,6 +144,9 @@ def check(config: EvalConfig) -> Limits:
     )
     for index, task in enumerate(config.tasks):
         task.check(limits, f"tasks.{index}")
+    for index, method in enumerate(config.methods):
+        if method.retrieval is not None:
+            method.retrieval.retriever.check(f"methods.{index}.retrieval.retriever")
     _check_splits(config, limits, [m for m in config.methods if m.context or m.replug])
     return limits
 
@@ -392,7 +395,7 @@ class _Runner:
             records = [
                 {
                     **cell.fields, "window": u.index, "digest": u.digest, **u.fields,
-                    "read": _num_read(model, u), **score, **cost,
+                    "read": _num_read(model, u), **_decoder_passages(model, u), **score, **cost,
                 }
                 for u, score in zip(chunk, scores, strict=True)
             ]  # fmt: skip
@@ -414,13 +417,22 @@ def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed
     """The unit to score; for source=foreign it has context of other documents of `units`."""
     document = unit.fields.get("document")
     others = (other.tokens for other in units if other.fields.get("document") != document)
-    tokens = model.with_foreign_context(unit.tokens, others, [seed, unit.index])
+    passages = unit.payload.passages if isinstance(unit.payload, Prompt) else None
+    tokens = model.with_foreign_context(unit.tokens, others, [seed, unit.index], passages)
     return dataclasses.replace(unit, tokens=tokens)
+
+
+def _decoder_passages(model: Scorer, unit: Unit) -> Record:
+    """How many retrieved passages the decoder of a model with a context reads itself."""
+    passages = unit.payload.passages if isinstance(unit.payload, Prompt) else ()
+    if model.decoder is None or all(passage.rank is None for passage in passages):
+        return {}
+    return {"decoder_passages": model.num_decoder_passages(unit.fields["size"], passages)}
 
 
 def _num_read(model: Scorer, unit: Unit) -> int:
     """Tokens of a unit that the model reads or generates."""
     size = unit.fields["size"]
     if isinstance(unit.payload, Prompt):
-        return size - model.num_unread(size, unit.payload.movable)
+        return size - model.num_unread(size, unit.payload.movable, unit.payload.passages)
     return size - model.num_unread(len(unit.tokens))

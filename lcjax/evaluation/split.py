@@ -1,7 +1,9 @@
 """Splits windows into the decoder's text and context that is read beside it, in chunks.
 
 Of a prompt only documents and demonstrations move to the context, the earliest first. Instruction,
-question and answer prefix stay with the decoder.
+question and answer prefix stay with the decoder. Of a prompt with retrieved passages only these
+move, each one whole, and demonstrations stay too: a memory reads all but the best ones, REPLUG all
+of them.
 
 In CEPE's Table 1 (arXiv 2402.16617) the decoder reads the last 2,048 of 4,096 tokens and the last
 4,096 of longer windows; the encoder reads the tokens before in chunks of 256.
@@ -21,9 +23,9 @@ from lcjax.evaluation.prompt import Prompt
 from lcjax.generation.contexts import context_chunk_size
 from lcjax.generation.contexts import split_into_chunks as chunks_of
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.replug import Replug
-from lcjax.generation.sampling import GeneratedText, Sampling
-from lcjax.generation.scorer import Ids, Scorer, Spans
+from lcjax.generation.replug import MARGINALS, Replug
+from lcjax.generation.sampling import GeneratedText, Sampling, log_weights
+from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans
 from lcjax.generation.scoring import Continuation
 from lcjax.memory import Policy
 from lcjax.models.memory import Memory, check_memory
@@ -74,8 +76,14 @@ class Split(abc.ABC):
         return 1, self.tokens(model, length)
 
     @abc.abstractmethod
-    def scorer(self, model: LanguageModel, passages: list, chunk: int) -> tuple[Scorer, Any]:
-        """The scorer of the text, and its argument `context` for the `passages` of each row."""
+    def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+        """Those of `passages` that the decoder does not read."""
+
+    @abc.abstractmethod
+    def scorer(
+        self, model: LanguageModel, passages: list, scores: list, chunk: int
+    ) -> tuple[Scorer, dict[str, Any]]:
+        """The scorer of the text, and its options for `passages` and `scores` of each row."""
 
     @abc.abstractmethod
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
@@ -84,6 +92,15 @@ class Split(abc.ABC):
     def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
         """Splits the context into chunks; the first one may be shorter."""
         return self.last(chunks_of(context, chunk))
+
+    def best(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+        """The `self.chunks` best of `passages` (of equal ones the last), or all, in order."""
+
+        def order(passage: PassageSpan):
+            rank = -passage.start if passage.rank is None else passage.rank
+            return -(passage.score or 0.0), rank
+
+        return sorted(sorted(passages, key=order)[: self.chunks])
 
     def last(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
         """The last `self.chunks` of `chunks`, or all."""
@@ -105,11 +122,14 @@ class ContextSplit(Split):
     ratios: tuple[int, ...] | None = None
     # Tokens per beacon (Activation Beacon), 0 for all ratios; null: the model's own.
     ratio: int | None = None
+    # Retrieved passages, the best ones, that the decoder reads; all others are chunks of the
+    # context (CEPE, section 4.2: 10; the caption of its table 7 says that all are: 0).
+    decoder_passages: int = 10
 
     def __post_init__(self):
         super().__post_init__()
         whole_numbers(self.key, self, 1, "trained_context")
-        whole_numbers(self.key, self, 0, "ratio")
+        whole_numbers(self.key, self, 0, "ratio", "decoder_passages")
 
     def of(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)
@@ -150,8 +170,13 @@ class ContextSplit(Split):
             default = min(default, memory.chunk)
         return min(default if self.decoder is None else self.decoder, length)
 
-    def scorer(self, model: LanguageModel, passages: list, chunk: int) -> tuple[Scorer, Any]:
-        return model, model.encode_contexts(passages, chunk=chunk)
+    def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+        return [p for p in passages if p.rank is None or p.rank >= self.decoder_passages]
+
+    def scorer(
+        self, model: LanguageModel, passages: list, scores: list, chunk: int
+    ) -> tuple[Scorer, dict[str, Any]]:
+        return model, {"context": model.encode_contexts(passages, chunk=chunk)}
 
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Prompts and contexts; for memories of earlier windows BOS moves to the first chunk."""
@@ -166,14 +191,22 @@ class ContextSplit(Split):
 
 @dataclasses.dataclass(frozen=True)
 class ReplugSplit(Split):
-    """Context for REPLUG, which averages probabilities of the decoder's text after each chunk.
+    """Context for REPLUG, which mixes probabilities of the decoder's text after each chunk.
 
-    All chunks have equal weights. If `decoder` is null, decoder and chunk fill half of the window.
+    Retrieved passages have the weights softmax(score / temperature), chunks of other texts equal
+    ones. If `decoder` is null, decoder and chunk fill half of the window.
     """
 
     key: ClassVar[str] = "replug"
 
     chunk: int = 256
+    temperature: float = 1.0  # of the scores
+    marginal: str = "token"  # what is mixed (`Replug.marginal`): token or sequence
+
+    def __post_init__(self):
+        super().__post_init__()
+        log_weights(np.zeros(1), self.temperature)
+        one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
 
     def of(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)
@@ -200,8 +233,14 @@ class ReplugSplit(Split):
     def context(self, model, length: int) -> None:
         """None, as no memory is stored."""
 
-    def scorer(self, model: LanguageModel, passages: list, chunk: int) -> tuple[Scorer, Any]:
-        return Replug(model, batch=len(passages)), passages
+    def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+        return list(passages)
+
+    def scorer(
+        self, model: LanguageModel, passages: list, scores: list, chunk: int
+    ) -> tuple[Scorer, dict[str, Any]]:
+        replug = Replug(model, self.temperature, len(passages), self.marginal)
+        return replug, {"context": passages, "scores": scores}
 
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Prompts and contexts; the head of a prompt (BOS, instruction) precedes each passage."""
@@ -222,7 +261,8 @@ class Part:
 
     head: np.ndarray  # int32 [n]
     rest: np.ndarray
-    context: list[np.ndarray]  # the moved spans; each begins a chunk
+    context: list[np.ndarray]  # the chunks
+    scores: list[float]  # of the chunks
 
 
 class SplitModel(Scorer):
@@ -232,25 +272,37 @@ class SplitModel(Scorer):
         self.tokenizer, self.config = model.tokenizer, model.config
         self.decoder, self._model, self._split, self._chunk = decoder, model, split, chunk
         self._movable: Sequence[Spans] | None = None
+        self._retrieved: Sequence[Sequence[PassageSpan]] | None = None
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
         return self._model.mesh
 
     def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
-        """As `LanguageModel.nll`, for the tokens of the decoder."""
-        start = tokens.shape[1] - self.decoder
-        self.check_scored(tokens.shape[1], first, np.min(lengths))
-        scorer, context = self._scorer([self._passages(row[:start]) for row in tokens])
+        """As `LanguageModel.nll`, for the tokens of the decoder.
+
+        Windows with passages begin with them, equally long ones in all rows, and the decoder reads
+        the rest.
+        """
+        if self._retrieved is None:
+            start = tokens.shape[1] - self.decoder
+            self.check_scored(tokens.shape[1], first, np.min(lengths))
+            passages = [self._passages(row[:start]) for row in tokens]
+            scores = [[0.0] * len(row) for row in passages]
+        else:
+            (start,) = {row[-1].stop if row else 0 for row in self._retrieved}
+            pairs = zip(tokens, self._retrieved, strict=True)
+            chunks = [self._chunks(row, spans, spans) for row, spans in pairs]
+            passages, scores = ([row[part] for row in chunks] for part in (0, 1))
+        scorer, options = self._scorer(passages, scores)
         nll = np.zeros(tokens.shape, np.float32)
         nll[:, start:] = scorer.nll(
-            tokens[:, start:], context=context, first=first - start,
-            lengths=np.asarray(lengths) - start,
-        )  # fmt: skip
+            tokens[:, start:], first=first - start, lengths=np.asarray(lengths) - start, **options
+        )
         return nll
 
-    def _scorer(self, passages: list) -> tuple[Scorer, Any]:
-        return self._split.scorer(self._model, passages, self._chunk)
+    def _scorer(self, passages: list, scores: list) -> tuple[Scorer, dict[str, Any]]:
+        return self._split.scorer(self._model, passages, scores, self._chunk)
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
@@ -261,61 +313,90 @@ class SplitModel(Scorer):
                 f" reads from {start} on; use protocol=last_k, with last below {self.decoder}"
             )
 
-    def with_movable(self, spans: Sequence[Spans]) -> "SplitModel":
-        """This model for prompts of which only `spans` may move to the context.
+    def with_movable(
+        self,
+        spans: Sequence[Spans],
+        passages: Sequence[Sequence[PassageSpan]] | None = None,
+    ) -> "SplitModel":
+        """This model for prompts of which only `spans`, or their `passages`, may be context.
 
         By default all tokens but the last one of a prompt may.
         """
         other = copy.copy(self)
-        other._movable = spans
+        other._movable, other._retrieved = spans, passages
         return other
 
     def generate(self, prompts: Sequence[Ids], sampling: Sampling) -> list[GeneratedText]:
         """As `LanguageModel.generate`; new tokens count towards the decoder's."""
-        prompts, passages = self._prompts(prompts, sampling.max_new_tokens)
-        scorer, context = self._scorer(passages)
-        return scorer.generate(prompts, sampling, context=context)
+        prompts, scorer, options = self._prompts(prompts, sampling.max_new_tokens)
+        return scorer.generate(prompts, sampling, **options)
 
     def continuations(
         self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     ) -> list[list[Continuation]]:
         """As `LanguageModel.continuations`; continuations count towards the decoder's tokens."""
         longest = max(len(ids) for row in continuations for ids in row)
-        prompts, passages = self._prompts(prompts, longest)
-        scorer, context = self._scorer(passages)
-        return scorer.continuations(prompts, continuations, context=context)
+        prompts, scorer, options = self._prompts(prompts, longest)
+        return scorer.continuations(prompts, continuations, **options)
 
-    def _prompts(self, prompts: Sequence[Ids], new: int) -> tuple[list, list]:
-        """The decoder's prompts, with `new` tokens after them, and the passages of each."""
+    def _prompts(self, prompts: Sequence[Ids], new: int) -> tuple[list, Scorer, dict[str, Any]]:
+        """The decoder's prompts, with `new` tokens after them, their scorer and its options."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         spans = self._movable
         if spans is None:
             spans = [[(0, len(row) - 1)] for row in rows]
-        parts = [self._part(*pair, new) for pair in zip(rows, spans, strict=True)]
-        passages = [
-            self._split.last([chunk for text in part.context for chunk in self._passages(text)])
-            for part in parts
-        ]
-        return self._split.read(self._model, parts, passages)
+        retrieved = self._retrieved or [()] * len(rows)
+        parts = [self._part(*row, new) for row in zip(rows, spans, retrieved, strict=True)]
+        scores = [part.scores for part in parts]
+        prompts, context = self._split.read(self._model, parts, [part.context for part in parts])
+        return prompts, *self._scorer(context, scores)
 
-    def _part(self, row: np.ndarray, spans: Sequence[tuple[int, int]], new: int) -> Part:
-        moved = self._moved(len(row) + new, spans)
-        if sum(stop - start for start, stop in moved) < len(row) + new - self.decoder:
+    def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):
+        """The `Part` of one prompt."""
+        moved = self._moved(len(row) + new, spans, passages)
+        if sum(span[1] - span[0] for span in moved) < len(row) + new - self.decoder:
             raise InputError(
                 f"{self._split.key}.decoder={self.decoder} leaves no room for a prompt beside"
                 f" {new} new tokens; raise it"
             )
         if not moved:
-            return Part(row[:0], row, [])
+            return Part(row[:0], row, [], [])
         keep = np.ones(len(row), bool)
-        for start, stop in moved:
+        for start, stop, *_ in moved:
             keep[start:stop] = False
         first = moved[0][0]
-        return Part(row[:first], row[first:][keep[first:]], [row[a:b] for a, b in moved])
+        chunks, scores = self._chunks(row, moved, passages)
+        return Part(row[:first], row[first:][keep[first:]], chunks, scores)
 
-    def _moved(self, size: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The earliest of `spans`, with as many tokens as `size` exceeds the decoder's."""
+    def _chunks(
+        self, row: np.ndarray, moved: Sequence, passages: Sequence[PassageSpan]
+    ) -> tuple[list[np.ndarray], list[float]]:
+        """The chunks of the tokens of `moved` that are read, and their scores."""
+        if not passages:
+            pieces = [chunk for a, b in moved for chunk in self._passages(row[a:b])]
+            chunks = self._split.last(pieces)
+            return chunks, [0.0] * len(chunks)
+        best = self._split.best(moved)
+        has_scores = all(passage.score is not None for passage in best)
+        scores = [passage.score if has_scores else 0.0 for passage in best]
+        return [row[passage.start : passage.stop] for passage in best], scores
+
+    def _moved(self, size: int, spans: Spans, passages: Sequence[PassageSpan]) -> list:
+        """The parts of a prompt that are read as context.
+
+        These are the passages for the context, and if the decoder lacks space the worst of its own;
+        of a prompt without passages the earliest of `spans`, as many tokens as `size` exceeds the
+        decoder's.
+        """
         moved, over = [], size - self.decoder
+        if passages:
+            moved = self._split.beside(passages)
+            over -= sum(passage.stop - passage.start for passage in moved)
+            for passage in reversed([passage for passage in passages if passage not in moved]):
+                if over > 0:
+                    moved.append(passage)
+                    over -= passage.stop - passage.start
+            return sorted(moved)
         for start, stop in spans:
             if over <= 0:
                 break
@@ -323,22 +404,35 @@ class SplitModel(Scorer):
             over -= moved[-1][1] - start
         return [span for span in moved if span[1] > span[0]]
 
-    def num_unread(self, size: int, movable: Spans | None = None) -> int:
+    def num_decoder_passages(self, size: int, passages: Sequence[PassageSpan]) -> int:
+        return len(passages) - len(self._moved(size, (), passages))
+
+    def num_unread(
+        self,
+        size: int,
+        movable: Spans | None = None,
+        passages: Sequence[PassageSpan] = (),
+    ) -> int:
         if self._split.chunks is None:
             return 0
-        spans = [(0, size)] if movable is None else movable
-        context = [np.zeros(b - a, np.int32) for a, b in self._moved(size, spans)]
-        chunks = self._split.last([chunk for text in context for chunk in self._passages(text)])
-        return sum(map(len, context)) - sum(map(len, chunks))
+        moved = self._moved(size, [(0, size)] if movable is None else movable, passages)
+        chunks, _ = self._chunks(np.zeros(size, np.int32), moved, passages)
+        return sum(span[1] - span[0] for span in moved) - sum(map(len, chunks))
 
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:
         return self._split.passages(context, self._chunk)
 
     def with_foreign_context(
-        self, tokens: np.ndarray, others: Iterable[np.ndarray], seed: Sequence[int]
+        self,
+        tokens: np.ndarray,
+        others: Iterable[np.ndarray],
+        seed: Sequence[int],
+        passages: Sequence[PassageSpan] | None = None,
     ) -> np.ndarray:
         """Returns `tokens`; for source=foreign with chunks of `others` as context."""
         start = len(tokens) - self.decoder
+        if passages is not None:
+            start = passages[-1].stop if passages else 0
         if self._split.source == "own" or start <= 0:
             return tokens
         others = [other for other in others if len(other) >= start]
@@ -348,8 +442,10 @@ class SplitModel(Scorer):
                 " are of one; give more text, or raise max_windows"
             )
         tokens, rng = tokens.copy(), np.random.default_rng(seed)
-        for stop in range(start, 0, -self._chunk):
-            columns = slice(max(stop - self._chunk, 0), stop)
+        edges = range(start, 0, -self._chunk)
+        spans = passages or [(max(stop - self._chunk, 0), stop) for stop in edges]
+        for first, stop, *_ in spans:
+            columns = slice(first, stop)
             tokens[columns] = others[rng.integers(len(others))][columns]
         return tokens
 
@@ -365,7 +461,8 @@ def continuations(model: Scorer, prompts: Sequence[Prompt], options) -> list[lis
 
 
 def _with_movable(model: Scorer, prompts: Sequence[Prompt]) -> Scorer:
-    return model.with_movable([prompt.movable for prompt in prompts])
+    spans, passages = ([getattr(p, name) for p in prompts] for name in ("movable", "passages"))
+    return model.with_movable(spans, passages)
 
 
 def _rows(prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -4,9 +4,13 @@ talk = Conversation(lm, context=["a long document ..."])
 print(talk.say("Who is the harbour master?"))
 talk.add_context(["a passage that was found later"])
 print(talk.say("And since when?"))
+
+talk = Conversation(lm, retriever=store)
+talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,8 @@ from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.sampling import Sampling, pick
+from lcjax.generation.retrieval import SEPARATOR, Retriever, Search, passage_text, search
+from lcjax.generation.sampling import GeneratedText, Sampling, pick
 from lcjax.generation.session import Session, check_token_ids, prefill_chunk_size
 from lcjax.models import cache as cache_lib
 from lcjax.parallel import distributed
@@ -34,6 +39,10 @@ class Conversation:
     encoded again. Where a context stands before the text (Activation Beacon, AutoCompressor), the
     text is read again after a context that has grown, and BOS stands before the context.
 
+    With a `retriever` every message of `say` is the query of a search. A memory reads the passages
+    that it has not read before as further context; other models read all of them in front of the
+    message, in its turn.
+
     `say` follows the model's chat format; `read` and `write` leave the format to the caller.
     """
 
@@ -45,6 +54,8 @@ class Conversation:
         length: int | None = None,
         projected: bool = False,
         prefill_chunk: int | None = None,
+        retriever: Retriever | None = None,
+        k: int = 4,
     ):
         """Begins an empty conversation.
 
@@ -55,6 +66,8 @@ class Conversation:
             fewer keys), and rotations are made for it. None: the trained length.
           projected: as in `LanguageModel.encode_contexts`.
           prefill_chunk: as in `LanguageModel.generate`.
+          retriever: finds passages for every message (`lcjax.generation.retrieval`).
+          k: passages of a search.
         """
         if not isinstance(lm, LanguageModel):
             raise InputError(f"lm={lm!r:.40} must be a LanguageModel")
@@ -66,6 +79,8 @@ class Conversation:
         self.lm = lm
         self.length = lm.length or lm.config.max_length if length is None else length
         whole_number("length", self.length, 1)
+        whole_number("k", k, 0)
+        self._retriever, self._k, self._passages_read = retriever, k, set()
         self._projected, self.context = projected, context
         if not isinstance(context, Contexts):
             self.context = lm.encode_contexts([context], projected=projected)
@@ -119,11 +134,17 @@ class Conversation:
         sampling: Sampling = Sampling(),
         *,
         query: str | Sequence[int] | None = None,
-    ) -> str:
+    ) -> GeneratedText:
         """Generates the answer to the next message of a chat; `query` as in `write`.
 
-        Where the chat template changes earlier turns, all of the text is read again.
+        Where the chat template changes earlier turns, all of the text is read again. The `passages`
+        of the answer are the search of a `retriever`.
         """
+        searches: tuple[Search, ...] = ()
+        if self._retriever is not None:
+            (hits,) = search(self._retriever, [message], self._k)
+            searches = (Search(message, hits),)
+            message = self._with_passages(message, hits)
         messages = [*self.messages, {"role": "user", "content": message}]
         text, tokenizer = self.lm.tokenizer.render_chat(messages), self.lm.tokenizer
         is_new = self._chat_text is None or not text.startswith(self._chat_text)
@@ -136,12 +157,23 @@ class Conversation:
         self._check(len(ids), sampling.max_new_tokens)
         if is_new:
             self._start_over()
-        self._ids = ids
+        self._ids, num_tokens = ids, len(ids)
         answer = self.write(sampling, query=query)
         # A stop string is in the text, but not in the chat.
         self._chat_text = None if self._ends_with_stop else text + answer
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return answer
+        return GeneratedText(answer, tuple(self._ids[num_tokens:]), passages=searches)
+
+    def _with_passages(self, message: str, hits: Sequence[Any]) -> str:
+        """`message` after the passages of `hits`; or by itself, if a memory reads them."""
+        texts = {hit.passage.id: passage_text(hit) for hit in hits}
+        if self.lm.config.memory is None:
+            return SEPARATOR.join([*reversed(texts.values()), message])
+        new = [text for name, text in texts.items() if name not in self._passages_read]
+        if new:
+            self.add_context(new)
+            self._passages_read |= set(texts)
+        return message
 
     def _check(self, tokens: int, new: int) -> None:
         if not tokens:

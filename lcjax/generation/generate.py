@@ -117,14 +117,15 @@ class Request:
         )  # fmt: skip
         eos = jnp.array(lm.tokenizer.eos_ids, jnp.int32)
         rows = [RowText(index, lm.tokenizer, sampling) for index in range(mixture.texts)]
-        logits = mixture.logits(logits)
-        key = sampling.key(len(logits))
-        next_token = pick(logits, key, 0, eos, sampling)
+        mixed = mixture.logits(logits)
+        key = sampling.key(len(mixed))
+        next_token = pick(mixed, key, 0, eos, sampling)
         for step in range(max_new):
             token = next_token
             if step + 1 < max_new:
                 if self.exact:
                     session.rotation = lm.rotations(lengths + step + 1)
+                mixture = mixture.after(logits, token)
                 places = _places(num_tokens + step, landmarks)
                 logits = session.read(mixture.read_by(token, len(prompts)), *places)
                 next_token = pick(mixture.logits(logits), key, step + 1, eos, sampling)

@@ -466,6 +466,10 @@ class LanguageModel(Scorer):
         context: Contexts | Sequence[ContextRow] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
+        retriever: Any = None,
+        k: int = 4,
+        how: str = "input",
+        when: str | int = "once",
     ) -> list[GeneratedText]:
         """Generates text for every prompt: a string each, which has its token ids as `ids`.
 
@@ -478,7 +482,18 @@ class LanguageModel(Scorer):
             rotated again for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
           prefill_chunk: tokens of a prompt that are read at once, which bounds the memory; None: a
             size that suits the platform.
+          retriever: finds passages to read with each prompt, which the result has as `passages`.
+          k: passages of a search.
+          how: how the passages are read, as in `RetrievalReader`.
+          when: once, or the number of tokens after which they are searched again.
         """
+        if retriever is not None:
+            from lcjax.generation.retrieval import RetrievalReader  # which reads with this class
+
+            if context is not None:
+                raise InputError("context and retriever both give passages to read; give one")
+            reader = RetrievalReader(self, retriever, k, how, when)
+            return reader.generate(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )

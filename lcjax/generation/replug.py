@@ -6,6 +6,10 @@ replug.generate(["Question: ...\\nAnswer:"], context=[[passage, passage]], score
 Shi et al. 2023 (arXiv 2301.12652, sec. 3): p(y | x) = sum_i w_i p(y | d_i x) for every next token
 y, with w = softmax(scores / temperature). Each passage costs a pass over the text, but none reads
 more than one passage and the text: any decoder can read any number of them.
+
+With `temperature=1` this is also RAG-Token (Lewis et al. 2020, arXiv 2005.11401), whose weights are
+p(z | x) = softmax(scores). `marginal="sequence"` is RAG-Sequence: p(y | x) = sum_z p(z | x) p(y |
+x, z) of whole texts y, whose tokens have the weights p(z | x, y_<t).
 """
 
 import dataclasses
@@ -15,7 +19,7 @@ import jax
 import numpy as np
 
 from lcjax.checkpoints import Tokenizer
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, one_of, whole_number
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -26,11 +30,13 @@ from lcjax.generation.sampling import (
     join_pieces,
     log_weights,
 )
-from lcjax.generation.scorer import Scorer
+from lcjax.generation.scorer import Ids, Scorer
+from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import check_rows, check_token_rows
 from lcjax.models import ModelConfig
 
 Scores = Sequence[Sequence[float]]
+MARGINALS = ("token", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +51,14 @@ class Replug(Scorer):
     lm: LanguageModel
     temperature: float = 1.0  # scores are divided by it: towards 0 only the best passage counts
     batch: int = 8  # passes that run at once, when texts are scored
+    # What is mixed: the probabilities of each token (REPLUG, RAG-Token), or of the whole text from
+    # the first scored or generated token on (RAG-Sequence)
+    marginal: str = "token"
 
     def __post_init__(self):
         log_weights(np.zeros(1), self.temperature)
         whole_number("batch", self.batch, 1)
+        one_of("marginal", self.marginal, MARGINALS)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,13 +87,14 @@ class Replug(Scorer):
     ) -> np.ndarray:
         """-log sum_i w_i p(tokens[t] | d_i tokens[:t]), float32 [B, T].
 
-        Arguments as in `LanguageModel.nll`. Passages stand right before the text, whatever their
-        length.
+        Arguments as in `LanguageModel.nll`, but `first` may be 0 where all texts have passages.
+        Passages stand right before the text, whatever their length. Under `marginal="sequence"` the
+        sum over the scored tokens of a text is -log sum_i w_i p(text | d_i).
         """
         tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
         num_rows, length = tokens.shape
         documents, weights = self._weighted(context, scores, num_rows)
-        log_p = np.full((*weights.shape, length), -np.inf)
+        log_p = np.zeros((*weights.shape, length))
         for pairs in self._batches(documents, lengths):
             texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in pairs]
             ends = np.array([len(text) for text in texts])
@@ -94,10 +105,35 @@ class Replug(Scorer):
             nll = self.lm.nll(rows, first=int(starts.min()) + first, lengths=ends)
             for (b, i), row, start in zip(pairs, nll, starts, strict=True):
                 log_p[b, i, : lengths[b]] = -row[start : start + lengths[b]]
-        mixed = -np.logaddexp.reduce(weights[..., None] + log_p, axis=1)
         scored = np.arange(length)
         scored = (scored >= first) & (scored < lengths[:, None])
+        log_p = np.where(scored[:, None], log_p, 0.0)
+        prior = weights[..., None]
+        if self.marginal == "sequence":  # the weight of a passage after the tokens before
+            prior = prior + np.pad(np.cumsum(log_p, axis=-1), [(0, 0), (0, 0), (1, 0)])[..., :-1]
+            prior = prior - np.logaddexp.reduce(prior, axis=1, keepdims=True)
+        mixed = -np.logaddexp.reduce(prior + log_p, axis=1)
         return np.where(scored, mixed, 0).astype(np.float32)
+
+    def continuations(
+        self,
+        prompts: Sequence[Ids],
+        continuations: Sequence[Sequence[Ids]],
+        *,
+        context: Sequence[ContextRow],
+        scores: Scores | None = None,
+    ) -> list[list[Continuation]]:
+        if self.marginal == "token" or len({len(prompt) for prompt in prompts}) < 2:
+            return super().continuations(prompts, continuations, context=context, scores=scores)
+        # Prompts of other lengths end, and sequences begin, at other places.
+        scores = [None] * len(prompts) if scores is None else [[row] for row in scores]
+        rows = zip(prompts, continuations, context, scores, strict=True)
+        return [
+            super(Replug, self).continuations([ids], [row], context=[passages], scores=row_scores)[
+                0
+            ]
+            for ids, row, passages, row_scores in rows
+        ]
 
     def generate(
         self,
@@ -137,7 +173,7 @@ class Replug(Scorer):
             ids = [self._join(document, prompt) for document in row]
             # All texts have equally many inputs; the ones that fill up have weight 0.
             inputs += ids + [min(ids, key=len)] * (weights.shape[1] - len(ids))
-        mixture = Mixture(len(prompts), weights)
+        mixture = Mixture(len(prompts), weights, self.marginal == "sequence")
         return self.lm.stream(inputs, sampling, mixture=mixture, **options)
 
     def _join(self, document: np.ndarray, prompt: str | Sequence[int]) -> list[int]:

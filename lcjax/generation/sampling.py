@@ -128,11 +128,16 @@ def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
 
 
 class GeneratedText(str):
-    """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length"."""
+    """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length".
 
-    def __new__(cls, text: str, ids: tuple[int, ...] = (), finish: str | None = None):
+    `passages` are the searches (`lcjax.generation.retrieval.Search`) that it was read with.
+    """
+
+    def __new__(
+        cls, text: str, ids: tuple[int, ...] = (), finish: str | None = None, passages: tuple = ()
+    ):
         generated = super().__new__(cls, text)
-        generated.ids, generated.finish = ids, finish
+        generated.ids, generated.finish, generated.passages = ids, finish, passages
         return generated
 
 
@@ -170,10 +175,24 @@ def log_weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """B texts, each a mixture of n prompts: rows b n ... b n + n - 1 of a batch are text b."""
+    """B texts, each a mixture of n prompts: rows b n ... b n + n - 1 of a batch are text b.
+
+    Weights that stay as they are mix the probabilities of each token alone (REPLUG, RAG-Token).
+    With `is_sequence` those of sequences are mixed (RAG-Sequence): as p(y_t | y_<t) = sum_z
+    p(z | y_<t) p(y_t | z, y_<t), every token that is picked turns the weights into the posterior.
+    """
 
     texts: int
-    weights: np.ndarray | None = None  # log weights [B, n]; None: every text is one prompt
+    # log weights [B, n]; None: every text is one prompt
+    weights: np.ndarray | jax.Array | None = None
+    is_sequence: bool = False
+
+    def after(self, logits: jax.Array, token: jax.Array) -> "Mixture":
+        """The mixture of the next token, where `token` [B] was picked from `logits` [B n, V]."""
+        if self.weights is None or not self.is_sequence:
+            return self
+        weights = _posterior(logits, jnp.asarray(self.weights, jnp.float32), token)
+        return dataclasses.replace(self, weights=weights)
 
     def logits(self, logits: jax.Array) -> jax.Array:
         """Computes log p [B, V] of the next token of every text from its prompts' logits [B n, V].
@@ -193,6 +212,15 @@ class Mixture:
             return token
         tokens = jnp.repeat(token, self.weights.shape[1])
         return jnp.concatenate([tokens, jnp.repeat(token[:1], rows - len(tokens))])
+
+
+@jax.jit
+def _posterior(logits: jax.Array, weights: jax.Array, token: jax.Array) -> jax.Array:
+    num_texts, num_prompts = weights.shape
+    rows = logits[: num_texts * num_prompts].reshape(num_texts, num_prompts, -1)
+    log_probs = jax.nn.log_softmax(rows, -1)
+    picked = jnp.take_along_axis(log_probs, token[:num_texts, None, None], -1)[..., 0]
+    return jax.nn.log_softmax(weights + picked, -1)
 
 
 @jax.jit

@@ -7,7 +7,7 @@ of a model, so a new scorer needs no change there.
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,15 @@ from lcjax.models import ModelConfig
 
 Ids = Sequence[int] | np.ndarray
 Spans = Sequence[tuple[int, int]]  # (start, stop) of parts of a prompt
+
+
+class PassageSpan(NamedTuple):
+    """A passage of a prompt that is read whole, by the decoder or as one chunk of the context."""
+
+    start: int
+    stop: int
+    score: float | None = None  # that a retriever gave it
+    rank: int | None = None  # from 0, the best; None: for the context alone
 
 
 class Scorer(abc.ABC):
@@ -135,11 +144,19 @@ class Scorer(abc.ABC):
 
     # Windows whose first tokens are context
 
-    def with_movable(self, spans: Sequence[Spans]) -> "Scorer":
-        """Returns this model for prompts whose `spans` may be read as context.
+    def with_movable(
+        self,
+        spans: Sequence[Spans],
+        passages: Sequence[Sequence[PassageSpan]] | None = None,
+    ) -> "Scorer":
+        """Returns this model for prompts of which parts may be read as context.
 
-        `spans` are (start, stop) of each prompt, the earliest first. Models that read all of a
-        prompt with the decoder ignore them.
+        Models that read all of a prompt with the decoder ignore them.
+
+        Args:
+          spans: (start, stop) of parts of each prompt, the earliest first. They move to the context
+            as far as the decoder lacks space.
+          passages: those of each prompt. A prompt with passages moves these alone.
         """
         return self
 
@@ -147,7 +164,11 @@ class Scorer(abc.ABC):
         """Raises an InputError if tokens `first : size` of a window of `length` have no score."""
 
     def with_foreign_context(
-        self, tokens: np.ndarray, others: Iterable[np.ndarray], seed: Sequence[int]
+        self,
+        tokens: np.ndarray,
+        others: Iterable[np.ndarray],
+        seed: Sequence[int],
+        passages: Sequence[PassageSpan] | None = None,
     ) -> np.ndarray:
         """Returns `tokens` int32 [T] of a window, with the context of `others` where asked for.
 
@@ -155,12 +176,23 @@ class Scorer(abc.ABC):
           tokens: those of the window.
           others: tokens of windows of other documents.
           seed: of the choice.
+          passages: of the window, if it has its own.
         """
         return tokens
 
-    def num_unread(self, size: int, movable: Spans | None = None) -> int:
+    def num_decoder_passages(self, size: int, passages: Sequence[PassageSpan]) -> int:
+        """Returns how many of `passages` of a window of `size` the decoder reads."""
+        return len(passages)
+
+    def num_unread(
+        self,
+        size: int,
+        movable: Spans | None = None,
+        passages: Sequence[PassageSpan] = (),
+    ) -> int:
         """Returns the tokens of a window of `size` that neither decoder nor context contain.
 
-        `movable` are the spans that may be read as context; None: any token.
+        `movable` are the spans that may be read as context (None: any token), `passages` those that
+        are read whole.
         """
         return 0

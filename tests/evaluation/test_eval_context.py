@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import json
+import sys
 import types
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from lcjax.evaluation import (
     EvalConfig,
     Icl,
     Method,
+    OpenQa,
     Passkey,
     Perplexity,
     ReplugSplit,
@@ -26,9 +29,12 @@ from lcjax.evaluation import (
     run,
     study,
 )
+from lcjax.evaluation.config import apply_method
+from lcjax.evaluation.retrieval import Reading, RetrieverSection
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
+from lcjax.generation.retrieval import RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
 
@@ -238,6 +244,70 @@ def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
     assert [cell["windows"] for cell in report.cells] == [2, 2]
 
 
+class Store:
+    """Finds one of two passages for a query."""
+
+    def search(self, queries, k):
+        texts = [("abc", "hgf")["a" in query] * 5 for query in queries]
+        passages = [types.SimpleNamespace(text=text, title="", id=text) for text in texts]
+        return [[types.SimpleNamespace(passage=x, score=1.0)][:k] for x in passages]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    retriever = types.SimpleNamespace(open=lambda folder, **options: Store())
+    module = types.SimpleNamespace(Retriever=retriever)
+    monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
+
+
+def test_a_method_searches_by_itself_as_its_section_says(lm, store):
+    section = Reading(RetrieverSection(".", k=3), "mixture", stride=8, query_tokens=4)
+    model = apply_method(lm, Method("a", retrieval=section), 96)
+    assert (model.k, model.how, model.when, model.query_tokens) == (3, "mixture", 8, 4)
+    assert model.lm.length == 96 and model.decoder is None
+    once = apply_method(lm, Method("a", retrieval=Reading(RetrieverSection("."))), 96)
+    assert (once.when, once.how, once.query_tokens) == ("once", "input", None)
+
+
+@pytest.mark.slow
+def test_perplexity_is_that_of_what_a_method_finds(config, lm, score, store):
+    section = RetrieverSection(config.data.path, k=1)
+    methods = (
+        Method("once", retrieval=Reading(section)),
+        Method("strides", retrieval=Reading(section, stride=4, query_tokens=2)),
+        Method("memory", retrieval=Reading(section, "context")),
+    )
+    report = score(dataclasses.replace(config, methods=methods))
+    cells = {cell["method"]: cell["loss"] for cell in report.cells}
+    encode, bos = lm.tokenizer.encode, lm.tokenizer.bos_id
+    tokens = np.array([[bos, *encode(text)][:96] for _, text in texts((140, 120, 150))])
+    for name, options in (
+        ("once", {}), ("strides", {"when": 4, "query_tokens": 2}), ("memory", {"how": "context"}),
+    ):  # fmt: skip
+        nll = RetrievalReader(lm, Store(), 1, **options).nll(tokens, first=80)[:, 80:]
+        assert cells[name] == pytest.approx(float(nll.mean(dtype=np.float64)), abs=1e-5)
+    assert len(set(cells.values())) == 3
+
+
+@pytest.mark.slow
+def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
+    passages = [{"text": f"text {n}.", "score": 5 - n} for n in range(5)]
+    rows = [{"question": f"who is {n}?", "answer": "x", "ctxs": passages} for n in range(4)]
+    (tmp_path / "own").mkdir()
+    for name in ("test", "train"):
+        text = "\n".join(json.dumps({**row, "question": name + row["question"]}) for row in rows)
+        (tmp_path / "own" / f"{name}.jsonl").write_text(text)
+    methods = (
+        Method("text", context=ContextSplit(decoder=300, decoder_passages=2)),
+        Method("caption", context=ContextSplit(decoder=300, decoder_passages=0)),
+        Method("replug", replug=ReplugSplit(decoder=300)),
+    )
+    task = OpenQa(path=str(tmp_path), tasks=("own_5",), max_examples=2, max_new_tokens=3)
+    report = score(dataclasses.replace(config, methods=methods, tasks=(task,), lengths=(600,)))
+    read = {cell["method"]: cell["decoder_passages"] for cell in report.cells}
+    assert read == {"text": 2, "caption": 0, "replug": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -246,6 +316,15 @@ def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
             "both|two",
         ),
         (lambda: {"methods": (Method("a", context=ContextSplit(source="mine")),)}, "source='mine'"),
+        (lambda: {"methods": (Method("a", retrieval=Reading(how="front")),)}, "how='front'"),
+        (
+            lambda: {"methods": (Method("a", retrieval=Reading()),), "tasks": (Passkey(),)},
+            r"methods\.0\.retrieval\.retriever\.folder='' is no folder",
+        ),
+        (
+            lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=Reading()),)},
+            "replug and retrieval, two ways",
+        ),
         (lambda: {"methods": (Method("a", context=ContextSplit(decoder=0)),)}, "decoder=0"),
         (
             lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=0)),)},

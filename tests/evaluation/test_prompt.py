@@ -208,12 +208,12 @@ def test_a_decoder_without_room_for_instruction_and_question_is_refused():
 def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
     given = {}
 
-    def write(prompts, sampling, context):
-        given.update(prompts=prompts, context=context)
+    def write(prompts, sampling, context, scores):
+        given.update(prompts=prompts, context=context, scores=scores)
         return [""] * len(prompts)
 
     fake = types.SimpleNamespace(generate=write)
-    monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda model, batch: fake)
+    monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda *_: fake)
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
     short = PromptEncoder(TOKENIZER).prompt(segments("b"))
     decoder = len(prompt.ids) + 2 - 14
@@ -224,3 +224,68 @@ def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
     head = "Be brief.Read."
     assert [read(p) for p in given["context"][0]] == [head + "a" * 4, head + "a" * 8, head + "bb"]
     assert given["context"][0][0][0] == 0 and given["context"][1] == []
+    assert given["scores"] == [[0.0] * 3, []], "chunks of a document count alike"
+
+
+def question(count=4, scores=None):
+    """Two demonstrations with a passage each, `count` passages and a question."""
+    demos = [Segment("demo", f"<demo{n}>") for n in range(2)]
+    scores = scores or [None] * count
+    passages = [Segment("passage", f"<pass{n}>", score=scores[n]) for n in range(count)]
+    parts = [Segment("instruction", "Read."), *demos, *passages, Segment("question", "Who?")]
+    return PromptEncoder(TOKENIZER).prompt(parts)
+
+
+HEAD = "Read.<demo0><demo1>"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "chunks"),
+    [
+        # Shorter than its decoder: who reads what depends on no length.
+        ({"decoder_passages": 2}, "<pass0><pass1>", ["<pass2>", "<pass3>"]),
+        ({"decoder_passages": 0}, "", [f"<pass{n}>" for n in range(4)]),
+        ({}, "<pass0><pass1><pass2><pass3>", []),
+        ({"decoder_passages": 1, "chunks": 1}, "<pass0>", ["<pass1>"]),
+        # 24 characters, BOS and 3 new tokens leave the decoder space for one passage and a half.
+        ({"decoder": 38}, "<pass0>", ["<pass1>", "<pass2>", "<pass3>"]),
+    ],
+)
+def test_the_decoder_reads_demonstrations_and_the_best_passages_and_the_memory_whole_others(
+    settings, text, chunks
+):
+    prompt, model = question(), Noting()
+    split = ContextSplit(**{"decoder": 80, "chunk": 8, **settings}).of(model, 200)
+    generate(split, [prompt], Sampling(max_new_tokens=3))
+    (((ids,), (context,)),) = model.given
+    assert read(ids) == HEAD + text + "Who?" and ids[0] == 0
+    assert [read(chunk) for chunk in context] == chunks
+    unread = len(prompt.ids) - len(ids) - sum(map(len, context))
+    size, in_decoder = len(prompt.ids) + 3, text.count("<")
+    assert split.num_unread(size, prompt.movable, prompt.passages) == unread
+    assert split.num_decoder_passages(size, prompt.passages) == in_decoder
+
+
+def test_demonstrations_that_leave_the_decoder_no_room_are_refused():
+    split = ContextSplit(decoder=27, chunk=8).of(Noting(), 200)
+    with pytest.raises(InputError, match="leaves no room"):
+        generate(split, [question()], Sampling(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights"), [([3.0, 1.0, 2.5], [3.0, 1.0, 2.5]), ([3.0, None, 2.0], [0.0] * 3)]
+)
+def test_every_pass_of_replug_has_the_demonstrations_and_one_passage(monkeypatch, scores, weights):
+    given = {}
+
+    def write(prompts, sampling, context, scores):
+        given.update(prompts=prompts, context=context, scores=scores)
+        return [""]
+
+    fake = types.SimpleNamespace(generate=write)
+    monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda *args: given.update(a=args) or fake)
+    split = ReplugSplit(decoder=80, chunk=8, temperature=0.5, marginal="sequence").of(Noting(), 200)
+    generate(split, [question(3, scores)], Sampling(max_new_tokens=2))
+    assert [read(ids) for ids in given["prompts"]] == ["Who?"]
+    assert [read(p) for p in given["context"][0]] == [f"{HEAD}<pass{n}>" for n in range(3)]
+    assert given["scores"] == [weights] and given["a"][1:] == (0.5, 1, "sequence")

@@ -1,5 +1,7 @@
 """A conversation reads every turn once, and equals reading all of it at once where it can."""
 
+import types
+
 import numpy as np
 import pytest
 from tiny_lm import sharper
@@ -63,7 +65,7 @@ def test_turns_with_a_cache_equal_the_whole_text_read_at_once(lm):
 def test_streaming_holds_a_conversation_of_any_length_in_a_cache_of_one_size(lm):
     lm = lm.with_method(pattern=Streaming(sinks=2, recent=12))
     talk, text = Conversation(lm, length=1_000_000, prefill_chunk=16), []
-    assert talk._cache.capacity == 64
+    assert talk._session.cache.capacity == 64
     for turn in range(3):  # of more tokens than the window and the cache hold
         text += np.random.default_rng(turn).integers(32, 127, 40).tolist()
         talk.read(text[len(talk.tokens) :])
@@ -123,6 +125,46 @@ def test_a_chat_whose_turns_are_written_anew_or_cut_is_read_again(lm):
     assert cut == first[:1]
     other.say("When?", GREEDY)
     assert f"assistant: {cut}~user" in Letters().decode(other.tokens)
+
+
+class Store:
+    """Finds one of the passages for a question, and both for another."""
+
+    def search(self, queries, k):
+        passages = [
+            types.SimpleNamespace(text=x, title="", id=str(n)) for n, x in enumerate(PASSAGES)
+        ]
+        hits = [types.SimpleNamespace(passage=passage, score=1.0) for passage in passages]
+        return [hits[: 1 + (query == "When?")][:k] for query in queries]
+
+
+def test_every_turn_searches_and_a_memory_reads_what_is_new(lm):
+    talk, plain = Conversation(lm, retriever=Store()), Conversation(lm)
+    for message, new in (("Who?", PASSAGES[:1]), ("When?", PASSAGES[1:]), ("Who?", [])):
+        answer = talk.say(message, GREEDY)
+        if new:
+            plain.add_context(new)
+        assert answer == plain.say(message, GREEDY) and answer.ids == tuple(talk.tokens[-5:])
+        (search,) = answer.passages
+        read = [hit.passage.text for hit in search.hits]
+        assert search.query == message and read == PASSAGES[: 1 + (message == "When?")]
+    assert talk.context.chunks == (2,) and talk.tokens == plain.tokens
+    bare = Conversation(lm, retriever=Store(), k=0)
+    assert bare.say("Who?", GREEDY).passages[0].hits == () and bare.context.chunks == (0,)
+
+
+def test_a_model_without_a_memory_reads_what_is_found_in_front_of_the_message():
+    lm = sharper(LanguageModel.load(ModelSection(preset="tiny")))
+    lm.tokenizer = Letters()
+    talk = Conversation(lm, retriever=Store(), length=256)
+    talk.say("Who?", GREEDY)
+    answer = talk.say("When?", GREEDY)
+    found = [message["content"] for message in talk.messages if message["role"] == "user"]
+    first, second = PASSAGES
+    assert found == [f"{first}\n\nWho?", f"{second}\n\n{first}\n\nWhen?"]
+    assert len(answer.passages[0].hits) == 2
+    text = Letters().decode(talk.tokens)
+    assert text.index(second) < text.rindex(first) < text.index("When?")
 
 
 @pytest.mark.slow

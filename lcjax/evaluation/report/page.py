@@ -28,6 +28,7 @@ _HIDDEN = frozenset(
     | {"size", "seconds", "compile_seconds", "read", "peak_bytes", "peak_bytes_at_most", "weight"}
     | {"answer", "references", "key", "correct", "score", "scored", "prompt", "budget", "first"}
     | {"ids", "finish", "nan", "template", "prompt_tokens", "max_new_tokens", "decoder", "nll"}
+    | {"decoder_passages"}
     | {"bytes"}
 )
 # Colours of figures, and the colours of the page that replace them.

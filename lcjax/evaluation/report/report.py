@@ -29,7 +29,8 @@ _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"
 _MEASURED = ("tokens_per_second", *COST)  # fields of a cell
 _COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
-_OPTIONAL = ("budget", "decoder")  # of tasks with prompts, of methods that split windows
+# Of tasks with prompts, of methods that split windows, of prompts with retrieved passages
+_OPTIONAL = ("budget", "decoder", "decoder_passages")
 
 
 @dataclasses.dataclass(frozen=True)

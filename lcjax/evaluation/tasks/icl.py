@@ -9,7 +9,10 @@ and the option with the highest score:
 where the end of a document replaces BOS if the tokenizer has none (`bare_prefix` of a record).
 Each set shows the score that CEPE's table chose by Llama-2 with two demonstrations. Options are
 tokenised after a blank, as inside a text. The first demonstrations that do not fit the decoder of a
-model with a memory are its context, as CEPE gives them to the encoder.
+model with a memory are its context. CEPE's tables 3 and 8 fix who reads what: `shots: 2` in every
+decoder, and `context_shots: 18` or 38 more that a memory reads, each as one chunk; models that read
+all with the decoder have 20 or 40 there. The decoder's own are those of the same task without
+`context_shots`.
 """
 
 import dataclasses
@@ -73,6 +76,7 @@ class Icl(FileBenchmark):
 
     max_examples: int | None = 250
     shots: int = 2
+    context_shots: int = 0  # further demonstrations, for the context of models that have one
     # Which texts are used: drawn with the seed, or the first ones (CEPE; in sorted files these
     # have one class)
     order: str = "shuffled"
@@ -80,7 +84,7 @@ class Icl(FileBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        whole_numbers(key, self, 0, "shots", "seed")
+        whole_numbers(key, self, 0, "shots", "context_shots", "seed")
         one_of(f"{key}.order", self.order, ORDERS)
         for data in self.selection():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
@@ -108,22 +112,24 @@ class Icl(FileBenchmark):
                 continue
             rng = np.random.default_rng([self.seed, line])
             demos = self._demonstrations(by_class, rng)
-            parts = [
-                Segment("demo", f"Text: {t}\n{data.field}: {name}\n\n") for _, t, name in demos
-            ]
+            texts = [f"Text: {t}\n{data.field}: {name}\n\n" for _, t, name in demos]
+            parts = [Segment("context", demo) for demo in texts[self.shots :]]
+            parts += [Segment("demo", demo) for demo in texts[: self.shots]]
             parts.append(Segment("question", f"Text: {text}\n{data.field}:"))
             fields = {"line": line, "options": options, "wording": OWN_WORDING}
-            yield Example(parts, [label], {**fields, "shots": self.shots}, longest)
+            fields |= {"shots": self.shots, "context_shots": self.context_shots}
+            yield Example(parts, [label], fields, longest)
 
     def _demonstrations(self, by_class: Sequence[list], rng: np.random.Generator) -> list:
-        """Draws rounds of one row per class, each in random order, up to `shots` rows."""
-        num_rounds = math.ceil(self.shots / len(by_class))
+        """Draws rounds of one row per class, each in random order, up to the number of shots."""
+        count = self.shots + self.context_shots
+        num_rounds = math.ceil(count / len(by_class))
         orders = [rng.permutation(len(rows)) for rows in by_class]
         demos: list = []
         for number in range(num_rounds):
             rows = [rows[order[number % len(rows)]] for rows, order in zip(by_class, orders)]
             demos += [rows[index] for index in rng.permutation(len(rows))]
-        return demos[: self.shots]
+        return demos[:count]
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         prefix_token(model.tokenizer)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +93,17 @@ def _parse_line(line: str, fields: Sequence[str]) -> dict:
 
 def warn_skipped(path: Path, number: int, reason: str) -> None:
     warnings.warn(f"{path}:{number} {reason}; this line is left out", stacklevel=3)
+
+
+def parse_score(score: object) -> float | None:
+    """The score of a passage, a number or its digits; None without one, ValueError otherwise."""
+    try:
+        value = None if score is None else float(score)
+    except TypeError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"has a passage with score={score!r:.40}, which is no number")
+    return value
 
 
 def is_text_list(value: object) -> bool:

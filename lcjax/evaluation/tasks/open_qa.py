@@ -3,15 +3,23 @@
 CEPE (arXiv 2402.16617, section 4.2): two demonstrations, each with its best passage, then k
 passages, the question and the beginning of the answer; 25 tokens, up to a newline; exact match over
 all aliases. Files are those of CEPE or Contriever: JSONL with `question`, `answer` and `ctxs`, the
-passages with the best first. The wording is this library's own. The first segments that do not fit
-the decoder of a model with a memory are its context; CEPE's decoder reads the first ten passages.
+passages with the best first, with or without a `score`. The wording is this library's own.
+
+The decoder of a model with a memory reads the demonstrations and the first ten passages, the memory
+each of the others as one chunk (`context: {decoder_passages: 10}` of a method). REPLUG reads the
+demonstrations and one passage in every pass, with the weights softmax(score / temperature).
+
+With a `retriever` passages are those that it finds for the questions, and files need no `ctxs`. The
+sets `own_1` to `own_60`, and those without passages (`nq_0`, closed book), run where `tasks` names
+them.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,12 +29,13 @@ from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.statistics import at_longest
 from lcjax.evaluation.task import Limits, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 
-PASSAGES = (1, 5, 10, 15, 20, 30, 60)
+PASSAGES = (0, 1, 5, 10, 15, 20, 30, 60)
 SOURCE = (
     "CEPE's retrieval files (its retrieval/README.md): nq-open/test.jsonl and train.jsonl,"
     " triviaqa/validation.jsonl and train.jsonl, popqa/test.jsonl"
@@ -36,8 +45,9 @@ _FILES = {
     "nq": ("nq-open", "test.jsonl", "train.jsonl"),
     "triviaqa": ("triviaqa", "validation.jsonl", "train.jsonl"),
     "popqa": ("popqa", "test.jsonl", "test.jsonl"),
+    "own": ("own", "test.jsonl", "train.jsonl"),
 }
-_TITLES = {"nq": "Natural Questions", "triviaqa": "TriviaQA", "popqa": "PopQA"}
+_TITLES = {"nq": "Natural Questions", "triviaqa": "TriviaQA", "popqa": "PopQA", "own": "Questions"}
 _FIELDS = ("question", "answer", "ctxs")
 _OMITTED = "\n\n... [The other passages are left out]"
 
@@ -59,11 +69,12 @@ class _Row:
     line: int
     question: str
     answers: list[str]
-    passages: list[str]
+    passages: list[tuple[str, float | None]]  # and scores
 
-    def text(self, passages: Sequence[str] = (), *, answered: bool = False) -> str:
-        """The question after `passages`, with its first answer if `answered`."""
-        text = "\n\n".join([*passages, f"Question: {self.question}\nAnswer:"])
+    def text(self, count: int = 0, *, answered: bool = False) -> str:
+        """The question after its best `count` passages, with its first answer if `answered`."""
+        text = f"Question: {self.question}\nAnswer:"
+        text = "\n\n".join([*(passage for passage, _ in self.passages[:count]), text])
         return f"{text} {self.answers[0]}\n\n" if answered else text
 
 
@@ -79,9 +90,18 @@ class OpenQa(AnswerBenchmark):
 
     demonstrations: int = 2
     seed: int = 42  # of the demonstrations, and of the choice of max_examples questions
+    retriever: RetrieverSection | None = None  # finds the passages; null: those of the files
+
+    def selection(self) -> list[DataSet]:
+        chosen = super().selection()
+        if self.tasks:
+            return chosen
+        return [data for data in chosen if data.group != "own" and _num_passages(data)]
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
+        if self.retriever is not None:
+            self.retriever.check(f"{key}.retriever")
         whole_numbers(key, self, 0, "demonstrations", "seed")
         for data in self.selection():
             if self.demonstrations:
@@ -98,8 +118,8 @@ class OpenQa(AnswerBenchmark):
         for row in rows:
             demos, passages = self._demonstrations(pool, row), row.passages[:count]
             segments = [
-                *(Segment("demo", demo.text(demo.passages[:1], answered=True)) for demo in demos),
-                *(Segment("context_doc", f"{passage}\n\n") for passage in passages),
+                *(Segment("demo", demo.text(min(count, 1), answered=True)) for demo in demos),
+                *(Segment("passage", f"{text}\n\n", score=score) for text, score in passages),
                 Segment("question", row.text()),
             ]
             fields = {"line": row.line, "wording": OWN_WORDING}
@@ -116,10 +136,10 @@ class OpenQa(AnswerBenchmark):
         files, cells = super().figures(cells, records, folder), at_longest(cells)
         panels: dict[str, dict[str, int]] = {}
         for name, data in self.datasets.items():
-            if any(name in cell for cell in cells):
+            if _num_passages(data) and any(name in cell for cell in cells):
                 title = f"{_TITLES[data.group]} at {cells[0]['length']:,} tokens"
                 panels.setdefault(title, {})[name] = _num_passages(data)
-        if max(map(len, panels.values())) == 1:
+        if max(map(len, panels.values()), default=1) == 1:
             return files
         path = folder / f"{self.label}_by_passages.png"
         return [*files, plots.over_counts(cells, panels, ("passages", "exact match"), path)]
@@ -131,14 +151,30 @@ class OpenQa(AnswerBenchmark):
         """
         train = path.with_name(_FILES[group][2])
         counts = [_num_passages(data) for data in self.selection() if data.group == group]
-        pool = rows = _rows(path, max(counts))
+        has_passages = self.retriever is None and max(counts) > 0
+        pool = rows = _rows(path, max(counts) if has_passages else None)
         if self.max_examples is not None and len(rows) > self.max_examples:
             order = np.random.default_rng(self.seed).permutation(len(rows))[: self.max_examples]
             rows = [rows[index] for index in order]
         if train != path and self.demonstrations:
             questions = {qa.normalise(row.question) for row in rows}
-            pool = [r for r in _rows(train, 1) if qa.normalise(r.question) not in questions]
+            pool = _rows(train, 1 if has_passages else None)
+            pool = [row for row in pool if qa.normalise(row.question) not in questions]
+        if self.retriever is not None and max(counts) > 0:
+            lines = {demo.line for row in rows for demo in self._demonstrations(pool, row)}
+            chosen = self._search([row for row in pool if row.line in lines], 1)
+            by_line = {row.line: row for row in chosen}
+            return self._search(rows, max(counts)), [by_line.get(r.line, r) for r in pool]
         return rows, pool
+
+    def _search(self, rows: Sequence[_Row], count: int) -> list[_Row]:
+        """`rows` with the passages that the retriever finds."""
+        section = dataclasses.replace(self.retriever, k=min(count, self.retriever.k))
+        results = section.search([row.question for row in rows])
+        return [
+            dataclasses.replace(row, passages=[(_titled(h.passage), h.score) for h in hits])
+            for row, hits in zip(rows, results, strict=True)
+        ]
 
     def _demonstrations(self, pool: Sequence[_Row], row: _Row) -> list[_Row]:
         rng = np.random.default_rng([self.seed, row.line])
@@ -153,25 +189,35 @@ def _num_passages(data: DataSet) -> int:
     return int(data.name.rpartition("_")[2])
 
 
-def _rows(path: Path, num_passages: int) -> list[_Row]:
-    """Reads the questions of a file with their first passages."""
+def _rows(path: Path, num_passages: int | None) -> list[_Row]:
+    """Reads the questions of a file with their first passages; None: files need not have any."""
 
     def parse(number: int, row: dict) -> _Row:
         answers = [answer for answer in qa.flat(row["answer"]) if isinstance(answer, str)]
         if not isinstance(row["question"], str) or not answers:
             raise ValueError("has a question or an answer that is no text")
+        if num_passages is None:
+            return _Row(number, row["question"].strip(), answers, [])
         if not isinstance(row["ctxs"], list) or not all(map(_has_text, row["ctxs"])):
             raise ValueError("has a passage without a text")
-        passages = [_passage_text(passage) for passage in row["ctxs"][:num_passages]]
+        passages = [_passage(passage) for passage in row["ctxs"][:num_passages]]
         return _Row(number, row["question"].strip(), answers, passages)
 
-    return list(local_files.rows(path, _FIELDS, parse))
+    fields = _FIELDS[:2] if num_passages is None else _FIELDS
+    return list(local_files.rows(path, fields, parse))
 
 
 def _has_text(passage) -> bool:
     return isinstance(passage, dict) and isinstance(passage.get("text"), str)
 
 
-def _passage_text(passage: dict) -> str:
-    title = passage.get("title")
-    return f"Passage ({title}): {passage['text']}" if title else f"Passage: {passage['text']}"
+def _passage(passage: dict) -> tuple[str, float | None]:
+    """The text of a passage after its title, and its score."""
+    text = _titled(SimpleNamespace(**{"title": None, **passage}))
+    return text, local_files.parse_score(passage.get("score"))
+
+
+def _titled(passage: Any) -> str:
+    """The text of a passage after its title."""
+    title = f" ({passage.title})" if passage.title else ""
+    return f"Passage{title}: {passage.text}"

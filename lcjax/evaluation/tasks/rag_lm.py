@@ -4,15 +4,17 @@ CEPE (arXiv 2402.16617, table 2): 2,048 tokens of text and k chunks of 256 that 
 the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
 2,048, 4,096, 7,168 and 14,848. Tables show the mean over domains of their perplexities.
 
-The chunks stand before the text, the best one next to it. They are the context of a model with a
-memory with `context: {decoder: 2048, chunk: 256}`. REPLUG reads them one by one with `replug:
-{decoder: 2048}`, and all have equal weight whatever their scores.
+The chunks stand before the text, the best one next to it. A memory reads each of them as one chunk.
+REPLUG reads the text after each of them with the weights softmax(score / temperature), equal ones
+where a chunk has no score. With a `retriever` chunks are those that it finds for the beginning of
+the text, up to the first scored token; its datastore has passages of `chunk` tokens of this model's
+tokenizer, of other documents than the texts.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,14 +22,26 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.prompt import Prompt, Span
+from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.statistics import group_by
-from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, equal_weights
+from lcjax.evaluation.task import (
+    Limits,
+    Metric,
+    Record,
+    Records,
+    Task,
+    Unit,
+    equal_weights,
+    pad_batch,
+)
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.perplexity import Perplexity
 
 SOURCE = "a JSONL file with input_ids or text, and chunks: [{text or ids, score}], a row a text"
 
-Text = tuple[int, str, np.ndarray, list[np.ndarray]]  # line, domain, tokens; chunks, best last
+Chunk = tuple[np.ndarray, float | None]  # tokens and score
+Text = tuple[int, str, np.ndarray, list[Chunk]]  # line, domain, tokens; chunks, best last
 
 
 @Task.register_subclass("rag_lm")
@@ -50,6 +64,7 @@ class RagLm(Task):
     scored: int = 1792  # of these at the end
     chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
     max_examples: int | None = None  # texts, the first ones; null: all
+    retriever: RetrieverSection | None = None  # finds the chunks; null: those of the file
 
     @property
     def _windows(self) -> Perplexity:
@@ -70,6 +85,8 @@ class RagLm(Task):
                     f"lengths: {length} must be {key}.decoder={self.decoder} and a number of chunks"
                     f" of {self.chunk}; nearest: {self.decoder + chunks * self.chunk}"
                 )
+        if self.retriever is not None:
+            self.retriever.check(f"{key}.retriever")
         if not Path(self.path).is_file():
             raise InputError(f"{key}.path={self.path!r} is no file; give {SOURCE}")
 
@@ -78,14 +95,20 @@ class RagLm(Task):
         for line, domain, text, chunks in self._texts(corpus):
             if len(chunks) < count:
                 continue
-            tokens = np.concatenate([*chunks[len(chunks) - count :], text])
+            ids, scores = zip(*chunks[len(chunks) - count :]) if count else ((), ())
+            tokens = np.concatenate([*ids, text])
+            spans = [
+                Span("context", place * self.chunk, (place + 1) * self.chunk, score)
+                for place, score in enumerate(scores)
+            ]
             first = length - self.scored
             fields = {
                 "protocol": "rag_lm", "length": length, "stride": None, "bos": "none",
                 "document": line, "domain": domain, "chunks": count, "start": 0, "size": length,
                 "first": first, "weight": 1.0, "bytes": None,
             }  # fmt: skip
-            units.append(Unit(len(units), (length, first), tokens, fields))
+            prompt = Prompt(tokens, tuple(spans))
+            units.append(Unit(len(units), (length, first), tokens, fields, prompt))
         return units
 
     def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
@@ -98,24 +121,37 @@ class RagLm(Task):
 
     def _read(self, tokenizer) -> Iterator[Text]:
         def parse(line: int, row: dict) -> Text:
-            try:
-                text = _ids(row, "input_ids", tokenizer)[: self.decoder]
-                chunks = [_ids(chunk, "ids", tokenizer) for chunk in _best_last(row["chunks"])]
-            except TypeError as error:  # a score that is no number
-                raise ValueError(str(error)) from None
+            text = _ids(row, "input_ids", tokenizer)[: self.decoder]
+            chunks = _list(row["chunks"]) if self.retriever is None else []
             if len(text) < self.decoder:
                 raise ValueError(f"has {len(text)} tokens of text, {self.decoder} are read")
-            chunks = [ids[: self.chunk] for ids in chunks if len(ids) >= self.chunk]
-            return line, str(row.get("domain", "text")), text, chunks
+            return line, str(row.get("domain", "text")), text, self._whole(chunks, tokenizer)
 
-        rows = local_files.rows(Path(self.path), ("chunks",), parse)
-        return itertools.islice(rows, self.max_examples)
+        fields = ("chunks",) if self.retriever is None else ()
+        texts = itertools.islice(
+            local_files.rows(Path(self.path), fields, parse), self.max_examples
+        )
+        if self.retriever is None:
+            yield from texts
+            return
+        texts = list(texts)
+        size = self.decoder - self.scored
+        queries = [tokenizer.decode(ids[:size], skip_special=True) for _, _, ids, _ in texts]
+        for text, hits in zip(texts, self.retriever.search(queries), strict=True):
+            chunks = [{"text": hit.passage.text, "score": hit.score} for hit in hits]
+            yield *text[:-1], self._whole(chunks, tokenizer)
 
-    def check_model(self, model, units: Sequence[Unit]) -> None:
-        self._windows.check_model(model, units)
+    def _whole(self, chunks: list, tokenizer) -> list[Chunk]:
+        """The first tokens of `chunks` that have enough, the best last."""
+        pairs = _best_last(_chunk(chunk, tokenizer) for chunk in chunks)
+        return [(ids[: self.chunk], score) for ids, score in pairs if len(ids) >= self.chunk]
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        return self._windows.score(model, units, batch)
+        prompts = pad_batch([unit.payload for unit in units], batch)
+        spans, passages = ([getattr(p, name) for p in prompts] for name in ("movable", "passages"))
+        records = self._windows.score(model.with_movable(spans, passages), units, batch)
+        decoder = {} if model.decoder is None else {"decoder": self.decoder}
+        return [record | decoder for record in records]
 
     def summarise(self, records: Records) -> Record:
         """The mean over domains of exp(mean of window means), and that of every domain."""
@@ -158,12 +194,19 @@ def _ids(row, name: str, tokenizer) -> np.ndarray:
     raise ValueError(f"has neither {name} nor a text")
 
 
-def _best_last(chunks) -> list:
-    """Sorts chunks by score, the best last."""
+def _list(chunks) -> list:
     if not isinstance(chunks, list):
         raise ValueError("has chunks that are no list")
-    scores = [c.get("score") if isinstance(c, dict) else None for c in chunks]
-    backwards = list(reversed(chunks))
-    if any(score is None for score in scores):
+    return chunks
+
+
+def _chunk(chunk, tokenizer) -> Chunk:
+    return _ids(chunk, "ids", tokenizer), local_files.parse_score(chunk.get("score"))
+
+
+def _best_last(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Sorts chunks by score, the best last; without scores the first is the best."""
+    backwards = list(chunks)[::-1]
+    if any(score is None for _, score in backwards):
         return backwards
-    return sorted(backwards, key=lambda chunk: float(chunk["score"]))
+    return sorted(backwards, key=lambda chunk: chunk[1])

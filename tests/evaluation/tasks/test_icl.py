@@ -120,6 +120,32 @@ def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(
     assert len(read) + len(" negative") + 1 == 64 and read.endswith("Sentiment:")
 
 
+@pytest.mark.parametrize("further", [18, 38])
+def test_two_demonstrations_stay_with_the_decoder_and_others_are_chunks_of_the_context(
+    tmp_path, further
+):
+    class Beside(BigramModel):
+        def encode_contexts(self, passages, chunk):
+            return [[TOKENIZER.decode(piece) for piece in row] for row in passages]
+
+        def continuations(self, prompts, options, context):
+            asked.extend((TOKENIZER.decode(p), c) for p, c in zip(prompts, context))
+            return super().continuations(prompts, options)
+
+    asked, path = [], write(tmp_path, count=1)
+    (unit,) = plan(Icl(path=path, tasks=("sst2",), shots=2, context_shots=further))
+    assert (unit.fields["shots"], unit.fields["context_shots"]) == (2, further)
+    model = Beside()
+    model.config.memory = types.SimpleNamespace(is_prefix=False)
+    Icl(path=path).score(SplitModel(model, ContextSplit(), 4000, 32), [unit], 1)
+    (read, beside), _ = asked
+    (alone,) = plan(Icl(path=path, tasks=("sst2",), shots=2))
+    assert read == TOKENIZER.decode(alone.tokens), "that of the task with two demonstrations"
+    assert len(beside) == further
+    assert all(piece.startswith("Text: ") and piece.endswith("ive\n\n") for piece in beside)
+    assert "".join(beside) + read == TOKENIZER.decode(unit.tokens)
+
+
 def test_demonstrations_are_balanced_and_drawn_for_every_text(tmp_path):
     labels = ("card_lost", "top_up", "exchange rate")
     path = write(tmp_path, "banking77", labels, "test")

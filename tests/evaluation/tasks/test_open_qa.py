@@ -1,13 +1,17 @@
 """Open-domain questions with passages, from miniature files in the format of CEPE's."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from benchmark_support import TOKENIZER, plan, plan_at, scored
 from evaluation_support import only_the_run
 
 from lcjax.errors import InputError
+from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.open_qa import OpenQa
@@ -48,6 +52,77 @@ def test_demonstrations_come_first_then_as_many_passages_as_named(tmp_path):
     assert [u.digest for u in units] == [u.digest for u in again]
     assert [u.digest for u in units] != [u.digest for u in plan(OpenQa(path=task.path,
             tasks=task.tasks, seed=1))]  # fmt: skip
+
+
+def test_passages_keep_their_place_and_score_and_demonstrations_are_none(tmp_path):
+    path = Path(write(tmp_path)) / "nq-open" / "test.jsonl"
+    odd = row(9, ["x"])
+    odd["ctxs"][3]["score"] = "high"
+    path.write_text(path.read_text() + "\n" + json.dumps(odd))
+    with pytest.warns(UserWarning, match=r"test\.jsonl:4 .*high"):
+        units = plan(OpenQa(path=str(tmp_path), tasks=("nq_5",)))
+    assert len(units) == 3
+    for unit in units:
+        texts = [TOKENIZER.decode(unit.tokens[p.start : p.stop]) for p in unit.payload.passages]
+        index = unit.fields["line"] - 1
+        assert texts == [f"Passage (T{rank}): text {index} {rank}.\n\n" for rank in range(5)]
+        assert [(p.rank, p.score) for p in unit.payload.passages] == [(n, 9 - n) for n in range(5)]
+
+
+class Store:
+    """Finds as many passages as there may be, and notes the questions."""
+
+    asked: ClassVar[list] = []
+
+    @classmethod
+    def open(cls, folder, **options):
+        assert (folder, options["kind"]) == (".", "hybrid")
+        return cls()
+
+    def search(self, queries, k):
+        self.asked.append((len(queries), k))
+        return [
+            [
+                SimpleNamespace(
+                    passage=SimpleNamespace(text=f"about {q} {n}.", title="", id=str(n)),
+                    score=float(-n),
+                )
+                for n in range(k)
+            ]
+            for q in queries
+        ]
+
+
+def test_a_retriever_finds_the_passages_of_questions_and_of_chosen_demonstrations(
+    tmp_path, monkeypatch
+):
+    module = SimpleNamespace(Retriever=Store)
+    monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
+    path = write(tmp_path, "own")
+    for name in ("test", "train"):
+        file = Path(path, "own", f"{name}.jsonl")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("\n".join(json.dumps({**row, "ctxs": None}) for row in rows))
+    section = RetrieverSection(".", kind="hybrid")
+    task = OpenQa(path=path, tasks=("own_0", "own_5"), retriever=section, demonstrations=1)
+    units = plan(task)
+    closed, opened = units[:3], units[3:]
+    (demos, one), (questions, most) = Store.asked
+    assert (questions, most, one) == (3, 5, 1) and demos <= 3
+    for unit in closed:
+        assert not unit.payload.passages and "about" not in TOKENIZER.decode(unit.tokens)
+    for unit in opened:
+        text, asked = TOKENIZER.decode(unit.tokens), unit.fields["question"]
+        demo = text.split("Question: ")[1].split("\n")[0]
+        assert text.startswith(f"Passage: about {demo} 0.\n\nQuestion: ")
+        passages = [f"Passage: about {asked} {n}.\n\n" for n in range(6)]
+        assert [passage in text for passage in passages] == [True] * 5 + [False]
+        assert [p.score for p in unit.payload.passages] == [0, -1, -2, -3, -4]
+    assert [data.name for data in OpenQa().selection()][:2] == ["nq_1", "nq_5"]
+    with pytest.raises(InputError, match=r"tasks\.0\.retriever\.folder='none' is no folder"):
+        OpenQa(path=path, tasks=("own_5",), retriever=RetrieverSection("none")).check(
+            Limits((1000,)), "tasks.0"
+        )
 
 
 def test_a_file_is_read_once_for_all_lengths_and_numbers_of_passages(tmp_path, monkeypatch):

@@ -1,18 +1,28 @@
 """Perplexity with retrieved chunks, against the toy model's losses one by one."""
 
+import dataclasses
 import json
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, plan_at
 from evaluation_support import BigramModel, token_loss
+from tiny_lm import sharper
 
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.evaluation import ContextSplit, ReplugSplit
 from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.rag_lm import RagLm
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.memory import CepeSection
 
 SMALL = {"decoder": 12, "scored": 8, "chunk": 4}
 
@@ -50,6 +60,61 @@ def test_chunks_stand_before_the_text_the_best_next_to_it_and_only_its_end_is_sc
     for one in (unit, bare):
         assert cell(task, [one])["value"] == pytest.approx(math.exp(expected(one.tokens.tolist())))
         assert cell(task, [one])["tokens_scored"] == 8
+
+
+@pytest.fixture(scope="module")
+def lm():
+    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+
+
+@pytest.mark.parametrize("decoder", [None, 5])
+def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, lm, decoder):
+    chunks = [{"ids": ids(i, 4), "score": score} for i, score in enumerate((0.5, 2.0, 1.0))]
+    task = RagLm(path=write(tmp_path, [{"input_ids": ids(9, 12), "chunks": chunks}]), **SMALL)
+    (bare,), (unit,) = plan_at(task, (12, 20))
+    best, text = [ids(2, 4), ids(1, 4)], np.array([ids(9, 12)])
+
+    def score(split, unit, decoder=decoder):
+        model = dataclasses.replace(split, decoder=decoder).of(lm, len(unit.tokens))
+        (record,) = task.score(model, [unit], 1)
+        assert record["decoder"] == 12 and record["scored"] == 8
+        return pytest.approx(record["nll"], abs=1e-3)
+
+    context = ContextSplit(chunk=4)
+    assert lm.nll(text, first=4, context=[best]).sum() == score(context, unit)
+    assert lm.nll(text, first=4).sum() == score(context, bare)
+    other = ContextSplit(chunk=4, source="foreign")
+    foreign = other.of(lm, 20).with_foreign_context(
+        unit.tokens, [np.arange(20, dtype=np.int32)], [0], unit.payload.passages
+    )
+    assert foreign.tolist() == [*range(8), *ids(9, 12)]
+    replug = ReplugSplit(chunk=4, temperature=0.5)
+    mixed = Replug(lm, 0.5).nll(text, first=4, context=[best], scores=[[1.0, 2.0]])
+    alike = Replug(lm, 0.5).nll(text, first=4, context=[best])
+    assert mixed.sum() == score(replug, unit, decoder or 6) != pytest.approx(float(alike.sum()))
+
+
+def test_a_retriever_finds_chunks_for_what_stands_before_the_scored_tokens(tmp_path, monkeypatch):
+    asked = []
+
+    def search(queries, k):
+        asked.append((queries, k))
+        texts = ("abc", "wxyz!", "1234")  # the first has too few tokens
+        hits = [types.SimpleNamespace(passage=types.SimpleNamespace(text=text), score=score)
+                for text, score in zip(texts, (3.0, 2.0, 1.0))]  # fmt: skip
+        return [hits for _ in queries]
+
+    store = types.SimpleNamespace(search=search)
+    module = types.SimpleNamespace(Retriever=types.SimpleNamespace(open=lambda *_, **__: store))
+    monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
+    path = write(tmp_path, [{"text": "abcdefghijklmnop"}])
+    task = RagLm(path=path, retriever=RetrieverSection(str(tmp_path), k=7), **SMALL)
+    (short,), (unit,) = plan_at(task, (12, 20))
+    assert asked == [(["abcd"], 7)], "once for all lengths"
+    assert TOKENIZER.decode(unit.tokens) == "1234wxyzabcdefghijkl"
+    assert [passage.score for passage in unit.payload.passages] == [1.0, 2.0]
+    assert short.payload.passages == ()
 
 
 def test_domains_count_alike_and_texts_are_tokenised(tmp_path):

@@ -1,0 +1,343 @@
+"""Text generation and scores with passages that a retriever finds for the text itself.
+
+reader = RetrievalReader(lm, retriever, how="input", when=16)
+(text,) = reader.generate(["The harbour master of Arnsund is"])
+text.passages       # the searches: query, hits, and the number of tokens generated before
+
+A retriever is any object with `search(queries, k)`, which returns for every query its hits, the
+best first; a hit has `passage.text`, `passage.title` and `score`. Three choices make a method:
+
+- What: passages, `k` of them.
+- How: "input", in front of the text, the best one next to it (in-context RALM, Ram et al. 2023,
+  arXiv 2302.00083); "context", as chunks of the model's memory (CEPE, SharedLLM and others);
+  "fid", as such chunks that begin with the query (Fusion-in-Decoder, Izacard and Grave 2021);
+  "mixture", one passage at a time, with the weights softmax(scores / temperature) (REPLUG);
+  "rag_token" and "rag_sequence", the marginals of RAG (Lewis et al. 2020, arXiv 2005.11401) over
+  p(z | x) = softmax(scores): of every token, or of the whole text.
+- When: "once", with the whole prompt as query; or a number of tokens after which the last 32
+  (`query_tokens`) of the text are the query of a new search, and the text is read again beside what
+  it finds.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from lcjax.checkpoints import Tokenizer
+from lcjax.checkpoints.tokenizer import encode_mid_text
+from lcjax.errors import InputError, one_of, whole_number, whole_numbers
+from lcjax.generation.generate import RowText
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
+from lcjax.generation.scorer import Ids, Scorer
+from lcjax.generation.scoring import Continuation
+from lcjax.generation.session import check_rows, check_token_ids, check_token_rows
+from lcjax.models import ModelConfig
+from lcjax.models.memory import check_memory
+
+METHODS = ("input", "context", "fid", "mixture", "rag_token", "rag_sequence")
+QUERY_TOKENS = 32  # Ram et al., section 5
+SEPARATOR = "\n\n"  # after a passage in front of a text
+
+
+class Retriever(Protocol):
+    """What finds passages, such as `lcjax.retrieval.Retriever`."""
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Any]]:
+        """Returns the `k` best hits of every query."""
+
+
+class Search(NamedTuple):
+    """The passages that a text was read with."""
+
+    query: str
+    hits: tuple  # the best first
+    num_tokens: int = 0  # generated before
+
+
+def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
+    """Returns the hits of every query that have a text; none for a blank query."""
+    for query in queries:
+        if not isinstance(query, str):
+            raise InputError(f"queries: {query!r:.40} must be a text")
+    asked = [query for query in queries if query.strip()] if k else []
+    results = iter(retriever.search(asked, k) if asked else [])
+    rows = [next(results) if k and query.strip() else () for query in queries]
+    return [tuple(hit for hit in row if hit.passage.text.strip()) for row in rows]
+
+
+def passage_text(hit: Any) -> str:
+    """The text of a hit after the title of its document."""
+    title, text = hit.passage.title, hit.passage.text
+    return f"{title}\n{text}" if title else text
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalReader(Scorer):
+    """A language model that reads what a retriever finds. Without hits it is the model itself.
+
+    Token ids of a prompt that begin with BOS begin with it before the passages, too.
+    """
+
+    lm: LanguageModel
+    retriever: Retriever
+    k: int = 4  # passages of a search
+    how: str = "input"
+    when: str | int = "once"  # or a number of tokens
+    # Tokens at the end of the text that are the query; None: all of it if `when` is once, else 32
+    query_tokens: int | None = None
+    temperature: float = 1.0  # of scores, for "mixture"
+    passage_tokens: int | None = None  # longer passages are cut; None: whole
+    batch: int = 8  # passes that run at once, when texts are scored
+
+    def __post_init__(self):
+        whole_number("k", self.k, 0)
+        one_of("how", self.how, METHODS)
+        if self.when != "once":
+            whole_number("when", self.when, 1, "or once")
+        whole_numbers("", self, 1, "query_tokens", "passage_tokens")
+        if self.how != "mixture" and self.temperature != 1:
+            raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
+        if self._is_beside:
+            check_memory(self.config.memory)
+        Replug(self.lm, self.temperature, self.batch)  # checks these
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.lm.tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.lm.config
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        return self.lm.mesh
+
+    @property
+    def follows_length(self) -> bool:
+        return self.lm.follows_length
+
+    @property
+    def _replug(self) -> Replug:
+        marginal = "sequence" if self.how == "rag_sequence" else "token"
+        return Replug(self.lm, self.temperature, self.batch, marginal)
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether a memory reads the passages."""
+        return self.how in ("context", "fid")
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling = Sampling(),
+        *,
+        queries: Sequence[str] | None = None,
+        exact: bool = False,
+        prefill_chunk: int | None = None,
+    ) -> list[GeneratedText]:
+        """Generates text for every prompt; its `passages` are the searches that it was read with.
+
+        Args:
+          prompts: texts or token ids.
+          sampling: how tokens are picked and when to stop.
+          queries: a query for each prompt, with when="once"; None: the prompts, or their ends.
+          exact: as in `LanguageModel.generate`, like `prefill_chunk`.
+          prefill_chunk: tokens that are read at once.
+        """
+        check_rows("prompts", prompts, '["a prompt"]')
+        if queries is not None and (self.when != "once" or len(queries) != len(prompts)):
+            raise InputError(
+                f"queries={len(queries)} texts must be one for each of {len(prompts)} prompts, with"
+                " when=once: later queries are the end of the text"
+            )
+        options = {"exact": exact, "prefill_chunk": prefill_chunk}
+        rows = [self._encode(prompt) for prompt in prompts]
+        if self.when != "once":
+            return self._generate_in_strides(rows, sampling, options)
+        searches = self._search([self._query(ids) for ids in rows] if queries is None else queries)
+        texts = self._generate(rows, searches, sampling, options)
+        return [_with_searches(*pair) for pair in zip(texts, ([s] for s in searches), strict=True)]
+
+    def _generate_in_strides(
+        self, prompts: list[list[int]], sampling: Sampling, options: dict[str, Any]
+    ) -> list[GeneratedText]:
+        """Reads the text so far beside the passages of a new search for every `when` tokens."""
+        sampling.check_texts(len(prompts))
+        rows = [list(prompt) for prompt in prompts]
+        texts = [RowText(row, self.tokenizer, sampling) for row in range(len(rows))]
+        searches: list[list[Search]] = [[] for _ in rows]
+        pieces = []
+        for start in range(0, sampling.max_new_tokens, self.when):
+            unfinished = [row for row, text in enumerate(texts) if text.finish is None]
+            if not unfinished:
+                break
+            ids = [rows[row] for row in unfinished]
+            results = self._search([self._query(row) for row in ids], start)
+            stride = _stride(sampling, start, self.when, unfinished)
+            parts = self._generate(ids, results, stride, options)
+            for row, result, part in zip(unfinished, results, parts, strict=True):
+                searches[row].append(result)
+                for token in part.ids:
+                    if texts[row].finish is None:
+                        rows[row].append(token)
+                        pieces.append(texts[row].add(token))
+        generated = join_pieces([piece for piece in pieces if piece is not None], len(rows))
+        return [_with_searches(*pair) for pair in zip(generated, searches, strict=True)]
+
+    def _generate(
+        self, rows: list[list[int]], searches: Sequence[Search], sampling: Sampling, options: dict
+    ) -> list[GeneratedText]:
+        scorer, prompts, context = self._read(rows, searches)
+        return scorer.generate(prompts, sampling, **context, **options)
+
+    # Scores
+
+    def continuations(
+        self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
+    ) -> list[list[Continuation]]:
+        """As `LanguageModel.continuations`; the query is the prompt, or the text in strides."""
+        if self.when != "once":
+            pairs = zip(prompts, continuations, strict=True)
+            return [super(RetrievalReader, self).continuations([p], [c])[0] for p, c in pairs]
+        rows = [self._encode(prompt) for prompt in prompts]
+        searches = self._search([self._query(ids) for ids in rows])
+        scorer, rows, context = self._read(rows, searches)
+        return scorer.continuations(rows, continuations, **context)
+
+    def nll(
+        self, tokens: np.ndarray, *, first: int = 1, lengths: np.ndarray | None = None
+    ) -> np.ndarray:
+        """As `LanguageModel.nll`. The query is the text before `first`, or before each stride."""
+        tokens, ends = check_token_rows(tokens, lengths, self.config.vocab_size)
+        width = tokens.shape[1]
+        whole_number("first", first, 1)
+        starts = range(first, width, width if self.when == "once" else self.when)
+        queries = [
+            self._query(row[:start]) if end > start else ""
+            for start in starts
+            for row, end in zip(tokens, ends, strict=True)
+        ]
+        searches = self._search(queries)
+        if not any(result.hits for result in searches):
+            return self.lm.nll(tokens, first=first, lengths=lengths)
+        nll = np.zeros(tokens.shape, np.float32)
+        for index, start in enumerate(starts):
+            stop = min(start + starts.step, width)
+            results = searches[index * len(tokens) :][: len(tokens)]
+            part = self._nll(tokens[:, :stop], start, np.minimum(ends, stop), results)
+            nll[:, start:stop] = part[:, start:]
+        return nll
+
+    def _nll(
+        self, tokens: np.ndarray, first: int, lengths: np.ndarray, searches: Sequence[Search]
+    ) -> np.ndarray:
+        """-log p of rows beside the hits of their searches."""
+        nll = np.zeros(tokens.shape, np.float32)
+        heads = np.array([self._num_head(*pair) for pair in zip(tokens, searches, strict=True)])
+        for head in np.unique(heads):
+            rows = np.flatnonzero(heads == head)
+            options = self._options(tokens[rows, :head], [searches[row] for row in rows])
+            scorer = self.lm if self._is_beside else self._replug
+            columns = slice(head, None)
+            nll[rows, columns] = scorer.nll(
+                tokens[rows, columns], first=first - head, lengths=lengths[rows] - head, **options
+            )
+        return nll
+
+    # Searches, and what is read
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.lm.encode(prompt)
+        return check_token_ids("prompts: a prompt", prompt, self.config.vocab_size).tolist()
+
+    def _query(self, ids: Sequence[int]) -> str:
+        """The query at the end of a text."""
+        size = self.query_tokens or (len(ids) if self.when == "once" else QUERY_TOKENS)
+        ids = [int(token) for token in ids[max(len(ids) - size, 0) :]]
+        return self.tokenizer.decode(ids, skip_special=True)
+
+    def _search(self, queries: Sequence[str], num_tokens: int = 0) -> list[Search]:
+        hits = search(self.retriever, queries, self.k)
+        return [Search(*pair, num_tokens) for pair in zip(queries, hits, strict=True)]
+
+    def _read(
+        self, rows: list[list[int]], searches: Sequence[Search]
+    ) -> tuple[Scorer, list[list[int]], dict[str, Any]]:
+        """The scorer of `rows` beside their hits, the prompts that it reads, and its options."""
+        if not any(result.hits for result in searches):
+            return self.lm, rows, {}
+        heads = [self._num_head(*pair) for pair in zip(rows, searches, strict=True)]
+        options = self._options([row[:n] for row, n in zip(rows, heads, strict=True)], searches)
+        prompts = [row[n:] for row, n in zip(rows, heads, strict=True)]
+        if self.how == "input":  # one passage, with which the prompt is one text
+            pairs = zip(options["context"], prompts, strict=True)
+            return (
+                self.lm,
+                [[*(t for ids in ctx for t in ids.tolist()), *p] for ctx, p in pairs],
+                {},
+            )
+        return self.lm if self._is_beside else self._replug, prompts, options
+
+    def _num_head(self, row: Sequence[int], result: Search) -> int:
+        """How many tokens of a row, 1 for BOS, stand before its passages."""
+        is_outside = self._is_beside and not self.config.memory.is_prefix
+        if is_outside or not result.hits or not len(row):
+            return 0
+        return int(row[0] == self.tokenizer.bos_id)
+
+    def _options(
+        self, heads: Sequence[Sequence[int]], searches: Sequence[Search]
+    ) -> dict[str, Any]:
+        """The options of the scorer: the passages of every row after its head, and scores."""
+        context = []
+        for head, result in zip(heads, searches, strict=True):
+            passages = [self._passage(hit, result.query) for hit in result.hits]
+            if self.how == "input" and passages:
+                passages = [np.concatenate(passages[::-1])]
+            num_heads = 1 if self._is_beside else len(passages)  # one text, or each its own
+            with_head = [np.array([*head, *ids], np.int32) for ids in passages[:num_heads]]
+            context.append([*with_head, *passages[num_heads:]])
+        if self.how == "input" or self._is_beside:
+            return {"context": context}
+        return {
+            "context": context,
+            "scores": [[hit.score for hit in result.hits] for result in searches],
+        }
+
+    def _passage(self, hit: Any, query: str) -> np.ndarray:
+        ids = list(self.tokenizer.encode(passage_text(hit))[: self.passage_tokens])
+        if self.how == "fid":
+            ids = [*self.tokenizer.encode(f"{query}\n"), *ids]
+        elif self.how != "context":
+            ids += encode_mid_text(self.tokenizer, SEPARATOR)
+        return np.array(ids, np.int32)
+
+
+def _stride(sampling: Sampling, start: int, size: int, rows: Sequence[int]) -> Sampling:
+    """`sampling` of the tokens of `rows` from number `start` on, at most `size`."""
+    num_new = min(size, sampling.max_new_tokens - start)
+
+    def at(seed: int) -> int:  # other draws than those of the first tokens
+        return int(np.random.SeedSequence([seed, start]).generate_state(1)[0]) if start else seed
+
+    seed = sampling.seed
+    return dataclasses.replace(
+        sampling,
+        max_new_tokens=num_new,
+        min_new_tokens=min(max(sampling.min_new_tokens - start, 0), num_new),
+        stop=(),
+        seed=tuple(at(seed[row]) for row in rows) if isinstance(seed, tuple) else at(seed),
+    )
+
+
+def _with_searches(text: GeneratedText, searches: Sequence[Search]) -> GeneratedText:
+    return GeneratedText(str(text), text.ids, text.finish, tuple(searches))

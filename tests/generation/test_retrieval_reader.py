@@ -1,0 +1,257 @@
+"""Reading what a retriever finds equals reading the same passages by hand, however and whenever."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.generation.retrieval import METHODS, RetrievalReader
+from lcjax.generation.sampling import Sampling
+from lcjax.memory import CepeSection
+
+GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
+TEXTS = ("the sea is deep", "a ship sails", "harbour lights", "an old master")
+
+
+@dataclasses.dataclass
+class Store:
+    """Finds passages by the letters of a query, and notes the queries."""
+
+    queries: list = dataclasses.field(default_factory=list)
+
+    def search(self, queries, k):
+        self.queries += queries
+        return [self.hits(query)[:k] for query in queries]
+
+    def hits(self, query):
+        scores = [query.count(text[0]) + query.count(text[2]) / 2 for text in TEXTS]
+        order = sorted(range(len(TEXTS)), key=lambda n: (-scores[n], n))
+        return [hit(TEXTS[n], f"T{n}", scores[n]) for n in order]
+
+
+class Nothing:
+    def search(self, queries, k):
+        return [[] for _ in queries]
+
+
+def hit(text, title, score):
+    passage = types.SimpleNamespace(text=text, title=title, id=title)
+    return types.SimpleNamespace(passage=passage, score=score)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+
+
+def encoded(lm, hits, *, blank=True):
+    end = "\n\n" if blank else ""
+    return [lm.tokenizer.encode(f"{h.passage.title}\n{h.passage.text}{end}") for h in hits]
+
+
+def weights(hits):
+    powers = np.exp(np.array([h.score for h in hits], np.float64))
+    return powers / powers.sum()
+
+
+def alone(lm, passage, text, first):
+    """-log p of a text from `first` on behind a passage, float64."""
+    whole = np.array([[*passage, *text]])
+    return lm.nll(whole, first=len(passage) + first)[0, len(passage) + first :].astype(np.float64)
+
+
+TOKENS = np.array([ids(1, 12), ids(2, 12)])
+FIRST = 5
+
+
+@pytest.mark.parametrize("how", ["rag_token", "mixture", "rag_sequence"])
+def test_the_marginals_equal_the_sums_in_float64(lm, how):
+    store, options = Store(), {"temperature": 0.5} if how == "mixture" else {}
+    found = RetrievalReader(lm, store, 3, how, **options).nll(TOKENS, first=FIRST)
+    assert store.queries == [lm.tokenizer.decode(row[:FIRST].tolist()) for row in TOKENS]
+    for row, text, query in zip(found, TOKENS, store.queries, strict=True):
+        hits = store.hits(query)[:3]
+        p = weights(hits) if how != "mixture" else weights(
+            [hit("", "", h.score / 0.5) for h in hits]
+        )  # fmt: skip
+        each = np.array([alone(lm, ids, text, FIRST) for ids in encoded(lm, hits)])
+        assert not row[:FIRST].any()
+        if how == "rag_sequence":
+            wanted = -np.log(p @ np.exp(-each.sum(1)))
+            assert row.sum(dtype=np.float64) == pytest.approx(wanted, abs=1e-3)
+            of_tokens = -np.log(p @ np.exp(-each)).sum()
+            assert abs(of_tokens - wanted) > 0.01, "the two marginals differ"
+        else:
+            np.testing.assert_allclose(row[FIRST:], -np.log(p @ np.exp(-each)), atol=3e-4)
+
+
+@pytest.mark.parametrize("how", ["rag_token", "rag_sequence"])
+def test_every_token_is_picked_from_the_marginal(lm, how):
+    prompts = [ids(8, 7), ids(9, 4)]
+    texts = RetrievalReader(lm, Store(), 2, how).generate(prompts, GREEDY)
+    for prompt, text in zip(prompts, texts, strict=True):
+        hits = text.passages[0].hits
+        passages, p = encoded(lm, hits), weights(hits)
+        for place, token in enumerate(text.ids):
+            rows = [[*passage, *prompt, *text.ids[:place]] for passage in passages]
+            logits = [lm.logits(np.array([row]))[0, -1].astype(np.float64) for row in rows]
+            probs = np.array([np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in logits])
+            mixed = p @ probs
+            mixed[list(lm.tokenizer.eos_ids)] = 0
+            assert mixed.argmax() == token
+            if how == "rag_sequence":
+                p = p * probs[:, token]
+                p /= p.sum()
+
+
+def test_continuations_of_sequences_count_from_the_end_of_each_prompt(lm):
+    prompts, options = [ids(3, 4), ids(4, 7)], [[ids(5, 3), ids(6, 2)], [ids(7, 3)]]
+    store = Store()
+    found = RetrievalReader(lm, store, 2, "rag_sequence").continuations(prompts, options)
+    for prompt, query, row, scores in zip(prompts, store.queries, options, found, strict=True):
+        hits = store.hits(query)[:2]
+        for option, score in zip(row, scores, strict=True):
+            each = [alone(lm, p, prompt + option, len(prompt)).sum() for p in encoded(lm, hits)]
+            wanted = -np.log(weights(hits) @ np.exp(-np.array(each)))
+            assert score.nll.sum(dtype=np.float64) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_text_is_read_behind_the_passages_and_bos_before_them(lm):
+    bos, store, text = lm.tokenizer.bos_id, Store(), ids(3, 9)
+    tokens = np.array([[bos, *text]])
+    (found,) = RetrievalReader(lm, store, 2).generate(tokens.tolist(), GREEDY)
+    (query,) = store.queries
+    assert query == lm.tokenizer.decode(text), "BOS is no text"
+    best, second = encoded(lm, store.hits(query)[:2])
+    (wanted,) = lm.generate([[bos, *second, *best, *text]], GREEDY)
+    assert found == wanted and found.ids == wanted.ids
+    titles = [hit.passage.title for hit in found.passages[0].hits]
+    assert titles == [hit.passage.title for hit in store.hits(query)[:2]]
+    reader = RetrievalReader(lm, store, 2, passage_tokens=3)
+    # BOS alone is no query.
+    np.testing.assert_array_equal(reader.nll(tokens, first=1), lm.nll(tokens, first=1))
+    hits, blank = store.hits(lm.tokenizer.decode(text[:3]))[:2], lm.tokenizer.encode("\n\n")
+    best, second = ([*ids[:3], *blank] for ids in encoded(lm, hits, blank=False))
+    wanted = alone(lm, [bos, *second, *best], text, 3)
+    np.testing.assert_allclose(reader.nll(tokens, first=4)[0, 4:], wanted, atol=1e-4)
+
+
+def test_a_model_reads_by_itself_what_a_retriever_finds(lm):
+    (found,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2, when=4)
+    (wanted,) = RetrievalReader(lm, Store(), 2, when=4).generate(["harbour"], GREEDY)
+    assert (found, found.ids) == (wanted, wanted.ids)
+    assert [search.num_tokens for search in found.passages] == [0, 4]
+    (whole,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2)
+    assert [search.query for search in whole.passages] == ["harbour"]
+
+
+@pytest.mark.parametrize("how", METHODS)
+def test_strides_equal_reading_all_of_it_again(lm, how):
+    prompts, sampling, store = [ids(8, 7), ids(9, 40)], dataclasses.replace(GREEDY), Store()
+    reader = RetrievalReader(lm, store, 2, how, when=4, query_tokens=6)
+    texts = reader.generate(prompts, sampling)
+    once = RetrievalReader(lm, Store(), 2, how)
+    for prompt, text in zip(prompts, texts, strict=True):
+        whole = list(prompt)
+        for start, search in zip((0, 4), text.passages, strict=True):
+            query = lm.tokenizer.decode(whole[-6:])
+            assert search[0] == query and search.num_tokens == start
+            assert search.hits and [h.score for h in search.hits] == [
+                h.score for h in store.hits(query)[:2]
+            ]
+            size = min(4, 6 - start)
+            stride = Sampling(max_new_tokens=size, min_new_tokens=size)
+            whole += once.generate([whole], stride, queries=[query])[0].ids
+        assert tuple(whole[len(prompt) :]) == text.ids and text.finish == "length"
+    tokens = np.array([ids(1, 12), ids(2, 12)])
+    nll = dataclasses.replace(reader, when=4).nll(tokens, first=3, lengths=np.array([12, 6]))
+    for row, length in zip(range(2), (12, 6), strict=True):
+        wanted = np.zeros(12)
+        for start in range(3, length, 4):
+            stop = min(start + 4, length)
+            hits = store.hits(lm.tokenizer.decode(tokens[row, max(start - 6, 0) : start].tolist()))
+            fixed = types.SimpleNamespace(search=lambda queries, k, hits=hits: [hits[:k]])
+            reread = RetrievalReader(lm, fixed, 2, how, query_tokens=6)
+            part = reread.nll(tokens[row : row + 1, :stop], first=start)
+            wanted[start:stop] = part[0, start:]
+        np.testing.assert_allclose(nll[row], wanted, atol=3e-4)
+
+
+def test_stops_and_seeds_of_strides_are_those_of_one_text(lm):
+    sampling = Sampling(max_new_tokens=9, temperature=1.0, seed=(3, 4))
+    reader = RetrievalReader(lm, Nothing(), when=2)
+    first, second = reader.generate([ids(8, 7), ids(9, 4)], sampling)
+    again = reader.generate([ids(9, 4)], dataclasses.replace(sampling, seed=(4,)))
+    assert again[0].ids == second.ids, "a text draws alike alone and in a batch"
+    assert len(set(zip(first.ids[::2], first.ids[1::2]))) > 1
+    (greedy,) = reader.generate([ids(8, 7)], GREEDY)
+    stop = str(greedy)[2:4]
+    (cut,) = reader.generate([ids(8, 7)], dataclasses.replace(GREEDY, stop=(stop,)))
+    (wanted,) = lm.generate([ids(8, 7)], dataclasses.replace(GREEDY, stop=(stop,)))
+    assert (str(cut), cut.ids, cut.finish) == (str(wanted), wanted.ids, wanted.finish)
+
+
+@pytest.mark.parametrize("how", METHODS)
+def test_without_hits_the_reader_is_the_model_bit_by_bit(lm, how):
+    prompts, options = [ids(8, 7), ids(9, 4)], [[ids(1, 2)], [ids(2, 3), ids(3, 1)]]
+    for store, k, when in ((Store(), 0, "once"), (Nothing(), 2, "once"), (Nothing(), 2, 3)):
+        reader = RetrievalReader(lm, store, k, how, when)
+        np.testing.assert_array_equal(reader.nll(TOKENS, first=2), lm.nll(TOKENS, first=2))
+        if when == "once":
+            texts, plain = reader.generate(prompts, GREEDY), lm.generate(prompts, GREEDY)
+            assert texts == plain and [t.ids for t in texts] == [t.ids for t in plain]
+            pairs = zip(reader.continuations(prompts, options), lm.continuations(prompts, options))
+            for row, wanted in pairs:
+                for one, other in zip(row, wanted, strict=True):
+                    np.testing.assert_array_equal(one.nll, other.nll)
+    assert Store().queries == []
+
+
+def test_the_memory_reads_hits_as_chunks(lm):
+    store = Store()
+    reader = RetrievalReader(lm, store, 2, "context")
+    tokens = TOKENS[:1]
+    found, (query,) = reader.nll(tokens, first=FIRST), store.queries
+    context = encoded(lm, store.hits(query)[:2], blank=False)
+    np.testing.assert_array_equal(found, lm.nll(tokens, first=FIRST, context=[context]))
+    assert not np.array_equal(found, lm.nll(tokens, first=FIRST))
+    fid = RetrievalReader(lm, store, 2, "fid", query_tokens=3).nll(tokens, first=FIRST)
+    query = lm.tokenizer.decode(tokens[0, FIRST - 3 : FIRST].tolist())
+    assert store.queries[-1] == query
+    asked = lm.tokenizer.encode(f"{query}\n")
+    context = [asked + ids for ids in encoded(lm, store.hits(query)[:2], blank=False)]
+    np.testing.assert_array_equal(fid, lm.nll(tokens, first=FIRST, context=[context]))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda lm: RetrievalReader(lm, Store(), k=-1), "k=-1"),
+        (lambda lm: RetrievalReader(lm, Store(), how="front"), "how='front'"),
+        (lambda lm: RetrievalReader(lm, Store(), when=0), "when=0"),
+        (lambda lm: RetrievalReader(lm, Store(), how="rag_token", temperature=2.0), "leave it out"),
+        (lambda lm: RetrievalReader(lm, Store(), how="mixture", temperature=0.0), "temperature=0"),
+        (lambda lm: RetrievalReader(lm, Store(), passage_tokens=0), "passage_tokens=0"),
+        (lambda lm: RetrievalReader(lm, Store(), when=4).generate(["a"], queries=["b"]), "queries"),
+        (lambda lm: RetrievalReader(lm, Store()).generate("a"), "prompts='a' must be a list"),
+        (lambda lm: lm.generate(["a"], retriever=Store(), context=["b"]), "context and retriever"),
+        (lambda lm: Replug(lm, marginal="word"), "marginal='word'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(lm, call, words):
+    with pytest.raises(InputError, match=words) as caught:
+        call(lm)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_memory_is_needed_for_a_context():
+    lm = LanguageModel.load(ModelSection(preset="tiny"))
+    with pytest.raises(InputError, match="no memory"):
+        RetrievalReader(lm, Store(), how="context")
