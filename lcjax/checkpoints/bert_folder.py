@@ -63,9 +63,12 @@ class BertFolder:
           InputError: the folder holds no BERT, or is damaged.
         """
         root = self.path = Path(folder)
-        self._module_list = _read_modules(root)
+        self._module_list = read_modules(root)
         if self._module_list:
-            root = root / self._module_list[0][1]
+            kind, path = self._module_list[0]
+            if kind != "Transformer":
+                raise InputError(f"{root / 'modules.json'}: begins with {kind}, not Transformer")
+            root = root / path
         file = root / "config.json"
         if not file.is_file():
             raise InputError(f"{file}: no such file; is this the folder of a BERT encoder?")
@@ -305,8 +308,8 @@ def _open_weights(folder: Path, allow_pickle: bool) -> WeightSource:
     return TorchFolder(folder)
 
 
-def _read_modules(folder: Path) -> list[tuple[str, str]]:
-    """Kind and path of each module of `modules.json`; empty without that file."""
+def read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Returns kind and path of each module of `modules.json`; empty without that file."""
     file = folder / "modules.json"
     if not file.is_file():
         return []
@@ -317,13 +320,12 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
         raise InputError(
             f"{file}: not a list of modules of sentence-transformers ({error}); download it again"
         ) from error
+    if not listed:
+        raise InputError(f"{file}: names no module; download it again")
     if outside := [
-        p for _, p in listed if p != "" and (not isinstance(p, str) or Path(p).name != p)
+        p for _, p in listed if not isinstance(p, str) or (p not in ("", ".") and Path(p).name != p)
     ]:
         raise InputError(f"{file}: names a path outside its folder: {outside[0]!r:.40}")
-    if not listed or listed[0][0] != "Transformer":
-        kind = listed[0][0] if listed else "nothing"
-        raise InputError(f"{file}: begins with {kind}; an encoder begins with Transformer")
     return listed
 
 

@@ -20,6 +20,7 @@ from lcjax.models.memory import TensorRow
 from lcjax.parallel.sharding import attention_layout, keep_tokens
 from pallas_kernels import flash
 
+MODEL_TYPES = ("bert", "dpr")  # `model_type` of config.json
 # `hidden_act` of config.json, and the activation of `lcjax.models.layers.MLP`.
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -91,7 +92,7 @@ class BertConfig:
           InputError: another architecture, or a value that no BERT of this library has.
         """
         kind = hf.get("model_type")
-        if kind not in ("bert", "dpr"):
+        if kind not in MODEL_TYPES:
             raise InputError(
                 f"{where}: model_type={kind!r:.40} is not a BERT; encoders are read with"
                 " model_type bert or dpr, static embeddings with model2vec"
@@ -130,6 +131,7 @@ class BertConfig:
             "F": self.mlp_width,
             "N": self.num_heads,
             "H": self.head_dim,
+            "O": self.width,  # of the pooler
         }
 
     def hf_rows(self) -> list[TensorRow]:
@@ -165,8 +167,8 @@ class BertConfig:
             rows.append((names, axes, f"layers/{path}", ours))
         if self.pooler:
             rows += [
-                ("pooler.dense.weight", "D,D", "pooler/kernel", "DD"),
-                ("pooler.dense.bias", "D", "pooler/bias", "D"),
+                ("pooler.dense.weight", "O,D", "pooler/kernel", "DO"),
+                ("pooler.dense.bias", "O", "pooler/bias", "O"),
             ]
         return rows
 

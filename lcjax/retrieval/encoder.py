@@ -24,11 +24,12 @@ import numpy as np
 from jaxtyping import Float
 
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder
+from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
+from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
 from lcjax.errors import InputError, one_of, suggestion, whole_number
-from lcjax.files import read_json
 from lcjax.generation.language_model import LanguageModel
+from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
 from lcjax.parallel.sharding import Mesh, keep_rows
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
@@ -415,14 +416,12 @@ def open_encoder(
 def _kind_of(path: Path, allow_pickle: bool) -> type:
     if path.is_file() or is_run(path):
         return DecoderEncoder
-    hf = read_json(path / "config.json", {"model_type": "bert"})
-    if "StaticModel" in (hf.get("architectures") or ()) or hf.get("model_type") == "model2vec":
-        return StaticEncoder
-    if not (path / "modules.json").is_file():
-        if hf.get("model_type") not in ("bert", "dpr"):
-            return DecoderEncoder
-        tensors = BertFolder(path, allow_pickle=allow_pickle).source.tensors
-        for name, kind in (("classifier", CrossEncoder), ("linear", LateInteraction)):
-            if f"{name}.weight" in tensors:
-                return kind
+    if modules := read_modules(path):
+        return StaticEncoder if modules[0][0] == "StaticEmbedding" else BertEncoder
+    if read_hf_json(path / "config.json", {}).get("model_type") not in (None, *MODEL_TYPES):
+        return DecoderEncoder
+    tensors = BertFolder(path, allow_pickle=allow_pickle).source.tensors
+    for name, kind in (("classifier", CrossEncoder), ("linear", LateInteraction)):
+        if f"{name}.weight" in tensors:
+            return kind
     return BertEncoder
