@@ -299,7 +299,10 @@ def _open_weights(folder: Path, allow_pickle: bool) -> WeightSource:
         return SafetensorsFolder(folder)
     pickles = bin_files(folder)
     if not pickles:
-        raise InputError(f"{folder}: no weights (*.safetensors) beside config.json; download them")
+        raise InputError(
+            f"{folder}: no weights (*.safetensors) beside config.json; download them (from the hub"
+            " allow_pickle=True also fetches pytorch_model.bin)"
+        )
     if not allow_pickle:
         raise InputError(
             f"{folder}: its weights are pickles ({pickles[0].name}), which can run any code when"

@@ -53,6 +53,8 @@ from lcjax.rope import Rotation
 class Encoder(abc.ABC):
     """Maps queries and passages to vectors; the product of two vectors is their score.
 
+    A subclass defines `encode` and the attributes.
+
     Attributes:
       dim: numbers of a vector.
       name: of the checkpoint, for people.
@@ -69,7 +71,7 @@ class Encoder(abc.ABC):
 
     def encode_queries(self, texts: Sequence[str]) -> Float[np.ndarray, "n D"]:
         """Returns the vectors of queries, float32, in their order."""
-        return self._encode(check_texts("texts", texts), None, is_query=True)
+        return self.encode(check_texts("texts", texts), None, is_query=True)
 
     def encode_passages(
         self, texts: Sequence[str], titles: Sequence[str] | None = None
@@ -83,10 +85,10 @@ class Encoder(abc.ABC):
         texts = check_texts("texts", texts)
         if titles is not None and len(check_texts("titles", titles)) != len(texts):
             raise InputError(f"titles={len(titles)} must be as many as texts, {len(texts)}")
-        return self._encode(texts, titles, is_query=False)
+        return self.encode(texts, titles, is_query=False)
 
     @abc.abstractmethod
-    def _encode(
+    def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
         """Returns float32 [n, dim] for texts that are checked; n may be 0."""
@@ -191,7 +193,7 @@ class BertEncoder(Encoder):
             batch_tokens=batch_tokens,
         )
 
-    def _encode(
+    def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
         bert = self._query if is_query else self._passage
@@ -291,7 +293,7 @@ class DecoderEncoder(Encoder):
         values += [repr(x) for x in (self._pool, config.rope, config.pattern)]
         self.fingerprint = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
-    def _encode(
+    def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
         lm, limit = self._lm, copy.copy(self._limit)
@@ -367,7 +369,7 @@ class StaticEncoder(Encoder):
             reason = " ".join(str(error).split())
             raise InputError(f"{path}: not a folder of model2vec ({reason:.200})") from error
 
-    def _encode(
+    def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
         if not len(texts):
