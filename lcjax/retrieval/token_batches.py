@@ -225,7 +225,8 @@ class LoadedBert:
     ) -> "LoadedBert":
         one_of("dtype", dtype, DTYPES)
         config: BertConfig = folder.config.replace(pooler=pooler)
-        params, head_params = folder.params(config, mesh), head_params or {}
+        params = folder.params(config, mesh)
+        head_params = {name: jnp.asarray(x) for name, x in (head_params or {}).items()}
         digest = weights_digest(params | {"head": head_params})
         if dtype != "float32":
             params = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))(params)
