@@ -687,6 +687,8 @@ def test_bad_arguments_are_one_line(folder, tmp_path):
     assert "poling is no option of a BertEncoder" in message and "pooling" in message
     assert "linear.weight is missing" in error_of(lambda: LateInteraction.load(folder))
     assert "config.json: no such file" in error_of(lambda: open_encoder(tmp_path))
+    edit(tmp_path / "config.json", model_type="xlm-roberta")
+    assert "'xlm-roberta' is neither a BERT (bert, dpr)" in error_of(lambda: open_encoder(tmp_path))
 
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
