@@ -28,6 +28,7 @@ _LANES = 128  # rows of a block are a multiple of this, so that groups divide it
 _CPU_BLOCK_BYTES = 6 << 20  # a float32 block stays in the cache between the product and its maxima
 _BLOCK_ROWS = 65_536  # on accelerators, where a larger product keeps the cores busy
 _SCORE_BYTES = 1 << 28  # of the scores of one block
+_ROWS_PER_RESULT = 400  # rows among which k rows are selected at a time, for each of the k
 _SPARE = 16  # candidates beyond k by squared distance, whose order is decided by exact distances
 _QUERY_BATCH = 512
 _GATHER_NUMBERS = 1 << 24  # numbers of candidates' vectors that exist at the same time
@@ -51,9 +52,9 @@ def top_k(
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
     """Returns the k vectors of the largest score for each query, exactly; traceable.
 
-    The matrix is read in blocks, so that the memory is bounded by one block and its scores.
+    The matrix is read in blocks, so that the memory is bounded by a block and 256 MB of scores.
 
-    Of a block only the k groups of adjacent rows with the largest maxima are searched. No other
+    Of some blocks only the k groups of adjacent rows with the largest maxima are searched. No other
     group holds a result: each of the k groups has an element that is at least as large as
     everything in that group, and where it is equal it stands in a smaller row.
 
@@ -69,7 +70,8 @@ def top_k(
       k: at least 1; may exceed N.
       valid: [N] rows that may be returned; None: all.
       metric: "dot" or "l2".
-      block_size: rows of a block, rounded up to a multiple of 128; None chooses by the device.
+      block_size: rows of one matrix product, rounded up to a multiple of 128; None chooses by the
+        device.
       recall_target: None is exact; a number in (0, 1] uses `jax.lax.approx_max_k`, which is faster
         on TPUs and exact on CPUs.
 
@@ -87,7 +89,7 @@ def top_k(
         whole_number("block_size", block_size, 1)
     num_rows = vectors.shape[0]
     num_queries, dim = queries.shape
-    block = _block_rows(num_rows, num_queries, dim, k, block_size)
+    block = _block_rows(num_rows, num_queries, dim, block_size)
     center = None
     if metric == "l2":
         # Of row 0 the vector may be unusual: that of the first token of a text is.
@@ -105,15 +107,15 @@ def top_k(
     )
 
 
-def _block_rows(num_rows: int, num_queries: int, dim: int, k: int, rows: int | None = None) -> int:
-    """Rows of a block. Depends on nothing else, so that all shards compute the same products."""
+def _block_rows(num_rows: int, num_queries: int, dim: int, rows: int | None = None) -> int:
+    """Rows of a product. Depends on nothing else, so that all shards compute the same products."""
     if rows is None:
         if jax.default_backend() == "cpu":
             rows = min(max(_CPU_BLOCK_BYTES // (4 * dim), 1024), _BLOCK_ROWS)
         else:
             rows = _BLOCK_ROWS
         rows = min(rows, max(_SCORE_BYTES // (4 * num_queries), _LANES))
-        rows = max(2 ** round(math.log2(rows)), 8 * k)
+        rows = 2 ** round(math.log2(rows))
     return _round_up(min(rows, num_rows), _LANES)
 
 
@@ -137,27 +139,36 @@ def _top_k(
         valid = jnp.ones(num_rows, bool) if valid is None else valid
         valid = jnp.pad(valid, (0, block - num_rows))
         vectors = jnp.pad(vectors, ((0, block - num_rows), (0, 0)))
+    num_queries = queries.shape[0]
     num_candidates = k if center is None else k + _SPARE
     num_blocks = -(-vectors.shape[0] // block)
     last = vectors.shape[0] - block
+    # Selecting k numbers takes long whatever they are selected from: with large k of more blocks.
+    most = min(_SCORE_BYTES // (4 * num_queries * block), num_blocks)
+    group_size = max(min(round(_ROWS_PER_RESULT * num_candidates / block), most), 1)
+    num_groups = -(-num_blocks // group_size)
 
-    def scan_block(best, index):
-        # The last block begins earlier where the blocks do not divide the rows.
-        first = jnp.minimum(index * block, last)
+    def score_block(first):
         matrix = lax.dynamic_slice_in_dim(vectors, first, block).astype(jnp.float32)
-        scores = _scores(queries, matrix, center)
-        mask = None
-        if last % block:
-            mask = first + jnp.arange(block) >= index * block
-        if valid is not None:
-            part = lax.dynamic_slice_in_dim(valid, first, block)
-            mask = part if mask is None else mask & part
-        scores, rows = _top_k_of_block(scores, mask, num_candidates, recall_target, num_rows)
-        return _merge(best, (scores, rows + first), num_candidates), None
+        return _scores(queries, matrix, center)
 
-    shape = (queries.shape[0], num_candidates)
+    def scan_blocks(best, group):
+        blocks = group * group_size + jnp.arange(group_size)
+        # The last block begins earlier where the blocks do not divide the rows.
+        firsts = jnp.minimum(blocks * block, last)
+        scores = lax.map(score_block, firsts).reshape(-1, num_queries)
+        rows = (firsts[:, None] + jnp.arange(block)).reshape(-1)
+        mask = None
+        if last % block or num_blocks % group_size:
+            mask = rows >= jnp.repeat(blocks * block, block)
+        if valid is not None:
+            mask = valid[rows] if mask is None else mask & valid[rows]
+        scores, places = _select(scores, mask, num_candidates, recall_target, num_rows)
+        return _merge(best, (scores, rows[places]), num_candidates), None
+
+    shape = (num_queries, num_candidates)
     best = (jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32))
-    (scores, rows), _ = lax.scan(scan_block, best, jnp.arange(num_blocks))
+    (scores, rows), _ = lax.scan(scan_blocks, best, jnp.arange(num_groups))
     rows = jnp.where(scores == -jnp.inf, -1, rows)
     if center is None:
         return scores, rows
@@ -173,41 +184,44 @@ def _scores(queries: jax.Array, matrix: jax.Array, center: jax.Array | None) -> 
     return 2 * dots - jnp.square(matrix).sum(1)[:, None] - jnp.square(queries).sum(1)
 
 
-def _top_k_of_block(
+def _select(
     scores: jax.Array, mask: jax.Array | None, k: int, recall_target: float | None, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns scores and rows [Q, min(k, rows)] of the best rows of a block.
+    """Returns the best scores [Q, min(k, N)] and their places among the N rows of `scores`.
 
     Args:
-      scores: [rows, Q]. Rows lie in front: maxima of groups then compare whole vectors of lanes.
-      mask: [rows] that may be returned.
+      scores: [N, Q]. Rows lie in front: maxima of groups then compare whole vectors of lanes.
+      mask: [N] rows that may be returned.
       k: rows to return.
       recall_target: as in `top_k`.
       num_rows: rows of the whole matrix.
     """
-    block, num_queries = scores.shape
-    k = min(k, block)
+    size, num_queries = scores.shape
+    k = min(k, size)
     # Around this size the maxima and the elements of k groups are fewest.
-    group = min(2 ** math.ceil(math.log2(math.sqrt(block / k))), _LANES)
+    group = min(2 ** math.ceil(math.log2(math.sqrt(size / k))), _LANES)
     if recall_target is not None or group < 8:
         scores = scores if mask is None else jnp.where(mask[:, None], scores, -jnp.inf)
         scores = _ordered(scores.T)
         if recall_target is None:
             return lax.top_k(scores, k)
         return lax.approx_max_k(
-            scores, k, recall_target=recall_target, reduction_input_size_override=num_rows
+            scores,
+            k,
+            recall_target=recall_target,
+            reduction_input_size_override=max(num_rows, size),
         )
     masked = scores if mask is None else jnp.where(mask[:, None], scores, -jnp.inf)
-    maxima = masked.reshape(block // group, group, num_queries).max(1).T
+    maxima = masked.reshape(size // group, group, num_queries).max(1).T
     _, groups = lax.top_k(_ordered(maxima), k)
     # In the order of rows, as `lax.top_k` prefers what stands first among equals.
     groups = jnp.sort(groups, axis=1)
-    rows = (groups[:, :, None] * group + jnp.arange(group)).reshape(num_queries, -1)
-    candidates = scores[rows, jnp.arange(num_queries)[:, None]]
+    places = (groups[:, :, None] * group + jnp.arange(group)).reshape(num_queries, -1)
+    candidates = scores[places, jnp.arange(num_queries)[:, None]]
     if mask is not None:
-        candidates = jnp.where(mask[rows], candidates, -jnp.inf)
-    best, places = lax.top_k(_ordered(candidates), k)
-    return best, jnp.take_along_axis(rows, places, axis=1)
+        candidates = jnp.where(mask[places], candidates, -jnp.inf)
+    best, indices = lax.top_k(_ordered(candidates), k)
+    return best, jnp.take_along_axis(places, indices, axis=1)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -368,7 +382,7 @@ class ExactIndex:
             _padded(queries[first : first + _QUERY_BATCH])
             for first in range(0, len(queries), _QUERY_BATCH)
         ]
-        block = _block_rows(len(self), len(batches[0]), self.dim, k)
+        block = _block_rows(len(self), len(batches[0]), self.dim)
         search = functools.partial(
             _search_shards, k=k, block=block, recall_target=self._recall_target, mesh=self._mesh
         )
