@@ -403,7 +403,7 @@ class ExactIndex:
                 for i, batch in enumerate(batches):
                     args = (batch, vectors, valid, self._center, np.int32(first), best[i])
                     best[i] = search(*args)
-                    if total == len(batches):  # else the device should wait for no one
+                    if len(firsts) == 1:  # nothing to send meanwhile: the bar shows what is done
                         jax.block_until_ready(best[i])
                     bar.update()
             best = jax.device_get(best)
@@ -411,7 +411,7 @@ class ExactIndex:
             _advise(self._vectors, firsts[-1], len(self), "MADV_DONTNEED")
         scores = np.concatenate([scores for scores, _ in best])[: len(queries)]
         rows = np.concatenate([rows for _, rows in best])[: len(queries)].astype(np.int64)
-        if np.isinf(scores[:, 0]).any() and (scores[:, 0] > 0).any():
+        if np.isposinf(scores[:, 0]).any():
             row = rows[np.argmax(scores[:, 0]), 0]
             raise InputError(
                 f"vectors: row {row} has no finite score; it holds NaN, infinite or huge numbers"
@@ -441,17 +441,16 @@ class ExactIndex:
                 padding = [(0, num_rows - len(array))] + [(0, 0)] * (array.ndim - 1)
                 return jax.device_put(jnp.pad(array, padding), sharding)
 
-            def shard(index):
+            def read_shard(index):
                 begin, end, _ = index[0].indices(num_rows)
-                shard = array[first + begin : min(first + end, len(array))]
-                shard = np.asarray(shard)
+                shard = np.asarray(array[first + begin : first + end])
                 if len(shard) == end - begin:
-                    return shard
+                    return shard  # not copied
                 padding = [(0, end - begin - len(shard))] + [(0, 0)] * (array.ndim - 1)
                 return np.pad(shard, padding)
 
             shape = (num_rows, *array.shape[1:])
-            return jax.make_array_from_callback(shape, sharding, shard)
+            return jax.make_array_from_callback(shape, sharding, read_shard)
 
         part = place(self._vectors), place(self._valid)
         if part_rows == len(self):
@@ -472,13 +471,15 @@ def _advise(vectors: np.ndarray, first: int, last: int, advice: str) -> None:
     Pages that are needed no more count as memory of this process otherwise. They stay in the
     system's cache.
     """
-    if not isinstance(vectors, np.ndarray) or vectors.flags.writeable or not hasattr(mmap, advice):
-        return
-    base = vectors
+    base, is_read_only = vectors, False
     while isinstance(base, np.ndarray):
+        # Of a map that is copied on write the pages that were written would be lost.
+        is_read_only |= isinstance(base, np.memmap) and base.mode == "r"
         base = base.base
     first, last = max(first, 0), min(last, len(vectors))
-    if not isinstance(base, mmap.mmap) or first >= last or not vectors.flags.c_contiguous:
+    if not is_read_only or not isinstance(base, mmap.mmap) or first >= last:
+        return
+    if not vectors.flags.c_contiguous or not hasattr(mmap, advice):
         return
     origin = vectors.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
     row_bytes = vectors.dtype.itemsize * vectors.shape[1]

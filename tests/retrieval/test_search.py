@@ -1,6 +1,7 @@
 """Exact search equals sorting all scores in float64, whatever the blocks and devices are."""
 
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,38 @@ def test_memory_map_in_bounded_memory(tmp_path, dtype):
     # Advice to the system is for whole pages, and rows of a view begin anywhere.
     view = ExactIndex(vectors[13:4000], memory=1)
     assert_equal(view.search(queries, 7), brute_force(queries, vectors[13:4000], 7))
+
+
+def test_a_map_that_was_written_keeps_what_was_written(tmp_path):
+    queries, vectors = integers(19, 4, 5000, 6)
+    np.save(tmp_path / "vectors.npy", np.zeros_like(vectors))
+    copied = np.load(tmp_path / "vectors.npy", mmap_mode="c")
+    copied[:] = vectors
+    copied.flags.writeable = False
+    for view in (copied, np.asarray(copied)):
+        assert_equal(
+            ExactIndex(view, memory=1).search(queries, 7), brute_force(queries, vectors, 7)
+        )
+
+
+def test_the_pages_of_a_map_are_released(tmp_path):
+    def resident():  # bytes of pages of files in this process
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssFile:")[1].split()[0])
+
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs Linux")
+    queries, vectors = normal(20, 2, 40_000, 256)  # 41 MB
+    np.save(tmp_path / "vectors.npy", vectors)
+    vectors = np.load(tmp_path / "vectors.npy", mmap_mode="r")
+    index = ExactIndex(vectors, memory=1 << 24)
+    index.search(queries, 3)
+    before = resident()
+    index.search(queries, 3)
+    assert resident() - before < 1 << 20
+    assert float(vectors.sum()) and resident() - before > 1 << 25  # else nothing was measured
+    index.search(queries, 3)
+    assert resident() - before < 1 << 20
 
 
 def test_vectors_larger_than_the_memory_are_streamed(monkeypatch):
