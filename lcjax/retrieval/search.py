@@ -350,7 +350,7 @@ class ExactIndex:
         self._recall_target = recall_target
         self._mesh = jax.sharding.Mesh(devices, ("rows",))
         self._memory = memory
-        self._resident: tuple[jax.Array, jax.Array] | None = None
+        self._resident: tuple[jax.Array, jax.Array, int] | None = None
         self._center = None
         if metric == "l2":
             rows = np.flatnonzero(self._valid)
@@ -396,19 +396,19 @@ class ExactIndex:
         with tqdm(total=total, desc="search", delay=_DELAY, leave=False, disable=None) as bar:
             for first in firsts:
                 # These vectors are sent while the part before them is searched.
-                vectors, valid = self._part(first, part_rows)
+                vectors, valid, origin = self._part(first, part_rows)
                 jax.block_until_ready(best)
                 _advise(self._vectors, first - part_rows, first, "MADV_DONTNEED")
                 _advise(self._vectors, first + part_rows, first + 2 * part_rows, "MADV_WILLNEED")
                 for i, batch in enumerate(batches):
-                    args = (batch, vectors, valid, self._center, np.int32(first), best[i])
+                    args = (batch, vectors, valid, self._center, np.int32(origin), best[i])
                     best[i] = search(*args)
                     if len(firsts) == 1:  # nothing to send meanwhile: the bar shows what is done
                         jax.block_until_ready(best[i])
                     bar.update()
             best = jax.device_get(best)
         if self._resident is None:
-            _advise(self._vectors, firsts[-1], len(self), "MADV_DONTNEED")
+            _advise(self._vectors, len(self) - part_rows, len(self), "MADV_DONTNEED")
         scores = np.concatenate([scores for scores, _ in best])[: len(queries)]
         rows = np.concatenate([rows for _, rows in best])[: len(queries)].astype(np.int64)
         if np.isposinf(scores[:, 0]).any():
@@ -426,8 +426,12 @@ class ExactIndex:
             return len(self)
         return max(self._memory // (2 * row_bytes * block), 1) * block * self._mesh.size
 
-    def _part(self, first: int, part_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Returns vectors and mask of rows from `first` on, filled up, on the devices."""
+    def _part(self, first: int, part_rows: int) -> tuple[jax.Array, jax.Array, int]:
+        """Returns vectors and mask on the devices, and the row that they begin with.
+
+        The last part begins before `first`, so that it need not be copied to be filled up; rows
+        before `first` are masked. Only fewer rows than a part holds are filled up.
+        """
         if self._resident is not None:
             return self._resident
         shard_rows = -(-part_rows // self._mesh.size)
@@ -435,6 +439,7 @@ class ExactIndex:
             shard_rows = _round_up(shard_rows, _LANES)
         num_rows = shard_rows * self._mesh.size
         sharding = NamedSharding(self._mesh, PartitionSpec("rows"))
+        origin = max(min(first, len(self) - num_rows), 0)
 
         def place(array):
             if isinstance(array, jax.Array):
@@ -443,7 +448,7 @@ class ExactIndex:
 
             def read_shard(index):
                 begin, end, _ = index[0].indices(num_rows)
-                shard = np.asarray(array[first + begin : first + end])
+                shard = np.asarray(array[origin + begin : origin + end])
                 if len(shard) == end - begin:
                     return shard  # not copied
                 padding = [(0, end - begin - len(shard))] + [(0, 0)] * (array.ndim - 1)
@@ -452,7 +457,11 @@ class ExactIndex:
             shape = (num_rows, *array.shape[1:])
             return jax.make_array_from_callback(shape, sharding, read_shard)
 
-        part = place(self._vectors), place(self._valid)
+        valid = self._valid
+        if origin < first:
+            valid = valid.copy()
+            valid[:first] = False
+        part = place(self._vectors), place(valid), origin
         if part_rows == len(self):
             self._resident = part
         return part
@@ -619,7 +628,8 @@ class FaissIndex:
 
         if self.kind == "ivf_pq":
             target = min(target, 0.99 * recall_of(most))
-        low, high = 0, 1
+        least = 16 if self.kind == "hnsw" else 1  # FAISS's defaults
+        low, high = least - 1, least
         while high < most and recall_of(high) < target:
             low, high = high, min(2 * high, most)
         while high - low > max(high // 8, 1):
