@@ -12,6 +12,7 @@ from lcjax.retrieval.encoder import (
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
+from lcjax.retrieval.search import ExactIndex, FaissIndex, recall, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "Document",
     "Encoder",
     "EncoderSection",
+    "ExactIndex",
+    "FaissIndex",
     "Hit",
     "LateInteraction",
     "Passage",
@@ -37,4 +40,6 @@ __all__ = [
     "finish",
     "open_encoder",
     "read_documents",
+    "recall",
+    "top_k",
 ]
