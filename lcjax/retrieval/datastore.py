@@ -360,7 +360,7 @@ class Datastore:
 
     def faiss(self, kind: str, encoder: "Encoder | None" = None) -> Any:
         """Opens an approximate index of the vectors, a `FaissIndex`."""
-        from lcjax.retrieval.search import FaissIndex
+        from lcjax.retrieval.faiss_index import FaissIndex
 
         fields = self.encoder_fields(encoder)
         if kind not in fields["faiss"]:
