@@ -223,7 +223,7 @@ def write_faiss(
     out: Path, index: dict[str, Any], fingerprint: str, kind: str, old: Path | None = None
 ) -> dict[str, str]:
     """Builds or extends an approximate index; returns {kind: checksum}."""
-    from lcjax.retrieval.search import FaissIndex
+    from lcjax.retrieval.faiss_index import FaissIndex
 
     num_rows = index["passages"]
     vectors = _open_vectors(out, index["encoders"][fingerprint], num_rows)
