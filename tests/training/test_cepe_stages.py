@@ -7,8 +7,8 @@ from training_support import tiny
 
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource
+from lcjax.data.stored_rows import row_type
 from lcjax.data.teacher import TeacherConfig, teach
-from lcjax.data.token_files import row_type
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
