@@ -99,6 +99,8 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     memory.check_training_chunks(
         chunks.count, has_targets=chunks.learned, has_teacher=config.train.distill is not None
     )
+    if chunks.text == "retrieved":
+        memory.check_retrieved(chunks.stride, chunks.num_passages(config.data.length))
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:
