@@ -40,7 +40,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Chunks:
-    """`data.chunks`: the first count x length tokens of a row are context."""
+    """`data.chunks`: the context of a row, `count` chunks of `length` tokens."""
 
     count: int = 16  # chunks in a row
     length: int = 256  # tokens in a chunk

@@ -275,7 +275,7 @@ class TextConfig:
 class DataConfig(TextConfig):
     """The sources, and how they become rows of exactly `length` tokens."""
 
-    length: int = 1024  # tokens in a row, with those of chunks
+    length: int = 1024  # tokens in a row, with those of chunks that are cut from it
     # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
     # within one document; the rest of the document is left out. single: one padded row per document
     pack: str = "concat"
@@ -292,7 +292,8 @@ class DataConfig(TextConfig):
     shuffle_rows: int = 0  # window of a second shuffle, of rows (parts of a book are neighbours)
     seed: int = 0  # of all random numbers in the data
     masking: Masking | None = None  # null: next-token prediction
-    # The beginning of a row as context for an encoder (model.memory); the decoder reads the rest
+    # Context for an encoder (model.memory): the beginning of a row, of which the decoder reads the
+    # rest, or retrieved passages
     chunks: Chunks | None = None
     repeat: int | None = None  # epochs; null: endless; a mixture ends when one source ends
     threads: int = 2  # threads that read and tokenise

@@ -405,7 +405,10 @@ PARSED = {
     TeacherConfig: {"out": "rows", "rows": 8, "data": {"chunks": {"count": 2, "length": 8}}},
     BuildConfig: {"out": "store"},
     ChunksConfig: {
-        **{"out": "rows", "rows": 8, "store": "store", "tokenizer": "model"},
+        "out": "rows",
+        "rows": 8,
+        "store": "store",
+        "tokenizer": "model",
         "data": {"length": 32, "chunks": {"count": 2, "length": 8, "text": "retrieved"}},
     },
 }
