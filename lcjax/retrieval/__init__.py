@@ -4,6 +4,7 @@ from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documen
 from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
+from lcjax.retrieval.search import ExactIndex, FaissIndex, recall, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "Datastore",
     "Document",
     "EncoderSection",
+    "ExactIndex",
+    "FaissIndex",
     "Hit",
     "Passage",
     "Reranker",
@@ -22,4 +25,6 @@ __all__ = [
     "check",
     "finish",
     "read_documents",
+    "recall",
+    "top_k",
 ]

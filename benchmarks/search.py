@@ -1,0 +1,199 @@
+"""Nearest vectors of 1M x 384 float32, beside FAISS on the same cores.
+
+    python benchmarks/search.py flat           # exact search beside IndexFlatIP: 5 minutes, 2 cores
+    python benchmarks/search.py approximate    # IVF, IVF-PQ (1M) and HNSW (200k): 15 minutes
+    python benchmarks/search.py memory         # exact search in a memory map, peak memory
+
+Every measurement is its own process and the sides take turns. FAISS 1.15 chooses slower code for 64
+queries until `distance_compute_blas_threshold` is set, to its own default even, so that it is
+measured both ways. Needs `pip install 'lcjax[retrieval]'` and 8 GB of memory.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import processes
+
+DIM, BATCH, K = 384, 64, 10
+LATENT, CLUSTERS = 32, 1000
+SIDES = ("lcjax", "faiss", "faiss blas")
+SEARCHES = 3  # of a process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("case", choices=["flat", "approximate", "memory"])
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each side")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--hnsw-rows", type=int, default=200_000)
+    parser.add_argument("--kinds", nargs="+", default=["ivf", "ivf_pq", "hnsw"])
+    parser.add_argument("--cores", type=int, help="use so many only")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
+    if arguments.worker:
+        run = {"flat": flat, "approximate": approximate, "memory": memory}[arguments.case]
+        print(json.dumps(run(*arguments.worker, arguments.rows)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "vectors.npy"
+        write_vectors(file, arguments.rows, clusters=arguments.case == "approximate")
+        report = {"flat": report_flat, "approximate": report_approximate, "memory": report_memory}
+        report[arguments.case](file, arguments)
+
+
+def vectors_of(generator: np.random.Generator, rows: int, clusters: bool) -> np.ndarray:
+    """Normal vectors, or unit vectors of clusters that lie near a space of 32 dimensions."""
+    if not clusters:
+        return generator.standard_normal((rows, DIM), dtype=np.float32)
+    world = np.random.default_rng(1)  # the same for vectors and queries
+    centers = world.standard_normal((CLUSTERS, LATENT), dtype=np.float32)
+    projection = world.standard_normal((LATENT, DIM), dtype=np.float32)
+    points = centers[generator.integers(0, CLUSTERS, rows)]
+    points = points + 0.5 * generator.standard_normal(points.shape, dtype=np.float32)
+    vectors = points @ projection + generator.standard_normal((rows, DIM), dtype=np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def write_vectors(file: Path, rows: int, clusters: bool) -> None:
+    generator = np.random.default_rng(0)
+    array = np.lib.format.open_memmap(file, "w+", np.float32, (rows, DIM))
+    for first in range(0, rows, 50_000):
+        part = array[first : first + 50_000]
+        part[:] = vectors_of(generator, len(part), clusters)
+    array.flush()
+
+
+def queries_of(clusters: bool, count: int = BATCH) -> np.ndarray:
+    return vectors_of(np.random.default_rng(2), count, clusters)
+
+
+def worker(case: str, side: str, file: Path, rows: int, arguments: argparse.Namespace) -> dict:
+    words = [__file__, case, "--worker", side, str(file), "--rows", str(rows)]
+    if arguments.cores:
+        words += ["--cores", str(arguments.cores)]
+    result = processes.measured(*words, **processes.CPU)
+    print(f"{case} {side}: {result}", file=sys.stderr)
+    return result
+
+
+def seconds_of(function) -> list[float]:
+    function()
+    seconds = []
+    for _ in range(SEARCHES):
+        begin = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def flat(side: str, file: str, rows: int) -> dict:
+    """Seconds of searches of one batch, and the rows of its last query."""
+    vectors, queries = np.load(file)[:rows], queries_of(False)
+    if side == "lcjax":
+        from lcjax.retrieval import ExactIndex
+
+        index = ExactIndex(vectors)
+    else:
+        import faiss
+
+        if side == "faiss blas":
+            faiss.cvar.distance_compute_blas_threshold = 20
+        faiss.omp_set_num_threads(len(os.sched_getaffinity(0)))
+        index = faiss.IndexFlatIP(DIM)
+        index.add(vectors)
+    seconds = seconds_of(lambda: index.search(queries, K))
+    return {"seconds": seconds, "rows": index.search(queries, K)[1][-1].tolist()}
+
+
+def report_flat(file: Path, arguments: argparse.Namespace) -> None:
+    sides = arguments.sides
+    results = {side: [] for side in sides}
+    for number in range(arguments.rounds):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            results[side].append(worker("flat", side, file, arguments.rows, arguments))
+    rows = {tuple(result["rows"]) for side in sides for result in results[side]}
+    print(f"rows of all sides equal: {len(rows) == 1}")
+    medians = {}
+    for side in sides:
+        rounds = [statistics.median(result["seconds"]) for result in results[side]]
+        best = min(min(result["seconds"]) for result in results[side])
+        medians[side] = statistics.median(rounds)
+        print(
+            f"{side}: {medians[side]:.3f} s a batch ({min(rounds):.3f} to {max(rounds):.3f}),"
+            f" fastest {best:.3f}; {medians[side] / medians[sides[0]]:.2f} of {sides[0]}'s"
+        )
+
+
+def approximate(kind: str, file: str, rows: int) -> dict:
+    """Recall and speed of one kind of index; of "exact" the speed."""
+    from lcjax.retrieval import ExactIndex, FaissIndex, recall
+
+    vectors, queries = np.load(file, mmap_mode="r")[:rows], queries_of(True, 1024)
+    exact = ExactIndex(vectors)
+    result = {"kind": kind, "rows": rows}
+    begin = time.perf_counter()
+    index = exact if kind == "exact" else FaissIndex.build(vectors, kind=kind)
+    result["build_seconds"] = time.perf_counter() - begin
+    if kind != "exact":
+        result["width"] = index.width
+        result["recall"] = recall(index, exact, queries, K)
+        index.save(file + ".index")
+        result["bytes_per_row"] = os.path.getsize(file + ".index") / rows
+    seconds = seconds_of(lambda: index.search(queries, K))
+    result["queries_per_second"] = len(queries) / statistics.median(seconds)
+    return result
+
+
+def report_approximate(file: Path, arguments: argparse.Namespace) -> None:
+    print("| index | rows | recall@10 | queries/s | lists or nodes | build, s | bytes a row |")
+    for kind in ("exact", *arguments.kinds):
+        rows = min(arguments.rows, arguments.hnsw_rows) if kind == "hnsw" else arguments.rows
+        result = worker("approximate", kind, file, rows, arguments)
+        print(
+            f"| {kind} | {rows:,} | {result.get('recall', 1):.3f}"
+            f" | {result['queries_per_second']:.0f} | {result.get('width', '')}"
+            f" | {result['build_seconds']:.0f} | {result.get('bytes_per_row', 4 * DIM):.0f} |"
+        )
+
+
+def memory(limit: str, file: str, rows: int) -> dict:
+    """Peak memory of the process before and in a search of a memory map."""
+    from lcjax.retrieval import ExactIndex
+
+    queries = queries_of(False)
+    ExactIndex(queries).search(queries, K)  # JAX itself
+    before = peak_bytes()
+    vectors = np.load(file, mmap_mode="r")[:rows]
+    index = ExactIndex(vectors, memory=int(limit))
+    seconds = seconds_of(lambda: index.search(queries, K))
+    return {"mb": (peak_bytes() - before) / 1e6, "seconds": statistics.median(seconds)}
+
+
+def peak_bytes() -> int:
+    """Peak of the resident memory, pages of files included."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def report_memory(file: Path, arguments: argparse.Namespace) -> None:
+    print(f"vectors: {file.stat().st_size / 1e6:.0f} MB")
+    for limit in (64 << 20, 256 << 20, 4 << 30):
+        result = worker("memory", str(limit), file, arguments.rows, arguments)
+        print(
+            f"memory={limit / 1e6:.0f} MB: {result['mb']:.0f} MB more at the peak,"
+            f" {result['seconds']:.3f} s a batch"
+        )
+
+
+if __name__ == "__main__":
+    main()

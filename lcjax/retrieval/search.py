@@ -1,0 +1,799 @@
+"""Nearest vectors: exact search in JAX, traceable and sharded, and approximate indices of FAISS.
+
+Every search returns float32 scores and rows, best first. Of equal scores the smaller row comes
+first. Where fewer than k rows exist the row is -1 and the score -inf.
+"""
+
+import functools
+import math
+import mmap
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
+
+from lcjax.errors import INT32_MAX, InputError, one_of, random_seed, whole_number
+from lcjax.files import atomic_file
+
+METRICS = ("dot", "l2")
+KINDS = ("ivf", "ivf_pq", "hnsw")
+
+_LANES = 128  # rows of a block are a multiple of this, so that groups divide it
+_CPU_BLOCK_BYTES = 6 << 20  # a float32 block stays in the cache between the product and its maxima
+_BLOCK_ROWS = 65_536  # on accelerators, where a larger product keeps the cores busy
+_SCORE_BYTES = 1 << 28  # of the scores of one block
+_ROWS_PER_RESULT = 400  # rows among which k rows are selected at a time, for each of the k
+_SPARE = 16  # candidates beyond k by squared distance, whose order is decided by exact distances
+_QUERY_BATCH = 512
+_GATHER_NUMBERS = 1 << 24  # numbers of candidates' vectors that exist at the same time
+_FAISS_ROWS = 1 << 16  # rows that are converted, checked and added at a time
+_DELAY = 5  # seconds of a search after which the progress bar appears
+
+
+# Exact search
+# ------------
+
+
+def top_k(
+    queries: Float[Array, "Q D"],
+    vectors: Float[Array, "N D"],
+    k: int,
+    *,
+    valid: Bool[Array, " N"] | None = None,
+    metric: str = "dot",
+    block_size: int | None = None,
+    recall_target: float | None = None,
+) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
+    """Returns the k vectors of the largest score for each query, exactly; traceable.
+
+    The matrix is read in blocks, so that the memory is bounded by a block and 256 MB of scores.
+
+    Of some blocks only the k groups of adjacent rows with the largest maxima are searched. No other
+    group holds a result: each of the k groups has an element that is at least as large as
+    everything in that group, and where it is equal it stands in a smaller row.
+
+    `metric="l2"` scores are negative squared distances. Candidates, k + 16, are chosen by
+    2 q.v - |v|^2 around one of the vectors as the origin, so that an offset that all vectors share
+    does no harm. The scores of the candidates are sums of squared differences, whose relative error
+    is below (D + 3) 2^-24. A row can be missed only where its squared distance is within about
+    D 2^-24 (|q| + |v|)^2, lengths from that origin, of the k-th.
+
+    Args:
+      queries: [Q, D] of a floating type; float32 is used.
+      vectors: [N, D] float32, bfloat16 or float16; products are float32 sums.
+      k: at least 1; may exceed N.
+      valid: [N] rows that may be returned; None: all.
+      metric: "dot" or "l2".
+      block_size: rows of one matrix product, rounded up to a multiple of 128; None chooses by the
+        device.
+      recall_target: None is exact; a number in (0, 1] uses `jax.lax.approx_max_k`, which is faster
+        on TPUs and exact on CPUs.
+
+    Returns:
+      Scores [Q, k] float32 and rows [Q, k] int32. A score that is NaN is infinity.
+
+    Raises:
+      InputError: for shapes, types or options that do not fit.
+    """
+    _check_vectors(vectors)
+    _check_queries(queries, vectors.shape[1])
+    _check_valid(valid, vectors.shape[0])
+    _check_options(k, metric, recall_target)
+    if block_size is not None:
+        whole_number("block_size", block_size, 1)
+    num_rows = vectors.shape[0]
+    num_queries, dim = queries.shape
+    block = _block_rows(num_rows, num_queries, dim, block_size)
+    center = None
+    if metric == "l2":
+        # Of row 0 the vector may be unusual: that of the first token of a text is.
+        row = num_rows // 2 if valid is None else jnp.argmax(jnp.roll(valid, -(num_rows // 2)))
+        row = row if valid is None else (row + num_rows // 2) % num_rows
+        center = jnp.nan_to_num(jnp.asarray(vectors)[row].astype(jnp.float32))
+    return _top_k(
+        jnp.asarray(queries, jnp.float32),
+        jnp.asarray(vectors),
+        None if valid is None else jnp.asarray(valid),
+        center,
+        k=k,
+        block=block,
+        recall_target=recall_target,
+    )
+
+
+def _block_rows(num_rows: int, num_queries: int, dim: int, rows: int | None = None) -> int:
+    """Rows of a product. Depends on nothing else, so that all shards compute the same products."""
+    if rows is None:
+        if jax.default_backend() == "cpu":
+            rows = min(max(_CPU_BLOCK_BYTES // (4 * dim), 1024), _BLOCK_ROWS)
+        else:
+            rows = _BLOCK_ROWS
+        rows = min(rows, max(_SCORE_BYTES // (4 * num_queries), _LANES))
+        rows = 2 ** round(math.log2(rows))
+    return _round_up(min(rows, num_rows), _LANES)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _top_k(
+    queries: jax.Array,
+    vectors: jax.Array,
+    valid: jax.Array | None,
+    center: jax.Array | None,
+    *,
+    k: int,
+    block: int,
+    recall_target: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`top_k` of checked arguments; by squared distance if there is a `center`."""
+    num_rows = vectors.shape[0]
+    if num_rows < block:
+        valid = jnp.ones(num_rows, bool) if valid is None else valid
+        valid = jnp.pad(valid, (0, block - num_rows))
+        vectors = jnp.pad(vectors, ((0, block - num_rows), (0, 0)))
+    num_queries = queries.shape[0]
+    num_candidates = k if center is None else k + _SPARE
+    num_blocks = -(-vectors.shape[0] // block)
+    last = vectors.shape[0] - block
+    # Selecting k numbers takes long whatever they are selected from: with large k of more blocks.
+    most = min(_SCORE_BYTES // (4 * num_queries * block), num_blocks)
+    group_size = max(min(round(_ROWS_PER_RESULT * num_candidates / block), most), 1)
+    num_groups = -(-num_blocks // group_size)
+
+    def score_block(first):
+        matrix = lax.dynamic_slice_in_dim(vectors, first, block).astype(jnp.float32)
+        return _scores(queries, matrix, center)
+
+    def scan_blocks(best, group):
+        blocks = group * group_size + jnp.arange(group_size)
+        # The last block begins earlier where the blocks do not divide the rows.
+        firsts = jnp.minimum(blocks * block, last)
+        scores = lax.map(score_block, firsts).reshape(-1, num_queries)
+        rows = (firsts[:, None] + jnp.arange(block)).reshape(-1)
+        mask = None
+        if last % block or num_blocks % group_size:
+            mask = rows >= jnp.repeat(blocks * block, block)
+        if valid is not None:
+            mask = valid[rows] if mask is None else mask & valid[rows]
+        scores, places = _select(scores, mask, num_candidates, recall_target, num_rows)
+        return _merge(best, (scores, rows[places]), num_candidates), None
+
+    shape = (num_queries, num_candidates)
+    best = (jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32))
+    (scores, rows), _ = lax.scan(scan_blocks, best, jnp.arange(num_groups))
+    rows = jnp.where(scores == -jnp.inf, -1, rows)
+    if center is None:
+        return scores, rows
+    return _by_distance(queries, vectors, rows, k)
+
+
+def _scores(queries: jax.Array, matrix: jax.Array, center: jax.Array | None) -> jax.Array:
+    """Returns [rows, Q] dot products, or negative squared distances up to rounding."""
+    if center is None:
+        return jnp.einsum("ND,QD->NQ", matrix, queries, precision=lax.Precision.HIGHEST)
+    matrix, queries = matrix - center, queries - center
+    dots = jnp.einsum("ND,QD->NQ", matrix, queries, precision=lax.Precision.HIGHEST)
+    return 2 * dots - jnp.square(matrix).sum(1)[:, None] - jnp.square(queries).sum(1)
+
+
+def _select(
+    scores: jax.Array, mask: jax.Array | None, k: int, recall_target: float | None, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the best scores [Q, min(k, N)] and their places among the N rows of `scores`.
+
+    Args:
+      scores: [N, Q]. Rows lie in front: maxima of groups then compare whole vectors of lanes.
+      mask: [N] rows that may be returned.
+      k: rows to return.
+      recall_target: as in `top_k`.
+      num_rows: rows of the whole matrix.
+    """
+    size, num_queries = scores.shape
+    k = min(k, size)
+    # Around this size the maxima and the elements of k groups are fewest.
+    group = min(2 ** math.ceil(math.log2(math.sqrt(size / k))), _LANES)
+    if recall_target is not None or group < 8:
+        scores = scores if mask is None else jnp.where(mask[:, None], scores, -jnp.inf)
+        scores = _ordered(scores.T)
+        if recall_target is None:
+            return lax.top_k(scores, k)
+        return lax.approx_max_k(
+            scores,
+            k,
+            recall_target=recall_target,
+            reduction_input_size_override=max(num_rows, size),
+        )
+    masked = scores if mask is None else jnp.where(mask[:, None], scores, -jnp.inf)
+    maxima = masked.reshape(size // group, group, num_queries).max(1).T
+    _, groups = lax.top_k(_ordered(maxima), k)
+    # In the order of rows, as `lax.top_k` prefers what stands first among equals.
+    groups = jnp.sort(groups, axis=1)
+    places = (groups[:, :, None] * group + jnp.arange(group)).reshape(num_queries, -1)
+    candidates = scores[places, jnp.arange(num_queries)[:, None]]
+    if mask is not None:
+        candidates = jnp.where(mask[places], candidates, -jnp.inf)
+    best, indices = lax.top_k(_ordered(candidates), k)
+    return best, jnp.take_along_axis(places, indices, axis=1)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Maps -0.0 to 0.0, which `lax.top_k` puts first, and NaN of either sign to infinity."""
+    x = jnp.where(x == 0, 0.0, x)
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
+
+
+def _merge(
+    best: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array], k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the k best of two lists; of equal scores those of `best` come first."""
+    scores, places = lax.top_k(jnp.concatenate([best[0], other[0]], axis=1), k)
+    rows = jnp.take_along_axis(jnp.concatenate([best[1], other[1]], axis=1), places, axis=1)
+    return scores, rows
+
+
+def _by_distance(
+    queries: jax.Array, vectors: jax.Array, rows: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the k of the candidates [Q, C] of the smallest distance, computed by difference."""
+    rows = jnp.sort(rows, axis=1)
+
+    def negative_distances(query_and_rows):
+        query, row = query_and_rows
+        return -jnp.square(vectors[row].astype(jnp.float32) - query).sum(-1)
+
+    batch = max(_GATHER_NUMBERS // (rows.shape[1] * vectors.shape[1]), 1)
+    scores = lax.map(negative_distances, (queries, rows), batch_size=min(batch, queries.shape[0]))
+    scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)  # a number that is not finite: first
+    scores = jnp.where(rows < 0, -jnp.inf, scores)
+    scores, places = lax.top_k(_ordered(scores), k)
+    return scores, jnp.take_along_axis(rows, places, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block", "recall_target", "mesh"))
+def _search_shards(
+    queries: jax.Array,
+    vectors: jax.Array,
+    valid: jax.Array,
+    center: jax.Array | None,
+    first: jax.Array,
+    best: tuple[jax.Array, jax.Array],
+    *,
+    k: int,
+    block: int,
+    recall_target: float | None,
+    mesh: jax.sharding.Mesh,
+) -> tuple[jax.Array, jax.Array]:
+    """Merges the k best rows of a matrix that is sharded by rows with those of rows before it.
+
+    Args:
+      queries: [Q, D], on all devices.
+      vectors: [N, D], sharded over the axis "rows".
+      valid: [N], sharded as the vectors.
+      center: [D] or None, as in `_top_k`.
+      first: row of the whole matrix that `vectors` begins with.
+      best: scores and rows [Q, k] before it.
+      k: rows to return.
+      block: rows of a block of `_top_k`.
+      recall_target: as in `top_k`.
+      mesh: with the one axis "rows".
+    """
+
+    def search_shard(queries, vectors, valid, center, first, best):
+        scores, rows = _top_k(
+            queries, vectors, valid, center, k=k, block=block, recall_target=recall_target
+        )
+        rows = jnp.where(rows < 0, -1, rows + first + lax.axis_index("rows") * vectors.shape[0])
+        parts = (
+            lax.all_gather(part, "rows", axis=1, tiled=True)  # in the order of rows
+            for part in (scores, rows)
+        )
+        return _merge(best, tuple(parts), k)
+
+    everywhere, by_rows = PartitionSpec(), PartitionSpec("rows")
+    return jax.shard_map(
+        search_shard,
+        mesh=mesh,
+        in_specs=(everywhere, by_rows, by_rows, everywhere, everywhere, everywhere),
+        out_specs=everywhere,
+        check_vma=False,
+    )(queries, vectors, valid, center, first, best)
+
+
+class ExactIndex:
+    """Exact search in a matrix of vectors that may be larger than the memory of the devices.
+
+    Vectors that fit into `memory` are put on the devices once. Others, a numpy memory map above
+    all, are streamed: a part is sent while the one before it is searched. On a CPU a part is not
+    copied if its memory is aligned, so the vectors must not change while the index is in use.
+
+    The result does not depend on parts and devices, as all products have the same shape.
+    """
+
+    def __init__(
+        self,
+        vectors: np.ndarray | jax.Array,
+        *,
+        valid: np.ndarray | None = None,
+        metric: str = "dot",
+        mesh: jax.sharding.Mesh | None = None,
+        recall_target: float | None = None,
+        memory: int = 4 << 30,
+    ):
+        """Takes the vectors. Numbers that are not finite are an error of the search.
+
+        Args:
+          vectors: [N, D] float32, bfloat16 or float16. An array of JAX is never streamed.
+          valid: [N] bool, rows that may be returned; None: all.
+          metric: "dot" or "l2" (the score is the negative squared distance).
+          mesh: its devices share the rows, whatever its axes are; None: the first device.
+          recall_target: as in `top_k`.
+          memory: bytes of vectors on each device, at least those of two blocks of `top_k`.
+
+        Raises:
+          InputError: for shapes, types or options that do not fit.
+        """
+        _check_vectors(vectors)
+        _check_valid(valid, len(vectors))
+        _check_options(1, metric, recall_target)
+        whole_number("memory", memory, 1, most=2**63 - 1)
+        devices = np.array(jax.devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
+        self._vectors = vectors
+        self._valid = np.ones(len(vectors), bool) if valid is None else np.asarray(valid)
+        self._recall_target = recall_target
+        self._mesh = jax.sharding.Mesh(devices, ("rows",))
+        self._memory = memory
+        self._resident: tuple[jax.Array, jax.Array, int] | None = None
+        self._center = None
+        if metric == "l2":
+            rows = np.flatnonzero(self._valid)
+            row = rows[len(rows) // 2] if len(rows) else 0
+            self._center = np.nan_to_num(np.asarray(vectors[row], np.float32))
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    @property
+    def dim(self) -> int:
+        return self._vectors.shape[1]
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns scores [Q, k] float32 and rows [Q, k] int64, best first.
+
+        Args:
+          queries: [Q, D] of a floating type; float32 is used.
+          k: at least 1; may exceed N.
+
+        Raises:
+          InputError: if a query is not finite, or its score with a vector is not.
+        """
+        queries = _finite_queries(queries, self.dim)
+        _check_options(k)
+        if not len(queries):
+            return np.zeros((0, k), np.float32), np.zeros((0, k), np.int64)
+        batches = [
+            _padded(queries[first : first + _QUERY_BATCH])
+            for first in range(0, len(queries), _QUERY_BATCH)
+        ]
+        block = _block_rows(len(self), len(batches[0]), self.dim)
+        search = functools.partial(
+            _search_shards, k=k, block=block, recall_target=self._recall_target, mesh=self._mesh
+        )
+        best = [
+            (np.full((len(batch), k), -np.inf, np.float32), np.full((len(batch), k), -1, np.int32))
+            for batch in batches
+        ]
+        part_rows = self._part_rows(block)
+        firsts = range(0, len(self), part_rows)
+        total = len(firsts) * len(batches)
+        with tqdm(total=total, desc="search", delay=_DELAY, leave=False, disable=None) as bar:
+            for first in firsts:
+                # These vectors are sent while the part before them is searched.
+                vectors, valid, origin = self._part(first, part_rows)
+                jax.block_until_ready(best)
+                _advise(self._vectors, first - part_rows, first, "MADV_DONTNEED")
+                _advise(self._vectors, first + part_rows, first + 2 * part_rows, "MADV_WILLNEED")
+                for i, batch in enumerate(batches):
+                    args = (batch, vectors, valid, self._center, np.int32(origin), best[i])
+                    best[i] = search(*args)
+                    if len(firsts) == 1:  # nothing to send meanwhile: the bar shows what is done
+                        jax.block_until_ready(best[i])
+                    bar.update()
+            best = jax.device_get(best)
+        if self._resident is None:
+            _advise(self._vectors, len(self) - part_rows, len(self), "MADV_DONTNEED")
+        scores = np.concatenate([scores for scores, _ in best])[: len(queries)]
+        rows = np.concatenate([rows for _, rows in best])[: len(queries)].astype(np.int64)
+        if np.isposinf(scores[:, 0]).any():
+            row = rows[np.argmax(scores[:, 0]), 0]
+            raise InputError(
+                f"vectors: row {row} has no finite score; it holds NaN, infinite or huge numbers"
+            )
+        return scores, rows
+
+    def _part_rows(self, block: int) -> int:
+        """Rows on the devices at a time: all, or those of half of the memory."""
+        row_bytes = self.dim * self._vectors.dtype.itemsize
+        fits = len(self) * row_bytes <= self._memory * self._mesh.size
+        if fits or isinstance(self._vectors, jax.Array):
+            return len(self)
+        return max(self._memory // (2 * row_bytes * block), 1) * block * self._mesh.size
+
+    def _part(self, first: int, part_rows: int) -> tuple[jax.Array, jax.Array, int]:
+        """Returns vectors and mask on the devices, and the row that they begin with.
+
+        The last part begins before `first`, so that it need not be copied to be filled up; rows
+        before `first` are masked. Only fewer rows than a part holds are filled up.
+        """
+        if self._resident is not None:
+            return self._resident
+        shard_rows = -(-part_rows // self._mesh.size)
+        if self._mesh.size > 1:
+            shard_rows = _round_up(shard_rows, _LANES)
+        num_rows = shard_rows * self._mesh.size
+        sharding = NamedSharding(self._mesh, PartitionSpec("rows"))
+        origin = max(min(first, len(self) - num_rows), 0)
+
+        def place(array):
+            if isinstance(array, jax.Array):
+                padding = [(0, num_rows - len(array))] + [(0, 0)] * (array.ndim - 1)
+                return jax.device_put(jnp.pad(array, padding), sharding)
+
+            def read_shard(index):
+                begin, end, _ = index[0].indices(num_rows)
+                shard = np.asarray(array[origin + begin : origin + end])
+                if len(shard) == end - begin:
+                    return shard  # not copied
+                padding = [(0, end - begin - len(shard))] + [(0, 0)] * (array.ndim - 1)
+                return np.pad(shard, padding)
+
+            shape = (num_rows, *array.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, read_shard)
+
+        valid = self._valid
+        if origin < first:
+            valid = valid.copy()
+            valid[:first] = False
+        part = place(self._vectors), place(valid), origin
+        if part_rows == len(self):
+            self._resident = part
+        return part
+
+
+def _padded(queries: np.ndarray) -> np.ndarray:
+    """Fills a batch up to one of few sizes, so that few programs are compiled."""
+    size = len(queries)
+    size = 1 << (size - 1).bit_length() if size <= 64 else _round_up(size, 64)
+    return np.pad(queries, ((0, size - len(queries)), (0, 0)))
+
+
+def _advise(vectors: np.ndarray, first: int, last: int, advice: str) -> None:
+    """Tells the system that rows of a read-only memory map are needed soon, or no more.
+
+    Pages that are needed no more count as memory of this process otherwise. They stay in the
+    system's cache.
+    """
+    base, is_read_only = vectors, False
+    while isinstance(base, np.ndarray):
+        # Of a map that is copied on write the pages that were written would be lost.
+        is_read_only |= isinstance(base, np.memmap) and base.mode == "r"
+        base = base.base
+    first, last = max(first, 0), min(last, len(vectors))
+    if not is_read_only or not isinstance(base, mmap.mmap) or first >= last:
+        return
+    if not vectors.flags.c_contiguous or not hasattr(mmap, advice):
+        return
+    origin = vectors.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    row_bytes = vectors.dtype.itemsize * vectors.shape[1]
+    begin = (origin + first * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    base.madvise(getattr(mmap, advice), begin, origin + last * row_bytes - begin)
+
+
+# Approximate search
+# ------------------
+
+
+class FaissIndex:
+    """An approximate index of FAISS on the host, by inner product. Needs the extra `retrieval`.
+
+    How many lists (`ivf`, `ivf_pq`) or nodes (`hnsw`) a search visits is chosen when the index is
+    built: as few as reach the recall asked for on vectors of the index itself. The same vectors and
+    seed give the same index; the graph of `hnsw` depends on the order of threads as well, unless
+    `faiss.omp_set_num_threads(1)` is called before.
+    """
+
+    def __init__(self, index: Any):
+        self._index = index
+
+    @classmethod
+    def build(
+        cls,
+        vectors: np.ndarray,
+        *,
+        kind: str = "ivf",
+        nlist: int | None = None,
+        nprobe: int | None = None,
+        m: int | None = None,
+        ef_construction: int = 200,
+        ef_search: int | None = None,
+        train_size: int | None = None,
+        target_recall: float = 0.97,
+        seed: int = 0,
+    ) -> "FaissIndex":
+        """Builds an index of all rows.
+
+        Args:
+          vectors: [N, D] float32, bfloat16 or float16; a memory map is read in blocks.
+          kind: "ivf" (inverted lists of whole vectors), "ivf_pq" (of product-quantised vectors,
+            `m` bytes each) or "hnsw" (a graph with `m` neighbours a node).
+          nlist: lists; None: about the square root of N.
+          nprobe: lists that a search visits; None: chosen by `target_recall`.
+          m: None: the largest divisor of D up to D / 4 for "ivf_pq", 32 for "hnsw".
+          ef_construction: candidates while the graph is built.
+          ef_search: candidates of a search in the graph; None: chosen by `target_recall`.
+          train_size: rows drawn to train lists and codes; None: 64 a list, 16,384 at least.
+          target_recall: recall@10 on 256 rows of the index as queries, themselves left out, that
+            nprobe or ef_search must reach. Codes of "ivf_pq" bound what can be reached: then 0.99
+            of the recall with all lists.
+          seed: draws the training rows and the queries.
+
+        Raises:
+          InputError: for arguments that do not fit, numbers that are not finite, or without FAISS.
+        """
+        faiss = _faiss()
+        _check_vectors(vectors)
+        one_of("kind", kind, KINDS)
+        random_seed("seed", seed)
+        num_rows, dim = vectors.shape
+        for name, value in (
+            ("nlist", nlist),
+            ("nprobe", nprobe),
+            ("m", m),
+            ("ef_construction", ef_construction),
+            ("ef_search", ef_search),
+            ("train_size", train_size),
+        ):
+            if value is not None:
+                whole_number(name, value, 1)
+        generator = np.random.default_rng(seed)
+        if kind == "hnsw":
+            index = faiss.IndexHNSWFlat(dim, m or 32, faiss.METRIC_INNER_PRODUCT)
+            index.hnsw.efConstruction = ef_construction
+        else:
+            nlist = nlist or max(min(2 ** round(math.log2(num_rows) / 2), num_rows // 39), 1)
+            if nlist > num_rows:
+                raise InputError(f"nlist={nlist} must be at most the number of rows, {num_rows}")
+            size = min(train_size or max(64 * nlist, 1 << 14), num_rows)
+            index = _inverted_lists(faiss, kind, dim, nlist, m, size)
+            index.cp.seed = seed
+            index.cp.min_points_per_centroid = 1  # no warning for small corpora
+            rows = np.sort(generator.choice(num_rows, size, replace=False))
+            index.train(_finite_rows(vectors, rows))
+        result = cls(index)
+        result.add(vectors)
+        widths = {"hnsw": (ef_search, num_rows)}.get(kind, (nprobe, nlist))
+        result._set_width(widths[0] or 1)
+        if widths[0] is None:
+            result._tune(vectors, widths[1], target_recall, generator)
+        return result
+
+    def __len__(self) -> int:
+        return self._index.ntotal
+
+    @property
+    def dim(self) -> int:
+        return self._index.d
+
+    @property
+    def kind(self) -> str:
+        names = {"IndexHNSWFlat": "hnsw", "IndexIVFPQ": "ivf_pq", "IndexIVFFlat": "ivf"}
+        return names[type(self._index).__name__]
+
+    @property
+    def width(self) -> int:
+        """Lists that a search visits (nprobe), or candidates in a graph (efSearch)."""
+        return self._index.hnsw.efSearch if self.kind == "hnsw" else self._index.nprobe
+
+    def _set_width(self, width: int) -> None:
+        if self.kind == "hnsw":
+            self._index.hnsw.efSearch = width
+        else:
+            self._index.nprobe = width
+
+    def _tune(
+        self, vectors: np.ndarray, most: int, target: float, generator: np.random.Generator
+    ) -> None:
+        """Sets the smallest width, of powers of two and those between, of enough recall."""
+        k = 10
+        rows = np.sort(generator.choice(len(vectors), min(256, len(vectors)), replace=False))
+        queries = np.asarray(vectors[rows], np.float32)
+
+        def neighbours(index):
+            _, results = index.search(queries, min(k + 1, len(vectors)))
+            return [set(result) - {row} for result, row in zip(results, rows)]
+
+        exact = neighbours(ExactIndex(vectors))
+
+        def recall_of(width):
+            self._set_width(width)
+            pairs = zip(neighbours(self), exact)
+            return float(np.mean([len(a & b) / max(len(b), 1) for a, b in pairs]))
+
+        if self.kind == "ivf_pq":
+            target = min(target, 0.99 * recall_of(most))
+        least = 16 if self.kind == "hnsw" else 1  # FAISS's defaults
+        low, high = least - 1, least
+        while high < most and recall_of(high) < target:
+            low, high = high, min(2 * high, most)
+        while high - low > max(high // 8, 1):
+            middle = (low + high) // 2
+            low, high = (low, middle) if recall_of(middle) >= target else (middle, high)
+        self._set_width(high)
+
+    def add(self, vectors: np.ndarray) -> None:
+        """Adds rows, which are numbered from `len(self)` on."""
+        _check_vectors(vectors, self.dim)
+        for first in range(0, len(vectors), _FAISS_ROWS):
+            part = _finite_rows(vectors, slice(first, first + _FAISS_ROWS))
+            if self.kind == "hnsw":
+                # The state of the generator of levels is not saved: seeded here, an index that was
+                # saved and loaded grows as the one in memory.
+                self._index.hnsw.rng = _faiss().RandomGenerator(len(self))
+            self._index.add(part)
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns scores [Q, k] float32 and rows [Q, k] int64, best first."""
+        queries = _finite_queries(queries, self.dim)
+        _check_options(k)
+        scores, rows = self._index.search(queries, k)
+        scores = np.where(rows < 0, -np.inf, scores).astype(np.float32)
+        order = np.lexsort((rows, -scores), axis=1)
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+
+    def save(self, file: str | os.PathLike) -> None:
+        """Writes the index, whole or not at all."""
+        faiss = _faiss()
+        with atomic_file(file, "wb") as stream:
+            faiss.write_index(self._index, faiss.PyCallbackIOWriter(stream.write))
+
+    @classmethod
+    def load(
+        cls, file: str | os.PathLike, *, dim: int | None = None, count: int | None = None
+    ) -> "FaissIndex":
+        """Reads what `save` wrote.
+
+        Args:
+          file: of `save`.
+          dim: that the index must have; None: any.
+          count: of rows that the index must have; None: any.
+
+        Raises:
+          InputError: if the file is no such index, or one of another size.
+        """
+        faiss = _faiss()
+        try:
+            result = cls(faiss.read_index(os.fspath(file)))
+            result.kind  # noqa: B018 -- a KeyError for other indices
+        except (RuntimeError, KeyError, TypeError):
+            raise InputError(
+                f"{file}: not an index of FaissIndex.save, or damaged; build it again"
+            ) from None
+        for name, value, size in (("dim", dim, result.dim), ("count", count, len(result))):
+            if value is not None and value != size:
+                raise InputError(f"{file}: {name}={size}, but {value} is needed; build it again")
+        return result
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise InputError(
+            f"FaissIndex needs faiss-cpu: pip install 'lcjax[retrieval]' ({error})"
+        ) from None
+    return faiss
+
+
+def _inverted_lists(
+    faiss: Any, kind: str, dim: int, nlist: int, m: int | None, train_size: int
+) -> Any:
+    coarse = faiss.IndexFlatIP(dim)
+    if kind == "ivf":
+        return faiss.IndexIVFFlat(coarse, dim, nlist, faiss.METRIC_INNER_PRODUCT)
+    m = m or max(part for part in range(1, max(dim // 4, 1) + 1) if dim % part == 0)
+    if dim % m:
+        raise InputError(f"m={m} must divide the dimension of the vectors, {dim}")
+    bits = max(min(8, int(math.log2(train_size))), 1)
+    index = faiss.IndexIVFPQ(coarse, dim, nlist, m, bits, faiss.METRIC_INNER_PRODUCT)
+    index.pq.cp.min_points_per_centroid = 1
+    return index
+
+
+def recall(index: Any, exact: Any, queries: np.ndarray, k: int) -> float:
+    """Returns the mean share of the k rows of `exact` that `index` returns as well.
+
+    Args:
+      index: an object with `search(queries, k)`.
+      exact: likewise; rows of -1 do not count.
+      queries: [Q, D], at least one.
+      k: rows for each query.
+    """
+    if not len(queries):
+        raise InputError("queries: recall needs at least one query")
+    _, rows = index.search(queries, k)
+    _, reference = exact.search(queries, k)
+    shares = [
+        np.isin(right[right >= 0], left).mean()
+        for left, right in zip(rows, reference)
+        if (right >= 0).any()
+    ]
+    return float(np.mean(shares)) if shares else 1.0
+
+
+# Checks of arguments
+# -------------------
+
+
+def _check_vectors(vectors: Any, dim: int | None = None) -> None:
+    if getattr(vectors, "ndim", None) != 2:
+        shape = getattr(vectors, "shape", type(vectors).__name__)
+        raise InputError(f"vectors: shape {shape} must be [rows, dimension]")
+    if not all(vectors.shape):
+        raise InputError(f"vectors: shape {vectors.shape} has no numbers; add passages first")
+    if vectors.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise InputError(
+            f"vectors: type {vectors.dtype} must be float32, bfloat16 or float16; convert them"
+        )
+    if len(vectors) > INT32_MAX:
+        raise InputError(f"vectors: {len(vectors)} rows are more than {INT32_MAX}; split them")
+    if dim is not None and vectors.shape[1] != dim:
+        raise InputError(f"vectors: dimension {vectors.shape[1]}, but those indexed have {dim}")
+
+
+def _check_queries(queries: Any, dim: int) -> None:
+    if getattr(queries, "ndim", None) != 2:
+        shape = getattr(queries, "shape", type(queries).__name__)
+        raise InputError(f"queries: shape {shape} must be [queries, dimension]")
+    if not jnp.issubdtype(queries.dtype, jnp.floating):
+        raise InputError(f"queries: type {queries.dtype} must be a floating type")
+    if queries.shape[1] != dim:
+        raise InputError(f"queries: dimension {queries.shape[1]}, but the vectors have {dim}")
+
+
+def _check_valid(valid: Any, num_rows: int) -> None:
+    if valid is not None and (valid.shape != (num_rows,) or valid.dtype != bool):
+        raise InputError(
+            f"valid: {valid.dtype} of shape {valid.shape} must be bool of shape ({num_rows},)"
+        )
+
+
+def _check_options(k: Any, metric: str = "dot", recall_target: float | None = None) -> None:
+    whole_number("k", k, 1)
+    one_of("metric", metric, METRICS)
+    if recall_target is not None and not 0 < recall_target <= 1:
+        raise InputError(f"recall_target={recall_target} must be in (0, 1]; None is exact")
+
+
+def _finite_queries(queries: Any, dim: int) -> np.ndarray:
+    queries = np.asarray(queries)
+    _check_queries(queries, dim)
+    queries = np.ascontiguousarray(queries, np.float32)
+    if not np.isfinite(queries).all():
+        row = np.argmin(np.isfinite(queries).all(1))
+        raise InputError(f"queries: query {row} holds NaN or infinite numbers")
+    return queries
+
+
+def _finite_rows(vectors: np.ndarray, rows: Any) -> np.ndarray:
+    part = np.ascontiguousarray(vectors[rows], np.float32)
+    if not np.isfinite(part).all():
+        row = np.arange(len(vectors))[rows][np.argmin(np.isfinite(part).all(1))]
+        raise InputError(f"vectors: row {row} holds NaN or infinite numbers")
+    return part
