@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory, TensorRow
 
@@ -110,8 +111,11 @@ def is_phi(config: ModelConfig) -> bool:
     return config.block == "parallel"
 
 
-def entries(config: ModelConfig) -> tuple[Entry, ...]:
+def entries(config: ModelConfig | BertConfig) -> tuple[Entry, ...]:
     """The leaves of `config`'s tree in the order in which the model uses them."""
+    if isinstance(config, BertConfig):
+        sizes, num_layers = config.hf_axes(), config.num_layers
+        return tuple(_entry(row, sizes, num_layers) for row in config.hf_rows())
     rows = list(_rows(config))
     table = [_entry(row, _sizes(config), config.num_layers) for row in rows]
     if config.memory is None:
@@ -185,7 +189,7 @@ def _entry(row: TensorRow, sizes: dict[str, int], num_layers: int) -> Entry:
     name, axes, path, ours = row
     letters = axes.replace(",", "")
     stacked = "{}" in name
-    spellings = [name.format(i).split("|") for i in range(num_layers if stacked else 1)]
+    spellings = [name.replace("{}", str(i)).split("|") for i in range(num_layers if stacked else 1)]
     return Entry(
         path=path,
         names=tuple(first for first, *_ in spellings),

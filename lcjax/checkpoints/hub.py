@@ -22,6 +22,9 @@ _PICKLES = ["pytorch_model*.bin"]
 _ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "trainable_params.safetensors"]
 _PICKLED_ADAPTERS = ["adapter_model.bin", "trainable_params.bin"]
 _ELSEWHERE = ["*/*", "consolidated*", "*.pth"]
+# Folders of sentence-transformers say in `1_Pooling/config.json` how token vectors are pooled.
+_ENCODER = ["*.json", "vocab.txt", "artifact.metadata"]
+_NOT_THE_ENCODER = ["onnx/*", "openvino/*", "*/*.safetensors", "*/*.bin"]
 _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
@@ -46,6 +49,24 @@ def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: boo
         f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
         f" hub id (owner/name) or {SMOLLM2!r}"
     )
+
+
+def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> Path:
+    """Returns the local folder of an encoder of texts, which is downloaded if it is a hub id.
+
+    Args:
+      path_or_name: a path or a hub id.
+      allow_pickle: whether to download pickles where the hub has no safetensors.
+    """
+    name = str(path_or_name)
+    check_path("encoder", path_or_name)
+    path = Path(path_or_name).expanduser()
+    if path.exists() or not is_hub_id(name):
+        return resolve(path_or_name)
+    folder = _snapshot(name, _ENCODER + _WEIGHTS, _NOT_THE_ENCODER)
+    if has_weights(folder) or not allow_pickle:
+        return folder
+    return _snapshot(name, _ENCODER + _PICKLES, _NOT_THE_ENCODER)
 
 
 def _smollm2_file() -> Path:

@@ -17,6 +17,7 @@ import numpy as np
 
 from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
+from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import unstack_layers
 from lcjax.parallel.offload import host_shardings
@@ -93,7 +94,7 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
     return [folder / name for name in names]
 
 
-class _Renamed:
+class RenamedSource:
     """A source with the tensors `stored`: {name: name in `source`}."""
 
     def __init__(self, source: WeightSource, stored: dict[str, str]):
@@ -104,7 +105,7 @@ class _Renamed:
         return self._source.rows(self._stored[name], start, stop)
 
 
-def resolve_aliases(source: WeightSource, config: ModelConfig) -> WeightSource:
+def resolve_aliases(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:
     """Returns `source` with one name for each tensor: the one in the table of names.
 
     Raises:
@@ -121,7 +122,7 @@ def resolve_aliases(source: WeightSource, config: ModelConfig) -> WeightSource:
             if present:
                 stored[name] = present[0]
     unchanged = stored.keys() == source.tensors.keys()
-    return source if unchanged else _Renamed(source, stored)
+    return source if unchanged else RenamedSource(source, stored)
 
 
 def _check_equal(source: WeightSource, name: str, alias: str) -> None:
@@ -143,7 +144,7 @@ def _check_equal(source: WeightSource, name: str, alias: str) -> None:
         )
 
 
-def check(source: WeightSource, config: ModelConfig) -> None:
+def check(source: WeightSource, config: ModelConfig | BertConfig) -> None:
     """Lists every missing, unexpected and mis-shaped tensor in one error."""
     expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
     present = {name: source.tensors[name] for name in expected if name in source.tensors}
@@ -186,7 +187,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
 
 def read_params(
     source: WeightSource,
-    config: ModelConfig,
+    config: ModelConfig | BertConfig,
     *,
     mesh: jax.sharding.Mesh | None = None,
     host: bool = False,
@@ -226,6 +227,22 @@ def read_params(
         if progress:
             progress(leaves[entry.path].nbytes)
     return nest(leaves)
+
+
+def read_tensor(source: WeightSource, name: str) -> np.ndarray:
+    """Returns a whole tensor in float32.
+
+    Raises:
+      InputError: it is absent, no float, or holds NaN or infinity.
+    """
+    info = source.tensors.get(name)
+    if info is None or info.dtype not in DTYPES or not info.shape:
+        problem = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
+        raise InputError(f"{source.path}: {name} {problem}; check that config and weights fit")
+    tensor = np.ascontiguousarray(source.rows(name, 0, info.shape[0]), dtype=np.float32)
+    if tensor.size and not _all_finite(tensor):
+        raise InputError(f"{source.path}: {name} holds NaN or infinity; use another checkpoint")
+    return tensor
 
 
 def spread_layers(params: dict, config: ModelConfig) -> dict:

@@ -241,6 +241,14 @@ def collect_key_values(k: jax.Array, v: jax.Array, context: Context) -> tuple[ja
     return rotate(k, context.collect.positions, *context.rotation[:2]), v
 
 
+_ACTIVATIONS = {
+    "silu": nn.silu,
+    "relu": nn.relu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+}
+
+
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020) if gated, else two projections with the activation between."""
 
@@ -250,9 +258,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         c = self.config
-        activate = {"silu": nn.silu, "gelu_tanh": lambda h: nn.gelu(h, approximate=True)}[
-            c.activation
-        ]
+        activate = _ACTIVATIONS[c.activation]
 
         def widen(name):
             return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, self.mesh, name=name)(x)

@@ -2,28 +2,43 @@
 
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.datastore import Datastore, EncoderSection
+from lcjax.retrieval.encoder import (
+    BertEncoder,
+    DecoderEncoder,
+    Encoder,
+    StaticEncoder,
+    open_encoder,
+)
+from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.search import ExactIndex, FaissIndex, recall, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
 __all__ = [
+    "BertEncoder",
     "BuildConfig",
     "Chunking",
+    "CrossEncoder",
     "Datastore",
+    "DecoderEncoder",
     "Document",
+    "Encoder",
     "EncoderSection",
     "ExactIndex",
     "FaissIndex",
     "Hit",
+    "LateInteraction",
     "Passage",
     "Reranker",
     "Retriever",
     "Sparse",
     "SparseIndex",
+    "StaticEncoder",
     "build",
     "check",
     "finish",
+    "open_encoder",
     "read_documents",
     "recall",
     "top_k",

@@ -9,6 +9,7 @@ from convert_support import assert_same, saved
 from huggingface_hub.utils import filter_repo_objects
 
 from lcjax.checkpoints import load, load_config, load_tokenizer
+from lcjax.checkpoints.hub import resolve_encoder
 from lcjax.checkpoints.safetensors_io import SINGLE
 from lcjax.errors import InputError
 
@@ -125,6 +126,23 @@ def test_offline_without_cached_weights_the_folder_is_named(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
     with pytest.raises(InputError, match="no weights .* in .*snapshot, and the hub cannot be"):
         load(NAME)
+
+
+ENCODER = {"modules.json", "vocab.txt", "1_Pooling/config.json", "config.json", SINGLE}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_encoder_is_fetched_with_the_files_of_its_pooling(hub, pickled):
+    for name in ENCODER - {SINGLE, "config.json"} | {"openvino/config.json"}:
+        hub.add(name)
+    if pickled:
+        (hub.repository / SINGLE).unlink()
+        hub.add("pytorch_model.bin")
+    folder = resolve_encoder(NAME, allow_pickle=pickled)
+    assert folder == hub.snapshot
+    weights = "pytorch_model.bin" if pickled else SINGLE
+    assert hub.fetched >= ENCODER - {SINGLE} | {weights}
+    assert not any(name.startswith(("onnx", "openvino")) for name in hub.fetched)
 
 
 @pytest.fixture

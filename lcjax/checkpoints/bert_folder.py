@@ -1,0 +1,347 @@
+"""Folders of BERT encoders: transformers' `BertModel` and DPR, sentence-transformers, ColBERT.
+
+Beside weights and tokenizer a folder of sentence-transformers says how token vectors become one
+vector: `modules.json`, `1_Pooling/config.json`, `2_Normalize`, `sentence_bert_config.json` (the
+longest text) and `config_sentence_transformers.json` (what stands before queries and passages).
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lcjax.checkpoints.hf_files import read_hf_json
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
+from lcjax.checkpoints.tokenizer import check_text, fingerprint
+from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files
+from lcjax.checkpoints.weights import RenamedSource, WeightSource, read_params, read_tensor
+from lcjax.errors import InputError, whole_number
+from lcjax.files import parse_json, read_json
+from lcjax.models.bert import BertConfig
+
+POOLINGS = ("mean", "cls", "max")
+_POOLING_KEYS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
+_SIMILARITIES = (None, "cosine", "dot", "dot_score")
+_WORDS = "embeddings.word_embeddings.weight"
+_SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"}
+# Tokenizers whose `vocab.txt` is one of WordPiece; others cut words by other rules first.
+_WORDPIECE_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+_WORDPIECE_PREFIXES = ("Bert", "DPR", "Retri", "Electra", "MobileBert")
+_NOT_WORDPIECE = ("BertJapanese", "BertGeneration", "Bertweet")
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceModules:
+    """What the files of sentence-transformers say of a folder."""
+
+    pooling: str  # one of POOLINGS
+    normalize: bool  # whether vectors have unit length
+    query_prefix: str | None = None  # None: the folder does not say
+    passage_prefix: str | None = None
+
+
+class BertFolder:
+    """Config, weights, tokenizer and modules of a folder; nothing large is read before `params`."""
+
+    def __init__(self, folder: str | Path, *, allow_pickle: bool = False):
+        """Opens a folder.
+
+        Args:
+          folder: of the checkpoint.
+          allow_pickle: whether `.bin` files are read (with a restricted reader).
+
+        Raises:
+          InputError: the folder holds no BERT, or is damaged.
+        """
+        root = self.path = Path(folder)
+        self._module_list = read_modules(root)
+        if self._module_list:
+            kind, path = self._module_list[0]
+            if kind != "Transformer":
+                raise InputError(f"{root / 'modules.json'}: begins with {kind}, not Transformer")
+            root = root / path
+        file = root / "config.json"
+        if not file.is_file():
+            raise InputError(f"{file}: no such file; is this the folder of a BERT encoder?")
+        self.hf = read_hf_json(file)
+        self.config = BertConfig.from_hf(self.hf, str(file))
+        self.source = _open_weights(root, allow_pickle)
+        self.tokenizer = BertTokenizer.open(root)
+        if self.tokenizer.vocab_size > self.config.vocab_size:
+            raise InputError(
+                f"{root}: the tokenizer has {self.tokenizer.vocab_size} ids, but the model only"
+                f" {self.config.vocab_size} embedding rows; use the tokenizer of this model"
+            )
+        self.max_tokens = self._max_tokens(root)
+
+    @property
+    def is_dpr(self) -> bool:
+        return self.hf["model_type"] == "dpr"
+
+    def _max_tokens(self, root: Path) -> int:
+        """The longest text, special tokens included, that the files and the model allow."""
+        settings = read_hf_json(root / "tokenizer_config.json", {})
+        file = root / "sentence_bert_config.json"
+        sentence = read_json(file, {})
+        longest = sentence.get("max_seq_length")
+        if longest is not None:
+            whole_number(f"{file}: max_seq_length", longest, 8)
+        if sentence.get("do_lower_case"):
+            self.tokenizer.lowercase = True
+        sizes = (self.config.max_length, longest, settings.get("model_max_length"))
+        return min(int(size) for size in sizes if size is not None)
+
+    @cached_property
+    def modules(self) -> SentenceModules | None:
+        """How token vectors become one vector; None: the folder does not say."""
+        if not self._module_list:
+            # DPR's encoders are trained on the vector of [CLS] as it is.
+            return SentenceModules("cls", normalize=False) if self.is_dpr else None
+        pooling, normalize = None, False
+        for kind, path in self._module_list[1:]:
+            if kind == "Pooling" and pooling is None:
+                pooling = _read_pooling(self.path / path / "config.json")
+            elif kind == "Normalize" and pooling is not None:
+                normalize = True
+            else:
+                raise InputError(
+                    f"{self.path / 'modules.json'}: module {kind} is not supported here; an encoder"
+                    " is Transformer, Pooling and perhaps Normalize"
+                )
+        if pooling is None:
+            raise InputError(f"{self.path / 'modules.json'}: has no Pooling after the Transformer")
+        file = self.path / "config_sentence_transformers.json"
+        settings = read_json(file, {})
+        if (similarity := settings.get("similarity_fn_name")) not in _SIMILARITIES:
+            raise InputError(
+                f"{file}: similarity_fn_name={similarity!r:.40} is no product of two vectors;"
+                " encoders for cosine and dot are supported"
+            )
+        prompts = settings.get("prompts") or {}
+        if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
+            raise InputError(f"{file}: prompts={prompts!r:.40} must be texts by their names")
+        passage = next(
+            (prompts[k] for k in ("passage", "document", "corpus") if k in prompts), None
+        )
+        # Scores are products of vectors: those of an encoder for cosine have unit length.
+        normalize = normalize or similarity == "cosine"
+        return SentenceModules(pooling, normalize, prompts.get("query"), passage)
+
+    @cached_property
+    def _prefix(self) -> str:
+        """What the names of BERT's tensors begin with: "", "bert.", "ctx_encoder.bert_model."."""
+        prefixes = [n.removesuffix(_WORDS) for n in self.source.tensors if n.endswith(_WORDS)]
+        if len(prefixes) != 1:
+            problem = f"has {len(prefixes)} tensors" if prefixes else "has no tensor"
+            raise InputError(
+                f"{self.source.path}: {problem} named {_WORDS}, where a BERT has one; check that"
+                " config.json and weights belong together"
+            )
+        return prefixes[0]
+
+    def params(self, config: BertConfig, mesh: jax.sharding.Mesh | None) -> dict:
+        """Returns the parameters of `config`, in float32, sharded as the table of rules says.
+
+        Raises:
+          InputError: tensors are missing, have other shapes, or hold NaN or infinity.
+        """
+        names = {
+            name.removeprefix(self._prefix): name
+            for name in self.source.tensors
+            if name.startswith(self._prefix)
+        }
+        parts = ("embeddings.", "encoder.", *(("pooler.",) if config.pooler else ()))
+        names = {
+            name: stored
+            for name, stored in names.items()
+            if name.startswith(parts) and not name.endswith("position_ids")
+        }
+        source = RenamedSource(self.source, names)
+        return read_params(source, config.replace(param_dtype="float32"), mesh=mesh)
+
+    def head(self, name: str, outputs: int | None = None, *, bias: bool) -> dict[str, np.ndarray]:
+        """Returns the kernel [D, outputs], and the bias, of a linear layer over hidden states.
+
+        Args:
+          name: of the layer; its tensors are `{name}.weight` and `{name}.bias`.
+          outputs: the number of rows that the weight must have; None: any.
+          bias: whether there is one.
+
+        Raises:
+          InputError: the folder has no such layer, or of another shape.
+        """
+        weight, width = read_tensor(self.source, f"{name}.weight"), self.config.width
+        rows = weight.shape[0] if outputs is None else outputs
+        if weight.shape != (rows, width):
+            raise InputError(
+                f"{self.source.path}: {name}.weight is {list(weight.shape)}, not"
+                f" {[rows, width]}; use a model with {rows} outputs"
+            )
+        layer = {"kernel": weight.T}
+        if bias:
+            layer["bias"] = read_tensor(self.source, f"{name}.bias")
+            if layer["bias"].shape != (rows,):
+                raise InputError(f"{self.source.path}: {name}.bias must have {rows} numbers")
+        return layer
+
+
+class BertTokenizer:
+    """WordPiece (or whatever `tokenizer.json` holds) with the special tokens of BERT.
+
+    `encode` reads text as text: "[SEP]" typed by a user becomes ordinary tokens, as everywhere in
+    lcjax. transformers makes the special token of it.
+    """
+
+    def __init__(self, backend: Any, special: dict[str, str], where: str):
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend, self.lowercase = backend, False
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        for role, text in special.items():
+            if backend.token_to_id(text) is None and role != "unk":
+                raise InputError(f"{where}: the tokenizer has no {text} ({role}_token)")
+        ids = {role: backend.token_to_id(text) for role, text in special.items()}
+        self.cls_id, self.sep_id, self.pad_id = ids["cls"], ids["sep"], ids["pad"]
+        self.mask_id = ids["mask"]
+
+    @classmethod
+    def open(cls, folder: Path) -> "BertTokenizer":
+        """Opens `tokenizer.json`, else `vocab.txt`.
+
+        Raises:
+          InputError: there is neither, or it is damaged or of another kind.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        settings = read_hf_json(folder / "special_tokens_map.json", {})
+        settings |= read_hf_json(folder / "tokenizer_config.json", {})
+        special = {}
+        for role, default in _SPECIAL.items():
+            token = settings.get(f"{role}_token") or default
+            special[role] = str(token.get("content") if isinstance(token, dict) else token)
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            try:
+                return cls(Backend.from_str(json.dumps(read_json(file))), special, str(file))
+            except InputError:
+                raise
+            except Exception as error:  # the package raises nothing narrower
+                raise InputError(f"{file}: not a tokenizer.json, or truncated ({error})") from error
+        file = folder / "vocab.txt"
+        if not file.is_file():
+            raise InputError(f"{folder}: no tokenizer.json and no vocab.txt; copy the tokenizer")
+        return cls(_wordpiece(file, settings, special), special, str(file))
+
+    @property
+    def fingerprint(self) -> str:
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return fingerprint(vocabulary, lambda text: self.encode([text])[0])
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token's string; None if there is no such token."""
+        return self._backend.token_to_id(token)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of every text, without special tokens."""
+        for text in texts:
+            check_text(text)
+        if self.lowercase:
+            texts = [text.lower() for text in texts]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+
+def _wordpiece(file: Path, settings: dict[str, Any], special: dict[str, str]) -> Any:
+    """Builds the `tokenizers` form of transformers' `BertTokenizer` from its vocabulary."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+    kind = settings.get("tokenizer_class")
+    is_known = kind in _WORDPIECE_CLASSES or (
+        isinstance(kind, str)
+        and kind.startswith(_WORDPIECE_PREFIXES)
+        and not kind.startswith(_NOT_WORDPIECE)
+    )
+    if not is_known:
+        raise InputError(
+            f"{file.parent}: tokenizer_class={kind!r:.40} cuts words by rules of its own; save it"
+            " as tokenizer.json (AutoTokenizer.from_pretrained(X).save_pretrained(Y))"
+        )
+    try:
+        words = file.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise InputError(f"{file}: not text ({error}); download it again") from error
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk"]))
+    lowercase = settings.get("do_lower_case", True)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase,
+        strip_accents=settings.get("strip_accents"),
+        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokens = [text for text in special.values() if text in vocabulary]
+    backend.add_special_tokens([AddedToken(text, special=True) for text in tokens])
+    return backend
+
+
+def _open_weights(folder: Path, allow_pickle: bool) -> WeightSource:
+    if has_weights(folder):
+        return SafetensorsFolder(folder)
+    pickles = bin_files(folder)
+    if not pickles:
+        raise InputError(
+            f"{folder}: no weights (*.safetensors) beside config.json; download them (from the hub"
+            " allow_pickle=True also fetches pytorch_model.bin)"
+        )
+    if not allow_pickle:
+        raise InputError(
+            f"{folder}: its weights are pickles ({pickles[0].name}), which can run any code when"
+            " opened; allow_pickle=True reads them with a reader that refuses all but tensors"
+        )
+    return TorchFolder(folder)
+
+
+def read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Returns kind and path of each module of `modules.json`; empty without that file."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return []
+    try:
+        modules = parse_json(file.read_text(encoding="utf-8"))
+        listed = [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{file}: not a list of modules of sentence-transformers ({error}); download it again"
+        ) from error
+    if not listed:
+        raise InputError(f"{file}: names no module; download it again")
+    if outside := [
+        p for _, p in listed if not isinstance(p, str) or (p not in ("", ".") and Path(p).name != p)
+    ]:
+        raise InputError(f"{file}: names a path outside its folder: {outside[0]!r:.40}")
+    return listed
+
+
+def _read_pooling(file: Path) -> str:
+    """The pooling that a `1_Pooling/config.json` names."""
+    settings = read_json(file)
+    modes = [key for key, on in settings.items() if key.startswith("pooling_mode_") and on]
+    if isinstance(settings.get("pooling_mode"), str):
+        modes = [settings["pooling_mode"]]
+    pooling = {**_POOLING_KEYS, **{name: name for name in POOLINGS}}.get(
+        modes[0] if len(modes) == 1 else None
+    )
+    if pooling is None or settings.get("include_prompt") is False:
+        problem = "include_prompt=false" if pooling else f"pooling {', '.join(modes) or 'nothing'}"
+        raise InputError(f"{file}: {problem} is not supported; one of {', '.join(POOLINGS)} is")
+    return pooling

@@ -1,0 +1,438 @@
+"""Encoders: texts in, vectors out, whose products are the scores of queries and passages.
+
+    encoder = open_encoder("path/to/all-MiniLM-L6-v2")
+    scores = encoder.encode_queries(["what is a dog?"]) @ encoder.encode_passages(texts).T
+
+`BertEncoder` reads the checkpoints of dense retrievers, `DecoderEncoder` uses the hidden states of
+a language model, `StaticEncoder` looks words up in a table. `CrossEncoder` and `LateInteraction`
+(ColBERT, both in `lcjax.retrieval.pairs`) score pairs of a query and a passage.
+"""
+
+import abc
+import copy
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
+from lcjax.checkpoints.hf_config import SUPPORTED
+from lcjax.checkpoints.hf_files import read_hf_json
+from lcjax.checkpoints.hub import is_run, resolve_encoder
+from lcjax.errors import InputError, one_of, suggestion, whole_number
+from lcjax.generation.language_model import LanguageModel
+from lcjax.models.bert import MODEL_TYPES
+from lcjax.models.decoder import Decoder
+from lcjax.parallel.sharding import Mesh, keep_rows
+from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
+from lcjax.retrieval.token_batches import (
+    Batching,
+    LengthLimit,
+    LoadedBert,
+    Pool,
+    TokenBatch,
+    TokenRow,
+    check_texts,
+    checkpoint_name,
+    device_mesh,
+    pair_row,
+    text_row,
+    weights_digest,
+)
+from lcjax.rope import Rotation
+
+
+class Encoder(abc.ABC):
+    """Maps queries and passages to vectors; the product of two vectors is their score.
+
+    A subclass defines `encode` and the attributes.
+
+    Attributes:
+      dim: numbers of a vector.
+      name: of the checkpoint, for people.
+      fingerprint: changes with everything that changes vectors, but for rounding.
+      max_tokens: tokens of the longest text, special tokens included; None: no limit.
+      pooling: how token vectors become one vector.
+    """
+
+    dim: int
+    name: str
+    fingerprint: str
+    max_tokens: int | None
+    pooling: str
+
+    def encode_queries(self, texts: Sequence[str]) -> Float[np.ndarray, "n D"]:
+        """Returns the vectors of queries, float32, in their order."""
+        return self.encode(check_texts("texts", texts), None, is_query=True)
+
+    def encode_passages(
+        self, texts: Sequence[str], titles: Sequence[str] | None = None
+    ) -> Float[np.ndarray, "n D"]:
+        """Returns the vectors of passages, float32, in their order.
+
+        Args:
+          texts: the passages.
+          titles: read before each passage, as the encoder was trained; None: none.
+        """
+        texts = check_texts("texts", texts)
+        if titles is not None and len(check_texts("titles", titles)) != len(texts):
+            raise InputError(f"titles={len(titles)} must be as many as texts, {len(texts)}")
+        return self.encode(texts, titles, is_query=False)
+
+    @abc.abstractmethod
+    def encode(
+        self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
+    ) -> np.ndarray:
+        """Returns float32 [n, dim] for texts that are checked; n may be 0."""
+
+
+class BertEncoder(Encoder):
+    """A BERT whose token vectors are pooled: DPR, Contriever, MiniLM, GTE, BGE, E5.
+
+    Pooling and normalisation belong to a checkpoint; the table in docs/retrieval.md lists them for
+    known families.
+    """
+
+    def __init__(
+        self,
+        query: LoadedBert,
+        passage: LoadedBert,
+        pool: Pool,
+        *,
+        prefixes: tuple[str, str],
+        name: str,
+        max_tokens: int,
+        on_long: str,
+        batch_tokens: int | None,
+    ):
+        """Use `load`; this takes its parts."""
+        self._query, self._passage, self._prefixes = query, passage, prefixes
+        self.dim, self.name = passage.model.config.width, name
+        self.pooling, self.normalize, self.max_tokens = pool.pooling, pool.normalize, max_tokens
+        self._limit = LengthLimit(max_tokens, on_long, name)
+        self._batching = Batching(max_tokens, batch_tokens, passage.model.mesh)
+        settings = {"pooling": pool.pooling, "normalize": pool.normalize, "prefixes": prefixes}
+        sides = [side.fingerprint(**settings, max=max_tokens) for side in (query, passage)]
+        self.fingerprint = hashlib.sha256(json.dumps(sides).encode()).hexdigest()[:16]
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        query_folder: str | Path | None = None,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        query_prefix: str | None = None,
+        passage_prefix: str | None = None,
+        max_tokens: int | None = None,
+        on_long: str = "truncate",
+        dtype: str = "float32",
+        mesh: Mesh | jax.sharding.Mesh | None = None,
+        batch_tokens: int | None = None,
+        allow_pickle: bool = False,
+    ) -> "BertEncoder":
+        """Opens a folder of transformers or sentence-transformers.
+
+        Args:
+          folder: a path or hub id; of two encoders (DPR) that of passages.
+          query_folder: of the encoder of queries, if it is another one.
+          pooling: mean, cls or max over the last hidden states; None: as the folder says.
+          normalize: whether vectors have unit length; None: as the folder says, else False.
+          query_prefix: text before every query ("query: " for E5); None: as the folder says.
+          passage_prefix: text before every passage; None: as the folder says.
+          max_tokens: at most what the folder says, which is the value for None.
+          on_long: "truncate" reads the first tokens of longer texts and warns; "error" refuses.
+          dtype: of weights and activations; vectors and their sums are float32.
+          mesh: whose devices share the texts.
+          batch_tokens: tokens that are computed at once; None: a size that suits the platform.
+          allow_pickle: whether `.bin` files are read (with a restricted reader).
+
+        Raises:
+          InputError: the folder is not a BERT encoder, lacks or contradicts a setting, or holds
+            NaN.
+        """
+        mesh = device_mesh(mesh)
+        folders = [
+            BertFolder(resolve_encoder(path, allow_pickle=allow_pickle), allow_pickle=allow_pickle)
+            for path in (folder, query_folder)
+            if path is not None
+        ]
+        passage = folders[0]
+        pool = _pool_of(passage, pooling, normalize)
+        longest = min(one.max_tokens for one in folders)
+        if max_tokens is not None:
+            whole_number("max_tokens", max_tokens, 3, "of this encoder", most=longest)
+        if len({one.config.width for one in folders}) > 1:
+            widths = " and ".join(str(one.config.width) for one in folders)
+            raise InputError(f"query_folder={query_folder}: vectors of {widths} numbers do not fit")
+        loaded = [LoadedBert.load(one, pool, dtype=dtype, mesh=mesh) for one in folders]
+        modules = folders[-1].modules, passage.modules
+        stated = (modules[0] and modules[0].query_prefix, modules[1] and modules[1].passage_prefix)
+        prefixes = [
+            (stated or "") if given is None else given
+            for given, stated in zip((query_prefix, passage_prefix), stated)
+        ]
+        check_texts("query_prefix, passage_prefix", prefixes)
+        return cls(
+            loaded[-1],
+            loaded[0],
+            pool,
+            prefixes=tuple(prefixes),
+            name=checkpoint_name(folder),
+            max_tokens=longest if max_tokens is None else max_tokens,
+            on_long=on_long,
+            batch_tokens=batch_tokens,
+        )
+
+    def encode(
+        self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
+    ) -> np.ndarray:
+        bert = self._query if is_query else self._passage
+        limit, prefix = copy.copy(self._limit), self._prefixes[not is_query]
+        tokenizer, vectors = bert.folder.tokenizer, np.empty((len(texts), self.dim), np.float32)
+        # DPR reads a title as the first text of a pair, with one token type for both.
+        has_pairs = titles is not None and bert.folder.is_dpr
+
+        def rows(part: slice) -> list[TokenRow]:
+            bodies = list(texts[part])
+            if titles is not None and not has_pairs:
+                bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
+            ids = tokenizer.encode([prefix + body for body in bodies])
+            if has_pairs:
+                pairs = zip(tokenizer.encode(list(titles[part])), ids)
+                return [pair_row(tokenizer, limit, *pair)._replace(second=None) for pair in pairs]
+            return [text_row(tokenizer, limit.cut(one, 2)) for one in ids]
+
+        self._batching.run(bert.apply, rows, vectors)
+        limit.warn()
+        return vectors
+
+
+def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) -> Pool:
+    """The pooling that the folder says, or the arguments where it says nothing."""
+    modules = folder.modules
+    if modules is None:
+        if pooling is None:
+            raise InputError(
+                f"{folder.path}: has no modules.json that says how token vectors are pooled; pass"
+                " pooling='mean', 'cls' or 'max' and normalize=True or False as the model was"
+                " trained (Contriever: mean, False)"
+            )
+        one_of("pooling", pooling, POOLINGS)
+        return Pool(pooling, bool(normalize))
+    for key, value in (("pooling", pooling), ("normalize", normalize)):
+        stated = getattr(modules, key)
+        if value is not None and value != stated:
+            raise InputError(
+                f"{key}={value!r}: {folder.path} was trained with {stated!r}; leave it out"
+            )
+    return Pool(modules.pooling, modules.normalize)
+
+
+def join_title(title: str, text: str) -> str:
+    """Returns "title text", as Contriever and BEIR read passages."""
+    return f"{title} {text}" if title else text
+
+
+class DecoderEncoder(Encoder):
+    """Hidden states of a language model, pooled: a baseline that needs no other checkpoint."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        layer: int | None = None,
+        pooling: str = "mean",
+        normalize: bool = True,
+        max_tokens: int | None = None,
+        on_long: str = "truncate",
+        batch_tokens: int | None = None,
+        name: str = "decoder",
+    ):
+        """Wraps a model; its weights are shared, not copied.
+
+        Args:
+          lm: the model. What it reads first (BOS) is left out of the mean: its hidden state is
+            many times larger than the others.
+          layer: whose output is read, from 1; that of the last layer after the final norm. None:
+            the middle one.
+          pooling: mean or last (the state of the last token).
+          normalize: whether vectors have unit length.
+          max_tokens: tokens of the longest text; None: the trained length.
+          on_long, batch_tokens: as in `BertEncoder.load`.
+          name: of the encoder, for people.
+        """
+        config = lm.config
+        if layer is None:
+            layer = max(config.num_layers // 2, 1)
+        whole_number("layer", layer, 1, most=config.num_layers)
+        one_of("pooling", pooling, ("mean", "last"))
+        max_tokens = config.max_length if max_tokens is None else max_tokens
+        whole_number("max_tokens", max_tokens, 2)
+        config.check_length(max_tokens)
+        if not config.pattern.is_position_based or Landmarks.read_by(config.pattern) is not None:
+            raise InputError(
+                f"pattern {type(config.pattern).__name__} chooses keys by their content; an encoder"
+                " needs one whose visible keys depend on positions alone: with_method(pattern=...)"
+            )
+        self._lm, self._layer = lm, layer
+        self._pool = Pool(pooling, normalize, skip=int(lm.tokenizer.add_bos))
+        self.dim, self.name, self.pooling, self.max_tokens = config.width, name, pooling, max_tokens
+        self._limit = LengthLimit(max_tokens, on_long, name)
+        self._batching = Batching(max_tokens, batch_tokens, lm.mesh)
+        values = [weights_digest(lm.params), lm.tokenizer.fingerprint, layer, max_tokens]
+        values += [repr(x) for x in (self._pool, config.rope, config.pattern)]
+        self.fingerprint = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+    def encode(
+        self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
+    ) -> np.ndarray:
+        lm, limit = self._lm, copy.copy(self._limit)
+        vectors = np.empty((len(texts), self.dim), np.float32)
+
+        def rows(part: slice) -> list[TokenRow]:
+            bodies = texts[part]
+            if titles is not None:
+                bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
+            ids = (limit.cut(lm.encode(body), 0) for body in bodies)
+            return [TokenRow(one or lm.tokenizer.eos_ids[:1] or [0], len(one)) for one in ids]
+
+        def apply(batch: TokenBatch) -> jax.Array:
+            rotation = lm.rotations(batch.lengths)
+            return _apply_decoder(lm.model, self._layer, self._pool, lm.params, rotation, batch)
+
+        self._batching.run(apply, rows, vectors)
+        limit.warn()
+        return vectors
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _apply_decoder(
+    model: Decoder, layer: int, pool: Pool, params: dict, rotation: Rotation, batch: TokenBatch
+) -> jax.Array:
+    """Pools the output of a layer; XLA drops the layers after it."""
+    batch = TokenBatch(*(keep_rows(jnp.asarray(x), model.mesh) for x in batch))
+    name = f"layers_{layer - 1}"
+    segments = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
+    (hidden, _), state = model.apply(
+        {"params": params},
+        batch.tokens,
+        segments=segments,
+        rotation=rotation,
+        capture_intermediates=lambda module, method: module.name == name,
+        mutable=["intermediates"],
+    )
+    if layer < model.config.num_layers:
+        hidden, _ = state["intermediates"][name]["__call__"][0]
+    return pool(None, {}, hidden, batch)
+
+
+class StaticEncoder(Encoder):
+    """A vector for each token, averaged: model2vec's distilled tables, for hosts without time."""
+
+    def __init__(self, model: Any, name: str = "model2vec"):
+        """Wraps a `model2vec.StaticModel`."""
+        self._model, self.name, self.pooling = model, name, "mean"
+        self.dim, self.max_tokens = int(model.dim), None
+        digest = hashlib.sha256(np.ascontiguousarray(model.embedding).tobytes())
+        for array in (model.weights, model.token_mapping):
+            digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        digest.update(f"{bool(model.normalize)} {model.tokenizer.to_str()}".encode())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "StaticEncoder":
+        """Opens a folder of model2vec (extra `retrieval`).
+
+        Raises:
+          InputError: the package is missing, or the folder is no static model.
+        """
+        try:
+            from model2vec import StaticModel
+        except ImportError as error:
+            raise InputError(
+                "static encoders need model2vec: pip install 'lcjax[retrieval]'"
+            ) from error
+        path = resolve_encoder(folder)
+        try:
+            return cls(StaticModel.from_pretrained(path), checkpoint_name(folder))
+        except Exception as error:  # its readers raise whatever their formats do
+            reason = " ".join(str(error).split())
+            raise InputError(f"{path}: not a folder of model2vec ({reason:.200})") from error
+
+    def encode(
+        self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
+    ) -> np.ndarray:
+        if not len(texts):
+            return np.empty((0, self.dim), np.float32)
+        if titles is not None:
+            texts = [join_title(*pair) for pair in zip(titles, texts)]
+        # An average has no longest text.
+        options = {"max_length": None, "use_multiprocessing": False}
+        return np.asarray(self._model.encode(list(texts), **options), np.float32)
+
+
+def open_encoder(
+    path_or_name: str | Path, **options: Any
+) -> Encoder | CrossEncoder | LateInteraction:
+    """Opens an encoder of whatever kind a folder holds.
+
+    A folder of model2vec, ColBERT (`linear.weight`), a cross-encoder (`classifier.weight`), another
+    BERT, or a language model (also a `.gguf` file, a run folder, the name of an installed wheel).
+
+    Args:
+      path_or_name: a path or hub id.
+      **options: of the `load` of that kind; of a language model those of `DecoderEncoder`.
+
+    Raises:
+      InputError: nothing here can read the folder, or that kind has no such option.
+    """
+    path = resolve_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
+    kind = _kind_of(path, bool(options.get("allow_pickle")))
+    signature = inspect.signature(DecoderEncoder if kind is DecoderEncoder else kind.load)
+    known = [n for n in signature.parameters if n not in ("lm", "folder")]
+    if kind is DecoderEncoder:
+        known += ["mesh", "allow_pickle"]
+    for name in options:
+        if name not in known:
+            guess = suggestion(name, known)
+            raise InputError(
+                f"{name} is no option of a {kind.__name__}, which {path} holds; {guess}"
+            )
+    if kind is not DecoderEncoder:
+        return kind.load(path_or_name, **options)
+    load = {key: options.pop(key) for key in ("mesh", "allow_pickle") if key in options}
+    lm = LanguageModel.load(str(path_or_name), **load)
+    return DecoderEncoder(lm, **{"name": checkpoint_name(path_or_name)} | options)
+
+
+def _kind_of(path: Path, allow_pickle: bool) -> type:
+    if path.is_file() or is_run(path):
+        return DecoderEncoder
+    if modules := read_modules(path):
+        return StaticEncoder if modules[0][0] == "StaticEmbedding" else BertEncoder
+    file = path / "config.json"
+    model_type = read_hf_json(file, {"model_type": "bert"}).get("model_type")
+    if model_type not in MODEL_TYPES:
+        # "llama_with_landmark" is a Llama, and a config of CEPE may name no type.
+        if model_type is None or model_type.startswith(SUPPORTED):
+            return DecoderEncoder
+        raise InputError(
+            f"{file}: model_type={model_type!r:.40} is neither a BERT ({', '.join(MODEL_TYPES)})"
+            f" nor a decoder that lcjax reads ({', '.join(SUPPORTED)})"
+        )
+    tensors = BertFolder(path, allow_pickle=allow_pickle).source.tensors
+    for name, kind in (("classifier", CrossEncoder), ("linear", LateInteraction)):
+        if f"{name}.weight" in tensors:
+            return kind
+    return BertEncoder
