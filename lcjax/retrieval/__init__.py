@@ -9,6 +9,7 @@ from lcjax.retrieval.encoder import (
     StaticEncoder,
     open_encoder,
 )
+from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
@@ -28,6 +29,7 @@ __all__ = [
     "ExactIndex",
     "FaissIndex",
     "Hit",
+    "KnnLM",
     "LateInteraction",
     "Passage",
     "Reranker",
@@ -35,7 +37,10 @@ __all__ = [
     "Sparse",
     "SparseIndex",
     "StaticEncoder",
+    "TokenConfig",
+    "TokenStore",
     "build",
+    "build_tokens",
     "check",
     "finish",
     "open_encoder",

@@ -1,4 +1,4 @@
-"""Datastores of passages: python -m lcjax.retrieval build|search|check|append|delete --help.
+"""Datastores: python -m lcjax.retrieval build|search|check|append|delete|build-tokens --help.
 
 build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
   with --encoder.path=MODEL by vectors. --part=i/n writes some shards, --finish the rest.
@@ -6,6 +6,8 @@ search FOLDER "question": prints the passages that fit best.
 check FOLDER: searches sentences of the passages themselves; with --files also compares checksums.
 append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
+build-tokens: writes keys and values for kNN-LM, from --data.path=TEXT by --model.path=MODEL to
+  --out=FOLDER.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
@@ -82,6 +85,15 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
     print(
         f"{settings.out}: {index['passages']:,} passages of {index['documents']:,} documents;"
         f' search them with python -m lcjax.retrieval search {settings.out} "question"'
+    )
+
+
+def _build_tokens(words: list[str], report: config_lib.ErrorReport) -> None:
+    report.config = settings = config_lib.parse(TokenConfig, words)
+    index = build_tokens(settings)
+    print(
+        f"{settings.out}: {index['tokens']:,} tokens; evaluate with them by eval.py"
+        f" --methods='[{{name: knn, knn: {{folder: {settings.out}}}}}]'"
     )
 
 
@@ -178,6 +190,7 @@ _COMMANDS = {
     "check": _check,
     "append": _append,
     "delete": _delete,
+    "build-tokens": _build_tokens,
 }
 
 if __name__ == "__main__":
