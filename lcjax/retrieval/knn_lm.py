@@ -89,7 +89,7 @@ class TokenConfig:
     def __post_init__(self):
         one_of("dtype", self.dtype, DTYPES)
         whole_number("window", self.window, 2)
-        whole_number("overlap", self.overlap, 0)
+        whole_number("overlap", self.overlap, 1)  # else no window predicts its first token
         whole_numbers("", self, 1, "batch_size", "max_tokens")
         if self.overlap >= self.window - 1:
             raise InputError(
@@ -186,8 +186,9 @@ def _windows(
     rest = config.max_tokens
     for corpus in corpora:
         for name, value in corpus:
-            is_ids = isinstance(value, np.ndarray)
-            ids = value if is_ids else lm.encode(document_text(value, name, ""))
+            if not isinstance(ids := value, np.ndarray):
+                text = document_text(value, name, "")
+                ids = lm.encode(text) if text.strip() else []
             ids = np.asarray(ids, np.int32)
             for start in range(0, max(len(ids) - 1, 0), config.window - config.overlap):
                 window, first = ids[start : start + config.window], config.overlap if start else 1
