@@ -306,6 +306,11 @@ class TokenStore:
                 f" {self.index['fingerprint']}), and this model has {fingerprint}: weights,"
                 " tokenizer, rope and pattern must be the same; build another with this model"
             )
+        if self.values.max() >= lm.config.vocab_size:
+            raise InputError(
+                f"{self.folder / _VALUES} is damaged: it holds no ids of the vocabulary; copy it"
+                " again, or build the datastore again"
+            )
 
     def check_files(self) -> int:
         """Compares the SHA-256 sums of all files; returns their number."""

@@ -357,6 +357,11 @@ def test_damaged_folders(lm, corpus, tmp_path):
         TokenStore(out).check_files()
     with pytest.raises(InputError, match="row 0"):
         KnnLM(lm, TokenStore(out), k=4).nll(text(1, 1, 9))
+    (out / "keys.bin").write_bytes(good)
+    values = (out / "values.bin").read_bytes()
+    (out / "values.bin").write_bytes(b"\xff" * 4 + values[4:])
+    with pytest.raises(InputError, match=r"values\.bin is damaged"):
+        KnnLM(lm, TokenStore(out), k=4)
     (out / "index.json").write_text("{}")
     with pytest.raises(InputError, match="no datastore of tokens"):
         TokenStore(out)
