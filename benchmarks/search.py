@@ -5,8 +5,9 @@
     python benchmarks/search.py memory         # exact search in a memory map, peak memory
 
 Every measurement is its own process and the sides take turns. FAISS 1.15 chooses slower code for 64
-queries until `distance_compute_blas_threshold` is set, to its own default even, so that it is
-measured both ways. Needs `pip install 'lcjax[retrieval]'` and 8 GB of memory.
+queries until `distance_compute_blas_threshold` is set, to any number, so that it is measured both
+ways; its OpenBLAS may need `OPENBLAS_CORETYPE=SkylakeX` to use AVX-512. Needs
+`pip install 'lcjax[retrieval]'` and 8 GB of memory.
 """
 
 import argparse

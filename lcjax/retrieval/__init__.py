@@ -9,11 +9,12 @@ from lcjax.retrieval.encoder import (
     StaticEncoder,
     open_encoder,
 )
+from lcjax.retrieval.faiss_index import FaissIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
-from lcjax.retrieval.search import ExactIndex, FaissIndex, recall, top_k
+from lcjax.retrieval.search import ExactIndex, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
 __all__ = [

@@ -223,7 +223,7 @@ def write_faiss(
     out: Path, index: dict[str, Any], fingerprint: str, kind: str, old: Path | None = None
 ) -> dict[str, str]:
     """Builds or extends an approximate index; returns {kind: checksum}."""
-    from lcjax.retrieval.search import FaissIndex
+    from lcjax.retrieval.faiss_index import FaissIndex
 
     num_rows = index["passages"]
     vectors = _open_vectors(out, index["encoders"][fingerprint], num_rows)
@@ -360,7 +360,7 @@ class Datastore:
 
     def faiss(self, kind: str, encoder: "Encoder | None" = None) -> Any:
         """Opens an approximate index of the vectors, a `FaissIndex`."""
-        from lcjax.retrieval.search import FaissIndex
+        from lcjax.retrieval.faiss_index import FaissIndex
 
         fields = self.encoder_fields(encoder)
         if kind not in fields["faiss"]:

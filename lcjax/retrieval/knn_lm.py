@@ -53,8 +53,9 @@ from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
+from lcjax.retrieval.faiss_index import FaissIndex, faiss_module
 from lcjax.retrieval.passages import document_text
-from lcjax.retrieval.search import ExactIndex, FaissIndex, faiss_module
+from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import weights_digest
 
 FORMAT = "tokens 1"

@@ -1,4 +1,4 @@
-"""Nearest vectors: exact search in JAX, traceable and sharded, and approximate indices of FAISS.
+"""Nearest vectors: exact search in JAX, traceable and sharded.
 
 Every search returns float32 scores and rows, best first. Of equal scores the smaller row comes
 first. Where fewer than k rows exist the row is -1 and the score -inf.
@@ -7,7 +7,6 @@ first. Where fewer than k rows exist the row is -1 and the score -inf.
 import functools
 import math
 import mmap
-import os
 from typing import Any
 
 import jax
@@ -18,11 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from lcjax.errors import INT32_MAX, InputError, one_of, random_seed, whole_number
-from lcjax.files import atomic_file
+from lcjax.errors import INT32_MAX, InputError, one_of, whole_number
 
 METRICS = ("dot", "l2")
-KINDS = ("ivf", "ivf_pq", "hnsw")
 
 _LANES = 128  # rows of a block are a multiple of this, so that groups divide it
 _CPU_BLOCK_BYTES = 6 << 20  # a float32 block stays in the cache between the product and its maxima
@@ -32,12 +29,7 @@ _ROWS_PER_RESULT = 400  # rows among which k rows are selected at a time, for ea
 _SPARE = 16  # candidates beyond k by squared distance, whose order is decided by exact distances
 _QUERY_BATCH = 512
 _GATHER_NUMBERS = 1 << 24  # numbers of candidates' vectors that exist at the same time
-_FAISS_ROWS = 1 << 16  # rows that are converted, checked and added at a time
 _DELAY = 5  # seconds of a search after which the progress bar appears
-
-
-# Exact search
-# ------------
 
 
 def top_k(
@@ -81,10 +73,10 @@ def top_k(
     Raises:
       InputError: for shapes, types or options that do not fit.
     """
-    _check_vectors(vectors)
+    check_vectors(vectors)
     _check_queries(queries, vectors.shape[1])
     _check_valid(valid, vectors.shape[0])
-    _check_options(k, metric, recall_target)
+    check_options(k, metric, recall_target)
     if block_size is not None:
         whole_number("block_size", block_size, 1)
     num_rows = vectors.shape[0]
@@ -340,9 +332,9 @@ class ExactIndex:
         Raises:
           InputError: for shapes, types or options that do not fit.
         """
-        _check_vectors(vectors)
+        check_vectors(vectors)
         _check_valid(valid, len(vectors))
-        _check_options(1, metric, recall_target)
+        check_options(1, metric, recall_target)
         whole_number("memory", memory, 1, most=2**63 - 1)
         devices = np.array(jax.devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
         self._vectors = vectors
@@ -374,8 +366,8 @@ class ExactIndex:
         Raises:
           InputError: if a query is not finite, or its score with a vector is not.
         """
-        queries = _finite_queries(queries, self.dim)
-        _check_options(k)
+        queries = finite_queries(queries, self.dim)
+        check_options(k)
         if not len(queries):
             return np.zeros((0, k), np.float32), np.zeros((0, k), np.int64)
         batches = [
@@ -500,249 +492,7 @@ def _advise(vectors: np.ndarray, first: int, last: int, advice: str) -> None:
 # ------------------
 
 
-class FaissIndex:
-    """An approximate index of FAISS on the host, by inner product. Needs the extra `retrieval`.
-
-    How many lists (`ivf`, `ivf_pq`) or nodes (`hnsw`) a search visits is chosen when the index is
-    built: as few as reach the recall asked for on vectors of the index itself. The same vectors and
-    seed give the same index; the graph of `hnsw` depends on the order of threads as well, unless
-    `faiss.omp_set_num_threads(1)` is called before.
-    """
-
-    def __init__(self, index: Any):
-        self._index = index
-
-    @classmethod
-    def build(
-        cls,
-        vectors: np.ndarray,
-        *,
-        kind: str = "ivf",
-        nlist: int | None = None,
-        nprobe: int | None = None,
-        m: int | None = None,
-        ef_construction: int = 200,
-        ef_search: int | None = None,
-        train_size: int | None = None,
-        target_recall: float = 0.97,
-        seed: int = 0,
-    ) -> "FaissIndex":
-        """Builds an index of all rows.
-
-        Args:
-          vectors: [N, D] float32, bfloat16 or float16; a memory map is read in blocks.
-          kind: "ivf" (inverted lists of whole vectors), "ivf_pq" (of product-quantised vectors,
-            `m` bytes each) or "hnsw" (a graph with `m` neighbours a node).
-          nlist: lists; None: about the square root of N.
-          nprobe: lists that a search visits; None: chosen by `target_recall`.
-          m: None: the largest divisor of D up to D / 4 for "ivf_pq", 32 for "hnsw".
-          ef_construction: candidates while the graph is built.
-          ef_search: candidates of a search in the graph; None: chosen by `target_recall`.
-          train_size: rows drawn to train lists and codes; None: 64 a list, 16,384 at least.
-          target_recall: recall@10 on 256 rows of the index as queries, themselves left out, that
-            nprobe or ef_search must reach. Codes of "ivf_pq" bound what can be reached: then 0.99
-            of the recall with all lists.
-          seed: draws the training rows and the queries.
-
-        Raises:
-          InputError: for arguments that do not fit, numbers that are not finite, or without FAISS.
-        """
-        faiss = faiss_module()
-        _check_vectors(vectors)
-        one_of("kind", kind, KINDS)
-        random_seed("seed", seed)
-        num_rows, dim = vectors.shape
-        for name, value in (
-            ("nlist", nlist),
-            ("nprobe", nprobe),
-            ("m", m),
-            ("ef_construction", ef_construction),
-            ("ef_search", ef_search),
-            ("train_size", train_size),
-        ):
-            if value is not None:
-                whole_number(name, value, 1)
-        generator = np.random.default_rng(seed)
-        if kind == "hnsw":
-            index = faiss.IndexHNSWFlat(dim, m or 32, faiss.METRIC_INNER_PRODUCT)
-            index.hnsw.efConstruction = ef_construction
-        else:
-            nlist = nlist or max(min(2 ** round(math.log2(num_rows) / 2), num_rows // 39), 1)
-            if nlist > num_rows:
-                raise InputError(f"nlist={nlist} must be at most the number of rows, {num_rows}")
-            size = min(train_size or max(64 * nlist, 1 << 14), num_rows)
-            index = _inverted_lists(faiss, kind, dim, nlist, m, size)
-            index.cp.seed = seed
-            index.cp.min_points_per_centroid = 1  # no warning for small corpora
-            rows = np.sort(generator.choice(num_rows, size, replace=False))
-            index.train(_finite_rows(vectors, rows))
-        result = cls(index)
-        result.add(vectors)
-        widths = {"hnsw": (ef_search, num_rows)}.get(kind, (nprobe, nlist))
-        result._set_width(widths[0] or 1)
-        if widths[0] is None:
-            result._tune(vectors, widths[1], target_recall, generator)
-        return result
-
-    def __len__(self) -> int:
-        return self._index.ntotal
-
-    @property
-    def dim(self) -> int:
-        return self._index.d
-
-    @property
-    def kind(self) -> str:
-        names = {"IndexHNSWFlat": "hnsw", "IndexIVFPQ": "ivf_pq", "IndexIVFFlat": "ivf"}
-        return names[type(self._index).__name__]
-
-    @property
-    def width(self) -> int:
-        """Lists that a search visits (nprobe), or candidates in a graph (efSearch)."""
-        return self._index.hnsw.efSearch if self.kind == "hnsw" else self._index.nprobe
-
-    def _set_width(self, width: int) -> None:
-        if self.kind == "hnsw":
-            self._index.hnsw.efSearch = width
-        else:
-            self._index.nprobe = width
-
-    def _tune(
-        self, vectors: np.ndarray, most: int, target: float, generator: np.random.Generator
-    ) -> None:
-        """Sets the smallest width, of powers of two and those between, of enough recall."""
-        k = 10
-        rows = np.sort(generator.choice(len(vectors), min(256, len(vectors)), replace=False))
-        queries = np.asarray(vectors[rows], np.float32)
-
-        def neighbours(index):
-            _, results = index.search(queries, min(k + 1, len(vectors)))
-            return [set(result) - {row} for result, row in zip(results, rows)]
-
-        exact = neighbours(ExactIndex(vectors))
-
-        def recall_of(width):
-            self._set_width(width)
-            pairs = zip(neighbours(self), exact)
-            return float(np.mean([len(a & b) / max(len(b), 1) for a, b in pairs]))
-
-        if self.kind == "ivf_pq":
-            target = min(target, 0.99 * recall_of(most))
-        least = 16 if self.kind == "hnsw" else 1  # FAISS's defaults
-        low, high = least - 1, least
-        while high < most and recall_of(high) < target:
-            low, high = high, min(2 * high, most)
-        while high - low > max(high // 8, 1):
-            middle = (low + high) // 2
-            low, high = (low, middle) if recall_of(middle) >= target else (middle, high)
-        self._set_width(high)
-
-    def add(self, vectors: np.ndarray) -> None:
-        """Adds rows, which are numbered from `len(self)` on."""
-        _check_vectors(vectors, self.dim)
-        for first in range(0, len(vectors), _FAISS_ROWS):
-            part = _finite_rows(vectors, slice(first, first + _FAISS_ROWS))
-            if self.kind == "hnsw":
-                # The state of the generator of levels is not saved: seeded here, an index that was
-                # saved and loaded grows as the one in memory.
-                self._index.hnsw.rng = faiss_module().RandomGenerator(len(self))
-            self._index.add(part)
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns scores [Q, k] float32 and rows [Q, k] int64, best first."""
-        queries = _finite_queries(queries, self.dim)
-        _check_options(k)
-        scores, rows = self._index.search(queries, k)
-        scores = np.where(rows < 0, -np.inf, scores).astype(np.float32)
-        order = np.lexsort((rows, -scores), axis=1)
-        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
-
-    def save(self, file: str | os.PathLike) -> None:
-        """Writes the index, whole or not at all."""
-        faiss = faiss_module()
-        with atomic_file(file, "wb") as stream:
-            faiss.write_index(self._index, faiss.PyCallbackIOWriter(stream.write))
-
-    @classmethod
-    def load(
-        cls, file: str | os.PathLike, *, dim: int | None = None, count: int | None = None
-    ) -> "FaissIndex":
-        """Reads what `save` wrote.
-
-        Args:
-          file: of `save`.
-          dim: that the index must have; None: any.
-          count: of rows that the index must have; None: any.
-
-        Raises:
-          InputError: if the file is no such index, or one of another size.
-        """
-        faiss = faiss_module()
-        try:
-            result = cls(faiss.read_index(os.fspath(file)))
-            result.kind  # noqa: B018 -- a KeyError for other indices
-        except (RuntimeError, KeyError, TypeError):
-            raise InputError(
-                f"{file}: not an index of FaissIndex.save, or damaged; build it again"
-            ) from None
-        for name, value, size in (("dim", dim, result.dim), ("count", count, len(result))):
-            if value is not None and value != size:
-                raise InputError(f"{file}: {name}={size}, but {value} is needed; build it again")
-        return result
-
-
-def faiss_module() -> Any:
-    """Imports FAISS; raises an InputError where it is missing."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise InputError(
-            f"FaissIndex needs faiss-cpu: pip install 'lcjax[retrieval]' ({error})"
-        ) from None
-    return faiss
-
-
-def _inverted_lists(
-    faiss: Any, kind: str, dim: int, nlist: int, m: int | None, train_size: int
-) -> Any:
-    coarse = faiss.IndexFlatIP(dim)
-    if kind == "ivf":
-        return faiss.IndexIVFFlat(coarse, dim, nlist, faiss.METRIC_INNER_PRODUCT)
-    m = m or max(part for part in range(1, max(dim // 4, 1) + 1) if dim % part == 0)
-    if dim % m:
-        raise InputError(f"m={m} must divide the dimension of the vectors, {dim}")
-    bits = max(min(8, int(math.log2(train_size))), 1)
-    index = faiss.IndexIVFPQ(coarse, dim, nlist, m, bits, faiss.METRIC_INNER_PRODUCT)
-    index.pq.cp.min_points_per_centroid = 1
-    return index
-
-
-def recall(index: Any, exact: Any, queries: np.ndarray, k: int) -> float:
-    """Returns the mean share of the k rows of `exact` that `index` returns as well.
-
-    Args:
-      index: an object with `search(queries, k)`.
-      exact: likewise; rows of -1 do not count.
-      queries: [Q, D], at least one.
-      k: rows for each query.
-    """
-    if not len(queries):
-        raise InputError("queries: recall needs at least one query")
-    _, rows = index.search(queries, k)
-    _, reference = exact.search(queries, k)
-    shares = [
-        np.isin(right[right >= 0], left).mean()
-        for left, right in zip(rows, reference)
-        if (right >= 0).any()
-    ]
-    return float(np.mean(shares)) if shares else 1.0
-
-
-# Checks of arguments
-# -------------------
-
-
-def _check_vectors(vectors: Any, dim: int | None = None) -> None:
+def check_vectors(vectors: Any, dim: int | None = None) -> None:
     if getattr(vectors, "ndim", None) != 2:
         shape = getattr(vectors, "shape", type(vectors).__name__)
         raise InputError(f"vectors: shape {shape} must be [rows, dimension]")
@@ -775,14 +525,14 @@ def _check_valid(valid: Any, num_rows: int) -> None:
         )
 
 
-def _check_options(k: Any, metric: str = "dot", recall_target: float | None = None) -> None:
+def check_options(k: Any, metric: str = "dot", recall_target: float | None = None) -> None:
     whole_number("k", k, 1)
     one_of("metric", metric, METRICS)
     if recall_target is not None and not 0 < recall_target <= 1:
         raise InputError(f"recall_target={recall_target} must be in (0, 1]; None is exact")
 
 
-def _finite_queries(queries: Any, dim: int) -> np.ndarray:
+def finite_queries(queries: Any, dim: int) -> np.ndarray:
     queries = np.asarray(queries)
     _check_queries(queries, dim)
     queries = np.ascontiguousarray(queries, np.float32)
@@ -792,7 +542,7 @@ def _finite_queries(queries: Any, dim: int) -> np.ndarray:
     return queries
 
 
-def _finite_rows(vectors: np.ndarray, rows: Any) -> np.ndarray:
+def finite_rows(vectors: np.ndarray, rows: Any) -> np.ndarray:
     part = np.ascontiguousarray(vectors[rows], np.float32)
     if not np.isfinite(part).all():
         row = np.arange(len(vectors))[rows][np.argmin(np.isfinite(part).all(1))]

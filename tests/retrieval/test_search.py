@@ -367,12 +367,12 @@ def test_faiss_training_rows_are_bounded_and_seeded(monkeypatch):
     pytest.importorskip("faiss")
     queries, vectors = clustered(17, 10, 2000, 16)
     sizes = []
-    from lcjax.retrieval import search
+    from lcjax.retrieval import faiss_index
 
-    finite_rows = search._finite_rows
+    finite_rows = faiss_index.finite_rows
     monkeypatch.setattr(
-        search,
-        "_finite_rows",
+        faiss_index,
+        "finite_rows",
         lambda *args: sizes.append(len(finite_rows(*args))) or finite_rows(*args),
     )
     one = FaissIndex.build(vectors, nlist=8, nprobe=1, train_size=500, seed=1)
