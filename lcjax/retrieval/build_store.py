@@ -91,20 +91,24 @@ class BuildConfig:
         whole_numbers("", self, 0, "workers")
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
-        for i, source in enumerate(self.data.sources):
-            if isinstance(source, StoredSource):
-                raise InputError(
-                    f"data.sources.{i}: rows of type {source.kind} are no documents; name their"
-                    " text"
-                )
-            if isinstance(source, SeqioSource) and source.converter:
-                raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
-            if source.upsample:
-                raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
+        check_documents(self.data)
 
     @property
     def folder(self) -> Path:
         return Path(self.out).expanduser()
+
+
+def check_documents(data: TextConfig) -> None:
+    """Raises an InputError for sources whose records are no documents."""
+    for i, source in enumerate(data.sources):
+        if isinstance(source, StoredSource):
+            raise InputError(
+                f"data.sources.{i}: rows of type {source.kind} are no documents; name their text"
+            )
+        if isinstance(source, SeqioSource) and source.converter:
+            raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
+        if source.upsample:
+            raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
 
 
 def build(
