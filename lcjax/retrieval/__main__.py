@@ -21,6 +21,7 @@ from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
@@ -101,8 +102,6 @@ def _add_search(parser: _Parser) -> None:
 def _open(store: str | Datastore, args: argparse.Namespace) -> Retriever:
     rerank = None
     if args.rerank is not None:
-        from lcjax.retrieval.encoder import open_encoder
-
         rerank = open_encoder(args.rerank)
         if not hasattr(rerank, "score"):
             raise InputError(f"--rerank={args.rerank} is no cross-encoder or ColBERT")

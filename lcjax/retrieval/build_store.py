@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import (
     DTYPES,
-    FAISS_KINDS,
     FORMAT,
     INDEX,
     PLAN,
@@ -54,6 +53,8 @@ from lcjax.retrieval.datastore import (
     write_passages,
     write_sparse,
 )
+from lcjax.retrieval.encoder import Encoder
+from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
 from lcjax.retrieval.passages import (
     Chunking,
     Document,
@@ -63,9 +64,6 @@ from lcjax.retrieval.passages import (
     tokenizer,
 )
 from lcjax.retrieval.sparse import Sparse, SparseIndex
-
-if TYPE_CHECKING:
-    from lcjax.retrieval.encoder import Encoder
 
 _TASKS_AHEAD = 256  # shards given at once to an executor of the caller
 
@@ -111,7 +109,7 @@ def build(
     *,
     executor: Executor | None = None,
     part: str | None = None,
-    encoder: "Encoder | None" = None,
+    encoder: Encoder | None = None,
 ) -> dict[str, Any] | None:
     """Writes the missing shards of a datastore, and then its indices.
 
@@ -145,7 +143,7 @@ def build(
     return _finish(config, jobs, encoder) if part is None else None
 
 
-def finish(config: BuildConfig, *, encoder: "Encoder | None" = None) -> dict[str, Any]:
+def finish(config: BuildConfig, *, encoder: Encoder | None = None) -> dict[str, Any]:
     """Completes a datastore of which all parts are written (`build` with `part`).
 
     Raises:
@@ -170,7 +168,7 @@ def _parse_part(part: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _check_settings(config: BuildConfig, encoder: "Encoder | None") -> None:
+def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
     """Raises an InputError for settings that do not fit together."""
     if encoder is None and config.sparse is None:
         raise InputError("sparse=null and no encoder leave nothing to search by: set one of them")
@@ -183,7 +181,7 @@ def _check_settings(config: BuildConfig, encoder: "Encoder | None") -> None:
     _check_length(config.chunking, encoder)
 
 
-def _check_length(chunking: Chunking, encoder: "Encoder | None") -> None:
+def _check_length(chunking: Chunking, encoder: Encoder | None) -> None:
     most = None if encoder is None else encoder.max_tokens
     if most is not None and chunking.size > most:
         raise InputError(
@@ -251,7 +249,7 @@ def _in_order(count: int, *_: int) -> np.ndarray:
     return np.arange(count)
 
 
-def _identity(config: BuildConfig, sources: _Sources, encoder: "Encoder | None") -> dict[str, Any]:
+def _identity(config: BuildConfig, sources: _Sources, encoder: Encoder | None) -> dict[str, Any]:
     """Returns everything that determines the datastore."""
     data = config.data
     identity = {
@@ -271,7 +269,7 @@ def _identity(config: BuildConfig, sources: _Sources, encoder: "Encoder | None")
 
 
 def _write_shards(
-    config: BuildConfig, jobs: list[Job], executor: Executor | None, encoder: "Encoder | None"
+    config: BuildConfig, jobs: list[Job], executor: Executor | None, encoder: Encoder | None
 ) -> None:
     num_workers = config.workers or (1 if encoder else os.cpu_count() or 1)
     num_workers = max(1, min(num_workers, len(jobs)))
@@ -293,7 +291,7 @@ _writer: tuple[str, "_ShardWriter"] | None = None
 
 
 def _write_shard(
-    config: BuildConfig, encoder: "Encoder | None", job: Job, _: None = None
+    config: BuildConfig, encoder: Encoder | None, job: Job, _: None = None
 ) -> dict[str, Any]:
     """Writes the shard of a job where it is missing, and returns its description."""
     global _writer
@@ -309,7 +307,7 @@ def _write_shard(
 class _ShardWriter:
     """The state of a process between jobs."""
 
-    def __init__(self, config: BuildConfig, encoder: "Encoder | None"):
+    def __init__(self, config: BuildConfig, encoder: Encoder | None):
         self._config, self._encoder = config, encoder
         self._sources = _Sources(config)
 
@@ -332,7 +330,7 @@ class _ShardWriter:
         return shard
 
 
-def _finish(config: BuildConfig, jobs: list[Job], encoder: "Encoder | None") -> dict[str, Any]:
+def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> dict[str, Any]:
     """Writes vectors and indices over all shards, and last `index.json`."""
     out = config.folder
     with RunLock(out, "out"):
@@ -377,7 +375,7 @@ def _finish(config: BuildConfig, jobs: list[Job], encoder: "Encoder | None") -> 
     return index
 
 
-def _join_vectors(out: Path, index: dict[str, Any], encoder: "Encoder") -> None:
+def _join_vectors(out: Path, index: dict[str, Any], encoder: Encoder) -> None:
     """Concatenates the vectors of all shards."""
     fields = index["encoders"][encoder.fingerprint]
     with atomic_file(vector_file(out, encoder.fingerprint), "wb") as file:

@@ -200,7 +200,8 @@ class BertEncoder(Encoder):
         bert = self._query if is_query else self._passage
         limit, prefix = copy.copy(self._limit), self._prefixes[not is_query]
         tokenizer, vectors = bert.folder.tokenizer, np.empty((len(texts), self.dim), np.float32)
-        # DPR reads a title as the first text of a pair, with one token type for both.
+        # DPR reads a title as the first text of a pair, with one token type for both, and a text
+        # without a title alone.
         has_pairs = titles is not None and bert.folder.is_dpr
 
         def rows(part: slice) -> list[TokenRow]:
@@ -209,9 +210,15 @@ class BertEncoder(Encoder):
                 bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
             ids = tokenizer.encode([prefix + body for body in bodies])
             if has_pairs:
-                pairs = zip(tokenizer.encode(list(titles[part])), ids)
-                return [pair_row(tokenizer, limit, *pair)._replace(second=None) for pair in pairs]
-            return [text_row(tokenizer, limit.cut(one, 2)) for one in ids]
+                heads = tokenizer.encode(list(titles[part]))
+            else:
+                heads = [[]] * len(ids)
+            return [
+                pair_row(tokenizer, limit, head, one)._replace(second=None)
+                if head
+                else text_row(tokenizer, limit.cut(one, 2))
+                for head, one in zip(heads, ids)
+            ]
 
         self._batching.run(bert.apply, rows, vectors)
         limit.warn()

@@ -255,7 +255,3 @@ def recall(index: Any, exact: Any, queries: np.ndarray, k: int) -> float:
         if (right >= 0).any()
     ]
     return float(np.mean(shares)) if shares else 1.0
-
-
-# Checks of arguments
-# -------------------

@@ -160,9 +160,10 @@ class SparseIndex:
         Raises:
           InputError: a file is missing or damaged, or bm25s is not installed.
         """
-        settings = read_json(Path(folder) / _SETTINGS)
         library = _bm25s()
         try:
+            if not (settings := read_json(Path(folder) / _SETTINGS, {})):
+                raise ValueError(f"{_SETTINGS} is missing")
             bm25 = library.BM25.load(str(folder), mmap=True)
             arrays = {name: bm25.scores[name] for name in ("data", "indices", "indptr")}
             num_entries = int(arrays["indptr"][-1])

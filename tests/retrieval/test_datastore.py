@@ -400,7 +400,7 @@ def test_damaged_files_are_found(text, tmp_path):
     check_open(vectors, whole[:-4], r"has [\d,]+ bytes, and [\d,]+ vectors of 16 take")
     check_open(vectors, b"x" + whole[1:], "is damaged: it has another header")
     check_open(shard, b"", "has 0 bytes, and")
-    check_open("deleted.npy", b"x" * 99, "is damaged .*: copy it again, or remove it")
+    check_open("deleted.npy", b"x" * 99, "is damaged: copy it again, or remove it")
     check_open("index.json", b"{}", "is no index of a datastore of format 1")
     check_open("index.json", b"{", "not JSON")
     for name in (vectors, shard, f"sparse-{store.num_rows}/data.csc.index.npy"):

@@ -371,6 +371,9 @@ def test_dpr_has_two_encoders_and_reads_titles_as_pairs(tmp_path):
             del batch["token_type_ids"]  # as the authors' code
             expected = model(**batch).pooler_output.numpy()
             np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    # A text without a title has one vector, whether texts beside it have titles or not.
+    mixed = encoder.encode_passages(texts, ["", "cats"])[0]
+    np.testing.assert_allclose(mixed, encoder.encode_passages(texts[:1])[0], atol=1e-6)
     save_bert(tmp_path / "wide", "DPRQuestionEncoder", hidden_size=33)
     message = error_of(lambda: BertEncoder.load(passage, query_folder=tmp_path / "wide"))
     assert "30 and 33" in message or "33 and 30" in message
