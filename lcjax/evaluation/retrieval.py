@@ -38,12 +38,12 @@ class RetrieverSection:
     kind: str | None = None  # sparse, dense or hybrid; null: what the datastore has
     encoder: str | None = None  # of queries; null: the one that made the vectors
     index: str = "exact"  # of the vectors
-    k: int = 100  # most hits of a search
+    k: int | None = None  # most hits of a search; null: 100, but 4 where a method reads them all
     name: str = ""  # row of a table; empty: the kind
 
     def check(self, key: str) -> None:
         """Raises an InputError for invalid settings; `key` is the section's place."""
-        whole_number(f"{key}.k", self.k, 1)
+        whole_numbers(key, self, 1, "k")
         if not self.folder or not Path(self.folder).is_dir():
             raise InputError(
                 f"{key}.folder={self.folder!r} is no folder; name a datastore that"
@@ -61,9 +61,11 @@ class RetrieverSection:
         options = {"kind": self.kind, "encoder": self.encoder, "index": self.index}
         return Retriever.open(self.folder, **options)
 
-    def search(self, queries: Sequence[str]) -> list[list[Any]]:
-        """Opens the datastore, and returns the `k` best hits of each query."""
-        return self.open().search(list(queries), self.k) if len(queries) else []
+    def search(self, queries: Sequence[str], k: int | None = None) -> list[list[Any]]:
+        """Opens the datastore, and returns the best hits of each query: `self.k`, at most `k`."""
+        most = self.k or 100
+        most = most if k is None else min(most, k)
+        return self.open().search(list(queries), most) if len(queries) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Reading:
     """
 
     # The datastore; its k is the number of passages that are read.
-    retriever: RetrieverSection = dataclasses.field(default_factory=lambda: RetrieverSection(k=4))
+    retriever: RetrieverSection = dataclasses.field(default_factory=RetrieverSection)
     how: str = "input"  # input, context, fid, mixture, rag_token, rag_sequence
     stride: int | None = None  # tokens from one search to the next; null: one search
     query_tokens: int | None = None  # at the end of the text; null: all of it, or 32 with a stride
@@ -90,7 +92,8 @@ class Reading:
         names = ("how", "query_tokens", "temperature", "passage_tokens")
         options = {name: getattr(self, name) for name in names}
         when = "once" if self.stride is None else self.stride
-        return RetrievalReader(lm, self.retriever.open(), self.retriever.k, when=when, **options)
+        k = self.retriever.k or RetrievalReader.k
+        return RetrievalReader(lm, self.retriever.open(), k, when=when, **options)
 
 
 @dataclasses.dataclass(frozen=True)

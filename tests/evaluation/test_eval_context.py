@@ -267,6 +267,8 @@ def test_a_method_searches_by_itself_as_its_section_says(lm, store):
     assert model.lm.length == 96 and model.decoder is None
     once = apply_method(lm, Method("a", retrieval=Reading(RetrieverSection("."))), 96)
     assert (once.when, once.how, once.query_tokens) == ("once", "input", None)
+    # A folder in the section leaves the default of k what it is.
+    assert once.k == RetrievalReader.k == 4
 
 
 @pytest.mark.slow
