@@ -197,6 +197,13 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
     """Evaluates retrievers: returns the tables as Markdown, and the files that were written."""
     from lcjax.evaluation.report import tables
 
+    if config.out is not None:
+        try:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"out={config.out} cannot be a folder ({error}); name another"
+            ) from None
     records = evaluate(config)
     names = {name for record in records for name in record}
     by_k = {
@@ -217,7 +224,6 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
     if config.out is None:
         return text, []
     folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"retrieval.{ending}" for ending in ("md", "json", "csv")]
     contents = (text, json.dumps(records, indent=1), tables.to_csv(records))
     for file, content in zip(files, contents, strict=True):

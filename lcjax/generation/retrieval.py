@@ -5,7 +5,7 @@ reader = RetrievalReader(lm, retriever, how="input", when=16)
 text.passages       # the searches: query, hits, and the number of tokens generated before
 
 A retriever is any object with `search(queries, k)`, which returns for every query its hits, the
-best first; a hit has `passage.text`, `passage.title` and `score`. Three choices make a method:
+best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three choices make a method:
 
 - What: passages, `k` of them.
 - How: "input", in front of the text, the best one next to it (in-context RALM, Ram et al. 2023,
@@ -59,6 +59,15 @@ class Search(NamedTuple):
     num_tokens: int = 0  # generated before
 
 
+def check_retriever(retriever: Retriever) -> None:
+    """Raises an InputError unless `retriever` can search."""
+    if not callable(getattr(retriever, "search", None)):
+        raise InputError(
+            f"retriever={retriever!r:.60} has no search(queries, k); open a datastore with"
+            " lcjax.retrieval.Retriever.open(folder)"
+        )
+
+
 def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
     """Returns the hits of every query that have a text; none for a blank query."""
     for query in queries:
@@ -95,6 +104,7 @@ class RetrievalReader(Scorer):
     batch: int = 8  # passes that run at once, when texts are scored
 
     def __post_init__(self):
+        check_retriever(self.retriever)
         whole_number("k", self.k, 0)
         one_of("how", self.how, METHODS)
         if self.when != "once":

@@ -100,11 +100,7 @@ def _add_search(parser: _Parser) -> None:
 
 
 def _open(store: str | Datastore, args: argparse.Namespace) -> Retriever:
-    rerank = None
-    if args.rerank is not None:
-        rerank = open_encoder(args.rerank)
-        if not hasattr(rerank, "score"):
-            raise InputError(f"--rerank={args.rerank} is no cross-encoder or ColBERT")
+    rerank = None if args.rerank is None else open_encoder(args.rerank)
     options = {"encoder": args.encoder, "index": args.index, "rerank": rerank}
     return Retriever.open(store, args.kind, **options)
 

@@ -101,8 +101,16 @@ class EncoderSection:
 
 
 def encoder_fields(encoder: Encoder) -> dict[str, Any]:
+    """Returns what `index.json` says of an encoder."""
+    check_encoder(encoder)
     names = ("name", "fingerprint", "pooling", "dim")
     return {name: getattr(encoder, name) for name in names}
+
+
+def check_encoder(encoder: Encoder) -> None:
+    """Raises an InputError unless `encoder` has the fingerprint of an encoder."""
+    if not hasattr(encoder, "fingerprint"):
+        raise InputError(f"encoder={encoder!r:.60} is no encoder; open one with open_encoder(path)")
 
 
 def encoder_entry(encoder: Encoder, section: EncoderSection, dtype: str) -> dict[str, Any]:
@@ -323,6 +331,7 @@ class Datastore:
             if len(encoders) > 1:
                 raise InputError(f"{self.folder} has vectors of {names}: name one of them")
             return next(iter(encoders.values()))
+        check_encoder(encoder)
         if encoder.fingerprint not in encoders:
             raise InputError(
                 f"{self.folder} was built by the encoder {names}, and encoder={encoder.name}"
@@ -397,6 +406,7 @@ class Datastore:
         """
         section = encoder if isinstance(encoder, EncoderSection) else EncoderSection()
         encoder = section.open() or encoder
+        check_encoder(encoder)
         one_of("dtype", dtype, DTYPES)
         with self._changing() as index:
             fields = encoder_entry(encoder, section, dtype)
@@ -567,7 +577,9 @@ def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None 
     """Opens the encoder of an entry in `index.json`, and checks that it is the same."""
     section = EncoderSection(**fields["section"])
     if not section.path:
-        raise InputError(f"{folder} was built by {fields['name']}, which has no path: give it")
+        raise InputError(
+            f"{folder} was built by {fields['name']}, which has no path: pass the encoder itself"
+        )
     encoder = section.open(mesh)
     if encoder.fingerprint != fields["fingerprint"]:
         raise InputError(
@@ -583,6 +595,8 @@ def _append_groups(
     """Yields the passages of each appended shard, and the number of their documents."""
     passages, num_documents, size = [], 0, 0
     for document in documents:
+        if not isinstance(document, Document):
+            raise InputError(f"documents: {document!r:.60} must be a Document(name, text)")
         more = list(chunking.passages(document))
         passages += more
         num_documents += bool(more)

@@ -79,6 +79,11 @@ class Retriever:
         whole_number("k_candidates", k_candidates, 1)
         if not is_finite_number(rank_constant) or rank_constant < 0:
             raise InputError(f"rank_constant={rank_constant} must be a number of at least 0")
+        if rerank is not None and not hasattr(rerank, "score"):
+            raise InputError(
+                f"rerank={getattr(rerank, 'name', repr(rerank)):.60} cannot score(query, passages):"
+                " open a cross-encoder or ColBERT with open_encoder(path)"
+            )
         self.store, self._searches, self._rerank = store, list(searches), rerank
         self._k_candidates, self._rank_constant = k_candidates, rank_constant
 

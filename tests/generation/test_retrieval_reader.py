@@ -9,6 +9,7 @@ from tiny_lm import ids, sharper
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.retrieval import METHODS, RetrievalReader
@@ -242,6 +243,9 @@ def test_the_memory_reads_hits_as_chunks(lm):
         (lambda lm: RetrievalReader(lm, Store(), when=4).generate(["a"], queries=["b"]), "queries"),
         (lambda lm: RetrievalReader(lm, Store()).generate("a"), "prompts='a' must be a list"),
         (lambda lm: lm.generate(["a"], retriever=Store(), context=["b"]), "context and retriever"),
+        (lambda lm: lm.generate(["a"], how="mixture"), "give a retriever"),
+        (lambda lm: lm.generate(["a"], retriever="store"), "retriever='store' has no search"),
+        (lambda lm: Conversation(lm, retriever="store"), "retriever='store' has no search"),
         (lambda lm: Replug(lm, marginal="word"), "marginal='word'"),
     ],
 )

@@ -295,7 +295,7 @@ def test_another_encoder_is_refused_by_name_and_can_be_added(text, tmp_path):
     store = built(text, tmp_path / "out", encoder)
     with pytest.raises(InputError, match=r"was built by the encoder words .*, and encoder=words"):
         store.vectors(other)
-    with pytest.raises(InputError, match="was built by words, which has no path: give it"):
+    with pytest.raises(InputError, match="was built by words, which has no path: pass the encoder"):
         store.open_encoder()
     with pytest.raises(InputError, match="was built by the encoder"):
         store.append([Document("n", "text")], encoders=[other])

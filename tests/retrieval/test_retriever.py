@@ -178,10 +178,6 @@ def test_bad_arguments_are_one_line(store, encoder):
         with pytest.raises(InputError, match=match):
             Retriever.open(store, **fields)
     retriever = Retriever.open(store, "sparse")
-    store.index["encoders"] = {}
-    for fields in ({"index": "ivf"}, {"encoder": "model"}, {"encoder": encoder}):
-        with pytest.raises(InputError, match="has no vectors: build it with an encoder"):
-            Retriever.open(store, **fields)
     for queries, k, match in [
         ("question", 3, "queries must be a list of texts"),
         ([3], 3, r"queries\[0\]=3 must be a text"),
@@ -189,8 +185,22 @@ def test_bad_arguments_are_one_line(store, encoder):
     ]:
         with pytest.raises(InputError, match=match):
             retriever.search(queries, k)
+    with pytest.raises(InputError, match="encoder=7 is no encoder; open one"):
+        Retriever.open(store, "dense", encoder=7)
+    with pytest.raises(InputError, match="encoder='model' is no encoder"):
+        store.encode("model")
+    with pytest.raises(InputError, match="rerank=words cannot score"):
+        Retriever.open(store, "sparse", rerank=encoder)
+    with pytest.raises(InputError, match="must be a Document"):
+        store.append(["text"], encoders=[encoder])
+    with pytest.raises(InputError, match="text=3 must be a string"):
+        Document("name", 3)
     with pytest.raises(InputError, match="n=0 must be"):
         check(retriever, 0)
+    store.index["encoders"] = {}
+    for fields in ({"index": "ivf"}, {"encoder": "model"}, {"encoder": encoder}):
+        with pytest.raises(InputError, match="has no vectors: build it with an encoder"):
+            Retriever.open(store, **fields)
 
 
 def test_sentences_of_the_passages_are_found_and_a_broken_index_is_noticed(store):
