@@ -20,6 +20,7 @@ best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three choi
 """
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ from lcjax.models.memory import check_memory
 METHODS = ("input", "context", "fid", "mixture", "rag_token", "rag_sequence")
 QUERY_TOKENS = 32  # Ram et al., section 5
 SEPARATOR = "\n\n"  # after a passage in front of a text
+_LEAST_SPREAD = 0.05  # of scores, in temperatures: below it weights differ by 5 % at most
 
 
 class Retriever(Protocol):
@@ -318,10 +320,17 @@ class RetrievalReader(Scorer):
             context.append([*with_head, *passages[num_heads:]])
         if self.how == "input" or self._is_beside:
             return {"context": context}
-        return {
-            "context": context,
-            "scores": [[hit.score for hit in result.hits] for result in searches],
-        }
+        scores = [[hit.score for hit in result.hits] for result in searches]
+        spread = max((max(row) - min(row) for row in scores if row), default=0.0)
+        if 0 < spread < _LEAST_SPREAD * self.temperature:
+            warnings.warn(
+                f"how={self.how}: the scores of the hits differ by {spread:.2g} at most, so all"
+                " passages count nearly alike; search by vectors or by words alone (scores of"
+                " hybrid searches are sums of reciprocal ranks), or lower the temperature of"
+                " how=mixture",
+                stacklevel=2,
+            )
+        return {"context": context, "scores": scores}
 
     def _passage(self, hit: Any, query: str) -> np.ndarray:
         ids = list(self.tokenizer.encode(passage_text(hit))[: self.passage_tokens])
