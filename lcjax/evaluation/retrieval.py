@@ -42,13 +42,18 @@ class RetrieverSection:
     name: str = ""  # row of a table; empty: the kind
 
     def check(self, key: str) -> None:
-        """Raises an InputError for invalid settings; `key` is the section's place."""
+        """Raises an InputError for settings or a datastore that cannot be searched.
+
+        Args:
+          key: the section's place in the config.
+        """
         whole_numbers(key, self, 1, "k")
         if not self.folder or not Path(self.folder).is_dir():
             raise InputError(
                 f"{key}.folder={self.folder!r} is no folder; name a datastore that"
                 " python -m lcjax.retrieval build made"
             )
+        self.open()  # before models are loaded and long work begins
 
     @property
     def label(self) -> str:

@@ -324,6 +324,10 @@ def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
             r"methods\.0\.retrieval\.retriever\.folder='' is no folder",
         ),
         (
+            lambda: {"methods": (Method("a", retrieval=Reading(RetrieverSection("."))),)},
+            r"^\. holds no datastore",
+        ),
+        (
             lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=Reading()),)},
             "replug and retrieval, two ways",
         ),
