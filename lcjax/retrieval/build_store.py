@@ -55,6 +55,7 @@ from lcjax.retrieval.datastore import (
 )
 from lcjax.retrieval.encoder import Encoder
 from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
+from lcjax.retrieval.faiss_index import import_faiss
 from lcjax.retrieval.passages import (
     Chunking,
     Document,
@@ -176,6 +177,7 @@ def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
         raise InputError(f"faiss={config.faiss} is an index of vectors: name an encoder")
     if config.faiss is not None:
         one_of("faiss", config.faiss, FAISS_KINDS)
+        import_faiss()  # before the long work
     if config.sparse is not None:
         SparseIndex.check(config.sparse)
     _check_length(config.chunking, encoder)

@@ -306,14 +306,14 @@ class Datastore:
 
     def rows(self, ids: Iterable[str]) -> dict[str, int]:
         """Finds the rows of passages that are not deleted, by id; reads the ids of all passages."""
-        ids, found = set(ids), {}
+        ids, rows = set(ids), {}
         for shard, start in zip(self.index["shards"], self._starts):
             table = _read_table(self.folder / f"{shard['name']}.parquet", None, ["id"])
             for i, passage in enumerate(table.column("id").to_pylist()):
                 row = int(start) + i
                 if passage in ids and (self.valid is None or self.valid[row]):
-                    found[passage] = row
-        return found
+                    rows[passage] = row
+        return rows
 
     def encoder_fields(self, encoder: Encoder | None = None) -> dict[str, Any]:
         """Returns the entry of an encoder in `index.json`; None: of the only one.

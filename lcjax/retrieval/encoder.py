@@ -28,7 +28,7 @@ from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.hf_config import SUPPORTED
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
-from lcjax.errors import InputError, one_of, suggestion, whole_number
+from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
@@ -367,9 +367,7 @@ class StaticEncoder(Encoder):
         try:
             from model2vec import StaticModel
         except ImportError as error:
-            raise InputError(
-                "static encoders need model2vec: pip install 'lcjax[retrieval]'"
-            ) from error
+            raise missing_extra("a static encoder", "model2vec", "retrieval", error) from None
         path = resolve_encoder(folder)
         try:
             return cls(StaticModel.from_pretrained(path), checkpoint_name(folder))

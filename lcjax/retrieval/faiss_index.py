@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, random_seed, whole_number
+from lcjax.errors import InputError, missing_extra, one_of, random_seed, whole_number
 from lcjax.files import atomic_file
 from lcjax.retrieval.search import (
     ExactIndex,
@@ -67,7 +67,7 @@ class FaissIndex:
         Raises:
           InputError: for arguments that do not fit, numbers that are not finite, or without FAISS.
         """
-        faiss = _faiss()
+        faiss = import_faiss()
         check_vectors(vectors)
         one_of("kind", kind, KINDS)
         random_seed("seed", seed)
@@ -165,7 +165,7 @@ class FaissIndex:
             if self.kind == "hnsw":
                 # The state of the generator of levels is not saved: seeded here, an index that was
                 # saved and loaded grows as the one in memory.
-                self._index.hnsw.rng = _faiss().RandomGenerator(len(self))
+                self._index.hnsw.rng = import_faiss().RandomGenerator(len(self))
             self._index.add(part)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +179,7 @@ class FaissIndex:
 
     def save(self, file: str | os.PathLike) -> None:
         """Writes the index, whole or not at all."""
-        faiss = _faiss()
+        faiss = import_faiss()
         with atomic_file(file, "wb") as stream:
             faiss.write_index(self._index, faiss.PyCallbackIOWriter(stream.write))
 
@@ -197,7 +197,7 @@ class FaissIndex:
         Raises:
           InputError: if the file is no such index, or one of another size.
         """
-        faiss = _faiss()
+        faiss = import_faiss()
         try:
             result = cls(faiss.read_index(os.fspath(file)))
             result.kind  # noqa: B018 -- a KeyError for other indices
@@ -211,13 +211,12 @@ class FaissIndex:
         return result
 
 
-def _faiss() -> Any:
+def import_faiss() -> Any:
+    """Returns the module faiss."""
     try:
         import faiss
     except ImportError as error:
-        raise InputError(
-            f"FaissIndex needs faiss-cpu: pip install 'lcjax[retrieval]' ({error})"
-        ) from None
+        raise missing_extra("an index of FAISS", "faiss-cpu", "retrieval", error) from None
     return faiss
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, is_finite_number, one_of, whole_number
+from lcjax.errors import InputError, is_finite_number, missing_extra, one_of, whole_number
 from lcjax.files import atomic_file, read_json
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
@@ -241,7 +241,7 @@ def _stemmer(language: str | None) -> Callable[[list[str]], list[str]] | None:
 def _bm25s() -> Any:
     try:
         import bm25s
-    except ImportError:
-        raise InputError("a search by words needs bm25s: pip install 'lcjax[retrieval]'") from None
+    except ImportError as error:
+        raise missing_extra("a search by words", "bm25s", "retrieval", error) from None
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     return bm25s

@@ -379,6 +379,10 @@ def test_a_missing_extra_is_one_line_before_any_work(text, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(InputError, match=r"pip install 'lcjax\[retrieval\]'"):
         build(settings(text, tmp_path / "out"))
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(InputError, match=r"FAISS needs faiss-cpu: pip install 'lcjax\[retrieval"):
+        build(settings(text, tmp_path / "out", faiss="ivf"), encoder=WordEncoder())
     assert not (tmp_path / "out").exists()
 
 
