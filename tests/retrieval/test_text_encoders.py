@@ -255,6 +255,13 @@ def test_prefixes_titles_and_their_defaults(folder, tmp_path):
         stated.encode_passages(["cat"]),
         BertEncoder.load(tmp_path, passage_prefix="").encode_passages(["dog cat"]),
     )
+    # The default prompt stands before texts without a prompt of their own.
+    make_sentence_transformer(tmp_path, query="what ", other="dog ")
+    edit(tmp_path / "config_sentence_transformers.json", default_prompt_name="other")
+    default = BertEncoder.load(tmp_path)
+    assert default.fingerprint == stated.fingerprint
+    edit(tmp_path / "config_sentence_transformers.json", default_prompt_name="none")
+    assert "default_prompt_name='none' is no key" in error_of(lambda: BertEncoder.load(tmp_path))
 
 
 def test_a_sentence_transformers_folder_says_how_to_pool(tmp_path):
