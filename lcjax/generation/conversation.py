@@ -5,7 +5,7 @@ print(talk.say("Who is the harbour master?"))
 talk.add_context(["a passage that was found later"])
 print(talk.say("And since when?"))
 
-talk = Conversation(lm, retriever=store)
+talk = Conversation(lm, retriever=lcjax.retrieval.Retriever.open("store"))
 talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 

@@ -580,7 +580,13 @@ def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None 
         raise InputError(
             f"{folder} was built by {fields['name']}, which has no path: pass the encoder itself"
         )
-    encoder = section.open(mesh)
+    try:
+        encoder = section.open(mesh)
+    except InputError as error:
+        raise InputError(
+            f"the encoder of {folder} cannot be opened ({error}); if it has moved, name its path:"
+            " --encoder=PATH of a search, encoder= of Retriever.open"
+        ) from None
     if encoder.fingerprint != fields["fingerprint"]:
         raise InputError(
             f"encoder={section.path} is not the one that built {folder}: its weights or settings"

@@ -334,6 +334,14 @@ def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(tmp_path, mo
     # An encoder that has moved is opened with the settings that made the vectors.
     assert run(capsys, "search", out, "Item3", "--kind=dense", "--encoder=xyz")[0] == 0
     assert opened[-1] == datastore.EncoderSection("xyz", pooling="mean")
+
+    def cannot_open(section, mesh=None):
+        raise InputError("abc: no such folder")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datastore.EncoderSection, "open", cannot_open)
+        code, _, error = run(capsys, "search", out, "x", "--kind=dense")
+    assert code == 2 and "(abc: no such folder); if it has moved, name its path" in error
     code, _, error = run(capsys, "search", out, "x", "--kind=dense", "--encoder=abcd")
     assert code == 2 and "is another: search with the same" in error
     monkeypatch.setattr(
