@@ -5,9 +5,9 @@ batch = next(loader)                      # tokens, targets, segments, positions
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 
 From a source to a batch: `files` finds the files of a source, and a `Reader` reads the records of
-one file (`readers`, `chat`, `token_files`). A `Corpus`, or a stream, is the documents of all files
-(`corpus`). `SourceRows` tokenises them and packs them into rows, and `make_loader` mixes the rows
-of all sources and batches them (`loader`).
+one file (`readers`, `chat`, `token_files`, `stored_rows`). A `Corpus`, or a stream, is the
+documents of all files (`corpus`). `SourceRows` tokenises them and packs them into rows, and
+`make_loader` mixes the rows of all sources and batches them (`loader`).
 """
 
 from lcjax.data.chunks import Chunks, Noise
@@ -15,6 +15,7 @@ from lcjax.data.config import (
     ChatSource,
     DataConfig,
     Masking,
+    RetrievedSource,
     SeqioSource,
     Source,
     TeacherSource,
@@ -33,6 +34,7 @@ __all__ = [
     "Loader",
     "Masking",
     "Noise",
+    "RetrievedSource",
     "SeqioSource",
     "Share",
     "Source",

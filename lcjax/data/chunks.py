@@ -13,7 +13,7 @@ import numpy as np
 from lcjax.errors import InputError, one_of, whole_numbers
 
 Row = dict[str, np.ndarray]
-TEXTS = ("before", "same", "beginning")
+TEXTS = ("before", "same", "beginning", "retrieved")
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class Noise:
 
 @dataclass(frozen=True)
 class Chunks:
-    """`data.chunks`: the first count x length tokens of a row are context."""
+    """`data.chunks`: the context of a row, `count` chunks of `length` tokens."""
 
     count: int = 16  # chunks in a row
     length: int = 256  # tokens in a chunk
     # Text in the chunks. before: the tokens before the decoder's. same: the decoder's tokens, which
     # it learns to copy (the warm-up of CEPE). beginning: the first full chunks of a document, in a
-    # conversation those of the question (SharedLLM); see `cut_context`
+    # conversation those of the question (SharedLLM); see `cut_context`. retrieved: passages of a
+    # datastore, stored with the rows by `python -m lcjax.retrieval chunks`
     text: str = "before"
     noise: Noise | None = None  # hides parts of the context in training, not in validation
     decoder: int | None = None  # text=beginning: maximum number of tokens that the decoder reads
@@ -54,19 +55,26 @@ class Chunks:
     # Learn to predict the tokens of chunks, too: for memories whose chunks the decoder reads one
     # after the other (beacon, auto_compressor)
     learned: bool = False
+    # text=retrieved: tokens of a document from one search to the next, each for an equal share of
+    # the chunks (RETRO); null: one search for the row
+    stride: int | None = None
 
     def __post_init__(self):
-        whole_numbers("chunks", self, 1, "count", "length", "decoder", "most")
+        whole_numbers("chunks", self, 1, "count", "length", "decoder", "most", "stride")
         one_of("chunks.text", self.text, TEXTS)
         if self.noise is not None and self.noise.leave >= self.length:
             raise InputError(
                 f"chunks.noise.leave={self.noise.leave} hides no token of chunks.length="
                 f"{self.length}; set it to 0 or 1"
             )
-        if self.learned and self.text == "same":
+        if self.learned and self.text in ("same", "retrieved"):
             raise InputError(
                 "chunks.learned=true adds targets for the tokens before the decoder's, and"
-                " chunks.text=same has none; leave it out"
+                f" chunks.text={self.text} has none; leave it out"
+            )
+        if self.stride is not None and self.text != "retrieved":
+            raise InputError(
+                f"chunks.stride={self.stride} is for chunks.text=retrieved; leave it out"
             )
         begins = self.text == "beginning"
         if begins and (self.decoder or 0) < 2 * self.length:
@@ -86,8 +94,24 @@ class Chunks:
         """Number of context tokens in a row."""
         return self.count * self.length
 
+    def num_passages(self, length: int) -> int:
+        """Number of passages of one search, for `text` "retrieved" and rows of `length` tokens."""
+        if self.stride is None:
+            return self.count
+        searches = length // self.stride
+        if not searches or self.count % searches:
+            raise InputError(
+                f"data.chunks.count={self.count} must be a multiple of the {searches} searches"
+                f" that data.length={length} and chunks.stride={self.stride} make; nearest:"
+                f" {max(1, round(self.count / max(1, searches))) * searches or 'a smaller stride'}"
+            )
+        return self.count // searches
+
     def decoder_length(self, length: int) -> int:
         """Number of tokens that the decoder reads in a row of `length` tokens."""
+        if self.text == "retrieved":
+            self.num_passages(length)  # refuses a count that does not fit
+            return length
         shape = f"data.chunks of {self.count} x {self.length} = {self.tokens} tokens"
         if self.text == "same":
             if length != self.tokens:

@@ -15,9 +15,19 @@ OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
-# Files that the commands of `python -m lcjax.data` write into a complete and an incomplete folder
-INDEX = {"prepare": "index.json", "teacher": "teacher.json"}
-PLAN = {"prepare": "plan.json", "teacher": "teacher_plan.json"}
+# Commands that write a folder to be read as a source, and their files in a complete and an
+# incomplete one
+COMMANDS = {
+    "prepare": "python -m lcjax.data prepare",
+    "teacher": "python -m lcjax.data teacher",
+    "retrieved": "python -m lcjax.retrieval chunks",
+}
+INDEX = {"prepare": "index.json", "teacher": "teacher.json", "retrieved": "retrieved.json"}
+PLAN = {
+    "prepare": "plan.json",
+    "teacher": "teacher_plan.json",
+    "retrieved": "retrieved_plan.json",
+}
 NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 
 
@@ -130,10 +140,9 @@ class TokenSource(Source):
                 raise InputError(f"rows=true cuts rows in stored order: leave {key} out")
 
 
-@Source.register_subclass("teacher")
 @dataclass(frozen=True)
-class TeacherSource(Source):
-    """Rows with a teacher's probabilities: a folder of `python -m lcjax.data teacher`."""
+class StoredSource(Source):
+    """Base class of the sources whose rows are stored as batches have them."""
 
     path: str = ""  # the folder
     weight: float = 1.0  # share of the rows, relative to the other sources
@@ -142,7 +151,23 @@ class TeacherSource(Source):
         super().__post_init__()
         for key in ("pack", "stride", "min_document_tokens"):
             if getattr(self, key):
-                raise InputError(f"type teacher: its rows are stored; leave {key} out")
+                raise InputError(f"type {self.kind}: its rows are stored; leave {key} out")
+
+
+@Source.register_subclass("teacher")
+@dataclass(frozen=True)
+class TeacherSource(StoredSource):
+    """Rows with a teacher's probabilities: a folder of `python -m lcjax.data teacher`."""
+
+    kind: ClassVar[str] = "teacher"  # key of `COMMANDS`
+
+
+@Source.register_subclass("retrieved")
+@dataclass(frozen=True)
+class RetrievedSource(StoredSource):
+    """Rows with retrieved passages as chunks: a folder of `python -m lcjax.retrieval chunks`."""
+
+    kind: ClassVar[str] = "retrieved"
 
 
 @Source.register_subclass("seqio")
@@ -250,7 +275,7 @@ class TextConfig:
 class DataConfig(TextConfig):
     """The sources, and how they become rows of exactly `length` tokens."""
 
-    length: int = 1024  # tokens in a row, with those of chunks
+    length: int = 1024  # tokens in a row, with those of chunks that are cut from it
     # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
     # within one document; the rest of the document is left out. single: one padded row per document
     pack: str = "concat"
@@ -267,7 +292,8 @@ class DataConfig(TextConfig):
     shuffle_rows: int = 0  # window of a second shuffle, of rows (parts of a book are neighbours)
     seed: int = 0  # of all random numbers in the data
     masking: Masking | None = None  # null: next-token prediction
-    # The beginning of a row as context for an encoder (model.memory); the decoder reads the rest
+    # Context for an encoder (model.memory): the beginning of a row, of which the decoder reads the
+    # rest, or retrieved passages
     chunks: Chunks | None = None
     repeat: int | None = None  # epochs; null: endless; a mixture ends when one source ends
     threads: int = 2  # threads that read and tokenise
@@ -284,22 +310,35 @@ class DataConfig(TextConfig):
         random_seed("data.seed", self.seed)
         for i, source in enumerate(self.sources):
             self._check_source(f"data.sources.{i}", source)
-        is_teacher = [isinstance(source, TeacherSource) for source in self.sources]
-        if any(is_teacher) and not all(is_teacher):
-            raise InputError(
-                f"data.sources.{is_teacher.index(False)} is not of type teacher, and others are:"
-                " one batch cannot hold rows of both; keep one kind"
-            )
+        for cls in (TeacherSource, RetrievedSource):
+            is_stored = [isinstance(source, cls) for source in self.sources]
+            if any(is_stored) and not all(is_stored):
+                raise InputError(
+                    f"data.sources.{is_stored.index(False)} is not of type {cls.kind}, and others"
+                    " are: one batch cannot hold rows of both; keep one kind"
+                )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
         if self.document_mask is None:
-            joined = self.chunks is not None and self._has_packed_documents()
+            joined = self.chunks is not None and self.chunks.stride is None
+            joined = joined and self._has_packed_documents()
             object.__setattr__(self, "document_mask", not joined)
 
     @property
     def decoder_length(self) -> int:
         """Number of tokens that the decoder reads in a row."""
         return self.length if self.chunks is None else self.chunks.decoder_length(self.length)
+
+    def resolved_sources(self) -> list[Source]:
+        sources = super().resolved_sources()
+        if self.chunks is not None and self.chunks.text == "retrieved":
+            for source in sources:
+                if not isinstance(source, RetrievedSource):
+                    raise InputError(
+                        f"data.chunks.text=retrieved: {source.name} has no passages; write rows"
+                        f" with `{COMMANDS['retrieved']}`, and name their folder"
+                    )
+        return sources
 
     def _check_chunks(self, chunks: Chunks) -> None:
         chunks.decoder_length(self.length)
@@ -308,13 +347,13 @@ class DataConfig(TextConfig):
                 "data.chunks give the decoder its context and data.masking trains an encoder: keep"
                 " one of them"
             )
-        stored = [s for s in self.sources if isinstance(s, TeacherSource) or _converts(s)]
+        stored = [s for s in self.sources if isinstance(s, StoredSource) or _converts(s)]
         if chunks.learned and stored:
             raise InputError(
                 "data.chunks.learned=true needs targets of the tokens of chunks, which rows of"
                 " type teacher and of a converter do not have; leave one out"
             )
-        if self.document_mask and self._has_packed_documents():
+        if self.document_mask and not chunks.stride and self._has_packed_documents():
             raise InputError(
                 "data.document_mask=true conflicts with data.chunks, which all documents of a row"
                 " attend to: set it to false, or pack: windows or single, with one document a row"
@@ -337,7 +376,7 @@ class DataConfig(TextConfig):
         return {
             source.pack or self.pack
             for source in self.sources
-            if not (isinstance(source, TeacherSource) or _converts(source))
+            if not (isinstance(source, StoredSource) or _converts(source))
         }
 
     def _has_packed_documents(self) -> bool:
@@ -364,9 +403,10 @@ def _converts(source: Source) -> bool:
 
 
 def _source_at(path: str) -> Source:
-    """Returns the source at a path; folders written by `prepare` or `teacher` are recognised."""
+    """Returns the source at a path; folders written by one of `COMMANDS` are recognised."""
     folder = Path(path).expanduser()
-    for command, source in (("teacher", TeacherSource), ("prepare", TokenSource)):
-        if any((folder / files[command]).is_file() for files in (INDEX, PLAN)):
+    classes = {"teacher": TeacherSource, "retrieved": RetrievedSource, "prepare": TokenSource}
+    for kind, source in classes.items():
+        if any((folder / files[kind]).is_file() for files in (INDEX, PLAN)):
             return source(path)
     return TokenSource(path) if folder.suffix == ".bin" else TextSource(path)

@@ -22,14 +22,15 @@ from lcjax.data.config import (
     DataConfig,
     SeqioSource,
     Source,
-    TeacherSource,
+    StoredSource,
     TextConfig,
     TextSource,
     TokenSource,
 )
 from lcjax.data.files import FileCache
 from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles
-from lcjax.data.token_files import TeacherFiles, token_files
+from lcjax.data.stored_rows import StoredFiles
+from lcjax.data.token_files import token_files
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
@@ -37,7 +38,7 @@ from lcjax.errors import InputError
 class Corpus:
     """All documents of one source as a sequence of (name, value) in a fixed order.
 
-    A value is a text, token ids, a conversation, or a teacher's row.
+    A value is a text, token ids, a conversation, or a stored row.
 
     `indices` selects some of them, such as one side of the validation split.
     """
@@ -269,8 +270,8 @@ def source_files(
     match source:
         case TokenSource():
             files = token_files(source, tokenizer)
-        case TeacherSource():
-            files = TeacherFiles(source, tokenizer)
+        case StoredSource():
+            files = StoredFiles(source, tokenizer)
             if isinstance(config, DataConfig):
                 files.check_rows(config)
         case ChatSource():

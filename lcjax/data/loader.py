@@ -24,7 +24,7 @@ from lcjax.data.config import (
     DataConfig,
     Masking,
     SeqioSource,
-    TeacherSource,
+    StoredSource,
     TokenSource,
 )
 from lcjax.data.corpus import (
@@ -35,6 +35,7 @@ from lcjax.data.corpus import (
     derived_seed,
     open_split,
 )
+from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
@@ -52,6 +53,7 @@ def make_loader(
     rows: Sequence[int] | None = None,
     split: str = "train",
     landmarks: Landmarks | None = None,
+    documents: bool = False,
 ) -> "Loader":
     """Returns an iterator over batches: dicts of arrays [B, T] for the rows of this process.
 
@@ -93,6 +95,8 @@ def make_loader(
         last batch of a finite split is completed with padding.
       landmarks: landmark tokens to insert into the rows after they are cut. T is then
         `landmarks.row_length(config.length)`.
+      documents: adds `documents` int32, the `document_number` of every token's document, 0 on
+        padding. For rows that are packed here.
 
     Raises:
       InputError: a source cannot be read, or holds too few tokens for one batch.
@@ -102,7 +106,8 @@ def make_loader(
         raise InputError(
             f"rows={indices} must be some of 0 ... {batch_size - 1}, the rows of a batch"
         )
-    sources = [SourceRows(c, config, tokenizer) for c in open_split(config, split, tokenizer)]
+    corpora = open_split(config, split, tokenizer)
+    sources = [SourceRows(c, config, tokenizer, documents=documents) for c in corpora]
     is_train = split == "train"
     _check_num_tokens(
         sources,
@@ -132,6 +137,11 @@ def make_loader(
         batches, prefetch_buffer_size=config.prefetch
     )
     return Loader(iter(batches), _identity(sources, config, tokenizer, split, landmarks))
+
+
+def document_number(name: str) -> int:
+    """Returns a hash of a document's name, in 1 ... 2^31 - 2."""
+    return 1 + int(unit_hash(name.encode()) * (2**31 - 2))
 
 
 class Loader(grain.DatasetIterator):
@@ -286,11 +296,13 @@ _PACKERS = {
 class SourceRows:
     """The rows of one source: its documents, tokenised and packed.
 
-    Rows of a teacher, of a seqio converter, and of tokens with `rows: true` are not packed.
+    Stored rows, rows of a seqio converter, and of tokens with `rows: true` are not packed.
     """
 
-    def __init__(self, corpus: Documents, config: DataConfig, tokenizer: Any):
-        source = corpus.source
+    def __init__(
+        self, corpus: Documents, config: DataConfig, tokenizer: Any, *, documents: bool = False
+    ):
+        source, self._documents = corpus.source, documents
         self.corpus, self._config, self._tokenizer = corpus, config, tokenizer
         self.length, self.stride = config.length, source.stride or config.length
         self.min_tokens = source.min_document_tokens or config.min_document_tokens
@@ -305,7 +317,7 @@ class SourceRows:
         self._chat = ChatTokenise(tokenizer, source) if is_chat else None
         self._is_converted = is_seqio and bool(source.converter)
         is_cut = isinstance(source, TokenSource) and source.rows
-        self.is_packed = not (self._is_converted or is_cut or isinstance(source, TeacherSource))
+        self.is_packed = not (self._is_converted or is_cut or isinstance(source, StoredSource))
 
     def rows(self, **order: Any) -> grain.IterDataset:
         """Returns the rows; `order` as of `StreamedCorpus.read_elements`."""
@@ -317,7 +329,7 @@ class SourceRows:
                 "eos_id": self.eos if config.add_eos else None,
             }
             return self.corpus.rows(config.chunks, config.decoder_length, **special, **order)
-        if isinstance(self.corpus.source, TeacherSource):
+        if isinstance(self.corpus.source, StoredSource):
             rows = grain.MapDataset.source(self.corpus).map(lambda document: document[1])
             return self._ordered(rows, **order)
         if not self.is_packed:
@@ -347,6 +359,7 @@ class SourceRows:
     def tokenise(self, document: tuple[str, Any]) -> Element | None:
         """Returns {"pair": int32 [n, 2]}: each token of a document beside its target.
 
+        With `documents` a third column is the number of the document.
         The last token has no target: -1. A target that is not learned is stored as -2 - target. The
         result is None for a document that is left out. The value of a document may be a text, token
         ids with or without BOS and EOS, or a conversation.
@@ -364,7 +377,10 @@ class SourceRows:
         tokens = np.concatenate([bos, ids, eos]).astype(np.int32)
         is_learned = np.pad(is_learned, (len(bos), len(eos)), constant_values=(False, True))
         targets = np.where(is_learned, tokens, -2 - tokens)[1:]
-        return self._fit(np.stack([tokens, np.append(targets, np.int32(-1))], axis=1))
+        columns = [tokens, np.append(targets, np.int32(-1))]
+        if self._documents:
+            columns.append(np.full(len(tokens), document_number(name), np.int32))
+        return self._fit(np.stack(columns, axis=1))
 
     def _fit(self, pair: np.ndarray) -> Element | None:
         """Shortens or drops a document that exceeds a row, for packings of whole documents."""
@@ -416,7 +432,7 @@ class SourceRows:
 
     def counts(self) -> Iterator[int]:
         """Yields the number of tokens that enter rows, for every document or converted row."""
-        if isinstance(self.corpus.source, TeacherSource):
+        if isinstance(self.corpus.source, StoredSource):
             return itertools.repeat(self.length, self.corpus.count)
         if self._is_converted:
             return (self.length for _ in self.rows())
@@ -604,7 +620,7 @@ class FixedRows:
 def batch_fields(row: dict[str, np.ndarray], config: DataConfig) -> Batch:
     """Turns a row of any source into the fields of a training batch."""
     if "pair" not in row:
-        return row  # rows of a teacher and of a converter have these fields from the start
+        return row  # stored rows and those of a converter have these fields from the start
     segments, positions = row["pair_segment_ids"], row["pair_positions"]
     tokens, targets = row["pair"][:, 0], row["pair"][:, 1]
     is_text = segments > 0
@@ -618,6 +634,8 @@ def batch_fields(row: dict[str, np.ndarray], config: DataConfig) -> Batch:
         "positions": positions,
         "weights": (is_text & (targets >= 0)).astype(np.float32),
     }
+    if row["pair"].shape[1] == 3:
+        batch["documents"] = np.where(is_text, row["pair"][:, 2], 0)
     return cut_context(batch, config.chunks, config.decoder_length) if config.chunks else batch
 
 

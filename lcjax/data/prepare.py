@@ -89,7 +89,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     Raises:
       InputError: the folder belongs to other text or settings, or no document remains.
     """
-    tokenizer, out = _tokenizer(config.tokenizer), config.folder
+    tokenizer, out = open_tokenizer(config.tokenizer), config.folder
     config = dataclasses.replace(config, dtype=_dtype(config.dtype, tokenizer))
     check_path("out", out)
     check_outside_data("out", out, TextConfig(sources=tuple(config.text_sources())))
@@ -105,7 +105,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     return index
 
 
-def _tokenizer(name: str) -> Any:
+def open_tokenizer(name: str) -> Any:
+    """Loads the tokenizer that the setting `tokenizer` names."""
     try:
         return load_tokenizer(name)
     except InputError as error:

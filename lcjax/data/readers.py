@@ -66,7 +66,7 @@ class Document(NamedTuple):
     """A document, and the fields that decide whether it is read."""
 
     name: str
-    value: Any  # text, token ids, a conversation, or a teacher's row
+    value: Any  # text, token ids, a conversation, or a stored row
     label: str = ""  # names a share of an up-sampling
     characters: int = 0  # length of the text, for an up-sampling
 

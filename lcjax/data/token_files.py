@@ -1,13 +1,9 @@
-"""Sources of types tokens and teacher: what was computed before, read from memory maps.
+"""Sources of type tokens: ids that were computed before, read from memory maps.
 
 `python -m lcjax.data prepare` writes a folder: `index.json`, and for every shard a `.bin` file with
 the ids of its documents, concatenated without special tokens, and a `.npy` file with one entry per
 document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are separated by the token
 that they begin or end with (LongLoRA, LCEG: the first token of the file begins each document).
-
-`python -m lcjax.data teacher` writes a folder: `teacher.json`, and `.bin` shards of rows of equal
-size (`row_type`). A row holds the decoder's tokens and their targets, the chunks of context, and
-for every token the teacher's distribution of the next one.
 """
 
 from pathlib import Path
@@ -15,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.chunks import Row, segment_positions
-from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource, TokenSource
+from lcjax.data.config import COMMANDS, INDEX, PLAN, StoredSource, TokenSource
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
@@ -35,15 +30,15 @@ class TokenFolder(SourceFiles):
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
         self.source, folder = source, Path(source.path).expanduser()
-        index = _read_index(folder, "prepare")
+        index = read_index(folder, "prepare")
         _check_fields(index, folder)
-        _check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
+        check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
         self.dtype = DTYPES[index["dtype"]]
         shards = [shard for shard in index["shards"] if shard["documents"]]
         self.shard_labels = [shard["labels"] for shard in shards]
         _check_labels(source, sorted({label for labels in self.shard_labels for label in labels}))
         counts = {shard["name"]: shard["tokens"] for shard in shards}
-        self.paths = _shards(folder, counts, self.dtype.itemsize, "prepare")
+        self.paths = list_shards(folder, counts, self.dtype.itemsize, "prepare")
 
     def reader_class(self, path: Path) -> type[Reader]:
         return ShardReader
@@ -183,7 +178,7 @@ def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
     if path.is_file():
         return [(path.name, path)]
     files = sorted(path.rglob("*.bin")) if path.is_dir() else []
-    _check_finished(path, "prepare")
+    check_finished(path, "prepare")
     if not files:
         raise InputError(
             f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
@@ -197,93 +192,9 @@ def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dtype:
-    """Returns the dtype of a row on disk.
-
-    Args:
-      count: number of chunks.
-      length: tokens in a chunk.
-      decoder: tokens of the decoder.
-      top: number of probabilities; the probability of all other tokens is stored after them.
-      ids: dtype of token ids, a key of `DTYPES`.
-    """
-    token = DTYPES[ids]
-    return np.dtype(
-        [
-            ("chunks", token, (count, length)),
-            ("chunk_mask", "?", (count, length)),
-            ("tokens", token, (decoder,)),
-            ("targets", token, (decoder,)),
-            ("segments", "<i4", (decoder,)),
-            ("weights", "?", (decoder,)),
-            ("teacher_ids", token, (decoder, top)),
-            ("teacher_probabilities", "<f2", (decoder, top + 1)),
-        ]
-    )
-
-
-class TeacherFiles(SourceFiles):
-    """The shards of a folder of teacher rows."""
-
-    def __init__(self, source: TeacherSource, tokenizer: Any = None):
-        self.source, folder = source, Path(source.path).expanduser()
-        if not (folder / INDEX["teacher"]).is_file():
-            _check_finished(folder, "teacher")
-            raise InputError(
-                f"data.sources: {folder} has no {INDEX['teacher']}; name a folder that `python -m"
-                " lcjax.data teacher` wrote"
-            )
-        self.index = index = _read_index(folder, "teacher")
-        _check_tokenizer(source, index, index.get("teacher"), tokenizer)
-        shape = {key: index[key] for key in ("count", "length", "decoder", "top", "ids")}
-        self.row_type = row_type(**shape)
-        counts = {shard["name"]: shard["rows"] for shard in index["shards"]}
-        self.paths = _shards(folder, counts, self.row_type.itemsize, "teacher")
-
-    def check_rows(self, config: DataConfig) -> None:
-        """Raises an `InputError` where the settings give rows of another shape."""
-        chunks, count, length = config.chunks, self.index["count"], self.index["length"]
-        shape = chunks and f"{chunks.count} x {chunks.length}, text={chunks.text}"
-        if shape != f"{count} x {length}, text=before":
-            raise InputError(
-                f"data.chunks={shape or 'null'} is not that of the rows of {self.source.path}; set"
-                f" it to {{count: {count}, length: {length}}}"
-            )
-        if (row_length := chunks.tokens + self.index["decoder"]) != config.length:
-            raise InputError(
-                f"data.length={config.length} is not that of the rows of {self.source.path}; set"
-                f" it to {row_length}"
-            )
-
-    def reader_class(self, path: Path) -> type[Reader]:
-        return TeacherReader
-
-
-class TeacherReader(Reader):
-    """The rows of one shard."""
-
-    def __len__(self) -> int:
-        return len(self._map())
-
-    def record(self, index: int) -> Row:
-        """Returns the fields of a training batch, without the batch axis."""
-        row = self._map()[index]
-        integers = ("chunks", "tokens", "targets", "segments", "teacher_ids")
-        return {name: row[name].astype(np.int32) for name in integers} | {
-            "chunk_mask": row["chunk_mask"].copy(),
-            "positions": segment_positions(row["segments"]),
-            "weights": row["weights"].astype(np.float32),
-            "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
-            "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
-        }
-
-    def _map(self) -> np.ndarray:
-        return np.frombuffer(self._cache.map(self._path), self._files.row_type)
-
-
-def _read_index(folder: Path, command: str) -> dict[str, Any]:
-    """Reads the index of a folder that `python -m lcjax.data <command>` wrote."""
-    path, way_out = folder / INDEX[command], f"write it again with `python -m lcjax.data {command}`"
+def read_index(folder: Path, kind: str) -> dict[str, Any]:
+    """Reads the index of a folder of one of `COMMANDS`."""
+    path, way_out = folder / INDEX[kind], f"write it again with `{COMMANDS[kind]}`"
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -293,10 +204,10 @@ def _read_index(folder: Path, command: str) -> dict[str, Any]:
     return index
 
 
-def _check_finished(folder: Path, command: str) -> None:
-    if (folder / PLAN[command]).is_file():
+def check_finished(folder: Path, kind: str) -> None:
+    if (folder / PLAN[kind]).is_file():
         raise InputError(
-            f"data.path={folder} is not finished: run the same `python -m lcjax.data {command}`"
+            f"data.path={folder} is not finished: run the same `{COMMANDS[kind]}`"
             " once more; it resumes"
         )
 
@@ -326,8 +237,8 @@ def _is_shard(shard: Any) -> bool:
     )
 
 
-def _check_tokenizer(
-    source: TokenSource | TeacherSource, index: dict[str, Any], name: str, tokenizer: Any
+def check_tokenizer(
+    source: TokenSource | StoredSource, index: dict[str, Any], name: str, tokenizer: Any
 ) -> None:
     """Raises an `InputError` where stored ids are those of another tokenizer."""
     if tokenizer is not None and index["tokenizer"] != tokenizer.fingerprint:
@@ -345,7 +256,7 @@ def _check_labels(source: TokenSource, labels: list[str]) -> None:
         )
 
 
-def _shards(folder: Path, counts: dict[str, int], size: int, command: str) -> FileList:
+def list_shards(folder: Path, counts: dict[str, int], size: int, kind: str) -> FileList:
     """Lists the shards of a folder: `counts` entries of `size` bytes each, by name."""
     files = [(name, folder / f"{name}.bin") for name in counts]
     for name, path in files:
@@ -356,6 +267,6 @@ def _shards(folder: Path, counts: dict[str, int], size: int, command: str) -> Fi
             raise InputError(
                 f"{path} has {num_bytes:,} bytes, and {counts[name]:,} entries of {size:,} take"
                 f" {expected:,}: it was cut or moved; copy it again, or write the folder again with"
-                f" `python -m lcjax.data {command}`"
+                f" `{COMMANDS[kind]}`"
             )
     return FileList(files)

@@ -94,6 +94,16 @@ class Retro(CrossAttentionMemory):
                 f"{self.neighbours}: so many chunks of a row are read by each chunk of the text"
             )
 
+    def check_retrieved(self, stride: int | None, num_passages: int) -> None:
+        if (stride, num_passages) != (self.chunk, self.neighbours):
+            raise InputError(
+                f"data.chunks have {num_passages} passages for each {stride or 'row'}"
+                f"{' tokens' if stride else ''}, and model.memory reads neighbours="
+                f"{self.neighbours} for each chunk={self.chunk}; set data.chunks.stride="
+                f"{self.chunk} and count = {self.neighbours} x (data.length // {self.chunk}) where"
+                " rows are stored, or model.memory as the rows are"
+            )
+
     @property
     def encoder_config(self) -> ModelConfig:
         return self.states

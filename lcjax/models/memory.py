@@ -129,6 +129,20 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
                 " teacher (train.distill); leave it out"
             )
 
+    def check_retrieved(self, stride: int | None, num_passages: int) -> None:
+        """Raises an InputError if the model does not read passages as rows have them.
+
+        Args:
+          stride: `data.chunks.stride`, tokens of the text from one search to the next.
+          num_passages: passages of a search.
+        """
+        if stride is not None:
+            raise InputError(
+                f"data.chunks.stride={stride} gives each part of a row passages of its own, and all"
+                " tokens would read them; store rows with stride: null, or set"
+                " model.memory.type=retro"
+            )
+
     def num_slots(self, tokens: int) -> int:
         """Returns the number of slots that a chunk of `tokens` tokens fills."""
         return tokens

@@ -1,6 +1,7 @@
 """Retrieval: passages of a datastore, found by words or by vectors, for models that read them."""
 
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
+from lcjax.retrieval.chunks import ChunksConfig, write_chunks
 from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.encoder import (
     BertEncoder,
@@ -20,6 +21,7 @@ __all__ = [
     "BertEncoder",
     "BuildConfig",
     "Chunking",
+    "ChunksConfig",
     "CrossEncoder",
     "Datastore",
     "DecoderEncoder",
@@ -43,4 +45,5 @@ __all__ = [
     "read_documents",
     "recall",
     "top_k",
+    "write_chunks",
 ]

@@ -1,4 +1,4 @@
-"""Datastores of passages: python -m lcjax.retrieval build|search|check|append|delete --help.
+"""Datastores of passages: python -m lcjax.retrieval build|search|check|append|delete|chunks --help.
 
 build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
   with --encoder.path=MODEL by vectors. --part=i/n writes some shards, --finish the rest.
@@ -6,6 +6,8 @@ search FOLDER "question": prints the passages that fit best.
 check FOLDER: searches sentences of the passages themselves; with --files also compares checksums.
 append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
+chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
+  to --out=FOLDER.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from lcjax import config as config_lib
 from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
+from lcjax.retrieval.chunks import ChunksConfig, write_chunks
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.passages import Chunking
@@ -84,6 +87,11 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
         f"{settings.out}: {index['passages']:,} passages of {index['documents']:,} documents;"
         f' search them with python -m lcjax.retrieval search {settings.out} "question"'
     )
+
+
+def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
+    report.config = settings = config_lib.parse(ChunksConfig, words)
+    write_chunks(settings)
 
 
 def _folder_parser(command: str, description: str) -> _Parser:
@@ -173,6 +181,7 @@ _COMMANDS = {
     "check": _check,
     "append": _append,
     "delete": _delete,
+    "chunks": _chunks,
 }
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import SeqioSource, TeacherSource, TextConfig
+from lcjax.data.config import SeqioSource, StoredSource, TextConfig
 from lcjax.data.corpus import check_outside_data, open_corpus
 from lcjax.data.files import FileList
 from lcjax.data.jobs import (
@@ -91,9 +91,10 @@ class BuildConfig:
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         for i, source in enumerate(self.data.sources):
-            if isinstance(source, TeacherSource):
+            if isinstance(source, StoredSource):
                 raise InputError(
-                    f"data.sources.{i}: rows of type teacher are no documents; name their text"
+                    f"data.sources.{i}: rows of type {source.kind} are no documents; name their"
+                    " text"
                 )
             if isinstance(source, SeqioSource) and source.converter:
                 raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
@@ -206,8 +207,8 @@ class _Sources:
             for source in self.sources
         ]
         for source in self.sources:
-            if isinstance(source, TeacherSource):  # by its path
-                raise InputError(f"data.path={source.path}: teacher rows are no documents")
+            if isinstance(source, StoredSource):  # by its path
+                raise InputError(f"data.path={source.path}: {source.kind} rows are no documents")
         self._reader = JobReader(self.files, _in_order)
 
     @property

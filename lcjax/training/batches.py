@@ -10,7 +10,7 @@ from lcjax import checkpoints
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.build import resolve
 from lcjax.data import Loader, TeacherSource, make_loader
-from lcjax.data.token_files import TeacherFiles
+from lcjax.data.stored_rows import StoredFiles
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top
@@ -99,6 +99,8 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     memory.check_training_chunks(
         chunks.count, has_targets=chunks.learned, has_teacher=config.train.distill is not None
     )
+    if chunks.text == "retrieved":
+        memory.check_retrieved(chunks.stride, chunks.num_passages(config.data.length))
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:
@@ -134,7 +136,7 @@ def check_teacher(config: TrainConfig) -> None:
             " `python -m lcjax.data teacher` and name them as {type: teacher, path: FOLDER}"
         )
     for source in sources:
-        check_top(distill, TeacherFiles(source).index["top"], source.path)
+        check_top(distill, StoredFiles(source).index["top"], source.path)
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:

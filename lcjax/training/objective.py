@@ -21,7 +21,7 @@ Batch = dict[str, jax.Array]
 # the loss has parts that are logged, a dict with the sum of each part by name
 Objective = Callable[[dict, dict, Batch, jax.Array], tuple]
 
-# Fields of a batch with the teacher's probabilities (`lcjax.data.token_files`).
+# Fields of a batch with the teacher's probabilities (`lcjax.data.stored_rows`).
 TEACHER = ("teacher_ids", "teacher_probabilities", "teacher_rest")
 
 

@@ -62,7 +62,7 @@ from lcjax.evaluation import cli
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.run import _Runner
 from lcjax.parallel import distributed
-from lcjax.retrieval import BuildConfig
+from lcjax.retrieval import BuildConfig, ChunksConfig
 from lcjax.retrieval import __main__ as retrieval_command
 from lcjax.rope import Linear, LongRope, Yarn
 from lcjax.training import TrainConfig, loop, run
@@ -358,6 +358,7 @@ def config_cases() -> Iterator[Case]:
         ("prepare", PrepareConfig, None),
         ("teacher", TeacherConfig, None),
         ("retrieval", BuildConfig, None),
+        ("chunks", ChunksConfig, None),
     ):
         for key, kind in fields_of(cls, ""):
             if label == "train" or not key.startswith(shared):
@@ -403,6 +404,13 @@ PARSED = {
     PrepareConfig: {"path": "corpus", "tokenizer": "model", "out": "tokens"},
     TeacherConfig: {"out": "rows", "rows": 8, "data": {"chunks": {"count": 2, "length": 8}}},
     BuildConfig: {"out": "store"},
+    ChunksConfig: {
+        "out": "rows",
+        "rows": 8,
+        "store": "store",
+        "tokenizer": "model",
+        "data": {"length": 32, "chunks": {"count": 2, "length": 8, "text": "retrieved"}},
+    },
 }
 
 

@@ -244,7 +244,7 @@ def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
         ({"data": {"chunks": Chunks(3, 6, noise=Noise())}}, r"data.chunks.noise hides context"),
         (
             {"data": {"sources": [TeacherSource("a")]}},
-            r"rows of type teacher hold probabilities already",
+            r"rows of type teacher are stored already",
         ),
         ({"top": 300}, r"top=300 is more than the 259 tokens of the model"),
         ({"batch_size": 6}, r"batch size 6 must be a positive multiple of .* = 4"),

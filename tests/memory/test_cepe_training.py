@@ -14,8 +14,8 @@ from lcjax import config as configs
 from lcjax import cost
 from lcjax.attention import Bidirectional
 from lcjax.checkpoints.build import ModelSection, build
+from lcjax.data.stored_rows import row_type
 from lcjax.data.teacher import TeacherConfig
-from lcjax.data.token_files import row_type
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import preset

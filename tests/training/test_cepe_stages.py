@@ -7,8 +7,8 @@ from training_support import tiny
 
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource
+from lcjax.data.stored_rows import row_type
 from lcjax.data.teacher import TeacherConfig, teach
-from lcjax.data.token_files import row_type
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
@@ -91,7 +91,7 @@ def test_the_stages_follow_one_another_and_the_decoder_stays_what_it_was(corpus,
     data = DataConfig(path=str(corpus), length=24, chunks=BEFORE, document_mask=False)
     shape = {"rows": 40, "batch_size": 8, "top": 9, "mesh": Mesh(data=2, fsdp=2, tensor=2)}
     # The student's own folder: without a context it is the original decoder.
-    teach(TeacherConfig(ModelSection(**initial), data, str(tmp_path / "rows"), **shape))
+    teach(TeacherConfig(data, str(tmp_path / "rows"), model=ModelSection(**initial), **shape))
     for name in ("distilled", "undisturbed"):
         config = tiny(
             *(tmp_path / name, ""), model=initial, trainable=BOTH, data=taught(tmp_path / "rows"),
@@ -136,7 +136,7 @@ def stored(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("teacher") / "rows"
     data = DataConfig(path=str(corpus), length=24, chunks=BEFORE, document_mask=False)
     shape = {"rows": 16, "batch_size": 8, "top": 5, "mesh": Mesh(data=8, fsdp=1)}
-    teach(TeacherConfig(ModelSection(preset="tiny"), data, str(out), **shape))
+    teach(TeacherConfig(data, str(out), model=ModelSection(preset="tiny"), **shape))
     return out
 
 
@@ -207,7 +207,7 @@ TEACHER = (
 def test_two_processes_write_the_rows_of_one(corpus, stored, tmp_path):
     data = DataConfig(path=str(corpus), length=24, chunks=BEFORE, document_mask=False)
     shape = {"rows": 16, "batch_size": 8, "top": 5, "mesh": Mesh(data=8, fsdp=1)}
-    config = TeacherConfig(ModelSection(preset="tiny"), data, str(tmp_path / "rows"), **shape)
+    config = TeacherConfig(data, str(tmp_path / "rows"), model=ModelSection(preset="tiny"), **shape)
     for code, log in Job(config, tmp_path, tmp_path / "xla", code=TEACHER).end():
         assert code == 0, log[-3000:]
     actual, expected = (

@@ -1,0 +1,310 @@
+"""Rows that are stored as batches have them: sources of types teacher and retrieved.
+
+A folder has an index (`teacher.json`, `retrieved.json`) and `.bin` shards of rows of equal size
+(`row_type`). A row holds the decoder's tokens and their targets and the chunks of context; that of
+a teacher also, for every token, the distribution of the next one. `write_rows` makes such a folder
+from the rows of a loader, shard by shard. After a kill it goes on after the last complete shard.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from lcjax.data.chunks import Chunks, Row, segment_positions
+from lcjax.data.config import COMMANDS, INDEX, PLAN, DataConfig, StoredSource
+from lcjax.data.jobs import read_shard, write_json
+from lcjax.data.readers import Reader, SourceFiles
+from lcjax.data.token_files import (
+    DTYPES,
+    FORMAT,
+    check_finished,
+    check_tokenizer,
+    list_shards,
+    read_index,
+)
+from lcjax.errors import InputError, whole_numbers
+from lcjax.files import atomic_file
+from lcjax.parallel import distributed
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """The rows that a command stores."""
+
+    data: DataConfig = field(default_factory=DataConfig)  # rows as the training will read them
+    out: str = ""  # folder to write
+    rows: int | None = None  # number of rows; null: to the end of the text (data.repeat)
+    batch_size: int = 8  # rows at once, over all devices
+    save_every: int = 16  # batches in a shard; a kill loses at most one shard
+
+    def __post_init__(self):
+        whole_numbers("", self, 1, "rows", "batch_size", "save_every")
+        if not self.out:
+            raise InputError("out is empty: give --out=FOLDER")
+        if self.rows is None and self.data.repeat is None:
+            raise InputError(
+                "rows=null with data.repeat=null has no end: give --rows, or --data.repeat=1"
+            )
+        if self.data.chunks is not None and self.data.chunks.noise is not None:
+            raise InputError(
+                "data.chunks.noise hides context in a training, anew in every epoch; set it in the"
+                " training's config, and leave it out here"
+            )
+        for i, source in enumerate(self.data.sources):
+            if isinstance(source, StoredSource):
+                raise InputError(
+                    f"data.sources.{i}: rows of type {source.kind} are stored already; name their"
+                    " text"
+                )
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out).expanduser()
+
+    def row_shape(self, vocab_size: int) -> dict[str, Any]:
+        """Returns the fields of the index that describe a row: arguments of `row_type`."""
+        chunks, ids = self.data.chunks, "uint16" if vocab_size <= 1 << 16 else "uint32"
+        shape = {"count": chunks.count, "length": chunks.length}
+        return shape | {"decoder": self.data.decoder_length, "top": None, "ids": ids}
+
+
+def row_type(count: int, length: int, decoder: int, top: int | None, ids: str) -> np.dtype:
+    """Returns the dtype of a row on disk.
+
+    Args:
+      count: number of chunks.
+      length: tokens in a chunk.
+      decoder: tokens of the decoder.
+      top: number of a teacher's probabilities; the probability of all other tokens is stored after
+        them. None: no teacher.
+      ids: dtype of token ids, a key of `DTYPES`.
+    """
+    token = DTYPES[ids]
+    fields = [
+        ("chunks", token, (count, length)),
+        ("chunk_mask", "?", (count, length)),
+        ("tokens", token, (decoder,)),
+        ("targets", token, (decoder,)),
+        ("segments", "<i4", (decoder,)),
+        ("weights", "?", (decoder,)),
+    ]
+    if top is not None:
+        fields.append(("teacher_ids", token, (decoder, top)))
+        fields.append(("teacher_probabilities", "<f2", (decoder, top + 1)))
+    return np.dtype(fields)
+
+
+class StoredFiles(SourceFiles):
+    """The shards of a folder of rows."""
+
+    def __init__(self, source: StoredSource, tokenizer: Any = None):
+        self.source, folder, kind = source, Path(source.path).expanduser(), source.kind
+        if not (folder / INDEX[kind]).is_file():
+            check_finished(folder, kind)
+            raise InputError(
+                f"data.sources: {folder} has no {INDEX[kind]}; name a folder that"
+                f" `{COMMANDS[kind]}` wrote"
+            )
+        self.index = index = read_index(folder, kind)
+        check_tokenizer(source, index, index.get(kind), tokenizer)
+        names = ("count", "length", "decoder", "top", "ids")
+        self.row_type = row_type(**{name: index[name] for name in names})
+        counts = {shard["name"]: shard["rows"] for shard in index["shards"]}
+        self.paths = list_shards(folder, counts, self.row_type.itemsize, kind)
+
+    def check_rows(self, config: DataConfig) -> None:
+        """Raises an `InputError` where the settings give rows of another shape."""
+        index, chunks, path = self.index, config.chunks, self.source.path
+        fields = {"count": index["count"], "length": index["length"]}
+        if self.source.kind == "retrieved":
+            fields |= {"text": "retrieved", "stride": index["stride"]}
+        stored = Chunks(**fields)
+        if chunks is None or _describe(chunks) != _describe(stored):
+            fields = ", ".join(f"{k}: {v}" for k, v in fields.items() if v is not None)
+            raise InputError(
+                f"data.chunks={(chunks and _describe(chunks)) or 'null'} is not that of the rows of"
+                f" {path}; set it to {{{fields}}}"
+            )
+        row_length = index["decoder"] + (stored.tokens if stored.text == "before" else 0)
+        if row_length != config.length:
+            raise InputError(
+                f"data.length={config.length} is not that of the rows of {path}; set it to"
+                f" {row_length}"
+            )
+
+    def reader_class(self, path: Path) -> type[Reader]:
+        return StoredReader
+
+
+def _describe(chunks: Chunks) -> str:
+    stride = "" if chunks.stride is None else f", stride={chunks.stride}"
+    return f"{chunks.count} x {chunks.length}, text={chunks.text}{stride}"
+
+
+class StoredReader(Reader):
+    """The rows of one shard."""
+
+    def __len__(self) -> int:
+        return len(self._map())
+
+    def record(self, index: int) -> Row:
+        """Returns the fields of a training batch, without the batch axis."""
+        row = self._map()[index]
+        integers = ("chunks", "tokens", "targets", "segments")
+        fields = {name: row[name].astype(np.int32) for name in integers} | {
+            "chunk_mask": row["chunk_mask"].copy(),
+            "positions": segment_positions(row["segments"]),
+            "weights": row["weights"].astype(np.float32),
+        }
+        if "teacher_ids" not in row.dtype.names:
+            return fields
+        return fields | {
+            "teacher_ids": row["teacher_ids"].astype(np.int32),
+            "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
+            "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
+        }
+
+    def _map(self) -> np.ndarray:
+        return np.frombuffer(self._cache.map(self._path), self._files.row_type)
+
+
+def write_rows(
+    config: RowsConfig,
+    kind: str,
+    shape: dict[str, Any],
+    loader: Any,
+    complete: Callable[[Row], Row],
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    """Writes the missing shards of a folder that `lcjax.data.jobs.begin` began, and its index.
+
+    Args:
+      config: the folder, and how many rows.
+      kind: key of `COMMANDS`.
+      shape: arguments of `row_type`.
+      loader: yields batches.
+      complete: adds the fields of a row that the loader does not give; on every process.
+      fields: further fields of the index, equal whenever `begin` accepts the folder.
+
+    Returns:
+      The index.
+    """
+    _ShardWriter(config, kind, shape, loader, complete).run()
+    distributed.barrier("rows written")
+    out, shards = config.folder, _read_shards(config.folder)
+    index = {
+        "format": FORMAT,
+        "rows": sum(shard["rows"] for shard in shards),
+        **shape,
+        "shards": [{k: s[k] for k in ("name", "rows")} for s in shards if s["rows"]],
+        **fields,
+    }
+    if distributed.is_main_process():
+        write_json(out / INDEX[kind], index)
+        (out / PLAN[kind]).unlink()
+        for shard in shards:
+            (out / f"{shard['name']}.json").unlink()
+            if not shard["rows"]:
+                (out / f"{shard['name']}.bin").unlink()
+    distributed.barrier("index written")
+    return index
+
+
+class _ShardWriter:
+    """Writes the missing rows of a folder, shard by shard."""
+
+    def __init__(
+        self,
+        config: RowsConfig,
+        kind: str,
+        shape: dict[str, Any],
+        loader: Any,
+        complete: Callable[[Row], Row],
+    ):
+        self._config, self._kind, self._out = config, kind, config.folder
+        self._loader, self._complete, self._type = loader, complete, row_type(**shape)
+        shards = _read_shards(self._out)
+        self._num_shards, self._num_rows = len(shards), sum(shard["rows"] for shard in shards)
+        self._data_ended = bool(shards) and shards[-1]["ended"]
+        if not distributed.equal_on_all_processes(str(self._num_rows)):
+            raise InputError(
+                f"out={self._out} is not the same folder for all processes; name one on storage"
+                " that all machines share"
+            )
+        if shards:
+            loader.set_state(shards[-1]["position"])
+
+    def run(self) -> None:
+        self._check_disk()
+        # In a log file one line a minute is enough.
+        interval = 0.1 if sys.stderr.isatty() else 60.0
+        options = {"unit": "row", "desc": self._kind, "mininterval": interval}
+        options |= {"initial": self._num_rows, "disable": not distributed.is_main_process()}
+        with tqdm(total=self._config.rows, **options) as self._bar:
+            try:
+                while not self._data_ended and self._num_rows != self._config.rows:
+                    self._write_shard()
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"{self._num_rows:,} rows are in {self._out}; the same command resumes"
+                ) from None
+
+    def _check_disk(self) -> None:
+        size, rows = self._type.itemsize, self._config.rows
+        missing = 0 if rows is None else (rows - self._num_rows) * size
+        free = shutil.disk_usage(self._out).free
+        if missing > free:
+            smaller = ", a smaller top" if self._kind == "teacher" else ""
+            raise InputError(
+                f"rows={rows}: the missing ones take {missing / 1e9:,.1f} GB ({size:,} bytes"
+                f" each), and out={self._out} has {free / 1e9:,.1f} GB free; ask for fewer rows"
+                f"{smaller}, or name a larger disk"
+            )
+
+    def _write_shard(self) -> None:
+        """Writes the rows of some batches, then the description that completes the shard."""
+        name, parts = f"{self._num_shards:06d}", []
+        for _ in range(self._config.save_every):
+            batch = next(self._loader, None)
+            if batch is None:
+                self._data_ended = True
+                break
+            rows = self._to_disk_rows(self._complete(batch))
+            rows = rows[: self._num_missing(sum(map(len, parts)))]
+            parts.append(rows)
+            self._bar.update(len(rows))
+            if self._num_missing(sum(map(len, parts))) == 0:
+                break
+        count, state = sum(map(len, parts)), self._loader.get_state()
+        if distributed.is_main_process():
+            with atomic_file(self._out / f"{name}.bin", "wb") as file:
+                file.writelines(rows.tobytes() for rows in parts)
+            shard = {"name": name, "rows": count, "ended": self._data_ended, "position": state}
+            write_json(self._out / f"{name}.json", shard)
+        self._num_shards, self._num_rows = self._num_shards + 1, self._num_rows + count
+
+    def _num_missing(self, num_pending: int) -> int | None:
+        """Returns the rows to write after `num_pending` further ones; None without a limit."""
+        rows = self._config.rows
+        return None if rows is None else rows - self._num_rows - num_pending
+
+    def _to_disk_rows(self, batch: Row) -> np.ndarray:
+        """Converts a batch to the dtype on disk, without rows of padding."""
+        rows = np.zeros(len(batch["tokens"]), self._type)
+        for name in self._type.names:
+            rows[name] = batch[name]
+        return rows[(batch["segments"] > 0).any(1)]
+
+
+def _read_shards(out: Path) -> list[dict[str, Any]]:
+    """Reads the descriptions of the complete shards, in order."""
+    shards = []
+    while shard := read_shard(out, len(shards)):
+        shards.append(shard)
+    return shards

@@ -1,0 +1,207 @@
+"""`python -m lcjax.retrieval chunks`: stores rows of text with the passages retrieved for them.
+
+Two ways to choose the chunks that a memory reads in training:
+
+- One search for a row (RetDoc in table 5 of CEPE, Yen et al. 2024, arXiv 2402.16617): its first 256
+  tokens are the query, and all tokens of the row read the passages.
+- With `data.chunks.stride` one search for every `stride` tokens of a document (RETRO, Borgeaud et
+  al. 2022, arXiv 2112.04426): the tokens themselves are the query, and what follows reads the
+  passages. RETRO calls them chunks of m tokens, and the passages neighbours.
+
+Passages of the documents in a row are left out, since they would hold the text to be predicted.
+Rows come from `data:` in the order of a training (`lcjax.data.stored_rows`).
+"""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from lcjax.data.config import INDEX, PLAN, SeqioSource, TokenSource
+from lcjax.data.corpus import check_outside_data, check_sources
+from lcjax.data.jobs import begin
+from lcjax.data.loader import document_number, make_loader
+from lcjax.data.prepare import open_tokenizer
+from lcjax.data.stored_rows import RowsConfig, write_rows
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.files import check_path
+from lcjax.parallel.run_lock import RunLock
+from lcjax.parallel.sharding import Mesh
+from lcjax.retrieval.datastore import FAISS_KINDS, Datastore
+from lcjax.retrieval.passages import Passage
+from lcjax.retrieval.retriever import KINDS, Hit, Retriever
+
+_KIND = "retrieved"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunksConfig(RowsConfig):
+    """Settings of `python -m lcjax.retrieval chunks`."""
+
+    tokenizer: str = ""  # of the model to be trained, as model.path
+    store: str = ""  # the datastore
+    kind: str | None = None  # sparse, dense or hybrid; null: what the datastore has
+    encoder: str | None = None  # of queries; null: the one that made the vectors
+    index: str = "exact"  # of the vectors: exact, or one that was built: ivf, ivf_pq or hnsw
+    query_tokens: int = 256  # first tokens of a row that are its query; with a stride all are
+    # Whether passages may come from the documents of the row. The names of documents tell
+    same_document: bool = False
+    mesh: Mesh | None = None  # devices that search vectors; null: one device
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole_numbers("", self, 1, "query_tokens")
+        one_of("index", self.index, ("exact", *FAISS_KINDS))
+        if self.kind is not None:
+            one_of("kind", self.kind, KINDS)
+        for key in ("tokenizer", "store"):
+            if not getattr(self, key):
+                raise InputError(f"{key} is empty: give --{key}=")
+        chunks = self.data.chunks
+        if chunks is None or chunks.text != "retrieved":
+            raise InputError(
+                "data.chunks must say the number and length of passages in a row, with text:"
+                " retrieved, as {count: 16, length: 256, text: retrieved}"
+            )
+
+
+def write_chunks(config: ChunksConfig) -> dict[str, Any]:
+    """Writes the missing shards of a folder of rows with retrieved passages.
+
+    Returns:
+      The index of the folder, the content of `retrieved.json`.
+
+    Raises:
+      InputError: the folder belongs to other text, passages or settings, the datastore cannot be
+        searched in this way, or it has no passage for the rows.
+    """
+    check_path("out", config.out)
+    # The loader makes the decoder's rows; the passages are added here.
+    data = dataclasses.replace(config.data, chunks=None)
+    check_outside_data("out", config.folder, data)
+    check_sources(data)
+    if not config.same_document:
+        _check_named(data.resolved_sources())
+    tokenizer, store = open_tokenizer(config.tokenizer), Datastore(config.store)
+    options = {"encoder": config.encoder, "index": config.index, "mesh": config.mesh}
+    retriever = Retriever.open(store, config.kind, **options)
+    loader = make_loader(data, tokenizer, config.batch_size, documents=not config.same_document)
+    identity = _identity(config, store) | loader.get_state()["identity"]
+    identity = json.loads(json.dumps(identity))
+    try:
+        index = begin(config.folder, identity, INDEX[_KIND], PLAN[_KIND])
+        if index is None:
+            fields = {
+                "stride": config.data.chunks.stride,
+                "tokenizer": tokenizer.fingerprint,
+                _KIND: config.tokenizer,
+                "asked": identity,
+            }
+            shape = config.row_shape(tokenizer.vocab_size)
+            chunks = _RetrievedChunks(config, retriever, tokenizer)
+            with RunLock(config.folder, "out"):
+                index = write_rows(config, _KIND, shape, loader, chunks.add, fields)
+    finally:
+        loader.close()
+    print(
+        f"{config.out}: {index['rows']:,} rows; read them with data.sources: [{{type: retrieved,"
+        f" path: {config.out}}}]"
+    )
+    return index
+
+
+def _check_named(sources: list[Any]) -> None:
+    """Raises an InputError for sources whose documents have no names of their own."""
+    for source in sources:
+        if isinstance(source, TokenSource | SeqioSource):
+            raise InputError(
+                f"data.sources: {source.name} does not name the documents of its text, so their"
+                " passages cannot be left out; give the text itself, or same_document=true where"
+                " the datastore holds other text"
+            )
+
+
+def _identity(config: ChunksConfig, store: Datastore) -> dict[str, Any]:
+    """Returns everything that determines the rows, but for the text."""
+    content = [store.index["shards"], store.index["sparse"], sorted(store.index["encoders"])]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    if store.valid is not None:
+        digest.update(store.valid.tobytes())
+    names = ("kind", "encoder", "index", "query_tokens", "same_document", "rows", "batch_size")
+    return {
+        "passages of the datastore": digest.hexdigest(),
+        "chunks": dataclasses.asdict(config.data.chunks),
+        **{name: getattr(config, name) for name in names},
+    }
+
+
+class _RetrievedChunks:
+    """The passages of rows, as tokens."""
+
+    def __init__(self, config: ChunksConfig, retriever: Retriever, tokenizer: Any):
+        self._config, self._retriever, self._tokenizer = config, retriever, tokenizer
+        self._num_passages = config.data.chunks.num_passages(config.data.length)
+        self._has_hits = False
+
+    def add(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Adds `chunks` and `chunk_mask` to a batch of the decoder's rows."""
+        chunks = self._config.data.chunks
+        shape = len(batch["tokens"]), chunks.count, chunks.length
+        fields = {"chunks": np.zeros(shape, np.int32), "chunk_mask": np.zeros(shape, bool)}
+        places, queries, documents = [], [], []
+        for row, tokens in enumerate(batch["tokens"]):
+            numbers = set(batch["documents"][row].tolist()) if "documents" in batch else set()
+            for search, part in enumerate(self._query_parts(batch, row)):
+                places.append((row, search * self._num_passages))
+                queries.append(self._tokenizer.decode(tokens[part], skip_special=True))
+                documents.append(numbers)
+        for (row, first), hits in zip(places, self._search(queries, documents)):
+            for number, hit in enumerate(hits, first):
+                ids = self._tokenizer.encode(hit.passage.full_text)[: chunks.length]
+                fields["chunks"][row, number, : len(ids)] = ids
+                fields["chunk_mask"][row, number, : len(ids)] = True
+        self._has_hits = self._has_hits or bool(fields["chunk_mask"].any())
+        if not self._has_hits:
+            raise InputError(
+                f"store={self._config.store} has no passage for the first {len(queries)} searches;"
+                " name a datastore of more text, or same_document=true if it is the same text"
+            )
+        return batch | fields
+
+    def _query_parts(self, batch: dict[str, np.ndarray], row: int) -> list[slice]:
+        """Returns the tokens of each query of a row."""
+        stride, is_text = self._config.data.chunks.stride, batch["segments"][row] > 0
+        if stride is None:
+            return [slice(0, min(self._config.query_tokens, int(is_text.sum())))]
+        # Whole chunks of every document, as `lcjax.memory.retro.last_tokens` counts them
+        ends = np.flatnonzero(is_text & ((batch["positions"][row] + 1) % stride == 0)) + 1
+        return [slice(end - stride, end) for end in ends.tolist()]
+
+    def _search(self, queries: list[str], documents: list[set[int]]) -> list[list[Hit]]:
+        """Returns the best passages of each query that are of none of its documents."""
+        num_rows, hits = self._retriever.store.num_rows, [[] for _ in queries]
+        num = min(2 * self._num_passages, num_rows)
+        missing = range(len(queries))
+        while missing:
+            results = self._retriever.search([queries[i] for i in missing], num)
+            is_short = []
+            for i, result in zip(missing, results):
+                others = [hit for hit in result if not _numbers(hit.passage) & documents[i]]
+                hits[i] = others[: self._num_passages]
+                # Fewer passages than `num` are all that fit.
+                if len(hits[i]) < self._num_passages and len(result) == num < num_rows:
+                    is_short.append(i)
+            missing, num = is_short, min(4 * num, num_rows)
+        return hits
+
+
+def _numbers(passage: Passage) -> set[int]:
+    """Returns the numbers of a passage's document.
+
+    A source that names a folder further down, or is one of several of the datastore, gives its
+    documents names with fewer parts.
+    """
+    parts = passage.document.split("/")
+    return {document_number("/".join(parts[i:])) for i in range(len(parts))}
