@@ -13,7 +13,7 @@ from lcjax.checkpoints.load import identity
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig, documents
 from lcjax.errors import InputError
-from lcjax.evaluation.retrieval import Reading
+from lcjax.evaluation.retrieval import Knn, Reading
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
@@ -36,17 +36,24 @@ class Method:
     replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not
     # Passages that the method finds by itself for every text or prompt; null: none
     retrieval: Reading | None = None
+    knn: Knn | None = None  # next tokens of similar contexts of a datastore (kNN-LM); null: none
     # Instead of path, in a study: keys over study.extend of the training that makes the model, such
     # as [model.rope.type=yarn, model.rope.factor=4]; null: no training
     train: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        ways = [n for n in ("context", "replug", "retrieval") if getattr(self, n) is not None]
+        names = ("context", "replug", "retrieval", "knn")
+        ways = [name for name in names if getattr(self, name) is not None]
         if len(ways) > 1:
             raise InputError(
                 f"methods: {self.name} has {' and '.join(ways)}, two ways to read text beside the"
                 " decoder's; give one"
             )
+
+    @property
+    def finder(self) -> Reading | Knn | None:
+        """What finds text by itself, so that the decoder reads the whole window."""
+        return self.retrieval or self.knn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +142,7 @@ def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
 
 def split_of(method: Method, model) -> Split | None:
     """How `method` splits windows, or None if the decoder reads all of a window."""
-    if method.retrieval is not None:
+    if method.finder is not None:
         return None
     has_memory = model.config.memory is not None
     return method.context or method.replug or (ContextSplit() if has_memory else None)
@@ -146,7 +153,7 @@ def apply_method(model, method: Method, length: int):
     split = split_of(method, model)
     if split is None:
         model = model.with_method(**_changes(method), length=length)
-        return model if method.retrieval is None else method.retrieval.reader(model)
+        return model if method.finder is None else method.finder.reader(model)
     return split.of(model.with_method(**_changes(method)), length)
 
 

@@ -23,6 +23,7 @@ from lcjax.evaluation.task import Record, Records
 from lcjax.files import write_whole
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval import METHODS, RetrievalReader, Retriever
+from lcjax.generation.scorer import Scorer
 
 # Scores at several numbers of hits, and those of a whole ranking, with their titles.
 _BY_K = {"answer_recall": "answer recall", "hit": "hit", "recall": "recall"}
@@ -99,6 +100,37 @@ class Reading:
         when = "once" if self.stride is None else self.stride
         k = self.retriever.k or RetrievalReader.k
         return RetrievalReader(lm, self.retriever.open(), k, when=when, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Knn:
+    """A method that mixes in the next tokens of similar contexts (kNN-LM).
+
+    The fields are those of `lcjax.retrieval.KnnLM`.
+    """
+
+    folder: str = ""  # of python -m lcjax.retrieval build-tokens, with the model of this method
+    k: int = 1024  # nearest keys
+    weight: float = 0.25  # of their tokens, lambda of the paper; 0: the model alone
+    temperature: float = 1.0  # squared distances are divided by it
+    index: str = "exact"  # or the approximate index of the datastore: ivf or ivf_pq
+
+    def check(self, key: str) -> None:
+        """Raises an InputError for invalid settings; `key` is the section's place."""
+        from lcjax.retrieval.knn_lm import TokenStore, check_settings
+
+        check_settings(key, self)
+        try:
+            TokenStore(self.folder)
+        except InputError as error:
+            raise InputError(f"{key}.folder={error}") from None
+
+    def reader(self, lm: LanguageModel) -> Scorer:
+        """Returns `lm` with the datastore."""
+        from lcjax.retrieval.knn_lm import KnnLM, TokenStore
+
+        options = {name: getattr(self, name) for name in ("k", "weight", "temperature", "index")}
+        return KnnLM(lm, TokenStore(self.folder), **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         for method, section in zip(config.methods, sections(trained), strict=True):
             if section.path not in trained_paths:
                 check_source(section)
-            if method.retrieval is None and study.has_memory(section, trainings):
+            if method.finder is None and study.has_memory(section, trainings):
                 _check_splits(config, limits, [method])
     settings = draccus.encode(config)
     if trainings:
@@ -147,6 +147,8 @@ def check(config: EvalConfig) -> Limits:
     for index, method in enumerate(config.methods):
         if method.retrieval is not None:
             method.retrieval.retriever.check(f"methods.{index}.retrieval.retriever")
+        if method.knn is not None:
+            method.knn.check(f"methods.{index}.knn")
     _check_splits(config, limits, [m for m in config.methods if m.context or m.replug])
     return limits
 

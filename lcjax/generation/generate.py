@@ -114,6 +114,7 @@ class Request:
             num_new=max_new + len(prompts) * num_landmarks,
             rotated=False if self.exact else None,
             landmarks=landmarks, memory=self.memory, prefix=self.prefix,
+            with_ffn_input=mixture.needs_ffn_input,
         )  # fmt: skip
         eos = jnp.array(lm.tokenizer.eos_ids, jnp.int32)
         rows = [RowText(index, lm.tokenizer, sampling) for index in range(mixture.texts)]

@@ -7,7 +7,7 @@ print(lm.chat("What is a dog?"))
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -379,6 +379,37 @@ class LanguageModel(Scorer):
         Raises:
           InputError: `tokens` are not ids of the vocabulary, or `lengths` or `first` do not fit.
         """
+        return self.score(token_nll, tokens, first=first, lengths=lengths, context=context)
+
+    def score(
+        self,
+        score: Callable[..., Any],
+        tokens: np.ndarray,
+        *,
+        first: int = 1,
+        lengths: np.ndarray | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
+        with_ffn_input: bool = False,
+    ) -> Any:
+        """Computes a function of the hidden state before each token, such as -log p in `nll`.
+
+        Args:
+          score: `score(hidden, projection, targets)` returns a tree of arrays [B, m, ...] for
+            hidden states [B, m, D], the projection to logits, and the next tokens int32 [B, m].
+            It is compiled: use one function, not a new one for each call.
+          tokens: as in `nll`, like `first`, `lengths` and `context`.
+          first: the first token that is scored.
+          lengths: of the rows.
+          context: beside the tokens.
+          with_ffn_input: `score` gets `lcjax.models.decoder.States` as hidden states: also the
+            input of the last layer's feed-forward.
+
+        Returns:
+          A tree of arrays [B, T, ...], 0 where `nll` is.
+
+        Raises:
+          InputError: as `nll`.
+        """
         self.config.pattern.check_scores()
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]
@@ -388,18 +419,25 @@ class LanguageModel(Scorer):
         starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
         memory = self._memory(context, starts)
         if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
-            options = (landmarks, tokens, lengths, first, memory)
-            return np.pad(score_with_landmarks(self, token_nll, *options), [(0, 0), (first, 0)])
+            options = (landmarks, tokens, lengths, first, memory, with_ffn_input)
+            return jax.tree.map(
+                lambda x: np.pad(x, [(0, 0), (first, 0)] + [(0, 0)] * (x.ndim - 2)),
+                score_with_landmarks(self, score, *options),
+            )
         texts = [
             Text(row[:length], first - 1, row[first:length])
             for row, length in zip(tokens, lengths, strict=True)
         ]
         rotation = self.rotations(np.maximum(lengths, 1))
-        scores = score_texts(self, token_nll, texts, rotation, memory)
-        nll = np.zeros(tokens.shape, np.float32)
-        for row, row_nll in zip(nll, scores, strict=True):
-            row[first : first + len(row_nll)] = row_nll
-        return nll
+        scores = score_texts(self, score, texts, rotation, memory, with_ffn_input)
+
+        def place(*rows):
+            values = np.zeros((*tokens.shape, *rows[0].shape[1:]), rows[0].dtype)
+            for row, row_values in zip(values, rows, strict=True):
+                row[first : first + len(row_values)] = row_values
+            return values
+
+        return jax.tree.map(place, *scores)
 
     def logits(
         self,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,8 @@ class Mixture:
     # log weights [B, n]; None: every text is one prompt
     weights: np.ndarray | jax.Array | None = None
     is_sequence: bool = False
+    # Whether `logits` and `after` get logits with the input of the last feed-forward, a pair
+    needs_ffn_input: ClassVar[bool] = False
 
     def after(self, logits: jax.Array, token: jax.Array) -> "Mixture":
         """The mixture of the next token, where `token` [B] was picked from `logits` [B n, V]."""

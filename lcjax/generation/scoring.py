@@ -37,6 +37,7 @@ from lcjax.generation.session import (
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
+from lcjax.models import decoder as decoder_lib
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
@@ -80,35 +81,42 @@ def score_texts(
     texts: Sequence[Text],
     rotation: Rotation,
     memory: EncodedContext | None = None,
+    with_ffn_input: bool = False,
 ) -> list[Any]:
-    """Scores the targets of each text: a tree of arrays [m] for each.
+    """Scores the targets of each text: a tree of arrays [m, ...] for each.
 
     Texts and targets of about these lengths share one compiled program.
 
     Args:
       lm: the model.
-      score: `score(hidden, projection, targets)` gives a tree of [R, m] for hidden states
+      score: `score(hidden, projection, targets)` gives a tree of [R, m, ...] for hidden states
         [R, m, D] and targets int32 [R, m].
       texts: in any lengths.
       rotation: one for all texts, or stacked.
       memory: the encoded context of the texts, rows that fill up the mesh included.
+      with_ffn_input: whether the hidden states are `States`, those of two places.
     """
     is_stacked = rotation.inv_freq.ndim > 1
     rows, spans = _lay_out(lm.model, texts, one_per_row=memory is not None or is_stacked)
     if is_stacked:
         rotation = rotation.rows(np.arange(len(rows.tokens)) % len(texts))
-    scores = _score_rows(lm.model, score, lm.params, rows, rotation, memory)
+    scores = _score_rows(
+        lm.model, score, lm.params, rows, rotation, memory, with_ffn_input=with_ffn_input
+    )
     scores = jax.tree.map(distributed.gather, scores)
     return [jax.tree.map(operator.itemgetter(span), scores) for span in spans]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _score_rows(model: Decoder, score, params, rows: TextRows, rotation: Rotation, memory):
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="with_ffn_input")
+def _score_rows(
+    model: Decoder, score, params, rows: TextRows, rotation: Rotation, memory, *, with_ffn_input
+):
     """`score` of the hidden states before the targets; only these are projected to logits."""
     tokens, targets = (keep_rows(x, model.mesh) for x in (rows.tokens, rows.targets))
     options = {"positions": rows.positions, "segments": rows.segments}
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory, **options)
-    hidden = jnp.take_along_axis(hidden, rows.places[..., None], 1)
+    options |= {"rotation": rotation, "memory": memory, "with_ffn_input": with_ffn_input}
+    hidden, _ = decoder_lib.apply(model, params, tokens, **options)
+    hidden = jax.tree.map(lambda x: jnp.take_along_axis(x, rows.places[..., None], 1), hidden)
     return score(hidden, head(params, model.config), targets)
 
 
@@ -182,14 +190,15 @@ def score_with_landmarks(
     lengths: np.ndarray,
     first: int,
     memory: EncodedContext | None,
+    with_ffn_input: bool = False,
 ) -> Any:
     """Scores tokens [B, T] from `first` on, for a model that reads landmarks.
 
     The tokens are read with a landmark after every full block, `pattern.chunk` at a time; earlier
     blocks are retrieved from the cache. Each token is predicted where the model learned to: from
     the landmark before it if landmarks are predicted, else from the last ordinary token. Rotations
-    are made for lengths that count landmarks. `score` is as in `score_texts`, the other arguments
-    as in `LanguageModel.nll`.
+    are made for lengths that count landmarks. `score` and `with_ffn_input` are as in `score_texts`,
+    the other arguments as in `LanguageModel.nll`.
 
     Returns:
       What `score` returns, arrays [B, T - first, ...] that are 0 from `lengths` on.
@@ -213,7 +222,8 @@ def score_with_landmarks(
     positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
     slots = cache_lib.whole_blocks(padded)
     cache = cache_lib.create(model.config, num_rows, slots, chunk=chunk, mesh=model.mesh)
-    session = Session(model, lm.params, cache, lm.rotations(np.maximum(num_read, 1)), memory)
+    rotation = lm.rotations(np.maximum(num_read, 1))
+    session = Session(model, lm.params, cache, rotation, memory, with_ffn_input)
     scores = session.score(text, targets, segments, positions, chunk=chunk, score=score)
     scores = jax.tree.map(lambda x: x[: len(is_scored), source], scores)
     for array in jax.tree.leaves(scores):

@@ -18,6 +18,7 @@ from lcjax.attention.landmark.tokens import Landmarks, aligned
 from lcjax.errors import InputError, whole_number
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
+from lcjax.models import decoder as decoder_lib
 from lcjax.models.cache import Cache
 from lcjax.models.layers import CollectKeyValues
 from lcjax.models.loss import Projection, over_chunks
@@ -170,6 +171,8 @@ class Session:
       cache: every call that reads replaces it and gives up the buffers of the one before.
       rotation: shared by all rows, or stacked.
       memory: the encoded context of the rows, rows that fill up the mesh included.
+      with_ffn_input: `read` returns logits with the input of the last feed-forward [B, D], and
+        `score` gets `States`.
     """
 
     model: Decoder
@@ -177,6 +180,7 @@ class Session:
     cache: Cache
     rotation: Rotation
     memory: EncodedContext | None = None
+    with_ffn_input: bool = False
 
     def read(
         self,
@@ -200,8 +204,9 @@ class Session:
         """
         for chunk in _split(sizes, tokens, segments, positions):
             logits, self.cache = _read(
-                self.model, self.params, self.cache, *chunk, self.rotation, ends, self.memory
-            )
+                self.model, self.params, self.cache, *chunk, self.rotation, ends, self.memory,
+                with_ffn_input=self.with_ffn_input,
+            )  # fmt: skip
         return logits
 
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
@@ -237,7 +242,7 @@ class Session:
         for *columns, next_tokens in _split(sizes, tokens, segments, positions, targets):
             scores, self.cache = step(
                 self.model, self.params, self.cache, *columns, self.rotation, None, self.memory,
-                next_tokens, score=score,
+                next_tokens, score=score, with_ffn_input=self.with_ffn_input,
             )  # fmt: skip
             parts.append(jax.tree.map(distributed.gather, scores))
         return jax.tree.map(lambda *arrays: np.concatenate(arrays, 1), *parts)
@@ -253,17 +258,22 @@ def _split(sizes: Sequence[int], *arrays: Any) -> Iterator[list[Any]]:
 
 def _step(
     model, params, cache, tokens, segments, positions, rotation, ends, memory, targets=None,
-    *, score=None,
+    *, score=None, with_ffn_input=False,
 ):  # fmt: skip
-    """Adds `tokens` to the cache, and returns logits [B, V], or the `score` of `targets` [B, T]."""
+    """Adds `tokens` to the cache, and returns logits [B, V], or the `score` of `targets` [B, T].
+
+    `with_ffn_input` is as in `Session`.
+    """
     mesh, landmarks = model.mesh, Landmarks.read_by(model.config.pattern)
     if tokens.ndim == 1:
         tokens = tokens[:, None]
         if segments is not None:
             tokens = jnp.concatenate([tokens, jnp.full_like(tokens, landmarks.token)], 1)
-    hidden, cache = model.apply(
-        {"params": params},
+    hidden, cache = decoder_lib.apply(
+        model,
+        params,
         keep_rows(tokens, mesh),
+        with_ffn_input=with_ffn_input,
         positions=keep_rows(positions, mesh),
         segments=segments,
         rotation=rotation,
@@ -273,15 +283,21 @@ def _step(
     cache = cache_lib.keep_layout(cache, mesh)
     if targets is not None:
         return score(hidden, head(params, model.config), keep_rows(targets, mesh)), cache
-    last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
+    at = (slice(None), -1) if ends is None else (jnp.arange(len(ends)), -ends)
+    last = jax.tree.map(lambda x: x[at], hidden)
+    ffn_input = None
+    if with_ffn_input:
+        last, ffn_input = last
     logits = model.apply({"params": params}, last, method="logits")
     if landmarks is not None:
         logits = logits.at[:, landmarks.token].set(-jnp.inf)  # landmarks are never predicted
-    return keep_rows(logits, mesh), cache
+    logits = keep_rows(logits, mesh)
+    return (logits, ffn_input) if with_ffn_input else logits, cache
 
 
-_read = jax.jit(_step, static_argnums=0, static_argnames="score", donate_argnums=2)
-_score = jax.jit(_step, static_argnums=0, static_argnames="score")
+_STATIC = {"static_argnums": 0, "static_argnames": ("score", "with_ffn_input")}
+_read = jax.jit(_step, **_STATIC, donate_argnums=2)
+_score = jax.jit(_step, **_STATIC)
 
 
 def nll_and_match(
@@ -366,7 +382,8 @@ def read_prompts(
     landmarks: Landmarks | None = None,
     memory: EncodedContext | None = None,
     prefix: CachedPrefix | None = None,
-) -> tuple[jax.Array, Session]:
+    with_ffn_input: bool = False,
+) -> tuple[Any, Session]:
     """Reads prompts into a new cache.
 
     Args:
@@ -379,9 +396,11 @@ def read_prompts(
       landmarks: of a model that reads landmarks; the prompts contain them.
       memory: the encoded context of the rows.
       prefix: what all prompts begin with, read before.
+      with_ffn_input: as in `Session`.
 
     Returns:
-      float32 logits [B, V] of the token after each prompt, and the session to go on with.
+      What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
+      session to go on with.
     """
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]
@@ -393,10 +412,11 @@ def read_prompts(
     else:
         options = {"chunk": chunk, "rotated": rotated, "mesh": lm.mesh}
         cache = cache_lib.create(lm.model.config, len(prompts), slots, **options)
-    session = Session(lm.model, lm.params, cache, rotation, memory)
+    session = Session(lm.model, lm.params, cache, rotation, memory, with_ffn_input)
     positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
     lengths = [len(prompt) for prompt in prompts]
     is_plain = not first and landmarks is None and memory is None and width <= chunk
+    is_plain = is_plain and not with_ffn_input
     if is_plain and can_pack(lm.model, cache, lengths, width, rotation):
         return read_packed(session, prompts, segments, positions), session
     columns = (x[:, first:] for x in (tokens, segments, positions))

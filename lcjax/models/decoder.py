@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, final norm, and the projection to logits."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -383,6 +383,39 @@ class Decoder(nn.Module):
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states."""
         return self.projection()(self.before_head(hidden))
+
+
+class States(NamedTuple):
+    """Hidden states of two places, [B, T, D] both."""
+
+    hidden: jax.Array  # after the final norm
+    ffn_input: jax.Array  # of the last layer: what its feed-forward reads, after its norm
+
+
+def apply(
+    model: Decoder, params: dict, tokens: jax.Array, *, with_ffn_input: bool = False, **options: Any
+) -> tuple[jax.Array | States, Any]:
+    """Applies a decoder: returns its hidden states, and what `Decoder.__call__` returns with them.
+
+    Args:
+      model: the decoder; for `with_ffn_input` one whose layers are not scanned.
+      params: the parameters.
+      tokens: int32 [B, T].
+      with_ffn_input: whether the hidden states are `States`.
+      **options: those of `Decoder.__call__`.
+    """
+    if not with_ffn_input:
+        return model.apply({"params": params}, tokens, **options)
+    norm = "mlp_norm" if model.config.block == "sequential" else "attention_norm"
+    layer = f"layers_{model.config.num_layers - 1}"
+    (hidden, rest), state = model.apply(
+        {"params": params},
+        tokens,
+        capture_intermediates=lambda module, _: module.path == (layer, norm),
+        mutable=["intermediates"],
+        **options,
+    )
+    return States(hidden, state["intermediates"][layer][norm]["__call__"][0]), rest
 
 
 def first_layer(

@@ -11,6 +11,7 @@ from lcjax.retrieval.encoder import (
     open_encoder,
 )
 from lcjax.retrieval.faiss_index import FaissIndex, recall
+from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
@@ -31,6 +32,7 @@ __all__ = [
     "ExactIndex",
     "FaissIndex",
     "Hit",
+    "KnnLM",
     "LateInteraction",
     "Passage",
     "Reranker",
@@ -38,7 +40,10 @@ __all__ = [
     "Sparse",
     "SparseIndex",
     "StaticEncoder",
+    "TokenConfig",
+    "TokenStore",
     "build",
+    "build_tokens",
     "check",
     "finish",
     "open_encoder",

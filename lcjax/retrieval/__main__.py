@@ -1,4 +1,4 @@
-"""Datastores of passages: python -m lcjax.retrieval build|search|check|append|delete|chunks --help.
+"""Datastores: python -m lcjax.retrieval COMMAND --help.
 
 build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
   with --encoder.path=MODEL by vectors. --part=i/n writes some shards, --finish the rest.
@@ -8,6 +8,8 @@ append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
 chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
   to --out=FOLDER.
+build-tokens: writes keys and values for kNN-LM, from --data.path=TEXT by --model.path=MODEL to
+  --out=FOLDER.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documen
 from lcjax.retrieval.chunks import ChunksConfig, write_chunks
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
+from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
@@ -92,6 +95,15 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
 def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
     report.config = settings = config_lib.parse(ChunksConfig, words)
     write_chunks(settings)
+
+
+def _build_tokens(words: list[str], report: config_lib.ErrorReport) -> None:
+    report.config = settings = config_lib.parse(TokenConfig, words)
+    index = build_tokens(settings)
+    print(
+        f"{settings.out}: {index['tokens']:,} tokens; evaluate with them by eval.py"
+        f" --methods='[{{name: knn, knn: {{folder: {settings.out}}}}}]'"
+    )
 
 
 def _folder_parser(command: str, description: str) -> _Parser:
@@ -182,6 +194,7 @@ _COMMANDS = {
     "append": _append,
     "delete": _delete,
     "chunks": _chunks,
+    "build-tokens": _build_tokens,
 }
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from lcjax.retrieval.datastore import (
 )
 from lcjax.retrieval.encoder import Encoder
 from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
-from lcjax.retrieval.faiss_index import import_faiss
+from lcjax.retrieval.faiss_index import faiss_module
 from lcjax.retrieval.passages import (
     Chunking,
     Document,
@@ -90,20 +90,24 @@ class BuildConfig:
         whole_numbers("", self, 0, "workers")
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
-        for i, source in enumerate(self.data.sources):
-            if isinstance(source, StoredSource):
-                raise InputError(
-                    f"data.sources.{i}: rows of type {source.kind} are no documents; name their"
-                    " text"
-                )
-            if isinstance(source, SeqioSource) and source.converter:
-                raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
-            if source.upsample:
-                raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
+        check_documents(self.data)
 
     @property
     def folder(self) -> Path:
         return Path(self.out).expanduser()
+
+
+def check_documents(data: TextConfig) -> None:
+    """Raises an InputError for sources whose records are no documents."""
+    for i, source in enumerate(data.sources):
+        if isinstance(source, StoredSource):
+            raise InputError(
+                f"data.sources.{i}: rows of type {source.kind} are no documents; name their text"
+            )
+        if isinstance(source, SeqioSource) and source.converter:
+            raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
+        if source.upsample:
+            raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
 
 
 def build(
@@ -178,7 +182,7 @@ def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
         raise InputError(f"faiss={config.faiss} is an index of vectors: name an encoder")
     if config.faiss is not None:
         one_of("faiss", config.faiss, FAISS_KINDS)
-        import_faiss()  # before the long work
+        faiss_module()  # before the long work
     if config.sparse is not None:
         SparseIndex.check(config.sparse)
     _check_length(config.chunking, encoder)

@@ -67,7 +67,7 @@ class FaissIndex:
         Raises:
           InputError: for arguments that do not fit, numbers that are not finite, or without FAISS.
         """
-        faiss = import_faiss()
+        faiss = faiss_module()
         check_vectors(vectors)
         one_of("kind", kind, KINDS)
         random_seed("seed", seed)
@@ -165,7 +165,7 @@ class FaissIndex:
             if self.kind == "hnsw":
                 # The state of the generator of levels is not saved: seeded here, an index that was
                 # saved and loaded grows as the one in memory.
-                self._index.hnsw.rng = import_faiss().RandomGenerator(len(self))
+                self._index.hnsw.rng = faiss_module().RandomGenerator(len(self))
             self._index.add(part)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +179,7 @@ class FaissIndex:
 
     def save(self, file: str | os.PathLike) -> None:
         """Writes the index, whole or not at all."""
-        faiss = import_faiss()
+        faiss = faiss_module()
         with atomic_file(file, "wb") as stream:
             faiss.write_index(self._index, faiss.PyCallbackIOWriter(stream.write))
 
@@ -197,7 +197,7 @@ class FaissIndex:
         Raises:
           InputError: if the file is no such index, or one of another size.
         """
-        faiss = import_faiss()
+        faiss = faiss_module()
         try:
             result = cls(faiss.read_index(os.fspath(file)))
             result.kind  # noqa: B018 -- a KeyError for other indices
@@ -211,8 +211,8 @@ class FaissIndex:
         return result
 
 
-def import_faiss() -> Any:
-    """Returns the module faiss."""
+def faiss_module() -> Any:
+    """Imports FAISS; raises an InputError where it is missing."""
     try:
         import faiss
     except ImportError as error:
