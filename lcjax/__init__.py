@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
-    from lcjax import attention, checkpoints, data, evaluation, models, rope, training
+    from lcjax import attention, checkpoints, data, evaluation, models, retrieval, rope, training
     from lcjax.checkpoints.build import ModelSection
     from lcjax.errors import InputError
     from lcjax.generation.conversation import Conversation
@@ -26,7 +26,16 @@ if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
 
     __version__: str
 
-_MODULES = ("attention", "checkpoints", "data", "evaluation", "models", "rope", "training")
+_MODULES = (
+    "attention",
+    "checkpoints",
+    "data",
+    "evaluation",
+    "models",
+    "retrieval",
+    "rope",
+    "training",
+)
 _NAMES = {
     "Conversation": "lcjax.generation.conversation",
     "InputError": "lcjax.errors",
@@ -53,6 +62,7 @@ __all__ = [
     "data",
     "evaluation",
     "models",
+    "retrieval",
     "rope",
     "training",
 ]

@@ -75,6 +75,11 @@ def one_of(key: str, value: object, known: Collection) -> None:
         raise InputError(f"{key}={value!r} is none of {', '.join(known)}")
 
 
+def missing_extra(what: str, package: str, extra: str, error: ImportError) -> InputError:
+    """Returns the error of `what` without `package`, which the extra `extra` of lcjax brings."""
+    return InputError(f"{what} needs {package}: pip install 'lcjax[{extra}]' ({error})")
+
+
 def suggestion(word: object, known: Iterable[str], ending: str = "") -> str:
     """Returns the end of an error about a name: `did you mean factor? known: beta_fast, factor`.
 

@@ -129,12 +129,16 @@ class BertFolder:
         prompts = settings.get("prompts") or {}
         if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
             raise InputError(f"{file}: prompts={prompts!r:.40} must be texts by their names")
+        name = settings.get("default_prompt_name")
+        if name is not None and name not in prompts:
+            raise InputError(f"{file}: default_prompt_name={name!r:.40} is no key of prompts")
+        default = prompts.get(name)  # of texts that have no prompt of their own
         passage = next(
-            (prompts[k] for k in ("passage", "document", "corpus") if k in prompts), None
+            (prompts[k] for k in ("passage", "document", "corpus") if k in prompts), default
         )
         # Scores are products of vectors: those of an encoder for cosine have unit length.
         normalize = normalize or similarity == "cosine"
-        return SentenceModules(pooling, normalize, prompts.get("query"), passage)
+        return SentenceModules(pooling, normalize, prompts.get("query", default), passage)
 
     @cached_property
     def _prefix(self) -> str:

@@ -39,17 +39,22 @@ class RetrieverSection:
     kind: str | None = None  # sparse, dense or hybrid; null: what the datastore has
     encoder: str | None = None  # of queries; null: the one that made the vectors
     index: str = "exact"  # of the vectors
-    k: int = 100  # most hits of a search
+    k: int | None = None  # most hits of a search; null: 100, but 4 where a method reads them all
     name: str = ""  # row of a table; empty: the kind
 
     def check(self, key: str) -> None:
-        """Raises an InputError for invalid settings; `key` is the section's place."""
-        whole_number(f"{key}.k", self.k, 1)
+        """Raises an InputError for settings or a datastore that cannot be searched.
+
+        Args:
+          key: the section's place in the config.
+        """
+        whole_numbers(key, self, 1, "k")
         if not self.folder or not Path(self.folder).is_dir():
             raise InputError(
                 f"{key}.folder={self.folder!r} is no folder; name a datastore that"
                 " python -m lcjax.retrieval build made"
             )
+        self.open()  # before models are loaded and long work begins
 
     @property
     def label(self) -> str:
@@ -62,9 +67,11 @@ class RetrieverSection:
         options = {"kind": self.kind, "encoder": self.encoder, "index": self.index}
         return Retriever.open(self.folder, **options)
 
-    def search(self, queries: Sequence[str]) -> list[list[Any]]:
-        """Opens the datastore, and returns the `k` best hits of each query."""
-        return self.open().search(list(queries), self.k) if len(queries) else []
+    def search(self, queries: Sequence[str], k: int | None = None) -> list[list[Any]]:
+        """Opens the datastore, and returns the best hits of each query: `self.k`, at most `k`."""
+        most = self.k or 100
+        most = most if k is None else min(most, k)
+        return self.open().search(list(queries), most) if len(queries) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Reading:
     """
 
     # The datastore; its k is the number of passages that are read.
-    retriever: RetrieverSection = dataclasses.field(default_factory=lambda: RetrieverSection(k=4))
+    retriever: RetrieverSection = dataclasses.field(default_factory=RetrieverSection)
     how: str = "input"  # input, context, fid, mixture, rag_token, rag_sequence
     stride: int | None = None  # tokens from one search to the next; null: one search
     query_tokens: int | None = None  # at the end of the text; null: all of it, or 32 with a stride
@@ -91,7 +98,8 @@ class Reading:
         names = ("how", "query_tokens", "temperature", "passage_tokens")
         options = {name: getattr(self, name) for name in names}
         when = "once" if self.stride is None else self.stride
-        return RetrievalReader(lm, self.retriever.open(), self.retriever.k, when=when, **options)
+        k = self.retriever.k or RetrievalReader.k
+        return RetrievalReader(lm, self.retriever.open(), k, when=when, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +234,13 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
     """Evaluates retrievers: returns the tables as Markdown, and the files that were written."""
     from lcjax.evaluation.report import tables
 
+    if config.out is not None:
+        try:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"out={config.out} cannot be a folder ({error}); name another"
+            ) from None
     records = evaluate(config)
     names = {name for record in records for name in record}
     by_k = {
@@ -246,7 +261,6 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
     if config.out is None:
         return text, []
     folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"retrieval.{ending}" for ending in ("md", "json", "csv")]
     contents = (text, json.dumps(records, indent=1), tables.to_csv(records))
     for file, content in zip(files, contents, strict=True):

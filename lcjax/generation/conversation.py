@@ -5,7 +5,7 @@ print(talk.say("Who is the harbour master?"))
 talk.add_context(["a passage that was found later"])
 print(talk.say("And since when?"))
 
-talk = Conversation(lm, retriever=store)
+talk = Conversation(lm, retriever=lcjax.retrieval.Retriever.open("store"))
 talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 
@@ -21,7 +21,14 @@ from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.retrieval import SEPARATOR, Retriever, Search, passage_text, search
+from lcjax.generation.retrieval import (
+    SEPARATOR,
+    Retriever,
+    Search,
+    check_retriever,
+    passage_text,
+    search,
+)
 from lcjax.generation.sampling import GeneratedText, Sampling, pick
 from lcjax.generation.session import Session, check_token_ids, prefill_chunk_size
 from lcjax.models import cache as cache_lib
@@ -80,6 +87,8 @@ class Conversation:
         self.length = lm.length or lm.config.max_length if length is None else length
         whole_number("length", self.length, 1)
         whole_number("k", k, 0)
+        if retriever is not None:
+            check_retriever(retriever)
         self._retriever, self._k, self._passages_read = retriever, k, set()
         self._projected, self.context = projected, context
         if not isinstance(context, Contexts):

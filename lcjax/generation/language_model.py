@@ -532,6 +532,8 @@ class LanguageModel(Scorer):
                 raise InputError("context and retriever both give passages to read; give one")
             reader = RetrievalReader(self, retriever, k, how, when)
             return reader.generate(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
+        if (k, how, when) != (4, "input", "once"):
+            raise InputError("k, how and when say how passages are read; give a retriever, too")
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )

@@ -95,7 +95,7 @@ class Replug(Scorer):
         num_rows, length = tokens.shape
         documents, weights = self._weighted(context, scores, num_rows)
         log_p = np.zeros((*weights.shape, length))
-        for pairs in self._batches(documents, lengths):
+        for pairs in self._batches(documents, np.where(lengths > first, lengths, 0)):
             texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in pairs]
             ends = np.array([len(text) for text in texts])
             rows = np.zeros((len(pairs), ends.max()), np.int32)
@@ -206,11 +206,12 @@ class Replug(Scorer):
         return [row or [np.zeros(0, np.int32)] for row in documents], weights
 
     def _batches(self, documents, lengths) -> Iterator[list[tuple[int, int]]]:
-        """Yields batches of (text, passage), sorted by length."""
+        """Yields batches of (text, passage) of texts of some length, sorted by length."""
         sizes = {
             (b, i): len(document) + int(lengths[b])
             for b, row in enumerate(documents)
             for i, document in enumerate(row)
+            if lengths[b]
         }
         order = sorted(sizes, key=sizes.get)
         for start in range(0, len(order), self.batch):

@@ -5,7 +5,7 @@ reader = RetrievalReader(lm, retriever, how="input", when=16)
 text.passages       # the searches: query, hits, and the number of tokens generated before
 
 A retriever is any object with `search(queries, k)`, which returns for every query its hits, the
-best first; a hit has `passage.text`, `passage.title` and `score`. Three choices make a method:
+best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three choices make a method:
 
 - What: passages, `k` of them.
 - How: "input", in front of the text, the best one next to it (in-context RALM, Ram et al. 2023,
@@ -20,6 +20,7 @@ best first; a hit has `passage.text`, `passage.title` and `score`. Three choices
 """
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ from lcjax.models.memory import check_memory
 METHODS = ("input", "context", "fid", "mixture", "rag_token", "rag_sequence")
 QUERY_TOKENS = 32  # Ram et al., section 5
 SEPARATOR = "\n\n"  # after a passage in front of a text
+_LEAST_SPREAD = 0.05  # of scores, in temperatures: below it weights differ by 5 % at most
 
 
 class Retriever(Protocol):
@@ -57,6 +59,15 @@ class Search(NamedTuple):
     query: str
     hits: tuple  # the best first
     num_tokens: int = 0  # generated before
+
+
+def check_retriever(retriever: Retriever) -> None:
+    """Raises an InputError unless `retriever` can search."""
+    if not callable(getattr(retriever, "search", None)):
+        raise InputError(
+            f"retriever={retriever!r:.60} has no search(queries, k); open a datastore with"
+            " lcjax.retrieval.Retriever.open(folder)"
+        )
 
 
 def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
@@ -95,6 +106,7 @@ class RetrievalReader(Scorer):
     batch: int = 8  # passes that run at once, when texts are scored
 
     def __post_init__(self):
+        check_retriever(self.retriever)
         whole_number("k", self.k, 0)
         one_of("how", self.how, METHODS)
         if self.when != "once":
@@ -308,10 +320,17 @@ class RetrievalReader(Scorer):
             context.append([*with_head, *passages[num_heads:]])
         if self.how == "input" or self._is_beside:
             return {"context": context}
-        return {
-            "context": context,
-            "scores": [[hit.score for hit in result.hits] for result in searches],
-        }
+        scores = [[hit.score for hit in result.hits] for result in searches]
+        spread = max((max(row) - min(row) for row in scores if row), default=0.0)
+        if 0 < spread < _LEAST_SPREAD * self.temperature:
+            warnings.warn(
+                f"how={self.how}: the scores of the hits differ by {spread:.2g} at most, so all"
+                " passages count nearly alike; search by vectors or by words alone (scores of"
+                " hybrid searches are sums of reciprocal ranks), or lower the temperature of"
+                " how=mixture",
+                stacklevel=2,
+            )
+        return {"context": context, "scores": scores}
 
     def _passage(self, hit: Any, query: str) -> np.ndarray:
         ids = list(self.tokenizer.encode(passage_text(hit))[: self.passage_tokens])

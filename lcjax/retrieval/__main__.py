@@ -26,6 +26,7 @@ from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.chunks import ChunksConfig, write_chunks
 from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
@@ -119,13 +120,7 @@ def _add_search(parser: _Parser) -> None:
 
 
 def _open(store: str | Datastore, args: argparse.Namespace) -> Retriever:
-    rerank = None
-    if args.rerank is not None:
-        from lcjax.retrieval.encoder import open_encoder
-
-        rerank = open_encoder(args.rerank)
-        if not hasattr(rerank, "score"):
-            raise InputError(f"--rerank={args.rerank} is no cross-encoder or ColBERT")
+    rerank = None if args.rerank is None else open_encoder(args.rerank)
     options = {"encoder": args.encoder, "index": args.index, "rerank": rerank}
     return Retriever.open(store, args.kind, **options)
 

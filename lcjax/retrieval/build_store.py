@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import (
     DTYPES,
-    FAISS_KINDS,
     FORMAT,
     INDEX,
     PLAN,
@@ -54,6 +53,9 @@ from lcjax.retrieval.datastore import (
     write_passages,
     write_sparse,
 )
+from lcjax.retrieval.encoder import Encoder
+from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
+from lcjax.retrieval.faiss_index import faiss_module
 from lcjax.retrieval.passages import (
     Chunking,
     Document,
@@ -63,9 +65,6 @@ from lcjax.retrieval.passages import (
     tokenizer,
 )
 from lcjax.retrieval.sparse import Sparse, SparseIndex
-
-if TYPE_CHECKING:
-    from lcjax.retrieval.encoder import Encoder
 
 _TASKS_AHEAD = 256  # shards given at once to an executor of the caller
 
@@ -116,7 +115,7 @@ def build(
     *,
     executor: Executor | None = None,
     part: str | None = None,
-    encoder: "Encoder | None" = None,
+    encoder: Encoder | None = None,
 ) -> dict[str, Any] | None:
     """Writes the missing shards of a datastore, and then its indices.
 
@@ -150,7 +149,7 @@ def build(
     return _finish(config, jobs, encoder) if part is None else None
 
 
-def finish(config: BuildConfig, *, encoder: "Encoder | None" = None) -> dict[str, Any]:
+def finish(config: BuildConfig, *, encoder: Encoder | None = None) -> dict[str, Any]:
     """Completes a datastore of which all parts are written (`build` with `part`).
 
     Raises:
@@ -175,7 +174,7 @@ def _parse_part(part: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _check_settings(config: BuildConfig, encoder: "Encoder | None") -> None:
+def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
     """Raises an InputError for settings that do not fit together."""
     if encoder is None and config.sparse is None:
         raise InputError("sparse=null and no encoder leave nothing to search by: set one of them")
@@ -183,12 +182,13 @@ def _check_settings(config: BuildConfig, encoder: "Encoder | None") -> None:
         raise InputError(f"faiss={config.faiss} is an index of vectors: name an encoder")
     if config.faiss is not None:
         one_of("faiss", config.faiss, FAISS_KINDS)
+        faiss_module()  # before the long work
     if config.sparse is not None:
         SparseIndex.check(config.sparse)
     _check_length(config.chunking, encoder)
 
 
-def _check_length(chunking: Chunking, encoder: "Encoder | None") -> None:
+def _check_length(chunking: Chunking, encoder: Encoder | None) -> None:
     most = None if encoder is None else encoder.max_tokens
     if most is not None and chunking.size > most:
         raise InputError(
@@ -256,7 +256,7 @@ def _in_order(count: int, *_: int) -> np.ndarray:
     return np.arange(count)
 
 
-def _identity(config: BuildConfig, sources: _Sources, encoder: "Encoder | None") -> dict[str, Any]:
+def _identity(config: BuildConfig, sources: _Sources, encoder: Encoder | None) -> dict[str, Any]:
     """Returns everything that determines the datastore."""
     data = config.data
     identity = {
@@ -276,7 +276,7 @@ def _identity(config: BuildConfig, sources: _Sources, encoder: "Encoder | None")
 
 
 def _write_shards(
-    config: BuildConfig, jobs: list[Job], executor: Executor | None, encoder: "Encoder | None"
+    config: BuildConfig, jobs: list[Job], executor: Executor | None, encoder: Encoder | None
 ) -> None:
     num_workers = config.workers or (1 if encoder else os.cpu_count() or 1)
     num_workers = max(1, min(num_workers, len(jobs)))
@@ -298,7 +298,7 @@ _writer: tuple[str, "_ShardWriter"] | None = None
 
 
 def _write_shard(
-    config: BuildConfig, encoder: "Encoder | None", job: Job, _: None = None
+    config: BuildConfig, encoder: Encoder | None, job: Job, _: None = None
 ) -> dict[str, Any]:
     """Writes the shard of a job where it is missing, and returns its description."""
     global _writer
@@ -314,7 +314,7 @@ def _write_shard(
 class _ShardWriter:
     """The state of a process between jobs."""
 
-    def __init__(self, config: BuildConfig, encoder: "Encoder | None"):
+    def __init__(self, config: BuildConfig, encoder: Encoder | None):
         self._config, self._encoder = config, encoder
         self._sources = _Sources(config)
 
@@ -337,7 +337,7 @@ class _ShardWriter:
         return shard
 
 
-def _finish(config: BuildConfig, jobs: list[Job], encoder: "Encoder | None") -> dict[str, Any]:
+def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> dict[str, Any]:
     """Writes vectors and indices over all shards, and last `index.json`."""
     out = config.folder
     with RunLock(out, "out"):
@@ -382,7 +382,7 @@ def _finish(config: BuildConfig, jobs: list[Job], encoder: "Encoder | None") -> 
     return index
 
 
-def _join_vectors(out: Path, index: dict[str, Any], encoder: "Encoder") -> None:
+def _join_vectors(out: Path, index: dict[str, Any], encoder: Encoder) -> None:
     """Concatenates the vectors of all shards."""
     fields = index["encoders"][encoder.fingerprint]
     with atomic_file(vector_file(out, encoder.fingerprint), "wb") as file:

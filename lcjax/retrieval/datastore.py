@@ -23,7 +23,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -38,14 +38,13 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.files import atomic_file, check_path, read_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
+from lcjax.retrieval.encoder import Encoder, open_encoder
+from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
+from lcjax.retrieval.faiss_index import FaissIndex
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
-if TYPE_CHECKING:
-    from lcjax.retrieval.encoder import Encoder
-
 FORMAT = 1
-FAISS_KINDS = ("ivf", "ivf_pq", "hnsw")
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 INDEX, PLAN, _DELETED = INDICES["prepare"], PLANS["prepare"], "deleted.npy"
 _HEADER = 128  # bytes of a vector file before its vectors
@@ -78,7 +77,7 @@ class EncoderSection:
     def __post_init__(self):
         whole_numbers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
 
-    def open(self, mesh: Mesh | None = None) -> "Encoder | None":
+    def open(self, mesh: Mesh | None = None) -> Encoder | None:
         """Opens the encoder; None without a path.
 
         Args:
@@ -89,11 +88,10 @@ class EncoderSection:
         """
         if not self.path:
             return None
-        from lcjax.retrieval.encoder import open_encoder
-
         options = {"mesh": mesh} | dataclasses.asdict(self)
         path = options.pop("path")
-        encoder = open_encoder(path, **{k: v for k, v in options.items() if v not in (None, False)})
+        options["allow_pickle"] = self.allow_pickle or None  # an option of some encoders only
+        encoder = open_encoder(path, **{k: v for k, v in options.items() if v is not None})
         if not hasattr(encoder, "encode_passages"):
             raise InputError(
                 f"encoder.path={path} is a {type(encoder).__name__}, which scores pairs of texts:"
@@ -102,12 +100,20 @@ class EncoderSection:
         return encoder
 
 
-def encoder_fields(encoder: "Encoder") -> dict[str, Any]:
+def encoder_fields(encoder: Encoder) -> dict[str, Any]:
+    """Returns what `index.json` says of an encoder."""
+    check_encoder(encoder)
     names = ("name", "fingerprint", "pooling", "dim")
     return {name: getattr(encoder, name) for name in names}
 
 
-def encoder_entry(encoder: "Encoder", section: EncoderSection, dtype: str) -> dict[str, Any]:
+def check_encoder(encoder: Encoder) -> None:
+    """Raises an InputError unless `encoder` has the fingerprint of an encoder."""
+    if not hasattr(encoder, "fingerprint"):
+        raise InputError(f"encoder={encoder!r:.60} is no encoder; open one with open_encoder(path)")
+
+
+def encoder_entry(encoder: Encoder, section: EncoderSection, dtype: str) -> dict[str, Any]:
     """Returns the entry of an encoder in `index.json`."""
     fields = {"section": dataclasses.asdict(section), "dtype": dtype, "faiss": {}}
     return encoder_fields(encoder) | fields
@@ -130,7 +136,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def encode_passages(encoder: "Encoder", passages: list[Passage], dtype: str) -> bytes:
+def encode_passages(encoder: Encoder, passages: list[Passage], dtype: str) -> bytes:
     """Returns the bytes of the vectors of passages."""
     texts, titles = ([getattr(p, name) for p in passages] for name in ("text", "title"))
     vectors = encoder.encode_passages(texts, titles if any(titles) else None)
@@ -223,8 +229,6 @@ def write_faiss(
     out: Path, index: dict[str, Any], fingerprint: str, kind: str, old: Path | None = None
 ) -> dict[str, str]:
     """Builds or extends an approximate index; returns {kind: checksum}."""
-    from lcjax.retrieval.faiss_index import FaissIndex
-
     num_rows = index["passages"]
     vectors = _open_vectors(out, index["encoders"][fingerprint], num_rows)
     if old is None:
@@ -302,16 +306,16 @@ class Datastore:
 
     def rows(self, ids: Iterable[str]) -> dict[str, int]:
         """Finds the rows of passages that are not deleted, by id; reads the ids of all passages."""
-        ids, found = set(ids), {}
+        ids, rows = set(ids), {}
         for shard, start in zip(self.index["shards"], self._starts):
             table = _read_table(self.folder / f"{shard['name']}.parquet", None, ["id"])
             for i, passage in enumerate(table.column("id").to_pylist()):
                 row = int(start) + i
                 if passage in ids and (self.valid is None or self.valid[row]):
-                    found[passage] = row
-        return found
+                    rows[passage] = row
+        return rows
 
-    def encoder_fields(self, encoder: "Encoder | None" = None) -> dict[str, Any]:
+    def encoder_fields(self, encoder: Encoder | None = None) -> dict[str, Any]:
         """Returns the entry of an encoder in `index.json`; None: of the only one.
 
         Raises:
@@ -327,6 +331,7 @@ class Datastore:
             if len(encoders) > 1:
                 raise InputError(f"{self.folder} has vectors of {names}: name one of them")
             return next(iter(encoders.values()))
+        check_encoder(encoder)
         if encoder.fingerprint not in encoders:
             raise InputError(
                 f"{self.folder} was built by the encoder {names}, and encoder={encoder.name}"
@@ -335,11 +340,26 @@ class Datastore:
             )
         return encoders[encoder.fingerprint]
 
-    def open_encoder(self, mesh: Mesh | None = None) -> "Encoder":
-        """Opens the encoder that made the vectors; `mesh` are devices that share the texts."""
-        return _open_known_encoder(self.folder, self.encoder_fields(), mesh)
+    def open_encoder(self, path: str | Path | None = None, mesh: Mesh | None = None) -> Encoder:
+        """Opens the encoder that made the vectors, with the settings that made them.
 
-    def vectors(self, encoder: "Encoder | None" = None) -> np.ndarray:
+        Args:
+          path: where the encoder lies now, or which one of several it is; None: as in the build.
+          mesh: devices that share the texts; None: one device.
+
+        Raises:
+          InputError: there are no vectors, or without a path those of several encoders; or the
+            encoder is not there or another one.
+        """
+        if path is None or not self.index["encoders"]:
+            return _open_known_encoder(self.folder, self.encoder_fields(), mesh)
+        entries = self.index["encoders"].values()
+        sections = [EncoderSection(**fields["section"]) for fields in entries]
+        sections = [s for s in sections if s.path == str(path)] or sections
+        section = sections[0] if len(sections) == 1 else EncoderSection()
+        return dataclasses.replace(section, path=str(path)).open(mesh)
+
+    def vectors(self, encoder: Encoder | None = None) -> np.ndarray:
         """Maps the vectors [rows, dim] of an encoder into memory, float32 or bfloat16."""
         return _open_vectors(self.folder, self.encoder_fields(encoder), self.num_rows)
 
@@ -358,19 +378,18 @@ class Datastore:
             )
         return index
 
-    def faiss(self, kind: str, encoder: "Encoder | None" = None) -> Any:
-        """Opens an approximate index of the vectors, a `FaissIndex`."""
-        from lcjax.retrieval.faiss_index import FaissIndex
-
+    def faiss(self, kind: str, encoder: Encoder | None = None) -> FaissIndex:
+        """Opens an approximate index of the vectors: ivf, ivf_pq or hnsw."""
         fields = self.encoder_fields(encoder)
         if kind not in fields["faiss"]:
             raise InputError(
                 f"{self.folder} has no index {kind}, but {', '.join(fields['faiss']) or 'none'}:"
                 f" build it with Datastore.build_faiss({kind!r}), or search exactly"
             )
-        return FaissIndex.load(_faiss_file(self.folder, fields["fingerprint"], kind, self.num_rows))
+        file = _faiss_file(self.folder, fields["fingerprint"], kind, self.num_rows)
+        return FaissIndex.load(file, dim=fields["dim"], count=self.num_rows)
 
-    def build_faiss(self, kind: str, encoder: "Encoder | None" = None) -> None:
+    def build_faiss(self, kind: str, encoder: Encoder | None = None) -> None:
         """Builds an approximate index of the vectors: ivf, ivf_pq or hnsw."""
         one_of("kind", kind, FAISS_KINDS)
         with self._changing() as index:
@@ -378,7 +397,7 @@ class Datastore:
             faiss = index["encoders"][fingerprint]["faiss"]
             faiss |= write_faiss(self.folder, index, fingerprint, kind)
 
-    def encode(self, encoder: "Encoder | EncoderSection", *, dtype: str = "float32") -> None:
+    def encode(self, encoder: Encoder | EncoderSection, *, dtype: str = "float32") -> None:
         """Adds the vectors of another encoder.
 
         Args:
@@ -387,6 +406,7 @@ class Datastore:
         """
         section = encoder if isinstance(encoder, EncoderSection) else EncoderSection()
         encoder = section.open() or encoder
+        check_encoder(encoder)
         one_of("dtype", dtype, DTYPES)
         with self._changing() as index:
             fields = encoder_entry(encoder, section, dtype)
@@ -399,7 +419,7 @@ class Datastore:
                     file.write(vectors)
             index["encoders"][encoder.fingerprint] = fields
 
-    def append(self, documents: Iterable[Document], *, encoders: Sequence["Encoder"] = ()) -> int:
+    def append(self, documents: Iterable[Document], *, encoders: Sequence[Encoder] = ()) -> int:
         """Adds the passages of documents behind all others.
 
         Args:
@@ -553,14 +573,20 @@ class Datastore:
             )
 
 
-def _open_known_encoder(
-    folder: Path, fields: dict[str, Any], mesh: Mesh | None = None
-) -> "Encoder":
+def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None = None) -> Encoder:
     """Opens the encoder of an entry in `index.json`, and checks that it is the same."""
     section = EncoderSection(**fields["section"])
     if not section.path:
-        raise InputError(f"{folder} was built by {fields['name']}, which has no path: give it")
-    encoder = section.open(mesh)
+        raise InputError(
+            f"{folder} was built by {fields['name']}, which has no path: pass the encoder itself"
+        )
+    try:
+        encoder = section.open(mesh)
+    except InputError as error:
+        raise InputError(
+            f"the encoder of {folder} cannot be opened ({error}); if it has moved, name its path:"
+            " --encoder=PATH of a search, encoder= of Retriever.open"
+        ) from None
     if encoder.fingerprint != fields["fingerprint"]:
         raise InputError(
             f"encoder={section.path} is not the one that built {folder}: its weights or settings"
@@ -575,6 +601,8 @@ def _append_groups(
     """Yields the passages of each appended shard, and the number of their documents."""
     passages, num_documents, size = [], 0, 0
     for document in documents:
+        if not isinstance(document, Document):
+            raise InputError(f"documents: {document!r:.60} must be a Document(name, text)")
         more = list(chunking.passages(document))
         passages += more
         num_documents += bool(more)
@@ -654,10 +682,10 @@ def _read_deleted(out: Path, num_rows: int) -> np.ndarray | None:
         rows = np.load(path, allow_pickle=False)
         valid = np.ones(num_rows, bool)
         if rows.dtype.kind != "i" or rows.ndim != 1 or (rows < 0).any():
-            raise ValueError("it holds no rows")
+            raise ValueError
         valid[rows] = False
-    except (OSError, ValueError, IndexError, EOFError) as error:
+    except (OSError, ValueError, IndexError, EOFError):
         raise InputError(
-            f"{path} is damaged ({error}): copy it again, or remove it to undo all deletions"
+            f"{path} is damaged: copy it again, or remove it to undo all deletions"
         ) from None
     return valid

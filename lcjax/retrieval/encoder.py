@@ -28,7 +28,7 @@ from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.hf_config import SUPPORTED
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
-from lcjax.errors import InputError, one_of, suggestion, whole_number
+from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
@@ -200,7 +200,8 @@ class BertEncoder(Encoder):
         bert = self._query if is_query else self._passage
         limit, prefix = copy.copy(self._limit), self._prefixes[not is_query]
         tokenizer, vectors = bert.folder.tokenizer, np.empty((len(texts), self.dim), np.float32)
-        # DPR reads a title as the first text of a pair, with one token type for both.
+        # DPR reads a title as the first text of a pair, with one token type for both, and a text
+        # without a title alone.
         has_pairs = titles is not None and bert.folder.is_dpr
 
         def rows(part: slice) -> list[TokenRow]:
@@ -209,9 +210,15 @@ class BertEncoder(Encoder):
                 bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
             ids = tokenizer.encode([prefix + body for body in bodies])
             if has_pairs:
-                pairs = zip(tokenizer.encode(list(titles[part])), ids)
-                return [pair_row(tokenizer, limit, *pair)._replace(second=None) for pair in pairs]
-            return [text_row(tokenizer, limit.cut(one, 2)) for one in ids]
+                heads = tokenizer.encode(list(titles[part]))
+            else:
+                heads = [[]] * len(ids)
+            return [
+                pair_row(tokenizer, limit, head, one)._replace(second=None)
+                if head
+                else text_row(tokenizer, limit.cut(one, 2))
+                for head, one in zip(heads, ids)
+            ]
 
         self._batching.run(bert.apply, rows, vectors)
         limit.warn()
@@ -360,9 +367,7 @@ class StaticEncoder(Encoder):
         try:
             from model2vec import StaticModel
         except ImportError as error:
-            raise InputError(
-                "static encoders need model2vec: pip install 'lcjax[retrieval]'"
-            ) from error
+            raise missing_extra("a static encoder", "model2vec", "retrieval", error) from None
         path = resolve_encoder(folder)
         try:
             return cls(StaticModel.from_pretrained(path), checkpoint_name(folder))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, random_seed, whole_number
+from lcjax.errors import InputError, missing_extra, one_of, random_seed, whole_number
 from lcjax.files import atomic_file
 from lcjax.retrieval.search import (
     ExactIndex,
@@ -216,9 +216,7 @@ def faiss_module() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise InputError(
-            f"FaissIndex needs faiss-cpu: pip install 'lcjax[retrieval]' ({error})"
-        ) from None
+        raise missing_extra("an index of FAISS", "faiss-cpu", "retrieval", error) from None
     return faiss
 
 
@@ -256,7 +254,3 @@ def recall(index: Any, exact: Any, queries: np.ndarray, k: int) -> float:
         if (right >= 0).any()
     ]
     return float(np.mean(shares)) if shares else 1.0
-
-
-# Checks of arguments
-# -------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
+from lcjax.checkpoints.tokenizer import check_text
 from lcjax.data.chat import PromptAnswer
 from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
@@ -36,6 +37,10 @@ class Document:
     text: str
     title: str = ""
     source: str = ""
+
+    def __post_init__(self):
+        for text in (self.name, self.text, self.title, self.source):
+            check_text(text)
 
 
 @dataclasses.dataclass(frozen=True)

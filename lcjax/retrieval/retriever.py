@@ -13,18 +13,18 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from lcjax.errors import InputError, is_finite_number, one_of, random_seed, whole_number
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.retrieval.datastore import FAISS_KINDS, Datastore, EncoderSection
+from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.encoder import Encoder
+from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
 from lcjax.retrieval.passages import Passage, sentences
+from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.sparse import SparseIndex, top_rows
-
-if TYPE_CHECKING:
-    from lcjax.retrieval.encoder import Encoder
 
 KINDS = ("sparse", "dense", "hybrid")
 _DROPPED = 0.2  # share of the words that the sanity test leaves out of a sentence
@@ -79,6 +79,11 @@ class Retriever:
         whole_number("k_candidates", k_candidates, 1)
         if not is_finite_number(rank_constant) or rank_constant < 0:
             raise InputError(f"rank_constant={rank_constant} must be a number of at least 0")
+        if rerank is not None and not hasattr(rerank, "score"):
+            raise InputError(
+                f"rerank={getattr(rerank, 'name', repr(rerank)):.60} cannot score(query, passages):"
+                " open a cross-encoder or ColBERT with open_encoder(path)"
+            )
         self.store, self._searches, self._rerank = store, list(searches), rerank
         self._k_candidates, self._rank_constant = k_candidates, rank_constant
 
@@ -88,7 +93,7 @@ class Retriever:
         folder: str | Path | Datastore,
         kind: str | None = None,
         *,
-        encoder: "Encoder | str | None" = None,
+        encoder: Encoder | str | Path | None = None,
         index: str = "exact",
         rerank: Reranker | None = None,
         k_candidates: int = 100,
@@ -100,7 +105,8 @@ class Retriever:
         Args:
           folder: the datastore.
           kind: sparse, dense or hybrid; None: hybrid if the datastore has words and vectors.
-          encoder: of the queries, or its path; None: the one that made the vectors.
+          encoder: of the queries, or the path where it lies now; None: the one that made the
+            vectors.
           index: of the vectors: exact, or one that was built: ivf, ivf_pq or hnsw.
           rerank: scores the best candidates again, such as a `CrossEncoder`.
           k_candidates: passages of each search that are fused, or ranked again.
@@ -113,18 +119,19 @@ class Retriever:
             another encoder.
         """
         store = folder if isinstance(folder, Datastore) else Datastore(folder)
-        has = {"sparse": store.index["sparse"] is not None, "dense": bool(store.index["encoders"])}
         if kind is None:
-            kind = "hybrid" if all(has.values()) else "sparse" if has["sparse"] else "dense"
+            has_words, has_vectors = (store.index[key] for key in ("sparse", "encoders"))
+            # An encoder or an index of vectors is never left out without a word.
+            is_dense = has_vectors or encoder is not None or index != "exact"
+            kind = "hybrid" if has_words and is_dense else "dense" if is_dense else "sparse"
         one_of("kind", kind, KINDS)
         one_of("index", index, ("exact", *FAISS_KINDS))
         searches: list[Search] = []
         if kind != "dense":
             searches.append(_sparse_search(store))
         if kind != "sparse":
-            if isinstance(encoder, str):
-                encoder = EncoderSection(encoder).open(mesh)
-            encoder = encoder or store.open_encoder(mesh)
+            if encoder is None or isinstance(encoder, str | Path):
+                encoder = store.open_encoder(encoder, mesh)
             searches.append(_dense_search(store, encoder, index, mesh))
         return cls(
             store,
@@ -221,12 +228,10 @@ def _sparse_search(store: Datastore) -> Search:
     return lambda queries, k: index.search(queries, k, valid=valid)
 
 
-def _dense_search(store: Datastore, encoder: "Encoder", index: str, mesh: Mesh | None) -> Search:
+def _dense_search(store: Datastore, encoder: Encoder, index: str, mesh: Mesh | None) -> Search:
     valid = store.valid
     if index == "exact":
         vectors = store.vectors(encoder)  # refuses another encoder
-        from lcjax.retrieval.search import ExactIndex
-
         devices = None if mesh is None else make_mesh(mesh)
         exact = ExactIndex(vectors, valid=valid, mesh=devices)
         return lambda queries, k: exact.search(encoder.encode_queries(queries), k)
@@ -308,13 +313,8 @@ def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
     rates = {}
     for name, change in variants.items():
         queries = [" ".join(change(sample.split())) for sample in samples]
-        ranks = [
-            next(
-                (rank for rank, hit in enumerate(hits, 1) if sample in _plain(hit.passage.text)), 0
-            )
-            for sample, hits in zip(samples, retriever.search(queries, 10))
-        ]
-        ranks = np.array(ranks)
+        results = retriever.search(queries, 10)
+        ranks = np.array([_rank(*pair) for pair in zip(samples, results)])
         rates[name] = {
             "hit@1": float((ranks == 1).mean()),
             "hit@10": float((ranks > 0).mean()),

@@ -488,8 +488,8 @@ def _advise(vectors: np.ndarray, first: int, last: int, advice: str) -> None:
     base.madvise(getattr(mmap, advice), begin, origin + last * row_bytes - begin)
 
 
-# Approximate search
-# ------------------
+# Checks of arguments
+# -------------------
 
 
 def check_vectors(vectors: Any, dim: int | None = None) -> None:

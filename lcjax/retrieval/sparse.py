@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, is_finite_number, one_of, whole_number
+from lcjax.errors import InputError, is_finite_number, missing_extra, one_of, whole_number
 from lcjax.files import atomic_file, read_json
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
@@ -160,9 +160,10 @@ class SparseIndex:
         Raises:
           InputError: a file is missing or damaged, or bm25s is not installed.
         """
-        settings = read_json(Path(folder) / _SETTINGS)
         library = _bm25s()
         try:
+            if not (settings := read_json(Path(folder) / _SETTINGS, {})):
+                raise ValueError(f"{_SETTINGS} is missing")
             bm25 = library.BM25.load(str(folder), mmap=True)
             arrays = {name: bm25.scores[name] for name in ("data", "indices", "indptr")}
             num_entries = int(arrays["indptr"][-1])
@@ -240,7 +241,7 @@ def _stemmer(language: str | None) -> Callable[[list[str]], list[str]] | None:
 def _bm25s() -> Any:
     try:
         import bm25s
-    except ImportError:
-        raise InputError("a search by words needs bm25s: pip install 'lcjax[retrieval]'") from None
+    except ImportError as error:
+        raise missing_extra("a search by words", "bm25s", "retrieval", error) from None
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     return bm25s

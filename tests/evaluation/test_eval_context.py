@@ -267,6 +267,8 @@ def test_a_method_searches_by_itself_as_its_section_says(lm, store):
     assert model.lm.length == 96 and model.decoder is None
     once = apply_method(lm, Method("a", retrieval=Reading(RetrieverSection("."))), 96)
     assert (once.when, once.how, once.query_tokens) == ("once", "input", None)
+    # A folder in the section leaves the default of k what it is.
+    assert once.k == RetrievalReader.k == 4
 
 
 @pytest.mark.slow
@@ -320,6 +322,10 @@ def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
         (
             lambda: {"methods": (Method("a", retrieval=Reading()),), "tasks": (Passkey(),)},
             r"methods\.0\.retrieval\.retriever\.folder='' is no folder",
+        ),
+        (
+            lambda: {"methods": (Method("a", retrieval=Reading(RetrieverSection("."))),)},
+            r"^\. holds no datastore",
         ),
         (
             lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=Reading()),)},

@@ -124,6 +124,7 @@ def test_the_command_shows_how_many_answers_each_retriever_finds(words, tmp_path
         (["--retrievers=[{folder: nowhere}]"], "retrievers.0.folder='nowhere' is no folder"),
         (["--retrievers=[{folder: .}, {folder: .}]"], "stands twice"),
         (["--max_examples=0"], "max_examples=0"),
+        ([f"--out={__file__}"], "cannot be a folder"),
     ],
 )
 def test_mistakes_are_one_line(words, options, message, capsys):

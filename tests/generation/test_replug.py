@@ -99,6 +99,14 @@ def test_without_passages_the_text_is_read_alone_and_padding_is_not_scored(lm):
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+def test_texts_that_end_before_the_first_scored_token_are_not_read(lm):
+    replug = Replug(lm, batch=1)
+    ends = np.array([12, 4])
+    found = replug.nll(TOKENS, context=PASSAGES, scores=SCORES, lengths=ends, first=8)
+    one = replug.nll(TOKENS[:1], context=PASSAGES[:1], scores=SCORES[:1], first=8)
+    np.testing.assert_array_equal(found, [one[0], np.zeros(12)])
+
+
 def picked(stream, rows):
     found = [[] for _ in range(rows)]
     for piece in stream:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tiny_lm import ids, sharper
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.retrieval import METHODS, RetrievalReader
@@ -242,6 +244,9 @@ def test_the_memory_reads_hits_as_chunks(lm):
         (lambda lm: RetrievalReader(lm, Store(), when=4).generate(["a"], queries=["b"]), "queries"),
         (lambda lm: RetrievalReader(lm, Store()).generate("a"), "prompts='a' must be a list"),
         (lambda lm: lm.generate(["a"], retriever=Store(), context=["b"]), "context and retriever"),
+        (lambda lm: lm.generate(["a"], how="mixture"), "give a retriever"),
+        (lambda lm: lm.generate(["a"], retriever="store"), "retriever='store' has no search"),
+        (lambda lm: Conversation(lm, retriever="store"), "retriever='store' has no search"),
         (lambda lm: Replug(lm, marginal="word"), "marginal='word'"),
     ],
 )
@@ -249,6 +254,18 @@ def test_what_cannot_be_read_is_refused_in_one_line(lm, call, words):
     with pytest.raises(InputError, match=words) as caught:
         call(lm)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("scores", "is_flat"), [((0.03, 0.02), True), ((0.9, 0.5), False)])
+def test_scores_that_make_all_weights_alike_are_a_warning(lm, scores, is_flat):
+    hits = [hit(text, "", score) for text, score in zip(TEXTS, scores)]
+    store = types.SimpleNamespace(search=lambda queries, k: [hits for _ in queries])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for how in ("input", "mixture", "rag_token", "rag_sequence"):
+            RetrievalReader(lm, store, 2, how).nll(TOKENS, first=FIRST)
+    messages = [str(w.message) for w in caught if "count nearly alike" in str(w.message)]
+    assert len(messages) == (3 if is_flat else 0)
 
 
 def test_a_memory_is_needed_for_a_context():

@@ -295,7 +295,7 @@ def test_another_encoder_is_refused_by_name_and_can_be_added(text, tmp_path):
     store = built(text, tmp_path / "out", encoder)
     with pytest.raises(InputError, match=r"was built by the encoder words .*, and encoder=words"):
         store.vectors(other)
-    with pytest.raises(InputError, match="was built by words, which has no path: give it"):
+    with pytest.raises(InputError, match="was built by words, which has no path: pass the encoder"):
         store.open_encoder()
     with pytest.raises(InputError, match="was built by the encoder"):
         store.append([Document("n", "text")], encoders=[other])
@@ -379,6 +379,10 @@ def test_a_missing_extra_is_one_line_before_any_work(text, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(InputError, match=r"pip install 'lcjax\[retrieval\]'"):
         build(settings(text, tmp_path / "out"))
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(InputError, match=r"FAISS needs faiss-cpu: pip install 'lcjax\[retrieval"):
+        build(settings(text, tmp_path / "out", faiss="ivf"), encoder=WordEncoder())
     assert not (tmp_path / "out").exists()
 
 
@@ -400,7 +404,7 @@ def test_damaged_files_are_found(text, tmp_path):
     check_open(vectors, whole[:-4], r"has [\d,]+ bytes, and [\d,]+ vectors of 16 take")
     check_open(vectors, b"x" + whole[1:], "is damaged: it has another header")
     check_open(shard, b"", "has 0 bytes, and")
-    check_open("deleted.npy", b"x" * 99, "is damaged .*: copy it again, or remove it")
+    check_open("deleted.npy", b"x" * 99, "is damaged: copy it again, or remove it")
     check_open("index.json", b"{}", "is no index of a datastore of format 1")
     check_open("index.json", b"{", "not JSON")
     for name in (vectors, shard, f"sparse-{store.num_rows}/data.csc.index.npy"):

@@ -32,11 +32,6 @@ def encoder():
 
 
 @pytest.fixture
-def needs_search():
-    pytest.importorskip("lcjax.retrieval.search")
-
-
-@pytest.fixture
 def store(tmp_path, encoder):
     text = write_corpus(tmp_path / "text", files=2)
     chunking = Chunking("sentences", 22, title_field="title")
@@ -63,14 +58,14 @@ def test_sparse_hits_are_those_of_the_index_of_words(store):
     assert Retriever.open(store, "sparse").search([], 5) == []
 
 
-def test_dense_hits_are_the_largest_products(needs_search, store, encoder):
+def test_dense_hits_are_the_largest_products(store, encoder):
     hits = Retriever.open(store, "dense", encoder=encoder).search(QUERIES, 5)
     products = encoder.encode_queries(QUERIES).astype(np.float64) @ store.vectors().T
     assert rows_of(store, hits) == np.argsort(-products, 1, kind="stable")[:, :5].tolist()
     np.testing.assert_allclose([hit.score for hit in hits[0]], np.sort(products[0])[::-1][:5], 1e-5)
 
 
-def test_fused_ranks_are_sums_of_reciprocals(needs_search, store, encoder):
+def test_fused_ranks_are_sums_of_reciprocals(store, encoder):
     assert fuse_ranks([np.array([4, 7, -1]), np.array([7, 2, 4])], 60.0) == [
         (7, 1 / 62 + 1 / 61),
         (4, 1 / 61 + 1 / 63),
@@ -118,7 +113,7 @@ def test_the_best_candidates_are_ranked_again(store):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense", "hybrid"])
-def test_changes_of_the_datastore_change_no_other_hit(needs_search, kind, store, encoder):
+def test_changes_of_the_datastore_change_no_other_hit(kind, store, encoder):
     def search(k=8):
         opened = Retriever.open(store.folder, kind, encoder=encoder)
         return [[hit.passage.id for hit in hits] for hits in opened.search(QUERIES[:3], k)]
@@ -139,7 +134,7 @@ def test_changes_of_the_datastore_change_no_other_hit(needs_search, kind, store,
         assert all(len(line) == 8 for line in after)
 
 
-def test_an_index_of_faiss_is_kept_beside_the_vectors(needs_search, store, encoder):
+def test_an_index_of_faiss_is_kept_beside_the_vectors(store, encoder):
     pytest.importorskip("faiss")
     with pytest.raises(InputError, match="has no index hnsw, but none: build it with"):
         Retriever.open(store, "dense", encoder=encoder, index="hnsw")
@@ -190,8 +185,22 @@ def test_bad_arguments_are_one_line(store, encoder):
     ]:
         with pytest.raises(InputError, match=match):
             retriever.search(queries, k)
+    with pytest.raises(InputError, match="encoder=7 is no encoder; open one"):
+        Retriever.open(store, "dense", encoder=7)
+    with pytest.raises(InputError, match="encoder='model' is no encoder"):
+        store.encode("model")
+    with pytest.raises(InputError, match="rerank=words cannot score"):
+        Retriever.open(store, "sparse", rerank=encoder)
+    with pytest.raises(InputError, match="must be a Document"):
+        store.append(["text"], encoders=[encoder])
+    with pytest.raises(InputError, match="text=3 must be a string"):
+        Document("name", 3)
     with pytest.raises(InputError, match="n=0 must be"):
         check(retriever, 0)
+    store.index["encoders"] = {}
+    for fields in ({"index": "ivf"}, {"encoder": "model"}, {"encoder": encoder}):
+        with pytest.raises(InputError, match="has no vectors: build it with an encoder"):
+            Retriever.open(store, **fields)
 
 
 def test_sentences_of_the_passages_are_found_and_a_broken_index_is_noticed(store):
@@ -265,7 +274,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
     build(BuildConfig(TextConfig(path=text), out=str(out), workers=1))
     capsys.readouterr()
     for words, match in [
-        ((), "error: no command; known: append, build, build-tokens, check, chunks"),
+        ((), f"error: no command; known: {', '.join(sorted(command._COMMANDS))}"),
         (("bild",), "error: bild is not a command; did you mean build?"),
         (("build",), "error: out is empty: give --out=FOLDER"),
         (("build", f"--out={out}x"), "error: data.path is empty"),
@@ -297,9 +306,16 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
     assert code == 2 and "pip install 'lcjax[retrieval]'" in error
 
 
-def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(
-    needs_search, tmp_path, monkeypatch, capsys
-):
+def test_false_in_the_section_of_an_encoder_reaches_it(monkeypatch):
+    options = {}
+    monkeypatch.setattr(
+        datastore, "open_encoder", lambda path, **o: options.update(o) or WordEncoder()
+    )
+    datastore.EncoderSection("abc", normalize=False, query_prefix="").open()
+    assert options == {"normalize": False, "query_prefix": ""}
+
+
+def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(tmp_path, monkeypatch, capsys):
     opened = []
 
     def open_section(section, mesh=None):
@@ -315,6 +331,17 @@ def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(
     code, printed, _ = run(capsys, "search", out, "Item3 letter", "--kind=dense", "--k=1")
     assert code == 0 and "  1  " in printed
     assert opened[-1] == datastore.EncoderSection("abc", pooling="mean")
+    # An encoder that has moved is opened with the settings that made the vectors.
+    assert run(capsys, "search", out, "Item3", "--kind=dense", "--encoder=xyz")[0] == 0
+    assert opened[-1] == datastore.EncoderSection("xyz", pooling="mean")
+
+    def cannot_open(section, mesh=None):
+        raise InputError("abc: no such folder")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datastore.EncoderSection, "open", cannot_open)
+        code, _, error = run(capsys, "search", out, "x", "--kind=dense")
+    assert code == 2 and "(abc: no such folder); if it has moved, name its path" in error
     code, _, error = run(capsys, "search", out, "x", "--kind=dense", "--encoder=abcd")
     assert code == 2 and "is another: search with the same" in error
     monkeypatch.setattr(

@@ -113,6 +113,9 @@ def test_damaged_files_are_one_line(tmp_path):
         with pytest.raises(InputError) as error:
             SparseIndex.load(tmp_path / "index")
         assert "index" in str(error.value) and "\n" not in str(error.value)
+        file.unlink()
+        with pytest.raises(InputError, match="build the datastore again"):
+            SparseIndex.load(tmp_path / "index")
         file.write_bytes(whole)
     SparseIndex.load(tmp_path / "index")
 

@@ -255,6 +255,13 @@ def test_prefixes_titles_and_their_defaults(folder, tmp_path):
         stated.encode_passages(["cat"]),
         BertEncoder.load(tmp_path, passage_prefix="").encode_passages(["dog cat"]),
     )
+    # The default prompt stands before texts without a prompt of their own.
+    make_sentence_transformer(tmp_path, query="what ", other="dog ")
+    edit(tmp_path / "config_sentence_transformers.json", default_prompt_name="other")
+    default = BertEncoder.load(tmp_path)
+    assert default.fingerprint == stated.fingerprint
+    edit(tmp_path / "config_sentence_transformers.json", default_prompt_name="none")
+    assert "default_prompt_name='none' is no key" in error_of(lambda: BertEncoder.load(tmp_path))
 
 
 def test_a_sentence_transformers_folder_says_how_to_pool(tmp_path):
@@ -371,6 +378,9 @@ def test_dpr_has_two_encoders_and_reads_titles_as_pairs(tmp_path):
             del batch["token_type_ids"]  # as the authors' code
             expected = model(**batch).pooler_output.numpy()
             np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    # A text without a title has one vector, whether texts beside it have titles or not.
+    mixed = encoder.encode_passages(texts, ["", "cats"])[0]
+    np.testing.assert_allclose(mixed, encoder.encode_passages(texts[:1])[0], atol=1e-6)
     save_bert(tmp_path / "wide", "DPRQuestionEncoder", hidden_size=33)
     message = error_of(lambda: BertEncoder.load(passage, query_folder=tmp_path / "wide"))
     assert "30 and 33" in message or "33 and 30" in message

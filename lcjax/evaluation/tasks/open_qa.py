@@ -169,8 +169,7 @@ class OpenQa(AnswerBenchmark):
 
     def _search(self, rows: Sequence[_Row], count: int) -> list[_Row]:
         """`rows` with the passages that the retriever finds."""
-        section = dataclasses.replace(self.retriever, k=min(count, self.retriever.k))
-        results = section.search([row.question for row in rows])
+        results = self.retriever.search([row.question for row in rows], count)
         return [
             dataclasses.replace(row, passages=[(_titled(h.passage), h.score) for h in hits])
             for row, hits in zip(rows, results, strict=True)
