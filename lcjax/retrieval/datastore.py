@@ -91,7 +91,11 @@ class EncoderSection:
         options = {"mesh": mesh} | dataclasses.asdict(self)
         path = options.pop("path")
         options["allow_pickle"] = self.allow_pickle or None  # an option of some encoders only
-        encoder = open_encoder(path, **{k: v for k, v in options.items() if v is not None})
+        try:
+            encoder = open_encoder(path, **{k: v for k, v in options.items() if v is not None})
+        except InputError as error:
+            message = str(error).removeprefix(f"{path}: ")
+            raise InputError(f"encoder.path={path}: {message}") from error
         if not hasattr(encoder, "encode_passages"):
             raise InputError(
                 f"encoder.path={path} is a {type(encoder).__name__}, which scores pairs of texts:"
