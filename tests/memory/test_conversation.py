@@ -83,7 +83,7 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
     encoded, encode = [], contexts_lib.encode
 
     def noted(lm, rows, **options):
-        encoded.extend(len(chunk) for row in rows for chunk in row)
+        encoded.extend(len(chunk) for row in rows for number in row for chunk in number)
         return encode(lm, rows, **options)
 
     monkeypatch.setattr("lcjax.generation.language_model.encode", noted)
