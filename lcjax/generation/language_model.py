@@ -45,6 +45,7 @@ from lcjax.generation.scoring import (
 from lcjax.generation.session import (
     CachedPrefix,
     can_share_prefix,
+    check_first,
     check_rows,
     check_token_rows,
 )
@@ -413,9 +414,7 @@ class LanguageModel(Scorer):
         self.config.pattern.check_scores()
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]
-        whole_number("first", first, 1)
-        if first >= width:
-            raise InputError(f"first={first} must lie between 1 and the length {width} - 1")
+        check_first(first, width)
         starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
         memory = self._memory(context, starts)
         if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:

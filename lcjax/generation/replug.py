@@ -32,7 +32,7 @@ from lcjax.generation.sampling import (
 )
 from lcjax.generation.scorer import Ids, Scorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import check_rows, check_token_rows
+from lcjax.generation.session import check_first, check_rows, check_token_rows
 from lcjax.models import ModelConfig
 
 Scores = Sequence[Sequence[float]]
@@ -93,6 +93,7 @@ class Replug(Scorer):
         """
         tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
         num_rows, length = tokens.shape
+        check_first(first, length, 0)
         documents, weights = self._weighted(context, scores, num_rows)
         log_p = np.zeros((*weights.shape, length))
         for pairs in self._batches(documents, np.where(lengths > first, lengths, 0)):

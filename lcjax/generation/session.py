@@ -96,6 +96,13 @@ def check_token_rows(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.nda
     return array.astype(np.int32), lengths
 
 
+def check_first(first: Any, width: int, least: int = 1) -> None:
+    """Raises an InputError unless `first` is a position from `least` to the last of a row."""
+    whole_number("first", first, least)
+    if first >= width:
+        raise InputError(f"first={first} must lie between {least} and the length {width} - 1")
+
+
 def _shorten(value: Any) -> str:
     """The first characters of `repr(value)`, on one line."""
     return " ".join(repr(value).split())[:60]

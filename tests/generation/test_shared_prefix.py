@@ -168,11 +168,11 @@ def test_a_prefix_that_could_not_be_read_is_dropped(lm, monkeypatch):
     assert kept.tokens == 192
     calls, prefill = [], session._read
 
-    def failing(*arguments):
+    def failing(*arguments, **options):
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
-        return prefill(*arguments)
+        return prefill(*arguments, **options)
 
     monkeypatch.setattr(session, "_read", failing)
     others = [TEXT[:64] + ids(70, 150) + ids(seed, 30) for seed in (71, 72, 73)]
