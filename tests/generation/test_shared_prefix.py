@@ -159,7 +159,7 @@ def test_a_prefix_shorter_than_what_is_read_again_changes_nothing(lm, read):
     prefix = CachedPrefix(reader._prefix(PROMPTS, [6] * 3).cache, np.array(TEXT[:48]))
     scored, wanted = (lm.continuations(prompts, OPTIONS, prefix=p) for p in (prefix, None))
     for (one,), (other,) in zip(scored, wanted, strict=True):
-        np.testing.assert_array_equal(one.nll, other.nll)
+        np.testing.assert_allclose(one.nll, other.nll, rtol=1e-6)  # chunks of other sizes
 
 
 def test_a_prefix_that_could_not_be_read_is_dropped(lm, monkeypatch):

@@ -159,7 +159,7 @@ def slope(model, params, own, said, stop=None):
 
     def loss(own):
         known = {"params": merged(params, {"encoder/embedding": own})}
-        encode = functools.partial(model.apply, known, method="encode", hidden=True)
+        encode = functools.partial(model.apply, known, method="encode", collect_hidden=True)
         if stop is None:
             memory = encode(CHUNKS, np.ones_like(MASK))
             hidden = memory.hidden

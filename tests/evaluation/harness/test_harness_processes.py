@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness, the extra eval")
 pytestmark = pytest.mark.slow
 
 # eval.py over a harness of one task, which only process 0 may open.
