@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
@@ -25,7 +24,7 @@ from lcjax.generation.contexts import split_into_chunks as chunks_of
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import MARGINALS, Replug
 from lcjax.generation.sampling import GeneratedText, Sampling, log_weights
-from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans
+from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.memory import Policy
 from lcjax.models.memory import Memory, check_memory
@@ -265,18 +264,13 @@ class Part:
     scores: list[float]  # of the chunks
 
 
-class SplitModel(Scorer):
+class SplitModel(WrappedScorer):
     """A model whose decoder reads the last `decoder` tokens; the tokens before are context."""
 
     def __init__(self, model, split: Split, decoder: int, chunk: int):
-        self.tokenizer, self.config = model.tokenizer, model.config
-        self.decoder, self._model, self._split, self._chunk = decoder, model, split, chunk
+        self.lm, self.decoder, self._split, self._chunk = model, decoder, split, chunk
         self._movable: Sequence[Spans] | None = None
         self._retrieved: Sequence[Sequence[PassageSpan]] | None = None
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        return self._model.mesh
 
     def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
         """As `LanguageModel.nll`, for the tokens of the decoder.
@@ -302,7 +296,7 @@ class SplitModel(Scorer):
         return nll
 
     def _scorer(self, passages: list, scores: list) -> tuple[Scorer, dict[str, Any]]:
-        return self._split.scorer(self._model, passages, scores, self._chunk)
+        return self._split.scorer(self.lm, passages, scores, self._chunk)
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
@@ -348,7 +342,7 @@ class SplitModel(Scorer):
         retrieved = self._retrieved or [()] * len(rows)
         parts = [self._part(*row, new) for row in zip(rows, spans, retrieved, strict=True)]
         scores = [part.scores for part in parts]
-        prompts, context = self._split.read(self._model, parts, [part.context for part in parts])
+        prompts, context = self._split.read(self.lm, parts, [part.context for part in parts])
         return prompts, *self._scorer(context, scores)
 
     def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):

@@ -15,10 +15,8 @@ x, z) of whole texts y, whose tokens have the weights p(z | x, y_<t).
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
-from lcjax.checkpoints import Tokenizer
 from lcjax.errors import InputError, one_of, whole_number
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
@@ -30,17 +28,16 @@ from lcjax.generation.sampling import (
     join_pieces,
     log_weights,
 )
-from lcjax.generation.scorer import Ids, Scorer
+from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import check_first, check_rows, check_token_rows
-from lcjax.models import ModelConfig
 
 Scores = Sequence[Sequence[float]]
 MARGINALS = ("token", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
-class Replug(Scorer):
+class Replug(WrappedScorer):
     """A language model that reads passages by turns.
 
     `context` holds the passages of each text (texts or token ids), [] where there are none: such a
@@ -59,22 +56,6 @@ class Replug(Scorer):
         log_weights(np.zeros(1), self.temperature)
         whole_number("batch", self.batch, 1)
         one_of("marginal", self.marginal, MARGINALS)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.lm.tokenizer
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.lm.config
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        return self.lm.mesh
-
-    @property
-    def follows_length(self) -> bool:
-        return self.lm.follows_length
 
     def nll(
         self,

@@ -24,20 +24,17 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
-from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_number, whole_numbers
 from lcjax.generation.generate import RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
-from lcjax.generation.scorer import Ids, Scorer
+from lcjax.generation.scorer import Ids, Scorer, WrappedScorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import check_rows, check_token_ids, check_token_rows
-from lcjax.models import ModelConfig
+from lcjax.generation.session import check_first, check_rows, check_token_ids, check_token_rows
 from lcjax.models.memory import check_memory
 
 METHODS = ("input", "context", "fid", "mixture", "rag_token", "rag_sequence")
@@ -75,8 +72,8 @@ def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
     for query in queries:
         if not isinstance(query, str):
             raise InputError(f"queries: {query!r:.40} must be a text")
-    asked = [query for query in queries if query.strip()] if k else []
-    results = iter(retriever.search(asked, k) if asked else [])
+    with_text = [query for query in queries if query.strip()] if k else []
+    results = iter(retriever.search(with_text, k) if with_text else [])
     rows = [next(results) if k and query.strip() else () for query in queries]
     return [tuple(hit for hit in row if hit.passage.text.strip()) for row in rows]
 
@@ -88,7 +85,7 @@ def passage_text(hit: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RetrievalReader(Scorer):
+class RetrievalReader(WrappedScorer):
     """A language model that reads what a retriever finds. Without hits it is the model itself.
 
     Token ids of a prompt that begin with BOS begin with it before the passages, too.
@@ -117,22 +114,6 @@ class RetrievalReader(Scorer):
         if self._is_beside:
             check_memory(self.config.memory)
         Replug(self.lm, self.temperature, self.batch)  # checks these
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.lm.tokenizer
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.lm.config
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        return self.lm.mesh
-
-    @property
-    def follows_length(self) -> bool:
-        return self.lm.follows_length
 
     @property
     def _replug(self) -> Replug:
@@ -230,7 +211,7 @@ class RetrievalReader(Scorer):
         """As `LanguageModel.nll`. The query is the text before `first`, or before each stride."""
         tokens, ends = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]
-        whole_number("first", first, 1)
+        check_first(first, width)
         starts = range(first, width, width if self.when == "once" else self.when)
         queries = [
             self._query(row[:start]) if end > start else ""

@@ -196,3 +196,25 @@ class Scorer(abc.ABC):
         are read whole.
         """
         return 0
+
+
+class WrappedScorer(Scorer):
+    """A scorer that reads text with another one, `lm`: its tokenizer, config, mesh and rotation."""
+
+    lm: Scorer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.lm.tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.lm.config
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        return self.lm.mesh
+
+    @property
+    def follows_length(self) -> bool:
+        return self.lm.follows_length

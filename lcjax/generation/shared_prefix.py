@@ -23,7 +23,7 @@ import numpy as np
 
 from lcjax.errors import whole_number
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
-from lcjax.generation.scorer import Ids, Scorer
+from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import CachedPrefix, Session, prefill_chunk_size, prefix_tokens_reused
 from lcjax.models import cache as cache_lib
@@ -76,7 +76,7 @@ def _worth(tokens: int, length: int, least: int) -> bool:
     return tokens >= least and tokens * _MIN_SHARE >= length
 
 
-class PrefixReader(Scorer):
+class PrefixReader(WrappedScorer):
     """A language model that reads the common beginning of prompts once for many batches.
 
     `generate` and `continuations` are those of the model, for prompts as token ids. Prompts whose
@@ -93,8 +93,7 @@ class PrefixReader(Scorer):
         Only prefixes of at least `least` tokens (1 or more) are shared.
         """
         whole_number("least", least, 1)
-        self.lm, self.tokenizer, self.config, self.mesh = lm, lm.tokenizer, lm.config, lm.mesh
-        self.saved_tokens = 0
+        self.lm, self.saved_tokens = lm, 0
         self._remaining = sorted((np.asarray(ids, np.int32) for ids in prompts), key=_key)
         self._least, self._knows_prompts = least, bool(self._remaining)
         neighbours = itertools.pairwise(self._remaining)

@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data.config import TeacherSource, TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
@@ -44,10 +43,9 @@ from lcjax.files import check_path, read_json
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
-from lcjax.generation.scorer import Ids, Scorer
+from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import check_token_rows
-from lcjax.models import ModelConfig
 from lcjax.models.loss import token_nll
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
@@ -418,7 +416,7 @@ class _NearestKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class KnnLM(Scorer):
+class KnnLM(WrappedScorer):
     """A language model that also predicts the tokens after similar contexts in a datastore.
 
     With weight 0 it is `lm`, bit by bit.
@@ -443,22 +441,6 @@ class KnnLM(Scorer):
     @functools.cached_property
     def _search(self) -> ExactIndex | _NearestKeys:
         return self.store.open_index(self.index, self.lm.mesh)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.lm.tokenizer
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.lm.config
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        return self.lm.mesh
-
-    @property
-    def follows_length(self) -> bool:
-        return self.lm.follows_length
 
     def neighbours(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns log weights float64 [Q, k] and tokens int64 [Q, k] of the nearest keys.
