@@ -10,7 +10,7 @@ from lcjax.retrieval.encoder import (
     StaticEncoder,
     open_encoder,
 )
-from lcjax.retrieval.faiss_index import FaissIndex, recall
+from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
@@ -35,6 +35,7 @@ __all__ = [
     "KnnLM",
     "LateInteraction",
     "Passage",
+    "RefinedIndex",
     "Reranker",
     "Retriever",
     "Sparse",

@@ -40,7 +40,7 @@ from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.encoder import Encoder, open_encoder
 from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
-from lcjax.retrieval.faiss_index import FaissIndex
+from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
@@ -382,8 +382,8 @@ class Datastore:
             )
         return index
 
-    def faiss(self, kind: str, encoder: Encoder | None = None) -> FaissIndex:
-        """Opens an approximate index of the vectors: ivf, ivf_pq or hnsw."""
+    def faiss(self, kind: str, encoder: Encoder | None = None) -> FaissIndex | RefinedIndex:
+        """Opens an approximate index of the vectors: ivf, ivf_pq (with exact scores) or hnsw."""
         fields = self.encoder_fields(encoder)
         if kind not in fields["faiss"]:
             raise InputError(
@@ -391,7 +391,8 @@ class Datastore:
                 f" build it with Datastore.build_faiss({kind!r}), or search exactly"
             )
         file = _faiss_file(self.folder, fields["fingerprint"], kind, self.num_rows)
-        return FaissIndex.load(file, dim=fields["dim"], count=self.num_rows)
+        index = FaissIndex.load(file, dim=fields["dim"], count=self.num_rows)
+        return RefinedIndex(index, self.vectors(encoder)) if kind == "ivf_pq" else index
 
     def build_faiss(self, kind: str, encoder: Encoder | None = None) -> None:
         """Builds an approximate index of the vectors: ivf, ivf_pq or hnsw."""

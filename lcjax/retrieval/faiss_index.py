@@ -1,4 +1,7 @@
-"""Approximate search: indices of FAISS on the host (extra `retrieval`)."""
+"""Approximate search: indices of FAISS on the host (extra `retrieval`).
+
+An index of codes (`ivf_pq`) proposes candidates, and `RefinedIndex` scores them by their vectors.
+"""
 
 import math
 import os
@@ -9,6 +12,7 @@ import numpy as np
 from lcjax.errors import InputError, missing_extra, one_of, random_seed, whole_number
 from lcjax.files import atomic_file
 from lcjax.retrieval.search import (
+    METRICS,
     ExactIndex,
     check_options,
     check_vectors,
@@ -17,11 +21,13 @@ from lcjax.retrieval.search import (
 )
 
 KINDS = ("ivf", "ivf_pq", "hnsw")
+REFINE_FACTOR = 8  # candidates of an index of codes for each row of the result (docs/retrieval.md)
 _FAISS_ROWS = 1 << 16  # rows that are converted, checked and added at a time
+_CANDIDATE_NUMBERS = 1 << 24  # numbers of candidates' vectors that exist at the same time
 
 
 class FaissIndex:
-    """An approximate index of FAISS on the host, by inner product. Needs the extra `retrieval`.
+    """An approximate index of FAISS on the host. Needs the extra `retrieval`.
 
     How many lists (`ivf`, `ivf_pq`) or nodes (`hnsw`) a search visits is chosen when the index is
     built: as few as reach the recall asked for on vectors of the index itself. The same vectors and
@@ -38,6 +44,7 @@ class FaissIndex:
         vectors: np.ndarray,
         *,
         kind: str = "ivf",
+        metric: str = "dot",
         nlist: int | None = None,
         nprobe: int | None = None,
         m: int | None = None,
@@ -53,6 +60,7 @@ class FaissIndex:
           vectors: [N, D] float32, bfloat16 or float16; a memory map is read in blocks.
           kind: "ivf" (inverted lists of whole vectors), "ivf_pq" (of product-quantised vectors,
             `m` bytes each) or "hnsw" (a graph with `m` neighbours a node).
+          metric: "dot" or "l2" (the score is the negative squared distance).
           nlist: lists; None: about the square root of N.
           nprobe: lists that a search visits; None: chosen by `target_recall`.
           m: None: the largest divisor of D up to D / 4 for "ivf_pq", 32 for "hnsw".
@@ -60,8 +68,8 @@ class FaissIndex:
           ef_search: candidates of a search in the graph; None: chosen by `target_recall`.
           train_size: rows drawn to train lists and codes; None: 64 a list, 16,384 at least.
           target_recall: recall@10 on 256 rows of the index as queries, themselves left out, that
-            nprobe or ef_search must reach. Codes of "ivf_pq" bound what can be reached: then 0.99
-            of the recall with all lists.
+            nprobe or ef_search must reach; that of "ivf_pq" is the recall of `RefinedIndex`. Codes
+            bound what can be reached: then 0.99 of the recall with all lists.
           seed: draws the training rows and the queries.
 
         Raises:
@@ -70,6 +78,7 @@ class FaissIndex:
         faiss = faiss_module()
         check_vectors(vectors)
         one_of("kind", kind, KINDS)
+        one_of("metric", metric, METRICS)
         random_seed("seed", seed)
         num_rows, dim = vectors.shape
         for name, value in (
@@ -83,15 +92,16 @@ class FaissIndex:
             if value is not None:
                 whole_number(name, value, 1)
         generator = np.random.default_rng(seed)
+        metric_type = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
         if kind == "hnsw":
-            index = faiss.IndexHNSWFlat(dim, m or 32, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.IndexHNSWFlat(dim, m or 32, metric_type)
             index.hnsw.efConstruction = ef_construction
         else:
             nlist = nlist or max(min(2 ** round(math.log2(num_rows) / 2), num_rows // 39), 1)
             if nlist > num_rows:
                 raise InputError(f"nlist={nlist} must be at most the number of rows, {num_rows}")
             size = min(train_size or max(64 * nlist, 1 << 14), num_rows)
-            index = _inverted_lists(faiss, kind, dim, nlist, m, size)
+            index = _inverted_lists(faiss, kind, metric_type, dim, nlist, m, size)
             index.cp.seed = seed
             index.cp.min_points_per_centroid = 1  # no warning for small corpora
             rows = np.sort(generator.choice(num_rows, size, replace=False))
@@ -117,6 +127,10 @@ class FaissIndex:
         return names[type(self._index).__name__]
 
     @property
+    def metric(self) -> str:
+        return "l2" if self._index.metric_type == faiss_module().METRIC_L2 else "dot"
+
+    @property
     def width(self) -> int:
         """Lists that a search visits (nprobe), or candidates in a graph (efSearch)."""
         return self._index.hnsw.efSearch if self.kind == "hnsw" else self._index.nprobe
@@ -139,11 +153,12 @@ class FaissIndex:
             _, results = index.search(queries, min(k + 1, len(vectors)))
             return [set(result) - {row} for result, row in zip(results, rows)]
 
-        exact = neighbours(ExactIndex(vectors))
+        exact = neighbours(ExactIndex(vectors, metric=self.metric))
+        index = RefinedIndex(self, vectors) if self.kind == "ivf_pq" else self
 
         def recall_of(width):
             self._set_width(width)
-            pairs = zip(neighbours(self), exact)
+            pairs = zip(neighbours(index), exact)
             return float(np.mean([len(a & b) / max(len(b), 1) for a, b in pairs]))
 
         if self.kind == "ivf_pq":
@@ -173,9 +188,7 @@ class FaissIndex:
         queries = finite_queries(queries, self.dim)
         check_options(k)
         scores, rows = self._index.search(queries, k)
-        scores = np.where(rows < 0, -np.inf, scores).astype(np.float32)
-        order = np.lexsort((rows, -scores), axis=1)
-        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+        return _best_first(-scores if self.metric == "l2" else scores, rows, k)
 
     def save(self, file: str | os.PathLike) -> None:
         """Writes the index, whole or not at all."""
@@ -211,6 +224,52 @@ class FaissIndex:
         return result
 
 
+class RefinedIndex:
+    """The candidates of an approximate index, scored exactly (as FAISS's IndexRefine).
+
+    Rows and scores are those of exact search, except for rows that are no candidates.
+    """
+
+    def __init__(self, index: FaissIndex, vectors: np.ndarray, refine_factor: int = REFINE_FACTOR):
+        """Takes an index and its vectors.
+
+        Args:
+          index: that proposes the candidates.
+          vectors: [N, D], the rows of the index; a memory map is read where candidates lie.
+          refine_factor: candidates for each row of the result.
+        """
+        check_vectors(vectors, index.dim)
+        whole_number("refine_factor", refine_factor, 1)
+        if len(vectors) != len(index):
+            raise InputError(f"vectors: {len(vectors)} rows, but the index has {len(index)}")
+        self._index, self._vectors, self._refine_factor = index, vectors, refine_factor
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns scores [Q, k] float32 and rows [Q, k] int64, best first."""
+        queries = finite_queries(queries, self._index.dim)
+        check_options(k)
+        num_candidates = max(min(k * self._refine_factor, len(self._vectors)), k)
+        _, rows = self._index.search(queries, num_candidates)
+        scores = np.empty(rows.shape, np.float32)
+        size = max(_CANDIDATE_NUMBERS // (num_candidates * queries.shape[1]), 1)
+        for first in range(0, len(queries), size):
+            part = slice(first, first + size)
+            vectors = np.asarray(self._vectors[np.maximum(rows[part], 0)], np.float32)
+            if self._index.metric == "l2":
+                vectors -= queries[part, None]
+                scores[part] = -np.einsum("QCD,QCD->QC", vectors, vectors)
+            else:
+                scores[part] = np.einsum("QCD,QD->QC", vectors, queries[part])
+        return _best_first(scores, rows, k)
+
+
+def _best_first(scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the k best of candidates [Q, C], equal scores by row; rows of -1 are padding."""
+    scores = np.where(rows < 0, -np.inf, scores).astype(np.float32)
+    order = np.lexsort((rows, -scores), axis=1)[:, :k]
+    return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+
+
 def faiss_module() -> Any:
     """Imports FAISS; raises an InputError where it is missing."""
     try:
@@ -221,16 +280,16 @@ def faiss_module() -> Any:
 
 
 def _inverted_lists(
-    faiss: Any, kind: str, dim: int, nlist: int, m: int | None, train_size: int
+    faiss: Any, kind: str, metric_type: int, dim: int, nlist: int, m: int | None, train_size: int
 ) -> Any:
-    coarse = faiss.IndexFlatIP(dim)
+    coarse = faiss.IndexFlat(dim, metric_type)
     if kind == "ivf":
-        return faiss.IndexIVFFlat(coarse, dim, nlist, faiss.METRIC_INNER_PRODUCT)
+        return faiss.IndexIVFFlat(coarse, dim, nlist, metric_type)
     m = m or max(part for part in range(1, max(dim // 4, 1) + 1) if dim % part == 0)
     if dim % m:
         raise InputError(f"m={m} must divide the dimension of the vectors, {dim}")
     bits = max(min(8, int(math.log2(train_size))), 1)
-    index = faiss.IndexIVFPQ(coarse, dim, nlist, m, bits, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexIVFPQ(coarse, dim, nlist, m, bits, metric_type)
     index.pq.cp.min_points_per_centroid = 1
     return index
 

@@ -51,7 +51,7 @@ from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
-from lcjax.retrieval.faiss_index import FaissIndex, faiss_module
+from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import weights_digest
@@ -64,7 +64,6 @@ _KEYS, _VALUES, _FAISS = "keys.bin", "values.bin", "keys.faiss"
 _CODE_BYTES = 64  # of a key under ivf_pq, as in the paper
 _PROBES = 32  # lists that a search visits, as in the paper
 _QUERIES = 4096  # that are searched at once: k of them take 12 bytes each
-_CANDIDATE_NUMBERS = 1 << 24  # of keys that are compared exactly at the same time
 
 
 # The datastore
@@ -321,7 +320,7 @@ class TokenStore:
 
     def open_index(
         self, kind: str = "exact", mesh: jax.sharding.Mesh | None = None
-    ) -> "ExactIndex | _NearestKeys":
+    ) -> ExactIndex | RefinedIndex:
         """Opens the search: "exact", or the approximate index that was built."""
         one_of("index", kind, ("exact", *INDICES))
         if kind == "exact":
@@ -331,9 +330,9 @@ class TokenStore:
                 f"index={kind}: {self.folder} has {self.index['faiss'] or 'none'}; build it with"
                 f" --faiss={kind}, or search with index=exact"
             )
-        width, _ = _faiss_shape(self.index["dim"])
-        faiss = FaissIndex.load(self.folder / _FAISS, dim=width, count=len(self))
-        return _NearestKeys(self.keys, faiss)
+        faiss = FaissIndex.load(self.folder / _FAISS, dim=self.index["dim"], count=len(self))
+        # As many candidates as neighbours, as in the paper: the last of 1,024 hardly count.
+        return RefinedIndex(faiss, self.keys, 1)
 
 
 def _open_array(folder: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -347,69 +346,16 @@ def _open_array(folder: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]
     return np.memmap(path, dtype, "r", 0, shape)
 
 
+def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
+    dim = keys.shape[1]
+    most = max(min(_CODE_BYTES, dim // 4), 1)
+    m = max(part for part in range(1, most + 1) if dim % part == 0) if kind == "ivf_pq" else None
+    return FaissIndex.build(keys, kind=kind, metric="l2", nprobe=_PROBES, m=m)
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# Approximate search by squared distance
-
-
-def _faiss_shape(dim: int) -> tuple[int, int]:
-    """Returns the width of the vectors in an index of FAISS, and the bytes of a code."""
-    code_bytes = min(_CODE_BYTES, 1 << max(dim.bit_length() - 2, 0))
-    return -(-(dim + 1) // code_bytes) * code_bytes, code_bytes
-
-
-class _Vectors:
-    """Vectors whose inner products order the keys by distance, converted where they are read.
-
-    |q - k|^2 = |q|^2 - 2 (q k - |k|^2 / 2): a key gets the coordinate -|k|^2 / 2, a query 1.
-    """
-
-    ndim, dtype = 2, np.dtype(np.float32)
-
-    def __init__(self, keys: np.ndarray):
-        self._keys, self.shape = keys, (len(keys), _faiss_shape(keys.shape[1])[0])
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getitem__(self, rows: Any) -> np.ndarray:
-        keys = np.asarray(self._keys[rows], np.float32)
-        return _widened(keys, -np.square(keys).sum(1) / 2, self.shape[1])
-
-
-def _widened(vectors: np.ndarray, column: np.ndarray | float, width: int) -> np.ndarray:
-    result = np.zeros((len(vectors), width), np.float32)
-    result[:, : vectors.shape[1]], result[:, vectors.shape[1]] = vectors, column
-    return result
-
-
-def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
-    nlist = max(min(2 ** round(np.log2(len(keys)) / 2), len(keys) // 39), 1)
-    m = _faiss_shape(keys.shape[1])[1] if kind == "ivf_pq" else None
-    options = {"nlist": nlist, "nprobe": min(_PROBES, nlist), "m": m}
-    return FaissIndex.build(_Vectors(keys), kind=kind, **options)
-
-
-class _NearestKeys:
-    """The candidates of an index of FAISS, ordered by their exact distances."""
-
-    def __init__(self, keys: np.ndarray, faiss: FaissIndex):
-        self._keys, self._faiss = keys, faiss
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        _, rows = self._faiss.search(_widened(queries, 1.0, self._faiss.dim), k)
-        scores = np.full(rows.shape, -np.inf, np.float32)
-        size = max(_CANDIDATE_NUMBERS // (k * queries.shape[1]), 1)
-        for start in range(0, len(queries), size):
-            part = slice(start, start + size)
-            differences = np.asarray(self._keys[rows[part]], np.float32) - queries[part, None]
-            scores[part] = -np.einsum("qkd,qkd->qk", differences, differences)
-        scores[rows < 0] = -np.inf
-        order = np.lexsort((rows, -scores), axis=1)
-        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
 
 
 # The language model
@@ -439,7 +385,7 @@ class KnnLM(WrappedScorer):
         self._search  # noqa: B018 -- opened here, so that errors come at once
 
     @functools.cached_property
-    def _search(self) -> ExactIndex | _NearestKeys:
+    def _search(self) -> ExactIndex | RefinedIndex:
         return self.store.open_index(self.index, self.lm.mesh)
 
     def neighbours(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

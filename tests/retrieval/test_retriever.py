@@ -134,21 +134,29 @@ def test_changes_of_the_datastore_change_no_other_hit(kind, store, encoder):
         assert all(len(line) == 8 for line in after)
 
 
-def test_an_index_of_faiss_is_kept_beside_the_vectors(store, encoder):
+@pytest.mark.parametrize("kind", ["hnsw", "ivf_pq"])
+def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder):
     pytest.importorskip("faiss")
-    with pytest.raises(InputError, match="has no index hnsw, but none: build it with"):
-        Retriever.open(store, "dense", encoder=encoder, index="hnsw")
-    store.build_faiss("hnsw")
+    with pytest.raises(InputError, match=f"has no index {kind}, but none: build it with"):
+        Retriever.open(store, "dense", encoder=encoder, index=kind)
+    store.build_faiss(kind)
 
-    def ids(index):
+    def hits(index):
         opened = Retriever.open(store.folder, "dense", encoder=encoder, index=index)
-        return [[hit.passage.id for hit in hits] for hits in opened.search(QUERIES[:3], 5)]
+        lines = opened.search(QUERIES[:3], 3)
+        ids = [[hit.passage.id for hit in line] for line in lines]
+        return ids, np.array([[hit.score for hit in line] for line in lines])
 
-    assert ids("hnsw") == ids("exact")
+    def assert_hits_are_exact():
+        (ids, scores), (expected_ids, expected_scores) = hits(kind), hits("exact")
+        assert ids == expected_ids
+        np.testing.assert_allclose(scores, expected_scores, rtol=1e-5)
+
+    assert_hits_are_exact()
     store.append([Document("other", "Nothing to see but a zebra here")], encoders=[encoder])
-    store.delete([ids("exact")[0][0]])
-    assert ids("hnsw") == ids("exact") and store.check_files()
-    assert len(list(store.folder.glob("*.faiss"))) == 1
+    store.delete([hits("exact")[0][0][0]])
+    assert_hits_are_exact()
+    assert store.check_files() and len(list(store.folder.glob("*.faiss"))) == 1
 
 
 def test_more_is_asked_of_an_index_that_cannot_leave_out_rows():

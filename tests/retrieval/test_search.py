@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.retrieval import ExactIndex, FaissIndex, recall, top_k
+from lcjax.retrieval import ExactIndex, FaissIndex, RefinedIndex, recall, top_k
 
 
 def brute_force(queries, vectors, k, valid=None, metric="dot"):
@@ -354,6 +354,42 @@ def test_save_load_and_add_give_the_same_rows(kind, tmp_path):
     assert (result[1] >= 2500).any()
 
 
+@pytest.mark.parametrize("metric", ["dot", "l2"])
+@pytest.mark.parametrize("kind", ["ivf", "ivf_pq", "hnsw"])
+def test_candidates_of_an_index_are_scored_exactly(kind, metric):
+    pytest.importorskip("faiss")
+    queries, vectors = normal(19, 20, 3000, 32)
+    vectors[7] = 3 * queries[0]  # inner products and distances have other neighbours
+    index = FaissIndex.build(vectors, kind=kind, metric=metric)
+    assert index.metric == metric
+    exact = ExactIndex(vectors, metric=metric).search(queries, 10)
+    everything = RefinedIndex(index, vectors, 300)
+    index._set_width(3000)
+    assert_equal(everything.search(queries, 10), exact, exact=False)
+    scores, rows = RefinedIndex(index, vectors, 2).search(queries, 10)
+    difference = vectors[rows] - queries[:, None]
+    expected = -np.square(difference).sum(-1) if metric == "l2" else None
+    expected = np.einsum("qkd,qd->qk", vectors[rows], queries) if expected is None else expected
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
+    assert (np.diff(scores) <= 0).all()
+
+
+def test_refined_codes_reach_the_recall_that_their_width_was_chosen_for():
+    pytest.importorskip("faiss")
+    queries, vectors = clustered(20, 200, 20_000, 32)
+    index, exact = FaissIndex.build(vectors, kind="ivf_pq"), ExactIndex(vectors)
+    refined = RefinedIndex(index, vectors)
+    assert recall(index, exact, queries, 10) < 0.9
+    assert recall(refined, exact, queries, 10) >= 0.95
+    assert index.width < 40  # of 128 lists
+    few, some = RefinedIndex(index, vectors[:], 1).search(queries[:2], 20_001)
+    assert few.shape == (2, 20_001) and (some[:, -1] == -1).all() and np.isneginf(few[:, -1]).all()
+    with pytest.raises(InputError, match="vectors: 5 rows, but the index has 20000"):
+        RefinedIndex(index, vectors[:5])
+    with pytest.raises(InputError, match="refine_factor=0 must be"):
+        RefinedIndex(index, vectors, 0)
+
+
 def test_faiss_index_smaller_than_k():
     pytest.importorskip("faiss")
     queries, vectors = integers(16, 3, 5, 8)
@@ -386,6 +422,7 @@ def test_faiss_bad_input_is_one_line(tmp_path, monkeypatch):
     queries, vectors = normal(18, 2, 300, 8)
     for options, words in (
         ({"kind": "flat"}, "^kind="),
+        ({"metric": "cosine"}, "^metric="),
         ({"nlist": 0}, "^nlist="),
         ({"nlist": 301}, "^nlist="),
         ({"kind": "ivf_pq", "m": 3}, "^m=3"),
