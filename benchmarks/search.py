@@ -11,6 +11,7 @@ ways; its OpenBLAS may need `OPENBLAS_CORETYPE=SkylakeX` to use AVX-512. Needs
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ DIM, BATCH, K = 384, 64, 10
 LATENT, CLUSTERS = 32, 1000
 SIDES = ("lcjax", "faiss", "faiss blas")
 SEARCHES = 3  # of a process
+REFINE_FACTORS = (1, 2, 4, 8, 16)  # candidates of ivf_pq for each of the K rows
 
 
 def main() -> None:
@@ -137,7 +139,7 @@ def report_flat(file: Path, arguments: argparse.Namespace) -> None:
 
 def approximate(kind: str, file: str, rows: int) -> dict:
     """Recall and speed of one kind of index; of "exact" the speed."""
-    from lcjax.retrieval import ExactIndex, FaissIndex, recall
+    from lcjax.retrieval import ExactIndex, FaissIndex, RefinedIndex, recall
 
     vectors, queries = np.load(file, mmap_mode="r")[:rows], queries_of(True, 1024)
     exact = ExactIndex(vectors)
@@ -145,13 +147,20 @@ def approximate(kind: str, file: str, rows: int) -> dict:
     begin = time.perf_counter()
     index = exact if kind == "exact" else FaissIndex.build(vectors, kind=kind)
     result["build_seconds"] = time.perf_counter() - begin
+    searches = {kind: index}
     if kind != "exact":
         result["width"] = index.width
-        result["recall"] = recall(index, exact, queries, K)
         index.save(file + ".index")
         result["bytes_per_row"] = os.path.getsize(file + ".index") / rows
-    seconds = seconds_of(lambda: index.search(queries, K))
-    result["queries_per_second"] = len(queries) / statistics.median(seconds)
+    if kind == "ivf_pq":
+        searches = {f"ivf_pq, {n} k": RefinedIndex(index, vectors, n) for n in REFINE_FACTORS}
+        searches["ivf_pq, codes alone"] = index
+    result["searches"] = {}
+    for name, search in searches.items():
+        seconds = seconds_of(functools.partial(search.search, queries, K))
+        speed = len(queries) / statistics.median(seconds)
+        share = recall(search, exact, queries, K)
+        result["searches"][name] = {"recall": share, "queries_per_second": speed}
     return result
 
 
@@ -160,11 +169,12 @@ def report_approximate(file: Path, arguments: argparse.Namespace) -> None:
     for kind in ("exact", *arguments.kinds):
         rows = min(arguments.rows, arguments.hnsw_rows) if kind == "hnsw" else arguments.rows
         result = worker("approximate", kind, file, rows, arguments)
-        print(
-            f"| {kind} | {rows:,} | {result.get('recall', 1):.3f}"
-            f" | {result['queries_per_second']:.0f} | {result.get('width', '')}"
-            f" | {result['build_seconds']:.0f} | {result.get('bytes_per_row', 4 * DIM):.0f} |"
-        )
+        for name, search in result["searches"].items():
+            print(
+                f"| {name} | {rows:,} | {search['recall']:.3f}"
+                f" | {search['queries_per_second']:.0f} | {result.get('width', '')}"
+                f" | {result['build_seconds']:.0f} | {result.get('bytes_per_row', 4 * DIM):.0f} |"
+            )
 
 
 def memory(limit: str, file: str, rows: int) -> dict:

@@ -26,7 +26,7 @@ from lcjax.generation.retrieval import (
     Retriever,
     Search,
     check_retriever,
-    passage_text,
+    join_title,
     search,
 )
 from lcjax.generation.sampling import GeneratedText, Sampling, pick
@@ -175,7 +175,7 @@ class Conversation:
 
     def _with_passages(self, message: str, hits: Sequence[Any]) -> str:
         """`message` after the passages of `hits`; or by itself, if a memory reads them."""
-        texts = {hit.passage.id: passage_text(hit) for hit in hits}
+        texts = {hit.passage.id: join_title(hit.passage.title, hit.passage.text) for hit in hits}
         if self.lm.config.memory is None:
             return SEPARATOR.join([*reversed(texts.values()), message])
         new = [text for name, text in texts.items() if name not in self._passages_read]

@@ -78,10 +78,9 @@ def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
     return [tuple(hit for hit in row if hit.passage.text.strip()) for row in rows]
 
 
-def passage_text(hit: Any) -> str:
-    """The text of a hit after the title of its document."""
-    title, text = hit.passage.title, hit.passage.text
-    return f"{title}\n{text}" if title else text
+def join_title(title: str, text: str, separator: str = "\n") -> str:
+    """Returns a text after the title of its document, if there is one."""
+    return f"{title}{separator}{text}" if title else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +313,8 @@ class RetrievalReader(WrappedScorer):
         return {"context": context, "scores": scores}
 
     def _passage(self, hit: Any, query: str) -> np.ndarray:
-        ids = list(self.tokenizer.encode(passage_text(hit))[: self.passage_tokens])
+        text = join_title(hit.passage.title, hit.passage.text)
+        ids = list(self.tokenizer.encode(text)[: self.passage_tokens])
         if self.how == "fid":
             ids = [*self.tokenizer.encode(f"{query}\n"), *ids]
         elif self.how != "context":

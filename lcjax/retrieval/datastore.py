@@ -36,6 +36,7 @@ from lcjax.data.files import LRUCache
 from lcjax.data.jobs import write_json
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.files import atomic_file, check_path, read_json
+from lcjax.generation.retrieval import join_title
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.encoder import Encoder, open_encoder
@@ -197,7 +198,7 @@ def read_texts(out: Path, shards: Iterable[dict[str, Any]]) -> Iterator[tuple[st
     for shard in shards:
         table = _read_table(out / f"{shard['name']}.parquet", None, ["id", "text", "title"])
         for row in table.to_pylist():
-            yield row["id"], Passage(row["id"], row["text"], row["title"], "").full_text
+            yield row["id"], join_title(row["title"], row["text"])
 
 
 def _read_table(path: Path, group: int | None, columns: list[str]) -> pyarrow.Table:

@@ -30,6 +30,7 @@ from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
 from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.retrieval import join_title
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
 from lcjax.parallel.sharding import Mesh, keep_rows
@@ -49,6 +50,8 @@ from lcjax.retrieval.token_batches import (
     weights_digest,
 )
 from lcjax.rope import Rotation
+
+_with_title = functools.partial(join_title, separator=" ")  # as Contriever and BEIR read passages
 
 
 class Encoder(abc.ABC):
@@ -207,7 +210,7 @@ class BertEncoder(Encoder):
         def rows(part: slice) -> list[TokenRow]:
             bodies = list(texts[part])
             if titles is not None and not has_pairs:
-                bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
+                bodies = [_with_title(*pair) for pair in zip(titles[part], bodies)]
             ids = tokenizer.encode([prefix + body for body in bodies])
             if has_pairs:
                 heads = tokenizer.encode(list(titles[part]))
@@ -244,11 +247,6 @@ def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) ->
                 f"{key}={value!r}: {folder.path} was trained with {stated!r}; leave it out"
             )
     return Pool(modules.pooling, modules.normalize)
-
-
-def join_title(title: str, text: str) -> str:
-    """Returns "title text", as Contriever and BEIR read passages."""
-    return f"{title} {text}" if title else text
 
 
 class DecoderEncoder(Encoder):
@@ -310,7 +308,7 @@ class DecoderEncoder(Encoder):
         def rows(part: slice) -> list[TokenRow]:
             bodies = texts[part]
             if titles is not None:
-                bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
+                bodies = [_with_title(*pair) for pair in zip(titles[part], bodies)]
             ids = (limit.cut(lm.encode(body), 0) for body in bodies)
             return [TokenRow(one or lm.tokenizer.eos_ids[:1] or [0], len(one)) for one in ids]
 
@@ -381,7 +379,7 @@ class StaticEncoder(Encoder):
         if not len(texts):
             return np.empty((0, self.dim), np.float32)
         if titles is not None:
-            texts = [join_title(*pair) for pair in zip(titles, texts)]
+            texts = [_with_title(*pair) for pair in zip(titles, texts)]
         # An average has no longest text.
         options = {"max_length": None, "use_multiprocessing": False}
         return np.asarray(self._model.encode(list(texts), **options), np.float32)

@@ -19,6 +19,7 @@ from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
 from lcjax.data.readers import Reader, RecordFiles, SourceFiles
 from lcjax.errors import InputError, one_of, whole_number
+from lcjax.generation.retrieval import join_title
 
 UNITS = ("tokens", "words", "sentences")
 # Scripts without spaces between words: every character counts as a word.
@@ -61,7 +62,7 @@ class Passage:
     @property
     def full_text(self) -> str:
         """The title and the text, as words are searched."""
-        return f"{self.title}\n{self.text}" if self.title else self.text
+        return join_title(self.title, self.text)
 
 
 @dataclasses.dataclass(frozen=True)
