@@ -113,13 +113,21 @@ def sections(config: EvalConfig) -> list[ModelSection]:
 
 
 def weights(config: EvalConfig) -> dict[str, str]:
-    """The identity of each method's checkpoint files, by the method's name."""
+    """The identity of each method's checkpoint files, for `Store.check_inputs`."""
     identities: list[str] = []
     model_sections = sections(config)
     for index, section in enumerate(model_sections):
         first = model_sections.index(section)
         identities.append(_weights_of(section) if first == index else identities[first])
-    return {method.name: value for method, value in zip(config.methods, identities, strict=True)}
+    names = [f"weights of {method.name}" for method in config.methods]
+    return dict(zip(names, identities, strict=True))
+
+
+def datastores(config: EvalConfig) -> dict[str, str]:
+    """The content of each datastore as a digest, for `Store.check_inputs`."""
+    users = {f"method {method.name}": method.finder for method in config.methods}
+    users |= {f"task {task.label}": getattr(task, "retriever", None) for task in config.tasks}
+    return {f"datastore of {name}": x.fingerprint for name, x in users.items() if x is not None}
 
 
 def _weights_of(section: ModelSection) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MARKER = "run.json"  # settings of the records
-WEIGHTS = "weights"  # key of the marker: identity of each method's checkpoint
+INPUTS = "inputs"  # key of the marker: identities of checkpoints and datastores
 REPORT = "report.html"
 CONFIG = "config.yaml"
 COSTS = "costs"  # folder
@@ -95,28 +95,31 @@ class Store:
         self._replaces = used and config.run.existing == "overwrite"
         if self._replaces:
             self._check_overwrite()
-        self._weights: dict[str, str] = {}
+        self._inputs: dict[str, str] = {}
         if used and not self._replaces:
             before = read_marker(self.folder)
             self._compare(before, settings)
-            self._weights = before.get(WEIGHTS, {})
+            self._inputs = before.get(INPUTS, {})
 
-    def check_weights(self, weights: Mapping[str, str]) -> None:
-        """Raises InputError if the records are of other weights; `weights` are by method."""
-        if not distributed.equal_on_all_processes(str(sorted(weights.items()))):
+    def check_inputs(self, inputs: Mapping[str, str]) -> None:
+        """Raises InputError if the records are of other inputs than `inputs`, identities by name.
+
+        Texts and prompts are not among them: the digest of each unit covers them.
+        """
+        if not distributed.equal_on_all_processes(str(sorted(inputs.items()))):
             raise InputError(
-                "model.path holds other weights for this process than for others of the job; name"
-                " one on storage that all machines share"
+                f"the processes of this job read different files ({', '.join(inputs)}); name"
+                " folders on storage that all machines share"
             )
-        before = self._weights
-        changed = [name for name in weights if before.get(name, weights[name]) != weights[name]]
+        before = self._inputs
+        changed = [name for name in inputs if before.get(name, inputs[name]) != inputs[name]]
         if changed:
             raise InputError(
-                f"run.folder={self.folder} holds records of other weights for {', '.join(changed)}:"
-                " the checkpoint has changed since; put the old one back, name another folder, or"
-                " set run.existing=overwrite"
+                f"run.folder={self.folder} holds records from before a change of the"
+                f" {', '.join(changed)}; undo the change, name another folder, or set"
+                " run.existing=overwrite"
             )
-        self._weights = dict(weights)
+        self._inputs = dict(inputs)
 
     def begin(self) -> None:
         """Deletes an old run for existing=overwrite, and writes the settings of this one."""
@@ -129,7 +132,7 @@ class Store:
         self._replaces = False
         for name in ("records", COSTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        more = {WEIGHTS: self._weights} if self._weights else {}
+        more = {INPUTS: self._inputs} if self._inputs else {}
         describe(self.folder, self._config, self._settings, **more)
 
     def _check_overwrite(self) -> None:
@@ -267,7 +270,7 @@ def by_cell(
 def read_marker(folder: Path) -> Record:
     """Returns what `describe` wrote; raises an InputError if it is damaged."""
     marker = read_json(folder / MARKER)
-    for key, kind, default in (("hash", str, None), ("config", dict, None), (WEIGHTS, dict, {})):
+    for key, kind, default in (("hash", str, None), ("config", dict, None), (INPUTS, dict, {})):
         if not isinstance(marker.get(key, default), kind):
             raise InputError(
                 f"{folder / MARKER}: {key}={marker.get(key)!r:.40} is not what eval.py writes;"

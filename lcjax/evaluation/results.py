@@ -17,8 +17,8 @@ from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
 from lcjax.evaluation.records import (
     CONFIG,
+    INPUTS,
     MARKER,
-    WEIGHTS,
     by_cell,
     costs_file,
     describe,
@@ -48,7 +48,7 @@ class Results:
     environment: dict[str, Any]  # versions, commit, device and models, from summary.json
     notes: str  # Markdown about trainings
     models_folder: Path  # the run folder with the models of the study
-    weights: dict[str, str]  # identity of each method's checkpoint, if recorded
+    inputs: dict[str, str]  # identities of checkpoints and datastores, if recorded
 
     @property
     def hash(self) -> str:
@@ -108,7 +108,7 @@ def read(folder: str | Path) -> Results:
     models_folder = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
     return Results(
         folder, config, marker["config"], tasks, _environment(folder), text, models_folder,
-        marker.get(WEIGHTS, {}),
+        marker.get(INPUTS, {}),
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def score(
         results, costs = split_costs(records)
         write_whole(costs_file(out, task.label), to_lines(costs))
         write_whole(records_file(out, task.label), to_lines(results))
-    marker = {TRAINED_IN: os.path.relpath(run.models_folder, out), WEIGHTS: run.weights}
+    marker = {TRAINED_IN: os.path.relpath(run.models_folder, out), INPUTS: run.inputs}
     describe(out, config, settings, **marker)
     return rebuild(dataclasses.replace(run, folder=out, settings=settings, tasks=tasks))
 

@@ -67,6 +67,13 @@ class RetrieverSection:
         options = {"kind": self.kind, "encoder": self.encoder, "index": self.index}
         return Retriever.open(self.folder, **options)
 
+    @property
+    def fingerprint(self) -> str:
+        """The content of the datastore as a digest."""
+        from lcjax.retrieval.datastore import Datastore
+
+        return Datastore(self.folder).fingerprint
+
     def search(self, queries: Sequence[str], k: int | None = None) -> list[list[Any]]:
         """Opens the datastore, and returns the best hits of each query: `self.k`, at most `k`."""
         most = self.k or 100
@@ -92,6 +99,10 @@ class Reading:
     def __post_init__(self):
         one_of("retrieval.how", self.how, METHODS)
         whole_numbers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens")
+
+    @property
+    def fingerprint(self) -> str:
+        return self.retriever.fingerprint
 
     def reader(self, lm: LanguageModel) -> RetrievalReader:
         """Returns `lm` as a reader."""
@@ -124,6 +135,13 @@ class Knn:
             TokenStore(self.folder)
         except InputError as error:
             raise InputError(f"{key}.folder={error}") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """The content of the datastore as a digest."""
+        from lcjax.retrieval.knn_lm import TokenStore
+
+        return TokenStore(self.folder).fingerprint
 
     def reader(self, lm: LanguageModel) -> Scorer:
         """Returns `lm` with the datastore."""

@@ -22,6 +22,7 @@ from lcjax.evaluation.config import (
     EvalConfig,
     Method,
     apply_method,
+    datastores,
     method_settings,
     sections,
     split_of,
@@ -81,8 +82,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         study.check_paths(config, trainings)
         if not study.run(config, trainings):
             return None
-        if load is None:
-            store.check_weights(weights(trained))
+        store.check_inputs((weights(trained) if load is None else {}) | datastores(config))
         try:
             runner = _Runner(trained, limits, store, load_model)
             records = runner.records()

@@ -13,7 +13,6 @@ Rows come from `data:` in the order of a training (`lcjax.data.stored_rows`).
 """
 
 import dataclasses
-import hashlib
 import json
 from typing import Any
 
@@ -125,13 +124,9 @@ def _check_named(sources: list[Any]) -> None:
 
 def _identity(config: ChunksConfig, store: Datastore) -> dict[str, Any]:
     """Returns everything that determines the rows, but for the text."""
-    content = [store.index["shards"], store.index["sparse"], sorted(store.index["encoders"])]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
-    if store.valid is not None:
-        digest.update(store.valid.tobytes())
     names = ("kind", "encoder", "index", "query_tokens", "same_document", "rows", "batch_size")
     return {
-        "passages of the datastore": digest.hexdigest(),
+        "passages of the datastore": store.fingerprint,
         "chunks": dataclasses.asdict(config.data.chunks),
         **{name: getattr(config, name) for name in names},
     }

@@ -286,6 +286,16 @@ class Datastore:
         """Number of passages, deleted ones included."""
         return int(self._starts[-1])
 
+    @property
+    def fingerprint(self) -> str:
+        """What searches depend on, as a digest: passages, vectors, indices and deletions."""
+        faiss = {name: fields["faiss"] for name, fields in self.index["encoders"].items()}
+        content = [self.index["shards"], self.index["sparse"], faiss]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+        if self.valid is not None:
+            digest.update(self.valid.tobytes())
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         """Number of passages that are not deleted."""
         return self.num_rows if self.valid is None else int(self.valid.sum())

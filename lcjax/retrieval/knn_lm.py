@@ -295,6 +295,12 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def fingerprint(self) -> str:
+        """What searches depend on, as a digest: keys, values and the approximate index."""
+        content = json.dumps(self.index["sha256"], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
     def check_model(self, lm: LanguageModel) -> None:
         """Raises an InputError unless the keys are those of `lm`."""
         fingerprint = model_fingerprint(lm)

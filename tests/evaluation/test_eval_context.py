@@ -258,6 +258,7 @@ def store(monkeypatch):
     retriever = types.SimpleNamespace(open=lambda folder, **options: Store())
     module = types.SimpleNamespace(Retriever=retriever)
     monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
+    monkeypatch.setattr(RetrieverSection, "fingerprint", "digest")
 
 
 def test_a_method_searches_by_itself_as_its_section_says(lm, store):

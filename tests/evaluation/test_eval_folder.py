@@ -1,16 +1,28 @@
 """The folder of a run: what is gone on with, replaced or refused."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 from evaluation_support import BigramModel, changed, fake, records
 
 from lcjax.checkpoints.build import ModelSection
+from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, RunSection, run
+from lcjax.evaluation.retrieval import Knn, Reading, RetrieverSection
+from lcjax.evaluation.tasks.rag_lm import RagLm
 from lcjax.generation.language_model import LanguageModel
 from lcjax.parallel.run_lock import RunLock
+from lcjax.retrieval import (
+    BuildConfig,
+    Datastore,
+    Document,
+    TokenConfig,
+    build,
+    build_tokens,
+)
 from lcjax.rope import Linear
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -113,12 +125,59 @@ def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
     save(1)
     with pytest.raises(InputError) as error:
         run(config)
-    assert "other weights for base, linear" in str(error.value)
+    assert "before a change of the weights of base, weights of linear" in str(error.value)
     assert "run.existing=overwrite" in str(error.value) and "\n" not in str(error.value)
     assert records(config) == before
     own = dataclasses.replace(config.run, existing="overwrite")
     run(dataclasses.replace(config, run=own))
     run(config)
+
+
+def test_a_changed_datastore_is_refused_when_a_run_continues(config, tmp_path):
+    pytest.importorskip("bm25s")
+    (tmp_path / "chunks.jsonl").write_text('{"text": "The harbour was quiet in the morning."}\n')
+    text = TextConfig(path=str(tmp_path / "passages"))
+    (tmp_path / "passages").mkdir()
+    (tmp_path / "passages" / "a.txt").write_text("The harbour was quiet. A horse came to the market.")
+    stores = [str(tmp_path / name) for name in ("words", "tokens")]
+    model = ModelSection(preset="tiny")
+
+    def build_stores():
+        build(BuildConfig(text, out=stores[0], workers=1))
+        build_tokens(TokenConfig(text, model, window=24, overlap=8, out=stores[1]))
+
+    build_stores()
+    section = RetrieverSection(stores[0], k=1)
+    methods = (
+        Method("rag", retrieval=Reading(section)),
+        Method("knn", knn=Knn(stores[1], k=4)),
+    )
+    small = {"decoder": 32, "scored": 8, "chunk": 8}
+    task = RagLm(path=str(tmp_path / "chunks.jsonl"), retriever=section, **small)
+    changes = {"model": model, "methods": methods, "tasks": (task,), "lengths": (40,)}
+    config = dataclasses.replace(config, **changes)
+    run(config)
+    before = records(config, task.label)
+    run(config)
+    store = Datastore(stores[0])
+    store.append([Document("other", "Nothing of the kind")])
+    with pytest.raises(InputError) as error:
+        run(config)
+    assert "a change of the datastore of method rag, datastore of task rag_lm;" in str(error.value)
+    (name,) = (p.id for p in store.passages([store.num_rows - 1]))
+    store.delete([name])
+    with pytest.raises(InputError, match="datastore of method rag"):
+        run(config)
+    for folder in stores:
+        shutil.rmtree(folder)
+    build_stores()
+    run(config)
+    (tmp_path / "passages" / "a.txt").write_text("The harbour was quiet. Nobody came to the market.")
+    shutil.rmtree(stores[1])
+    build_tokens(TokenConfig(text, model, window=24, overlap=8, out=stores[1]))
+    with pytest.raises(InputError, match="before a change of the datastore of method knn;"):
+        run(config)
+    assert records(config, task.label) == before
 
 
 def test_a_damaged_record_is_named_by_file_and_line(config):
