@@ -171,11 +171,15 @@ def _check(words: list[str], report: config_lib.ErrorReport) -> None:
 def _append(words: list[str], report: config_lib.ErrorReport) -> None:
     parser = _folder_parser("append", "Adds the passages of further text.")
     parser.add_argument("--path", required=True, help="text, as data.path")
+    parser.add_argument(
+        "--encoder", action="append", default=[], help="one that has moved: where it lies now"
+    )
     args = report.config = parser.parse_args(words)
     store = Datastore(args.folder)
     chunking = Chunking(**store.index["chunking"])
     texts = read_documents(TextConfig(path=args.path), chunking)
-    num_added = store.append(tqdm(texts, desc="append", unit="document", delay=1))
+    texts = tqdm(texts, desc="append", unit="document", delay=1)
+    num_added = store.append(texts, encoder=args.encoder)
     print(f"{args.folder}: {num_added:,} passages more, {len(store):,} in all")
 
 

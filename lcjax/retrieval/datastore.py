@@ -435,12 +435,18 @@ class Datastore:
                     file.write(vectors)
             index["encoders"][encoder.fingerprint] = fields
 
-    def append(self, documents: Iterable[Document], *, encoders: Sequence[Encoder] = ()) -> int:
+    def append(
+        self,
+        documents: Iterable[Document],
+        *,
+        encoder: Encoder | str | Path | Sequence[Encoder | str | Path] = (),
+    ) -> int:
         """Adds the passages of documents behind all others.
 
         Args:
           documents: names must be new, or those of deleted passages.
-          encoders: that made the vectors; those which are left out are opened by their path.
+          encoder: that made the vectors, or the path where it lies now; of a datastore with several
+            any number of them. Those which are left out are opened by the path of the build.
 
         Returns:
           The number of passages added.
@@ -449,9 +455,12 @@ class Datastore:
           InputError: an id exists, or an encoder is another one.
         """
         with self._changing() as index:
-            by_fingerprint = {encoder.fingerprint: encoder for encoder in encoders}
-            for encoder in encoders:
-                self.encoder_fields(encoder)
+            is_one = isinstance(encoder, str | Path) or not isinstance(encoder, Sequence)
+            opened = [
+                self.open_encoder(one) if isinstance(one, str | Path) else one
+                for one in ([encoder] if is_one else encoder)
+            ]
+            by_fingerprint = {self.encoder_fields(one)["fingerprint"]: one for one in opened}
             opened = [
                 by_fingerprint.get(fingerprint) or _open_known_encoder(self.folder, fields)
                 for fingerprint, fields in index["encoders"].items()
@@ -601,7 +610,7 @@ def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None 
     except InputError as error:
         raise InputError(
             f"the encoder of {folder} cannot be opened ({error}); if it has moved, name its path:"
-            " --encoder=PATH of a search, encoder= of Retriever.open"
+            " --encoder=PATH of a command, encoder= of Retriever.open and Datastore.append"
         ) from None
     if encoder.fingerprint != fields["fingerprint"]:
         raise InputError(

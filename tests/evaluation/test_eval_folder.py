@@ -138,7 +138,9 @@ def test_a_changed_datastore_is_refused_when_a_run_continues(config, tmp_path):
     (tmp_path / "chunks.jsonl").write_text('{"text": "The harbour was quiet in the morning."}\n')
     text = TextConfig(path=str(tmp_path / "passages"))
     (tmp_path / "passages").mkdir()
-    (tmp_path / "passages" / "a.txt").write_text("The harbour was quiet. A horse came to the market.")
+    (tmp_path / "passages" / "a.txt").write_text(
+        "The harbour was quiet. A horse came to the market."
+    )
     stores = [str(tmp_path / name) for name in ("words", "tokens")]
     model = ModelSection(preset="tiny")
 
@@ -172,7 +174,9 @@ def test_a_changed_datastore_is_refused_when_a_run_continues(config, tmp_path):
         shutil.rmtree(folder)
     build_stores()
     run(config)
-    (tmp_path / "passages" / "a.txt").write_text("The harbour was quiet. Nobody came to the market.")
+    (tmp_path / "passages" / "a.txt").write_text(
+        "The harbour was quiet. Nobody came to the market."
+    )
     shutil.rmtree(stores[1])
     build_tokens(TokenConfig(text, model, window=24, overlap=8, out=stores[1]))
     with pytest.raises(InputError, match="before a change of the datastore of method knn;"):

@@ -220,7 +220,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     from lcjax.retrieval import read_documents
 
     chunking = Chunking(**store.index["chunking"])
-    added = store.append(read_documents(TextConfig(path=more), chunking), encoders=[encoder])
+    added = store.append(read_documents(TextConfig(path=more), chunking), encoder=encoder)
     assert added == len(store) - before > 10
     for opened in (store, Datastore(tmp_path / "out")):
         assert [p.id for p in opened.passages(range(len(opened)))] == [
@@ -238,7 +238,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     assert "lock.json" not in names
     saved = content(tmp_path / "out")
     with pytest.raises(InputError, match=r"passage 9.jsonl:1#.* exists in .*: delete it first"):
-        store.append(read_documents(TextConfig(path=more), chunking), encoders=[encoder])
+        store.append(read_documents(TextConfig(path=more), chunking), encoder=encoder)
     assert content(tmp_path / "out").keys() == saved.keys()
     assert Datastore(tmp_path / "out").index == json.loads(saved["index.json"])
 
@@ -256,13 +256,13 @@ def test_an_append_that_is_killed_leaves_the_old_datastore(text, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
-            store.append(new, encoders=[encoder])
+            store.append(new, encoder=encoder)
     store = Datastore(tmp_path / "out")
     assert len(store) == before and ids_found(store, ["quiet harbour"]) == ids
-    assert store.append(new, encoders=[encoder]) == 1
+    assert store.append(new, encoder=encoder) == 1
     assert ids_found(store, ["quiet harbour"])[0][0] == "new#0-48"
     assert store.check_files() and len(store.vectors()) == before + 1
-    assert store.append([], encoders=[encoder]) == 0
+    assert store.append([], encoder=encoder) == 0
 
 
 def test_deleted_passages_are_never_found_and_k_others_are(text, tmp_path):
@@ -283,7 +283,7 @@ def test_deleted_passages_are_never_found_and_k_others_are(text, tmp_path):
     # a deleted document can come back
     (passage,) = [p for p in store.passages(range(store.num_rows)) if p.id == before[0]]
     document = Document("x", passage.text)
-    assert store.append([document], encoders=[WordEncoder()]) == 1
+    assert store.append([document], encoder=WordEncoder()) == 1
     assert "x" in {p.document for p in store.passages(range(store.num_rows))}
     with pytest.raises(InputError, match="would be empty: delete the folder"):
         valid = np.flatnonzero(store.valid)
@@ -298,13 +298,13 @@ def test_another_encoder_is_refused_by_name_and_can_be_added(text, tmp_path):
     with pytest.raises(InputError, match="was built by words, which has no path: pass the encoder"):
         store.open_encoder()
     with pytest.raises(InputError, match="was built by the encoder"):
-        store.append([Document("n", "text")], encoders=[other])
+        store.append([Document("n", "text")], encoder=other)
     store.encode(other, dtype="bfloat16")
     assert store.vectors(other).shape == (len(store), 8)
     np.testing.assert_array_equal(Datastore(store.folder).vectors(encoder), store.vectors(encoder))
     with pytest.raises(InputError, match="has vectors of words .*, words .*: name one of them"):
         store.vectors()
-    assert store.append([Document("n", "some text")], encoders=[other, encoder]) == 1
+    assert store.append([Document("n", "some text")], encoder=[other, encoder]) == 1
     assert len(store.vectors(other)) == len(store.vectors(encoder)) == len(store)
     assert store.check_files()
     words = built(text, tmp_path / "words")

@@ -119,7 +119,7 @@ def test_changes_of_the_datastore_change_no_other_hit(kind, store, encoder):
         return [[hit.passage.id for hit in hits] for hits in opened.search(QUERIES[:3], k)]
 
     before = search(30)
-    store.append([Document("other", "Nothing to see but a zebra here")], encoders=[encoder])
+    store.append([Document("other", "Nothing to see but a zebra here")], encoder=encoder)
     appended = Retriever.open(store, kind, encoder=encoder)
     assert appended.search(["Nothing to see but a zebra here"], 1)[0][0].passage.document == "other"
     if kind == "dense":
@@ -153,7 +153,7 @@ def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder):
         np.testing.assert_allclose(scores, expected_scores, rtol=1e-5)
 
     assert_hits_are_exact()
-    store.append([Document("other", "Nothing to see but a zebra here")], encoders=[encoder])
+    store.append([Document("other", "Nothing to see but a zebra here")], encoder=encoder)
     store.delete([hits("exact")[0][0][0]])
     assert_hits_are_exact()
     assert store.check_files() and len(list(store.folder.glob("*.faiss"))) == 1
@@ -200,7 +200,7 @@ def test_bad_arguments_are_one_line(store, encoder):
     with pytest.raises(InputError, match="rerank=words cannot score"):
         Retriever.open(store, "sparse", rerank=encoder)
     with pytest.raises(InputError, match="must be a Document"):
-        store.append(["text"], encoders=[encoder])
+        store.append(["text"], encoder=encoder)
     with pytest.raises(InputError, match="text=3 must be a string"):
         Document("name", 3)
     with pytest.raises(InputError, match="n=0 must be"):
@@ -342,6 +342,18 @@ def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(tmp_path, mo
     # An encoder that has moved is opened with the settings that made the vectors.
     assert run(capsys, "search", out, "Item3", "--kind=dense", "--encoder=xyz")[0] == 0
     assert opened[-1] == datastore.EncoderSection("xyz", pooling="mean")
+    (tmp_path / "new.jsonl").write_text('{"text": "A zebra.", "title": ""}\n')
+    append = ("append", out, "--path", tmp_path / "new.jsonl")
+    code, printed, _ = run(capsys, *append, "--encoder=xyz")
+    assert code == 0 and "1 passages more" in printed
+    assert opened[-1] == datastore.EncoderSection("xyz", pooling="mean")
+    store = Datastore(out)
+    expected = WordEncoder(seed=3).encode_passages(["A zebra."])
+    np.testing.assert_array_equal(store.vectors()[-1:], expected)
+    assert store.append([Document("a", "Another zebra")], encoder="uvw") == 1
+    with pytest.raises(InputError, match="is another: search with the same"):
+        store.append([Document("b", "A third zebra")], encoder="of another seed")
+    assert len(store) == len(Datastore(out)) == store.num_rows
 
     def cannot_open(section, mesh=None):
         raise InputError("abc: no such folder")
@@ -350,6 +362,10 @@ def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(tmp_path, mo
         patch.setattr(datastore.EncoderSection, "open", cannot_open)
         code, _, error = run(capsys, "search", out, "x", "--kind=dense")
     assert code == 2 and "(abc: no such folder); if it has moved, name its path" in error
+    with monkeypatch.context() as patch:
+        patch.setattr(datastore.EncoderSection, "open", cannot_open)
+        code, _, error = run(capsys, *append)
+    assert code == 2 and "name its path: --encoder=PATH of a command" in error
     code, _, error = run(capsys, "search", out, "x", "--kind=dense", "--encoder=abcd")
     assert code == 2 and "is another: search with the same" in error
     monkeypatch.setattr(
