@@ -187,7 +187,7 @@ class RetrievalReader(WrappedScorer):
     def _generate(
         self, rows: list[list[int]], searches: Sequence[Search], sampling: Sampling, options: dict
     ) -> list[GeneratedText]:
-        scorer, prompts, context = self._read(rows, searches)
+        scorer, prompts, context = self._read(rows, searches, sampling.max_new_tokens - 1)
         return scorer.generate(prompts, sampling, **context, **options)
 
     # Scores
@@ -201,7 +201,8 @@ class RetrievalReader(WrappedScorer):
             return [super(RetrievalReader, self).continuations([p], [c])[0] for p, c in pairs]
         rows = [self._encode(prompt) for prompt in prompts]
         searches = self._search([self._query(ids) for ids in rows])
-        scorer, rows, context = self._read(rows, searches)
+        longest = max((len(ids) for options in continuations for ids in options), default=1)
+        scorer, rows, context = self._read(rows, searches, longest - 1)
         return scorer.continuations(rows, continuations, **context)
 
     def nll(
@@ -237,6 +238,7 @@ class RetrievalReader(WrappedScorer):
         for head in np.unique(heads):
             rows = np.flatnonzero(heads == head)
             options = self._options(tokens[rows, :head], [searches[row] for row in rows])
+            self._check_length(lengths[rows] - head, options["context"])
             scorer = self.lm if self._is_beside else self._replug
             columns = slice(head, None)
             nll[rows, columns] = scorer.nll(
@@ -262,14 +264,18 @@ class RetrievalReader(WrappedScorer):
         return [Search(*pair, num_tokens) for pair in zip(queries, hits, strict=True)]
 
     def _read(
-        self, rows: list[list[int]], searches: Sequence[Search]
+        self, rows: list[list[int]], searches: Sequence[Search], num_new: int
     ) -> tuple[Scorer, list[list[int]], dict[str, Any]]:
-        """The scorer of `rows` beside their hits, the prompts that it reads, and its options."""
+        """The scorer of `rows` beside their hits, the prompts that it reads, and its options.
+
+        `num_new` further tokens will be read after every row.
+        """
         if not any(result.hits for result in searches):
             return self.lm, rows, {}
         heads = [self._num_head(*pair) for pair in zip(rows, searches, strict=True)]
         options = self._options([row[:n] for row, n in zip(rows, heads, strict=True)], searches)
         prompts = [row[n:] for row, n in zip(rows, heads, strict=True)]
+        self._check_length([len(ids) + num_new for ids in prompts], options["context"])
         if self.how == "input":  # one passage, with which the prompt is one text
             pairs = zip(options["context"], prompts, strict=True)
             return (
@@ -278,6 +284,34 @@ class RetrievalReader(WrappedScorer):
                 {},
             )
         return self.lm if self._is_beside else self._replug, prompts, options
+
+    def _check_length(
+        self, lengths: Sequence[int], context: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        """Warns if passages in front of a text make it too long.
+
+        As everywhere, texts that are too long by themselves are the caller's choice.
+
+        Args:
+          lengths: tokens of every text, without BOS before its passages.
+          context: the passages of every text, each to stand in front of it by itself.
+        """
+        limit = max(self.lm.length or 0, self.config.max_length)
+        longest = max(
+            (
+                length + max(map(len, passages), default=0)
+                for length, passages in zip(lengths, context, strict=True)
+                if length <= limit
+            ),
+            default=0,
+        )
+        if not self._is_beside and longest > limit:
+            warnings.warn(
+                f"how={self.how}, k={self.k}: passages and text are longer than the {limit} tokens"
+                " that the model was trained or set up for; lower k or passage_tokens, or set"
+                " lm.with_method(rope=..., length=...)",
+                stacklevel=1,  # one place, so that it is shown once
+            )
 
     def _num_head(self, row: Sequence[int], result: Search) -> int:
         """How many tokens of a row, 1 for BOS, stand before its passages."""

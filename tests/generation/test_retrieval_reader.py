@@ -268,6 +268,36 @@ def test_scores_that_make_all_weights_alike_are_a_warning(lm, scores, is_flat):
     assert len(messages) == (3 if is_flat else 0)
 
 
+@pytest.mark.parametrize("how", ["input", "mixture", "rag_sequence", "context"])
+def test_passages_that_make_a_text_too_long_are_one_warning(lm, how):
+    """The tiny model was trained with 128 tokens."""
+    hits = [hit(text * 4, "", score) for text, score in zip(("quiet harbour", "a horse"), (3, 1))]
+    store = types.SimpleNamespace(search=lambda queries, k: [hits[:k] for _ in queries])
+    size = sum(map(len, encoded(lm, hits))) if how == "input" else len(encoded(lm, hits)[0])
+    size -= 1 + (how == "input")  # the line breaks after titles
+    few = Sampling(max_new_tokens=4, min_new_tokens=4)
+
+    def messages(other=lm, num_tokens=129 - size):
+        reader, tokens = RetrievalReader(other, store, 2, how), ids(3, num_tokens)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            reader.nll(np.array([tokens]), first=num_tokens - 4)
+            reader.generate([tokens[:-4], tokens[:-3]], few)
+            reader.continuations([tokens[:-2]] * 2, [[ids(4, 3)]] * 2)
+            reader.continuations([tokens[:-2]], [[ids(4, 3)]])
+        return [str(w.message) for w in caught if "longer than the 128 tokens" in str(w.message)]
+
+    assert not messages(num_tokens=128 - size)
+    if how == "context":  # a memory reads chunks of its own
+        assert not messages()
+    else:
+        (message,) = messages()
+        assert message.startswith(f"how={how}, k=2: ") and "lower k or passage_tokens" in message
+    # A method that was set up for longer texts, and a text that is too long by itself
+    assert not messages(lm.with_method(length=200))
+    assert not messages(num_tokens=140)
+
+
 def test_a_memory_is_needed_for_a_context():
     lm = LanguageModel.load(ModelSection(preset="tiny"))
     with pytest.raises(InputError, match="no memory"):
