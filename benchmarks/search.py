@@ -1,8 +1,9 @@
-"""Nearest vectors of 1M x 384 float32, beside FAISS on the same cores.
+"""Search beside FAISS and bm25s on the same cores: 1M x 384 float32, and 15,256 passages of words.
 
     python benchmarks/search.py flat           # exact search beside IndexFlatIP: 5 minutes, 2 cores
     python benchmarks/search.py approximate    # IVF, IVF-PQ (1M) and HNSW (200k): 15 minutes
     python benchmarks/search.py memory         # exact search in a memory map, peak memory
+    python benchmarks/search.py bm25           # an index of words is built, beside bm25s: 3 minutes
 
 Every measurement is its own process and the sides take turns. FAISS 1.15 chooses slower code for 64
 queries until `distance_compute_blas_threshold` is set, to any number, so that it is measured both
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ REFINE_FACTORS = (1, 2, 4, 8, 16)  # candidates of ivf_pq for each of the K rows
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=["flat", "approximate", "memory"])
+    parser.add_argument("case", choices=["flat", "approximate", "memory", "bm25"])
     parser.add_argument("--rounds", type=int, default=5, help="processes of each side")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -44,10 +46,14 @@ def main() -> None:
     if arguments.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
     if arguments.worker:
-        run = {"flat": flat, "approximate": approximate, "memory": memory}[arguments.case]
+        cases = {"flat": flat, "approximate": approximate, "memory": memory, "bm25": bm25}
+        run = cases[arguments.case]
         print(json.dumps(run(*arguments.worker, arguments.rows)))
         return
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.case == "bm25":
+            report_bm25(Path(folder) / "store", arguments)
+            return
         file = Path(folder) / "vectors.npy"
         write_vectors(file, arguments.rows, clusters=arguments.case == "approximate")
         report = {"flat": report_flat, "approximate": report_approximate, "memory": report_memory}
@@ -119,21 +125,34 @@ def flat(side: str, file: str, rows: int) -> dict:
 
 
 def report_flat(file: Path, arguments: argparse.Namespace) -> None:
-    sides = arguments.sides
+    results = in_turn("flat", arguments.sides, file, arguments)
+    rows = {tuple(result["rows"]) for rounds in results.values() for result in rounds}
+    print(f"rows of all sides equal: {len(rows) == 1}")
+    print_medians(results)
+
+
+def in_turn(
+    case: str, sides: Sequence[str], file: Path, arguments: argparse.Namespace
+) -> dict[str, list[dict]]:
+    """Runs the processes of all sides, which change their order from round to round."""
     results = {side: [] for side in sides}
     for number in range(arguments.rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
-            results[side].append(worker("flat", side, file, arguments.rows, arguments))
-    rows = {tuple(result["rows"]) for side in sides for result in results[side]}
-    print(f"rows of all sides equal: {len(rows) == 1}")
+            results[side].append(worker(case, side, file, arguments.rows, arguments))
+    return results
+
+
+def print_medians(results: dict[str, list[dict]]) -> None:
+    """Prints the seconds of every side, and how they compare with those of the first one."""
     medians = {}
-    for side in sides:
-        rounds = [statistics.median(result["seconds"]) for result in results[side]]
-        best = min(min(result["seconds"]) for result in results[side])
+    for side, runs in results.items():
+        rounds = [statistics.median(run["seconds"]) for run in runs]
+        best = min(min(run["seconds"]) for run in runs)
         medians[side] = statistics.median(rounds)
+        first = next(iter(medians))
         print(
-            f"{side}: {medians[side]:.3f} s a batch ({min(rounds):.3f} to {max(rounds):.3f}),"
-            f" fastest {best:.3f}; {medians[side] / medians[sides[0]]:.2f} of {sides[0]}'s"
+            f"{side}: {medians[side]:.3f} s ({min(rounds):.3f} to {max(rounds):.3f}),"
+            f" fastest {best:.3f}; {medians[side] / medians[first]:.2f} of {first}'s"
         )
 
 
@@ -204,6 +223,36 @@ def report_memory(file: Path, arguments: argparse.Namespace) -> None:
             f"memory={limit / 1e6:.0f} MB: {result['mb']:.0f} MB more at the peak,"
             f" {result['seconds']:.3f} s a batch"
         )
+
+
+def bm25(side: str, folder: str, rows: int) -> dict:
+    """Seconds of splitting passages into words, indexing and writing the index."""
+    import bm25s
+
+    from lcjax.retrieval import Datastore, Sparse
+    from lcjax.retrieval.datastore import write_sparse
+
+    texts = [text for _, text in Datastore(folder).texts()][:rows]
+
+    def write():
+        with tempfile.TemporaryDirectory() as out:
+            if side == "lcjax":  # as `build` does, with the checksums of the files
+                write_sparse(Path(out), len(texts), texts, Sparse())
+                return
+            tokens = bm25s.tokenize(texts, stopwords="english", show_progress=False)
+            index = bm25s.BM25()
+            index.index(tokens, show_progress=False)
+            index.save(out, show_progress=False)
+
+    return {"seconds": seconds_of(write), "passages": len(texts)}
+
+
+def report_bm25(folder: Path, arguments: argparse.Namespace) -> None:
+    config = str(processes.ROOT / "configs" / "retrieval_stdlib.yaml")
+    words = ["-m", "lcjax.retrieval", "build", "--config", config, f"--out={folder}"]
+    print(processes.python(*words, **processes.CPU), end="")
+    results = in_turn("bm25", ("lcjax", "bm25s"), folder, arguments)
+    print_medians(results)
 
 
 if __name__ == "__main__":

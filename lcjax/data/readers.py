@@ -119,13 +119,6 @@ class Reader(abc.ABC):
         on_bad_text = self._files.config.on_bad_text
         return decode(data, location=self.location(index), offset=offset, on_bad_text=on_bad_text)
 
-    def _handle(self) -> Any:
-        """The open file, which the cache of the source holds."""
-        return self._cache.handles.get(self._path, self._open)
-
-    def _open(self) -> Any:
-        raise NotImplementedError
-
 
 class SourceFiles(abc.ABC):
     """The files of one source, and how documents are read from them."""
@@ -227,7 +220,18 @@ def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
     return np.concatenate(starts if ends_with_newline else [*starts, np.array([num_bytes])])
 
 
-class ParquetReader(Reader):
+class OpenFileReader(Reader):
+    """Base class of the readers whose file stays open, held by the cache of the source."""
+
+    def _handle(self) -> Any:
+        return self._cache.handles.get(self._path, self._open)
+
+    @abc.abstractmethod
+    def _open(self) -> Any:
+        """Opens the file."""
+
+
+class ParquetReader(OpenFileReader):
     """The rows of a Parquet file, read by row groups, which the cache of the source holds."""
 
     _separator = ": row "
@@ -263,7 +267,7 @@ class ParquetReader(Reader):
             raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
 
 
-class ArrowReader(Reader):
+class ArrowReader(OpenFileReader):
     """The rows of an Arrow file (stream or file format), as Hugging Face `datasets` writes them.
 
     The file is mapped into memory through pyarrow; the package `datasets` is not needed.
@@ -309,7 +313,7 @@ def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> lis
     return list(dict.fromkeys(columns))
 
 
-class ArrayRecordReader(Reader):
+class ArrayRecordReader(OpenFileReader):
     """The records of an ArrayRecord file, through grain.
 
     A record is bytes without a type. The first record decides for the whole file: a

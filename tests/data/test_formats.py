@@ -74,7 +74,7 @@ def rows_of(path, **more):
     return list(make_loader(config, Bytes(), 4))
 
 
-def refuse(match, path, **more):
+def assert_refused(match, path, **more):
     with pytest.raises(InputError, match=match) as caught:
         rows_of(str(path), **more)
     assert "\n" not in str(caught.value)
@@ -105,7 +105,7 @@ def test_an_arrow_file_with_a_footer_is_read_too(tmp_path):
 def test_splits_of_a_dataset_must_be_named(tmp_path):
     save_to_disk(tmp_path / "set" / "train", make_texts(4))
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    refuse(
+    assert_refused(
         r"holds the splits train, test of a dataset: name one of them, as .*/train",
         tmp_path / "set",
     )
@@ -114,9 +114,9 @@ def test_splits_of_a_dataset_must_be_named(tmp_path):
 
 def test_damaged_arrow_files_and_missing_columns_are_named(tmp_path):
     path = save_to_disk(tmp_path / "set", make_texts(4), shards=1)
-    refuse(r"has no field 'body'; it has meta, text: .*text_field", path, text_field="body")
+    assert_refused(r"has no field 'body'; it has meta, text: .*text_field", path, text_field="body")
     (tmp_path / "bad.arrow").write_bytes(b"no arrow at all")
-    refuse(r"bad.arrow is not a readable Arrow file", tmp_path / "bad.arrow")
+    assert_refused(r"bad.arrow is not a readable Arrow file", tmp_path / "bad.arrow")
 
 
 @pytest.mark.parametrize("kind", ["text", "json", "example"])
@@ -149,9 +149,13 @@ def test_an_example_is_told_from_other_bytes():
 def test_bad_records_are_placed(tmp_path, monkeypatch):
     good = example({"text": "fine and long enough"})
     path = write_records(tmp_path / "a.array_record", [good, b"no example"])
-    refuse(r"a.array_record: record 2 is no tf.train.Example, but the first", path)
-    refuse(r"record 1 has no field 'body'; it has text: .*text_field", path, text_field="body")
+    assert_refused(r"a.array_record: record 2 is no tf.train.Example, but the first", path)
+    assert_refused(
+        r"record 1 has no field 'body'; it has text: .*text_field", path, text_field="body"
+    )
     path = write_records(tmp_path / "b.array_record", [b'{"text": "a"}', b"{"])
-    refuse(r"b.array_record: record 2 is not JSON", path)
+    assert_refused(r"b.array_record: record 2 is not JSON", path)
     (tmp_path / "c.array_record").write_bytes(b"no such thing")
-    refuse(r"c.array_record is not a readable ArrayRecord file", tmp_path / "c.array_record")
+    assert_refused(
+        r"c.array_record is not a readable ArrayRecord file", tmp_path / "c.array_record"
+    )

@@ -216,23 +216,25 @@ def test_answers_are_learned_across_the_cut_of_a_row(tmp_path):
 
 
 def test_conversations_that_cannot_be_read_are_placed(tmp_path):
-    def refuse(record, match, tokenizer=Chat(), **source):
+    def assert_refused(record, match, tokenizer=Chat(), **source):
         path = write_chats(tmp_path / "a.jsonl", [record])
         with pytest.raises(InputError, match=match) as caught:
             rows_of(config_for("", sources=[ChatSource(path, **source)]), tokenizer)
         assert "\n" not in str(caught.value)
 
-    refuse({"text": "a"}, r"a.jsonl:1 has no field 'messages'; .*sources.0.messages_field")
-    refuse({"messages": "a"}, r"field 'messages' is no list of messages \(role and content\)")
-    refuse({"messages": [{"who": "a"}]}, r"message 1 has who, not role and content")
-    refuse({"instruction": "a"}, r"has no field 'output'", prompt="{instruction}")
+    assert_refused({"text": "a"}, r"a.jsonl:1 has no field 'messages'; .*sources.0.messages_field")
+    assert_refused(
+        {"messages": "a"}, r"field 'messages' is no list of messages \(role and content\)"
+    )
+    assert_refused({"messages": [{"who": "a"}]}, r"message 1 has who, not role and content")
+    assert_refused({"instruction": "a"}, r"has no field 'output'", prompt="{instruction}")
 
     class Rewriting(Chat):
         def render_chat(self, messages, add_generation_prompt=True):
             return f"{len(messages)}" + super().render_chat(messages, add_generation_prompt)
 
     talk = [message("user", "q"), message("assistant", "r")]
-    refuse({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
+    assert_refused({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
     with pytest.raises(InputError, match=r"learn='x' is none of answers, all"):
         ChatSource("a", learn="x")
     with pytest.raises(InputError, match=r"prompt='{': .*write a brace of the text twice"):

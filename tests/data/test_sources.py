@@ -43,7 +43,7 @@ def write_all(folder, texts):
     }
 
 
-def refuse(match, path, **more):
+def assert_refused(match, path, **more):
     with pytest.raises(InputError, match=match) as caught:
         make_loader(DataConfig(**{"path": str(path), "length": 8} | more), Bytes(), 1)
     assert "\n" not in str(caught.value)
@@ -151,24 +151,26 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
 
 
 def test_a_missing_path_and_a_path_without_text_are_named(tmp_path):
-    refuse(r"data.path is empty: give a file", "")
-    refuse(r"data.path=.*nowhere does not exist", tmp_path / "nowhere")
-    refuse(r"data.path=.*\*.txt has no readable file; readable are .txt", tmp_path / "*.txt")
+    assert_refused(r"data.path is empty: give a file", "")
+    assert_refused(r"data.path=.*nowhere does not exist", tmp_path / "nowhere")
+    assert_refused(
+        r"data.path=.*\*.txt has no readable file; readable are .txt", tmp_path / "*.txt"
+    )
     (tmp_path / "image.png").write_bytes(b"x")
-    refuse(r"has no readable file; readable are .txt, .md, .py, .jsonl, .parq", tmp_path)
-    refuse(r"image.png has no readable file", tmp_path / "image.png")
-    refuse(r"only python:stdlib", "python:tests")
-    refuse(r"no package 'not_there_at_all' is installed here", "package:not_there_at_all")
-    refuse(r"data.path=package:json/nowhere does not exist", "package:json/nowhere")
+    assert_refused(r"has no readable file; readable are .txt, .md, .py, .jsonl, .parq", tmp_path)
+    assert_refused(r"image.png has no readable file", tmp_path / "image.png")
+    assert_refused(r"only python:stdlib", "python:tests")
+    assert_refused(r"no package 'not_there_at_all' is installed here", "package:not_there_at_all")
+    assert_refused(r"data.path=package:json/nowhere does not exist", "package:json/nowhere")
 
 
 def test_an_empty_corpus_and_one_of_empty_documents_are_named(tmp_path):
     (tmp_path / "a.txt").touch()
-    refuse(r"holds no document: its files are empty", tmp_path / "a.txt")
+    assert_refused(r"holds no document: its files are empty", tmp_path / "a.txt")
     (tmp_path / "a.jsonl").touch()
-    refuse(r"holds no document", tmp_path / "a.jsonl")
+    assert_refused(r"holds no document", tmp_path / "a.jsonl")
     path = write_jsonl(tmp_path / "b.jsonl", ["", "  \n", ""])
-    refuse(r"none of the 3 documents has enough text", path)
+    assert_refused(r"none of the 3 documents has enough text", path)
     with pytest.raises(InputError, match="none of the 3 documents"):
         list(documents(path))
 
@@ -176,7 +178,7 @@ def test_an_empty_corpus_and_one_of_empty_documents_are_named(tmp_path):
 def test_text_that_is_not_utf8_is_placed_and_can_be_skipped_or_replaced(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good text here")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
-    refuse(
+    assert_refused(
         r"b.txt is not UTF-8: byte 0xe9 at offset 3; .*LATIN1.*data.on_bad_text=skip",
         tmp_path,
         length=64,
@@ -189,10 +191,10 @@ def test_text_that_is_not_utf8_is_placed_and_can_be_skipped_or_replaced(tmp_path
     assert read("skip") == ["good text here"]
     assert read("replace") == ["good text here", "caf\ufffd"]
     (tmp_path / "b.txt").write_bytes("hello".encode("utf-16"))
-    refuse(r"b.txt is not UTF-8: byte 0xff at offset 0; .*UTF-16", tmp_path, length=64)
+    assert_refused(r"b.txt is not UTF-8: byte 0xff at offset 0; .*UTF-16", tmp_path, length=64)
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
-    refuse(r"c.jsonl:2 is not UTF-8: byte 0xe9 at offset 28", path, length=64)
+    assert_refused(r"c.jsonl:2 is not UTF-8: byte 0xe9 at offset 28", path, length=64)
 
 
 def test_a_bad_document_met_in_the_middle_of_training_is_the_same_one_line(tmp_path):
@@ -208,15 +210,15 @@ def test_a_bad_document_met_in_the_middle_of_training_is_the_same_one_line(tmp_p
 def test_bad_json_lines_are_placed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": \n')
-    refuse(
+    assert_refused(
         r'a.jsonl:2 is not JSON: Expecting value at column \d+; .*\{"text": ...\}', path, length=64
     )
     path.write_text('["text"]\n')
-    refuse(r"a.jsonl:1 is a JSON list, not an object", path)
+    assert_refused(r"a.jsonl:1 is a JSON list, not an object", path)
     path.write_text('{"text": 3}\n')
-    refuse(r"a.jsonl:1: field 'text' holds a int, not text", path)
+    assert_refused(r"a.jsonl:1: field 'text' holds a int, not text", path)
     path.write_text(json.dumps({"body": "a", "id": 1}) + "\n")
-    refuse(r"a.jsonl:1 has no field 'text'; it has body, id: .*text_field", path)
+    assert_refused(r"a.jsonl:1 has no field 'text'; it has body, id: .*text_field", path)
 
 
 def test_a_missing_parquet_column_and_a_damaged_file_are_named(tmp_path):
@@ -225,17 +227,17 @@ def test_a_missing_parquet_column_and_a_damaged_file_are_named(tmp_path):
 
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a"], "id": [1]}), path)
-    refuse(r"a.parquet has no field 'text'; it has body, id", path)
+    assert_refused(r"a.parquet has no field 'text'; it has body, id", path)
     path.write_bytes(path.read_bytes()[:-20])
-    refuse(r"a.parquet is not a readable Parquet file", path)
+    assert_refused(r"a.parquet is not a readable Parquet file", path)
 
 
 def test_a_damaged_gzip_file_is_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
-    refuse(r"a.jsonl.gz is damaged or cut short", path)
+    assert_refused(r"a.jsonl.gz is damaged or cut short", path)
     path.write_bytes(b"no gzip at all")
-    refuse(r"a.jsonl.gz is damaged or cut short", path)
+    assert_refused(r"a.jsonl.gz is damaged or cut short", path)
 
 
 def test_too_little_text_is_told_with_numbers_and_the_way_out(tmp_path):
