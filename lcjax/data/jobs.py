@@ -10,6 +10,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -76,7 +77,7 @@ def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[st
     for file in (index, plan):
         if (out / file).is_file():
             content = read_json(out / file)
-            saved = content.get("asked", {})
+            saved = content.get("identity", {})
             for key, value in identity.items():
                 if saved.get(key) != value:
                     raise InputError(
@@ -88,11 +89,19 @@ def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[st
         raise InputError(f"out={out} exists and is not empty: name another folder")
     try:
         draft = out / f"{drafts}{uuid.uuid4().hex}"
-        write_json(draft, {"asked": identity})
+        write_json(draft, {"identity": identity})
         draft.replace(out / plan)
     except OSError as error:
         raise InputError(f"out={out} cannot be written: {error}; name another folder") from None
     return None
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """Returns (i, n) of `i/n`: the shards i, i + n, ..., counted from 0."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    if not match or not int(match[1]) < int(match[2]):
+        raise InputError(f"part={part} must be i/n with i in 0 ... n - 1, such as 0/4")
+    return int(match[1]), int(match[2])
 
 
 def make_jobs(sources: Sequence[FileList], order: Order) -> list[Job]:

@@ -255,7 +255,7 @@ def _finish(
         "tokens": sum(shard["tokens"] for shard in shards),
         "lengths": total_lengths(shards),
         "shards": [{k: s[k] for k in ("name", "documents", "tokens", "labels")} for s in shards],
-        "asked": identity,
+        "identity": identity,
     }
     if not index["tokens"]:
         raise InputError(

@@ -6,6 +6,7 @@ a teacher also, for every token, the distribution of the next one. `write_rows` 
 from the rows of a loader, shard by shard. After a kill it goes on after the last complete shard.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -181,7 +182,8 @@ def write_rows(
     loader: Any,
     complete: Callable[[Row], Row],
     fields: dict[str, Any],
-) -> dict[str, Any]:
+    part: tuple[int, int] | None = (0, 1),
+) -> dict[str, Any] | None:
     """Writes the missing shards of a folder that `lcjax.data.jobs.begin` began, and its index.
 
     Args:
@@ -191,13 +193,20 @@ def write_rows(
       loader: yields batches.
       complete: adds the fields of a row that the loader does not give; on every process.
       fields: further fields of the index, equal whenever `begin` accepts the folder.
+      part: (i, n) with n > 1 writes only the shards i, i + n, ... and no index; the rows of other
+        shards are read, but not completed. None writes only the index.
 
     Returns:
-      The index.
+      The index; None for a part.
+
+    Raises:
+      InputError: with `part=None` if a shard is missing.
     """
-    _ShardWriter(config, kind, shape, loader, complete).run()
+    _ShardWriter(config, kind, shape, loader, complete, part).run()
     distributed.barrier("rows written")
-    out, shards = config.folder, _read_shards(config.folder)
+    if part is not None and part[1] > 1:
+        return None
+    out, shards = config.folder, list(_read_shards(config.folder).values())
     index = {
         "format": FORMAT,
         "rows": sum(shard["rows"] for shard in shards),
@@ -226,38 +235,47 @@ class _ShardWriter:
         shape: dict[str, Any],
         loader: Any,
         complete: Callable[[Row], Row],
+        part: tuple[int, int] | None,
     ):
-        self._config, self._kind, self._out = config, kind, config.folder
+        self._config, self._kind, self._out, self._part = config, kind, config.folder, part
         self._loader, self._complete, self._type = loader, complete, row_type(**shape)
-        shards = _read_shards(self._out)
-        self._num_shards, self._num_rows = len(shards), sum(shard["rows"] for shard in shards)
-        self._data_ended = bool(shards) and shards[-1]["ended"]
-        if not distributed.equal_on_all_processes(str(self._num_rows)):
+        self._shards = _read_shards(self._out)
+        self._num_rows, self._data_ended = 0, False  # up to the shard that is next
+        self._num_stored = sum(shard["rows"] for shard in self._shards.values())
+        if not distributed.equal_on_all_processes(str(sorted(self._shards))):
             raise InputError(
                 f"out={self._out} is not the same folder for all processes; name one on storage"
                 " that all machines share"
             )
-        if shards:
-            loader.set_state(shards[-1]["position"])
 
     def run(self) -> None:
         self._check_disk()
         # In a log file one line a minute is enough.
         interval = 0.1 if sys.stderr.isatty() else 60.0
         options = {"unit": "row", "desc": self._kind, "mininterval": interval}
-        options |= {"initial": self._num_rows, "disable": not distributed.is_main_process()}
+        options |= {"disable": not distributed.is_main_process()}
+        number, position = 0, None
         with tqdm(total=self._config.rows, **options) as self._bar:
             try:
                 while not self._data_ended and self._num_rows != self._config.rows:
-                    self._write_shard()
+                    if shard := self._shards.get(number):
+                        self._num_rows += shard["rows"]
+                        self._data_ended, position = shard["ended"], shard["position"]
+                        self._bar.update(shard["rows"])
+                    else:
+                        if position is not None:
+                            self._loader.set_state(position)
+                        position = None
+                        self._read_shard(number)
+                    number += 1
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
-                    f"{self._num_rows:,} rows are in {self._out}; the same command resumes"
+                    f"{self._num_stored:,} rows are in {self._out}; the same command resumes"
                 ) from None
 
     def _check_disk(self) -> None:
         size, rows = self._type.itemsize, self._config.rows
-        missing = 0 if rows is None else (rows - self._num_rows) * size
+        missing = 0 if rows is None else (rows - self._num_stored) * size
         free = shutil.disk_usage(self._out).free
         if missing > free:
             smaller = ", a smaller top" if self._kind == "teacher" else ""
@@ -267,27 +285,34 @@ class _ShardWriter:
                 f"{smaller}, or name a larger disk"
             )
 
-    def _write_shard(self) -> None:
-        """Writes the rows of some batches, then the description that completes the shard."""
-        name, parts = f"{self._num_shards:06d}", []
+    def _read_shard(self, number: int) -> None:
+        """Reads the batches of a shard, and writes it if it is of this part."""
+        if self._part is None:
+            raise InputError(
+                f"out={self._config.out}: shard {number} is missing: run its part (--part=i/n), or"
+                " the command without --part"
+            )
+        is_written, parts = number % self._part[1] == self._part[0], []
         for _ in range(self._config.save_every):
             batch = next(self._loader, None)
             if batch is None:
                 self._data_ended = True
                 break
-            rows = self._to_disk_rows(self._complete(batch))
+            rows = self._to_disk_rows(self._complete(batch)) if is_written else _text_rows(batch)
             rows = rows[: self._num_missing(sum(map(len, parts)))]
             parts.append(rows)
             self._bar.update(len(rows))
             if self._num_missing(sum(map(len, parts))) == 0:
                 break
-        count, state = sum(map(len, parts)), self._loader.get_state()
-        if distributed.is_main_process():
+        count, name = sum(map(len, parts)), f"{number:06d}"
+        position = self._loader.get_state()
+        if is_written and distributed.is_main_process():
             with atomic_file(self._out / f"{name}.bin", "wb") as file:
                 file.writelines(rows.tobytes() for rows in parts)
-            shard = {"name": name, "rows": count, "ended": self._data_ended, "position": state}
+            shard = {"name": name, "rows": count, "ended": self._data_ended, "position": position}
             write_json(self._out / f"{name}.json", shard)
-        self._num_shards, self._num_rows = self._num_shards + 1, self._num_rows + count
+        self._num_rows += count
+        self._num_stored += count * is_written
 
     def _num_missing(self, num_pending: int) -> int | None:
         """Returns the rows to write after `num_pending` further ones; None without a limit."""
@@ -299,12 +324,15 @@ class _ShardWriter:
         rows = np.zeros(len(batch["tokens"]), self._type)
         for name in self._type.names:
             rows[name] = batch[name]
-        return rows[(batch["segments"] > 0).any(1)]
+        return rows[_text_rows(batch)]
 
 
-def _read_shards(out: Path) -> list[dict[str, Any]]:
-    """Reads the descriptions of the complete shards, in order."""
-    shards = []
-    while shard := read_shard(out, len(shards)):
-        shards.append(shard)
-    return shards
+def _text_rows(batch: Row) -> np.ndarray:
+    """Returns the rows of a batch that are no padding."""
+    return np.flatnonzero((batch["segments"] > 0).any(1))
+
+
+def _read_shards(out: Path) -> dict[int, dict[str, Any]]:
+    """Reads the descriptions of the complete shards by number, in order."""
+    numbers = sorted(int(f.stem) for f in out.iterdir() if re.fullmatch(r"\d{6}\.json", f.name))
+    return {number: read_shard(out, number) for number in numbers}

@@ -83,7 +83,7 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
             "tokenizer": tokenizer.fingerprint,
             "teacher": config.model.path or f"random weights of {config.model.preset}",
             "weights": identity["weights of the teacher"],
-            "asked": identity,
+            "identity": identity,
         }
         shape = config.row_shape(tokenizer.vocab_size)
         index = write_rows(config, "teacher", shape, loader, complete, fields)

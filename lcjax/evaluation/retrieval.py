@@ -193,9 +193,9 @@ class Question:
         scores = {}
         gains = [self.relevant.get(str(hit.passage.id), 0.0) for hit in hits]
         if self.answers:
-            found = [float(metrics.has_answer(hit.passage.text, self.answers)) for hit in hits]
-            scores |= {f"answer_recall@{k}": metrics.hit(found, k) for k in ks}
-            scores["answer_mrr"] = metrics.reciprocal_rank(found)
+            is_answer = [float(metrics.has_answer(hit.passage.text, self.answers)) for hit in hits]
+            scores |= {f"answer_recall@{k}": metrics.hit(is_answer, k) for k in ks}
+            scores["answer_mrr"] = metrics.reciprocal_rank(is_answer)
         if self.relevant:
             total = len(self.relevant)
             scores |= {f"hit@{k}": metrics.hit(gains, k) for k in ks}

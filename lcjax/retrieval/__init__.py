@@ -1,7 +1,7 @@
 """Retrieval: passages of a datastore, found by words or by vectors, for models that read them."""
 
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
-from lcjax.retrieval.chunks import ChunksConfig, write_chunks
+from lcjax.retrieval.chunks import ChunksConfig, finish_chunks, write_chunks
 from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.encoder import (
     BertEncoder,
@@ -47,6 +47,7 @@ __all__ = [
     "build_tokens",
     "check",
     "finish",
+    "finish_chunks",
     "open_encoder",
     "read_documents",
     "recall",

@@ -7,7 +7,7 @@ check FOLDER: searches sentences of the passages themselves; with --files also c
 append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
 chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
-  to --out=FOLDER.
+  to --out=FOLDER. --part=i/n and --finish as for build.
 build-tokens: writes keys and values for kNN-LM, from --data.path=TEXT by --model.path=MODEL to
   --out=FOLDER.
 """
@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -24,13 +24,14 @@ from lcjax import config as config_lib
 from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
-from lcjax.retrieval.chunks import ChunksConfig, write_chunks
+from lcjax.retrieval.chunks import ChunksConfig, finish_chunks, write_chunks
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
+_PART = "{}: part {} is written; when all are, run --finish"
 _WIDTH = 100  # characters of a passage that `search` prints on a line
 
 
@@ -65,7 +66,10 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _build(words: list[str], report: config_lib.ErrorReport) -> None:
+def _parse(
+    kind: type, words: list[str], report: config_lib.ErrorReport
+) -> tuple[Any, str | None, bool]:
+    """Returns the settings of a command that can be divided, its --part, and if it has --finish."""
     part, is_last, rest = None, False, []
     while words:
         key, equals, value = words.pop(0).partition("=")
@@ -81,10 +85,15 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
         raise InputError("--part and --finish: finish when all parts are written")
     if {"-h", "--help"} & set(rest):
         print("--part=i/n  write the shards i, i + n, ...; --finish  complete all parts\n")
-    report.config = settings = config_lib.parse(BuildConfig, rest)
+    report.config = settings = config_lib.parse(kind, rest)
+    return settings, part, is_last
+
+
+def _build(words: list[str], report: config_lib.ErrorReport) -> None:
+    settings, part, is_last = _parse(BuildConfig, words, report)
     index = finish(settings) if is_last else build(settings, part=part)
     if index is None:
-        print(f"{settings.out}: part {part} is written; when all are, run --finish")
+        print(_PART.format(settings.out, part))
         return
     print(
         f"{settings.out}: {index['passages']:,} passages of {index['documents']:,} documents;"
@@ -93,11 +102,19 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
 
 
 def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
-    report.config = settings = config_lib.parse(ChunksConfig, words)
-    write_chunks(settings)
+    settings, part, is_last = _parse(ChunksConfig, words, report)
+    index = finish_chunks(settings) if is_last else write_chunks(settings, part=part)
+    if index is None:
+        print(_PART.format(settings.out, part))
 
 
 def _build_tokens(words: list[str], report: config_lib.ErrorReport) -> None:
+    for word in words:
+        if word.partition("=")[0] in ("--part", "--finish"):
+            raise InputError(
+                f"{word}: build-tokens appends the keys of all tokens to one file in the order of"
+                " the text, so it has no parts: run it once, on several devices with --mesh.data=N"
+            )
     report.config = settings = config_lib.parse(TokenConfig, words)
     index = build_tokens(settings)
     print(

@@ -29,6 +29,7 @@ from lcjax.data.jobs import (
     begin,
     make_jobs,
     map_ahead,
+    parse_part,
     read_shard,
     worker_pool,
     write_json,
@@ -134,7 +135,7 @@ def build(
       InputError: the folder belongs to other text or settings, the text has no passage, or a
         source cannot be read.
     """
-    index, part_of = (0, 1) if part is None else _parse_part(part)
+    index, part_of = (0, 1) if part is None else parse_part(part)
     check_path("out", config.out)
     check_outside_data("out", config.folder, config.data)
     encoder = encoder or config.encoder.open(config.mesh)
@@ -165,13 +166,6 @@ def finish(config: BuildConfig, *, encoder: Encoder | None = None) -> dict[str, 
         _remove_drafts(config.folder)
         return content
     return _finish(config, sources.jobs(), encoder)
-
-
-def _parse_part(part: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
-    if not match or not int(match[1]) < int(match[2]):
-        raise InputError(f"part={part} must be i/n with i in 0 ... n - 1, such as 0/4")
-    return int(match[1]), int(match[2])
 
 
 def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
@@ -365,7 +359,7 @@ def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> di
             "encoders": {},
             "sparse": None,
             "shards": shards,
-            "asked": read_json(out / PLAN)["asked"],
+            "identity": read_json(out / PLAN)["identity"],
         }
         if encoder is not None:
             entry = encoder_entry(encoder, config.encoder, config.dtype)

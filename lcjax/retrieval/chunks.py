@@ -12,6 +12,7 @@ Passages of the documents in a row are left out, since they would hold the text 
 Rows come from `data:` in the order of a training (`lcjax.data.stored_rows`).
 """
 
+import contextlib
 import dataclasses
 import json
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from lcjax.data.config import INDEX, PLAN, SeqioSource, TokenSource
 from lcjax.data.corpus import check_outside_data, check_sources
-from lcjax.data.jobs import begin
+from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer
 from lcjax.data.stored_rows import RowsConfig, write_rows
@@ -66,16 +67,35 @@ class ChunksConfig(RowsConfig):
             )
 
 
-def write_chunks(config: ChunksConfig) -> dict[str, Any]:
+def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, Any] | None:
     """Writes the missing shards of a folder of rows with retrieved passages.
 
+    Args:
+      config: settings.
+      part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the index to
+        `finish_chunks`. Every part reads the whole text, and searches for its own rows.
+
     Returns:
-      The index of the folder, the content of `retrieved.json`.
+      The index of the folder, the content of `retrieved.json`; None with `part`.
 
     Raises:
       InputError: the folder belongs to other text, passages or settings, the datastore cannot be
         searched in this way, or it has no passage for the rows.
     """
+    return _write(config, (0, 1) if part is None else parse_part(part))
+
+
+def finish_chunks(config: ChunksConfig) -> dict[str, Any]:
+    """Completes a folder of which all parts are written (`write_chunks` with `part`).
+
+    Raises:
+      InputError: shards are missing.
+    """
+    return _write(config, None)
+
+
+def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any] | None:
+    """Writes a part as `lcjax.data.stored_rows.write_rows` numbers them."""
     check_path("out", config.out)
     # The loader makes the decoder's rows; the passages are added here.
     data = dataclasses.replace(config.data, chunks=None)
@@ -96,14 +116,18 @@ def write_chunks(config: ChunksConfig) -> dict[str, Any]:
                 "stride": config.data.chunks.stride,
                 "tokenizer": tokenizer.fingerprint,
                 _KIND: config.tokenizer,
-                "asked": identity,
+                "identity": identity,
             }
             shape = config.row_shape(tokenizer.vocab_size)
             chunks = _RetrievedChunks(config, retriever, tokenizer)
-            with RunLock(config.folder, "out"):
-                index = write_rows(config, _KIND, shape, loader, chunks.add, fields)
+            # Parts write other shards at the same time.
+            is_alone = part is None or part[1] == 1
+            with RunLock(config.folder, "out") if is_alone else contextlib.nullcontext():
+                index = write_rows(config, _KIND, shape, loader, chunks.add, fields, part)
     finally:
         loader.close()
+    if index is None:
+        return None
     print(
         f"{config.out}: {index['rows']:,} rows; read them with data.sources: [{{type: retrieved,"
         f" path: {config.out}}}]"

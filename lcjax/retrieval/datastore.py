@@ -628,9 +628,9 @@ def _append_groups(
     for document in documents:
         if not isinstance(document, Document):
             raise InputError(f"documents: {document!r:.60} must be a Document(name, text)")
-        more = list(chunking.passages(document))
-        passages += more
-        num_documents += bool(more)
+        num_passages = len(passages)
+        passages += chunking.passages(document)
+        num_documents += len(passages) > num_passages
         size += len(document.text)
         if size >= _APPEND_CHARACTERS:
             yield passages, num_documents

@@ -180,10 +180,10 @@ class BertEncoder(Encoder):
             raise InputError(f"query_folder={query_folder}: vectors of {widths} numbers do not fit")
         loaded = [LoadedBert.load(one, pool, dtype=dtype, mesh=mesh) for one in folders]
         modules = folders[-1].modules, passage.modules
-        stated = (modules[0] and modules[0].query_prefix, modules[1] and modules[1].passage_prefix)
+        defaults = modules[0] and modules[0].query_prefix, modules[1] and modules[1].passage_prefix
         prefixes = [
-            (stated or "") if given is None else given
-            for given, stated in zip((query_prefix, passage_prefix), stated)
+            (default or "") if prefix is None else prefix
+            for prefix, default in zip((query_prefix, passage_prefix), defaults)
         ]
         check_texts("query_prefix, passage_prefix", prefixes)
         return cls(
@@ -241,10 +241,10 @@ def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) ->
         one_of("pooling", pooling, POOLINGS)
         return Pool(pooling, bool(normalize))
     for key, value in (("pooling", pooling), ("normalize", normalize)):
-        stated = getattr(modules, key)
-        if value is not None and value != stated:
+        trained = getattr(modules, key)
+        if value is not None and value != trained:
             raise InputError(
-                f"{key}={value!r}: {folder.path} was trained with {stated!r}; leave it out"
+                f"{key}={value!r}: {folder.path} was trained with {trained!r}; leave it out"
             )
     return Pool(modules.pooling, modules.normalize)
 

@@ -160,7 +160,7 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
             "dim": lm.config.width,
             "dtype": config.dtype,
             "faiss": config.faiss,
-            "asked": identity,
+            "identity": identity,
         }
         keys = _open_array(folder, _KEYS, DTYPES[config.dtype], (num_tokens, lm.config.width))
         if config.faiss is not None:

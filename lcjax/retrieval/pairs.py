@@ -175,11 +175,11 @@ class LateInteraction(_PairScorer):
         if settings.get("similarity", "cosine") != "cosine":
             raise InputError(f"{file}: similarity={settings['similarity']!r:.40} must be 'cosine'")
         sizes = []
-        for key, stated, value in (
+        for key, default, value in (
             ("query_tokens", settings.get("query_maxlen", 32), query_tokens),
             ("max_tokens", settings.get("doc_maxlen", 220), max_tokens),
         ):
-            value = min(stated, files.max_tokens) if value is None else value
+            value = min(default, files.max_tokens) if value is None else value
             whole_number(key, value, 4, "of this encoder", most=files.max_tokens)
             sizes.append(value)
         markers = []

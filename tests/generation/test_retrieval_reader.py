@@ -76,9 +76,9 @@ FIRST = 5
 @pytest.mark.parametrize("how", ["rag_token", "mixture", "rag_sequence"])
 def test_the_marginals_equal_the_sums_in_float64(lm, how):
     store, options = Store(), {"temperature": 0.5} if how == "mixture" else {}
-    found = RetrievalReader(lm, store, 3, how, **options).nll(TOKENS, first=FIRST)
+    nll = RetrievalReader(lm, store, 3, how, **options).nll(TOKENS, first=FIRST)
     assert store.queries == [lm.tokenizer.decode(row[:FIRST].tolist()) for row in TOKENS]
-    for row, text, query in zip(found, TOKENS, store.queries, strict=True):
+    for row, text, query in zip(nll, TOKENS, store.queries, strict=True):
         hits = store.hits(query)[:3]
         p = weights(hits) if how != "mixture" else weights(
             [hit("", "", h.score / 0.5) for h in hits]
@@ -86,10 +86,10 @@ def test_the_marginals_equal_the_sums_in_float64(lm, how):
         each = np.array([alone(lm, ids, text, FIRST) for ids in encoded(lm, hits)])
         assert not row[:FIRST].any()
         if how == "rag_sequence":
-            wanted = -np.log(p @ np.exp(-each.sum(1)))
-            assert row.sum(dtype=np.float64) == pytest.approx(wanted, abs=1e-3)
+            expected = -np.log(p @ np.exp(-each.sum(1)))
+            assert row.sum(dtype=np.float64) == pytest.approx(expected, abs=1e-3)
             of_tokens = -np.log(p @ np.exp(-each)).sum()
-            assert abs(of_tokens - wanted) > 0.01, "the two marginals differ"
+            assert abs(of_tokens - expected) > 0.01, "the two marginals differ"
         else:
             np.testing.assert_allclose(row[FIRST:], -np.log(p @ np.exp(-each)), atol=3e-4)
 
@@ -116,40 +116,40 @@ def test_every_token_is_picked_from_the_marginal(lm, how):
 def test_continuations_of_sequences_count_from_the_end_of_each_prompt(lm):
     prompts, options = [ids(3, 4), ids(4, 7)], [[ids(5, 3), ids(6, 2)], [ids(7, 3)]]
     store = Store()
-    found = RetrievalReader(lm, store, 2, "rag_sequence").continuations(prompts, options)
-    for prompt, query, row, scores in zip(prompts, store.queries, options, found, strict=True):
+    results = RetrievalReader(lm, store, 2, "rag_sequence").continuations(prompts, options)
+    for prompt, query, row, scores in zip(prompts, store.queries, options, results, strict=True):
         hits = store.hits(query)[:2]
         for option, score in zip(row, scores, strict=True):
             each = [alone(lm, p, prompt + option, len(prompt)).sum() for p in encoded(lm, hits)]
-            wanted = -np.log(weights(hits) @ np.exp(-np.array(each)))
-            assert score.nll.sum(dtype=np.float64) == pytest.approx(wanted, abs=1e-3)
+            expected = -np.log(weights(hits) @ np.exp(-np.array(each)))
+            assert score.nll.sum(dtype=np.float64) == pytest.approx(expected, abs=1e-3)
 
 
 def test_text_is_read_behind_the_passages_and_bos_before_them(lm):
     bos, store, text = lm.tokenizer.bos_id, Store(), ids(3, 9)
     tokens = np.array([[bos, *text]])
-    (found,) = RetrievalReader(lm, store, 2).generate(tokens.tolist(), GREEDY)
+    (generated,) = RetrievalReader(lm, store, 2).generate(tokens.tolist(), GREEDY)
     (query,) = store.queries
     assert query == lm.tokenizer.decode(text), "BOS is no text"
     best, second = encoded(lm, store.hits(query)[:2])
-    (wanted,) = lm.generate([[bos, *second, *best, *text]], GREEDY)
-    assert found == wanted and found.ids == wanted.ids
-    titles = [hit.passage.title for hit in found.passages[0].hits]
+    (expected,) = lm.generate([[bos, *second, *best, *text]], GREEDY)
+    assert generated == expected and generated.ids == expected.ids
+    titles = [hit.passage.title for hit in generated.passages[0].hits]
     assert titles == [hit.passage.title for hit in store.hits(query)[:2]]
     reader = RetrievalReader(lm, store, 2, passage_tokens=3)
     # BOS alone is no query.
     np.testing.assert_array_equal(reader.nll(tokens, first=1), lm.nll(tokens, first=1))
     hits, blank = store.hits(lm.tokenizer.decode(text[:3]))[:2], lm.tokenizer.encode("\n\n")
     best, second = ([*ids[:3], *blank] for ids in encoded(lm, hits, blank=False))
-    wanted = alone(lm, [bos, *second, *best], text, 3)
-    np.testing.assert_allclose(reader.nll(tokens, first=4)[0, 4:], wanted, atol=1e-4)
+    expected = alone(lm, [bos, *second, *best], text, 3)
+    np.testing.assert_allclose(reader.nll(tokens, first=4)[0, 4:], expected, atol=1e-4)
 
 
 def test_a_model_reads_by_itself_what_a_retriever_finds(lm):
-    (found,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2, when=4)
-    (wanted,) = RetrievalReader(lm, Store(), 2, when=4).generate(["harbour"], GREEDY)
-    assert (found, found.ids) == (wanted, wanted.ids)
-    assert [search.num_tokens for search in found.passages] == [0, 4]
+    (generated,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2, when=4)
+    (expected,) = RetrievalReader(lm, Store(), 2, when=4).generate(["harbour"], GREEDY)
+    assert (generated, generated.ids) == (expected, expected.ids)
+    assert [search.num_tokens for search in generated.passages] == [0, 4]
     (whole,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2)
     assert [search.query for search in whole.passages] == ["harbour"]
 
@@ -175,15 +175,15 @@ def test_strides_equal_reading_all_of_it_again(lm, how):
     tokens = np.array([ids(1, 12), ids(2, 12)])
     nll = dataclasses.replace(reader, when=4).nll(tokens, first=3, lengths=np.array([12, 6]))
     for row, length in zip(range(2), (12, 6), strict=True):
-        wanted = np.zeros(12)
+        expected = np.zeros(12)
         for start in range(3, length, 4):
             stop = min(start + 4, length)
             hits = store.hits(lm.tokenizer.decode(tokens[row, max(start - 6, 0) : start].tolist()))
             fixed = types.SimpleNamespace(search=lambda queries, k, hits=hits: [hits[:k]])
             reread = RetrievalReader(lm, fixed, 2, how, query_tokens=6)
             part = reread.nll(tokens[row : row + 1, :stop], first=start)
-            wanted[start:stop] = part[0, start:]
-        np.testing.assert_allclose(nll[row], wanted, atol=3e-4)
+            expected[start:stop] = part[0, start:]
+        np.testing.assert_allclose(nll[row], expected, atol=3e-4)
 
 
 def test_stops_and_seeds_of_strides_are_those_of_one_text(lm):
@@ -196,8 +196,8 @@ def test_stops_and_seeds_of_strides_are_those_of_one_text(lm):
     (greedy,) = reader.generate([ids(8, 7)], GREEDY)
     stop = str(greedy)[2:4]
     (cut,) = reader.generate([ids(8, 7)], dataclasses.replace(GREEDY, stop=(stop,)))
-    (wanted,) = lm.generate([ids(8, 7)], dataclasses.replace(GREEDY, stop=(stop,)))
-    assert (str(cut), cut.ids, cut.finish) == (str(wanted), wanted.ids, wanted.finish)
+    (expected,) = lm.generate([ids(8, 7)], dataclasses.replace(GREEDY, stop=(stop,)))
+    assert (str(cut), cut.ids, cut.finish) == (str(expected), expected.ids, expected.finish)
 
 
 @pytest.mark.parametrize("how", METHODS)
@@ -210,8 +210,8 @@ def test_without_hits_the_reader_is_the_model_bit_by_bit(lm, how):
             texts, plain = reader.generate(prompts, GREEDY), lm.generate(prompts, GREEDY)
             assert texts == plain and [t.ids for t in texts] == [t.ids for t in plain]
             pairs = zip(reader.continuations(prompts, options), lm.continuations(prompts, options))
-            for row, wanted in pairs:
-                for one, other in zip(row, wanted, strict=True):
+            for row, expected in pairs:
+                for one, other in zip(row, expected, strict=True):
                     np.testing.assert_array_equal(one.nll, other.nll)
     assert Store().queries == []
 
@@ -220,15 +220,15 @@ def test_the_memory_reads_hits_as_chunks(lm):
     store = Store()
     reader = RetrievalReader(lm, store, 2, "context")
     tokens = TOKENS[:1]
-    found, (query,) = reader.nll(tokens, first=FIRST), store.queries
+    nll, (query,) = reader.nll(tokens, first=FIRST), store.queries
     context = encoded(lm, store.hits(query)[:2], blank=False)
-    np.testing.assert_array_equal(found, lm.nll(tokens, first=FIRST, context=[context]))
-    assert not np.array_equal(found, lm.nll(tokens, first=FIRST))
+    np.testing.assert_array_equal(nll, lm.nll(tokens, first=FIRST, context=[context]))
+    assert not np.array_equal(nll, lm.nll(tokens, first=FIRST))
     fid = RetrievalReader(lm, store, 2, "fid", query_tokens=3).nll(tokens, first=FIRST)
     query = lm.tokenizer.decode(tokens[0, FIRST - 3 : FIRST].tolist())
     assert store.queries[-1] == query
-    asked = lm.tokenizer.encode(f"{query}\n")
-    context = [asked + ids for ids in encoded(lm, store.hits(query)[:2], blank=False)]
+    head = lm.tokenizer.encode(f"{query}\n")
+    context = [head + ids for ids in encoded(lm, store.hits(query)[:2], blank=False)]
     np.testing.assert_array_equal(fid, lm.nll(tokens, first=FIRST, context=[context]))
 
 

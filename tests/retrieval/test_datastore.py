@@ -35,18 +35,18 @@ def text(tmp_path):
     return write_corpus(tmp_path / "text")
 
 
-def settings(text, out, **more):
+def settings(text, out, **changes):
     fields = {"data": TextConfig(path=text), "out": str(out), "workers": 1}
     fields["chunking"] = Chunking("sentences", 22, title_field="title")
-    return BuildConfig(**fields | more)
+    return BuildConfig(**fields | changes)
 
 
-def built(text, out, encoder=None, **more):
-    build(settings(text, out, **more), encoder=encoder)
+def built(text, out, encoder=None, **changes):
+    build(settings(text, out, **changes), encoder=encoder)
     return Datastore(out)
 
 
-def ids_found(store, queries, k=5):
+def best_ids(store, queries, k=5):
     _, rows = store.sparse().search(queries, k, valid=store.valid)
     return [[p.id for p in store.passages(row[row >= 0])] for row in rows]
 
@@ -206,11 +206,11 @@ def test_a_build_that_is_killed_before_any_step_of_the_end_resumes(text, tmp_pat
 
 def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     encoder = WordEncoder()
-    more = write_corpus(tmp_path / "more", files=1, lines=6, seed=7)
-    (tmp_path / "more" / "0.jsonl").rename(tmp_path / "more" / "9.jsonl")
+    addition = write_corpus(tmp_path / "addition", files=1, lines=6, seed=7)
+    (tmp_path / "addition" / "0.jsonl").rename(tmp_path / "addition" / "9.jsonl")
     both = tmp_path / "both"
     both.mkdir()
-    for folder in (text, more):
+    for folder in (text, addition):
         for file in Path(folder).iterdir():
             (both / file.name).write_bytes(file.read_bytes())
     whole = built(str(both), tmp_path / "whole", encoder)
@@ -220,7 +220,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     from lcjax.retrieval import read_documents
 
     chunking = Chunking(**store.index["chunking"])
-    added = store.append(read_documents(TextConfig(path=more), chunking), encoder=encoder)
+    added = store.append(read_documents(TextConfig(path=addition), chunking), encoder=encoder)
     assert added == len(store) - before > 10
     for opened in (store, Datastore(tmp_path / "out")):
         assert [p.id for p in opened.passages(range(len(opened)))] == [
@@ -238,7 +238,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     assert "lock.json" not in names
     saved = content(tmp_path / "out")
     with pytest.raises(InputError, match=r"passage 9.jsonl:1#.* exists in .*: delete it first"):
-        store.append(read_documents(TextConfig(path=more), chunking), encoder=encoder)
+        store.append(read_documents(TextConfig(path=addition), chunking), encoder=encoder)
     assert content(tmp_path / "out").keys() == saved.keys()
     assert Datastore(tmp_path / "out").index == json.loads(saved["index.json"])
 
@@ -246,7 +246,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
 def test_an_append_that_is_killed_leaves_the_old_datastore(text, tmp_path, monkeypatch):
     encoder = WordEncoder()
     store = built(text, tmp_path / "out", encoder)
-    before, ids = len(store), ids_found(store, ["quiet harbour"])
+    before, ids = len(store), best_ids(store, ["quiet harbour"])
     new = [Document("new", "A quiet harbour and a quiet harbour again today."), Document("e", " ")]
     import lcjax.retrieval.datastore as module
 
@@ -258,22 +258,22 @@ def test_an_append_that_is_killed_leaves_the_old_datastore(text, tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             store.append(new, encoder=encoder)
     store = Datastore(tmp_path / "out")
-    assert len(store) == before and ids_found(store, ["quiet harbour"]) == ids
+    assert len(store) == before and best_ids(store, ["quiet harbour"]) == ids
     assert store.append(new, encoder=encoder) == 1
-    assert ids_found(store, ["quiet harbour"])[0][0] == "new#0-48"
+    assert best_ids(store, ["quiet harbour"])[0][0] == "new#0-48"
     assert store.check_files() and len(store.vectors()) == before + 1
     assert store.append([], encoder=encoder) == 0
 
 
 def test_deleted_passages_are_never_found_and_k_others_are(text, tmp_path):
     store = built(text, tmp_path / "out", WordEncoder())
-    (before,) = ids_found(store, ["quiet harbour"], k=20)
+    (before,) = best_ids(store, ["quiet harbour"], k=20)
     assert store.delete(before[:3]) == 3
     for opened in (store, Datastore(tmp_path / "out")):
         assert len(opened) == opened.num_rows - 3
-        assert ids_found(opened, ["quiet harbour"], k=17) == [before[3:]]
+        assert best_ids(opened, ["quiet harbour"], k=17) == [before[3:]]
     store.delete(before[5:7])
-    assert ids_found(Datastore(tmp_path / "out"), ["quiet harbour"], k=3) == [
+    assert best_ids(Datastore(tmp_path / "out"), ["quiet harbour"], k=3) == [
         [*before[3:5], before[7]]
     ]
     for unknown in (before[0], "nothing"):  # a deleted one, too
@@ -330,17 +330,17 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(text, tmp_path):
     out = tmp_path / "out"
     built(text, out, encoder)
     before = content(out)
-    for more, match in [
+    for changes, match in [
         ({"chunking": Chunking("words", 9)}, "was made with chunking"),
         ({"sparse": Sparse(k1=0.9)}, "was made with sparse"),
         ({"dtype": "bfloat16"}, "was made with dtype float32, which is bfloat16 now"),
     ]:
         with pytest.raises(InputError, match=match):
-            build(settings(text, out, **more), encoder=encoder)
+            build(settings(text, out, **changes), encoder=encoder)
     with pytest.raises(InputError, match="was made with encoder"):
         build(settings(text, out), encoder=WordEncoder(seed=1))
     with open(f"{text}/0.jsonl", "a") as file:
-        file.write('{"text": "more", "title": ""}\n')
+        file.write('{"text": "changes", "title": ""}\n')
     with pytest.raises(InputError, match="was made with text of the corpus"):
         build(settings(text, out), encoder=encoder)
     assert content(out) == before
@@ -446,6 +446,6 @@ def test_a_changed_index_is_an_error_and_names_no_file_elsewhere(text, tmp_path,
 def test_several_processes_can_begin_at_once(tmp_path):
     identity = {"a": 1}
     with ThreadPoolExecutor(16) as pool:
-        begun = pool.map(lambda _: jobs.begin(tmp_path / "o", identity, "i", "p"), range(64))
-        assert list(begun) == [None] * 64
-    assert content(tmp_path / "o") == {"p": json.dumps({"asked": identity}, indent=1).encode()}
+        results = pool.map(lambda _: jobs.begin(tmp_path / "o", identity, "i", "p"), range(64))
+        assert list(results) == [None] * 64
+    assert content(tmp_path / "o") == {"p": json.dumps({"identity": identity}, indent=1).encode()}

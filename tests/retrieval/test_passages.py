@@ -178,8 +178,8 @@ def test_documents_that_are_held_out_have_no_passages(tmp_path):
     from lcjax.data.corpus import open_split
 
     (rest,) = open_split(data, "train")
-    kept = [d.text for d in read_documents(data, Chunking())]
-    assert kept == [text for _, text in rest] and 20 < len(kept) < 36
+    training = [d.text for d in read_documents(data, Chunking())]
+    assert training == [text for _, text in rest] and 20 < len(training) < 36
 
 
 def test_tasks_of_seqio_are_read_in_one_job():

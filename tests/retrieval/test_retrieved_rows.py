@@ -22,6 +22,7 @@ from lcjax.retrieval import (
     Sparse,
     build,
     chunks,
+    finish_chunks,
     write_chunks,
 )
 from lcjax.retrieval import __main__ as command
@@ -42,10 +43,10 @@ def folder(tmp_path_factory):
     return out
 
 
-def rows_config(folder, out, split=RETDOC, data=(), **more):
+def rows_config(folder, out, split=RETDOC, data=(), **changes):
     data = PLAIN | {"path": str(folder / "text"), "chunks": split, "repeat": 1} | dict(data)
     fields = {"tokenizer": str(folder / "tokenizer"), "store": str(folder / "store")}
-    fields |= {"batch_size": 4, "save_every": 2, "query_tokens": 30} | more
+    fields |= {"batch_size": 4, "save_every": 2, "query_tokens": 30} | changes
     return ChunksConfig(data=DataConfig(**data), out=str(out), **fields)
 
 
@@ -61,9 +62,9 @@ def retro(folder):
     return folder / "retro"
 
 
-def training_config(out, split=RETDOC, **more):
+def training_config(out, split=RETDOC, **changes):
     plain = PLAIN | {"chunks": split, "repeat": 1, "sources": [RetrievedSource(str(out))]}
-    return DataConfig(**plain | more)
+    return DataConfig(**plain | changes)
 
 
 def read(config, tokenizer=TOKENIZER):
@@ -86,8 +87,8 @@ def expected_passages(retriever, query, names, k, length):
     return [TOKENIZER.encode(passage.full_text)[:length] for passage in others]
 
 
-def stored_passages(found, row):
-    pairs = zip(found["chunks"][row], found["chunk_mask"][row])
+def stored_passages(rows, row):
+    pairs = zip(rows["chunks"][row], rows["chunk_mask"][row])
     return [tokens[mask].tolist() for tokens, mask in pairs]
 
 
@@ -96,32 +97,32 @@ def padded(passages, count):
 
 
 def test_a_row_has_the_best_passages_of_other_documents_for_its_first_tokens(folder, retdoc):
-    found, names = read(training_config(retdoc)), documents_of_tokens(folder)
-    assert len(found["tokens"]) > 20
+    stored, names = read(training_config(retdoc)), documents_of_tokens(folder)
+    assert len(stored["tokens"]) > 20
     retriever, num_dropped = Retriever.open(folder / "store"), 0
-    for row, tokens in enumerate(found["tokens"]):
-        own = set(names[64 * row : 64 * row + 64])
+    for row, tokens in enumerate(stored["tokens"]):
+        row_names = set(names[64 * row : 64 * row + 64])
         query = TOKENIZER.decode(tokens[:30], skip_special=True)
-        expected = expected_passages(retriever, query, own, 3, 40)
-        assert stored_passages(found, row) == padded(expected, 3)
+        expected = expected_passages(retriever, query, row_names, 3, 40)
+        assert stored_passages(stored, row) == padded(expected, 3)
         num_dropped += expected != expected_passages(retriever, query, (), 3, 40)
     assert num_dropped > 10  # the filter matters: passages of the same document fit best
-    last = found["chunk_mask"].cumsum(-1)[..., -1]
-    np.testing.assert_array_equal(found["chunk_mask"], np.arange(40) < last[..., None])
+    last = stored["chunk_mask"].cumsum(-1)[..., -1]
+    np.testing.assert_array_equal(stored["chunk_mask"], np.arange(40) < last[..., None])
 
 
 def test_every_stride_of_a_document_has_passages_of_its_own(folder, retro):
-    found, names = read(training_config(retro, RETRO)), documents_of_tokens(folder)
+    stored, names = read(training_config(retro, RETRO)), documents_of_tokens(folder)
     retriever = Retriever.open(folder / "store")
-    assert found["segments"].max() > 1  # packed rows: chunks follow the documents' positions
-    for row, tokens in enumerate(found["tokens"]):
-        own, expected = set(names[64 * row : 64 * row + 64]), []
-        for segment in range(1, found["segments"][row].max() + 1):
-            text = tokens[found["segments"][row] == segment]
+    assert stored["segments"].max() > 1  # packed rows: chunks follow the documents' positions
+    for row, tokens in enumerate(stored["tokens"]):
+        row_names, expected = set(names[64 * row : 64 * row + 64]), []
+        for segment in range(1, stored["segments"][row].max() + 1):
+            text = tokens[stored["segments"][row] == segment]
             for start in range(0, len(text) - 15, 16):
                 query = TOKENIZER.decode(text[start : start + 16], skip_special=True)
-                expected += padded(expected_passages(retriever, query, own, 2, 24), 2)
-        assert stored_passages(found, row) == padded(expected, 8)
+                expected += padded(expected_passages(retriever, query, row_names, 2, 24), 2)
+        assert stored_passages(stored, row) == padded(expected, 8)
 
 
 def test_a_vector_search_and_the_same_documents(folder, tmp_path, monkeypatch):
@@ -132,27 +133,27 @@ def test_a_vector_search_and_the_same_documents(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Datastore, "open_encoder", lambda *_: encoder)
     config = rows_config(folder, tmp_path / "rows", store=store, same_document=True, rows=5)
     assert write_chunks(config)["rows"] == 5
-    found, retriever = read(training_config(tmp_path / "rows")), Retriever.open(store)
-    for row, tokens in enumerate(found["tokens"]):
+    stored, retriever = read(training_config(tmp_path / "rows")), Retriever.open(store)
+    for row, tokens in enumerate(stored["tokens"]):
         query = TOKENIZER.decode(tokens[:30], skip_special=True)
-        assert stored_passages(found, row) == expected_passages(retriever, query, (), 3, 40)
+        assert stored_passages(stored, row) == expected_passages(retriever, query, (), 3, 40)
 
 
 def test_the_loader_gives_the_fields_and_types_of_other_chunks(folder, retdoc, retro):
     split = Chunks(count=3, length=40)
     plain = PLAIN | {"path": str(folder / "text"), "chunks": split, "length": 184}
-    wanted = next(make_loader(DataConfig(**plain), TOKENIZER, 2))
+    expected = next(make_loader(DataConfig(**plain), TOKENIZER, 2))
     batch = next(make_loader(training_config(retdoc), TOKENIZER, 2))
     assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
-        k: (v.shape, v.dtype) for k, v in wanted.items()
+        k: (v.shape, v.dtype) for k, v in expected.items()
     }
     for out, split in ((retdoc, RETDOC), (retro, RETRO)):
         # The text is that of a training without chunks.
         plain = PLAIN | {"path": str(folder / "text"), "document_mask": split is RETRO}
         text = read(DataConfig(**plain | {"repeat": 1}))
-        found = read(training_config(out, split))
+        stored = read(training_config(out, split))
         for name, value in text.items():
-            np.testing.assert_array_equal(found[name], value, err_msg=name)
+            np.testing.assert_array_equal(stored[name], value, err_msg=name)
         by_path = training_config(out, split, sources=[], path=str(out))
         assert by_path.resolved_sources() == [RetrievedSource(str(out))]
 
@@ -181,19 +182,56 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(folder, retdoc, tmp
     write_chunks(config)  # a complete folder is not written again
 
 
+@pytest.mark.parametrize("rows", [None, 11])
+def test_parts_make_the_same_folder(folder, tmp_path, rows):
+    whole = rows_config(folder, tmp_path / "whole", rows=rows)
+    write_chunks(whole)
+    config = dataclasses.replace(whole, out=str(tmp_path / "parts"))
+    for part in ("2/3", "0/3"):
+        assert write_chunks(config, part=part) is None
+    # The last shard of a whole text is empty.
+    names = {f"{i:06d}.{end}" for i in range(7 if rows is None else 2) for end in ("bin", "json")}
+    names = {name for name in names if int(name[:6]) % 3 != 1}
+    assert content(tmp_path / "parts").keys() == names | {"retrieved_plan.json"}
+    with pytest.raises(InputError, match=r"shard 1 is missing: run its part \(--part=i/n\), or"):
+        finish_chunks(config)
+    write_chunks(config, part="1/3")
+    finish_chunks(config)
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    assert finish_chunks(config) == write_chunks(config)
+
+
+def test_the_command_writes_parts(folder, tmp_path, capsys):
+    words = [f"--{key}={folder / key}" for key in ("tokenizer", "store")]
+    words += [f"--data.path={folder / 'text'}", f"--out={tmp_path / 'rows'}", "--data.length=64"]
+    words += ["--data.repeat=1", "--data.chunks.count=2", "--data.chunks.length=24"]
+    words = ["chunks", *words, "--data.chunks.text=retrieved", "--save_every=3"]
+    for part in ("0/2", "1/2"):
+        assert command.main([*words, "--part", part]) == 0
+        assert f"part {part} is written; when all are" in capsys.readouterr().out
+    assert (
+        command.main([*words, "--finish"]) == 0
+        and "rows; read them with" in capsys.readouterr().out
+    )
+    assert (
+        command.main([*words, "--part=2/2"]) == 2
+        and "part=2/2 must be i/n" in capsys.readouterr().err
+    )
+
+
 def test_other_passages_or_settings_do_not_go_on_in_the_same_folder(folder, retdoc, tmp_path):
     text = TextConfig(str(folder / "text"))
     out = str(tmp_path / "store")
     config = BuildConfig(text, Chunking("words", 12), Sparse(k1=0.9), out=out, workers=1)
     build(config)
-    for more, what in [
+    for changes, what in [
         ({"query_tokens": 20}, "query_tokens 30, which is 20 now"),
         ({"store": str(tmp_path / "store")}, "passages of the datastore .* now"),
         ({"split": dataclasses.replace(RETDOC, length=41)}, "chunks .*'length': 41.* now"),
         ({"data": {"seed": 1}}, "data.seed 0, which is 1 now"),
     ]:
         with pytest.raises(InputError, match=f"was made with {what}: name another folder"):
-            write_chunks(rows_config(folder, retdoc, **more))
+            write_chunks(rows_config(folder, retdoc, **changes))
 
 
 def test_a_deleted_passage_changes_the_rows(folder, tmp_path):

@@ -288,6 +288,8 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
         (("build", f"--out={out}x"), "error: data.path is empty"),
         (("build", f"--out={out}x", f"--data.path={text}", "--part=2/2"), "part=2/2 must be i/n"),
         (("build", "--part"), "--part has no value"),
+        (("build-tokens", "--part=0/2"), "--part=0/2: build-tokens appends the keys of all tokens"),
+        (("build-tokens", "--finish"), "it has no parts: run it once, on several devices"),
         (("build", "--part=0/2", "--finish"), "finish when all parts are written"),
         (("build", f"--out={out}", "--chunking.size=x"), "chunking.size"),
         (("search", tmp_path, "x"), "holds no datastore: give a folder"),

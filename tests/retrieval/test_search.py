@@ -137,8 +137,8 @@ def test_approximate_search_reaches_its_recall():
     queries, vectors = normal(5, 8, 4000, 16)
     _, rows = top_k(queries, vectors, 10, recall_target=0.9, block_size=1024)
     _, expected = brute_force(queries, vectors, 10)
-    found = [len(set(a) & set(b)) for a, b in zip(np.asarray(rows), expected)]
-    assert np.mean(found) >= 9
+    num_hits = [len(set(a) & set(b)) for a, b in zip(np.asarray(rows), expected)]
+    assert np.mean(num_hits) >= 9
 
 
 @pytest.mark.parametrize("metric", ["dot", "l2"])

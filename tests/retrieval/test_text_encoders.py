@@ -247,19 +247,19 @@ def test_prefixes_titles_and_their_defaults(folder, tmp_path):
     )
     save_bert(tmp_path)
     make_sentence_transformer(tmp_path, query="what ", document="dog ")
-    stated = BertEncoder.load(tmp_path)
+    prompted = BertEncoder.load(tmp_path)
     np.testing.assert_allclose(
-        stated.encode_queries(["cat"]), load(folder, normalize=True).encode_queries(["what cat"])
+        prompted.encode_queries(["cat"]), load(folder, normalize=True).encode_queries(["what cat"])
     )
     np.testing.assert_array_equal(
-        stated.encode_passages(["cat"]),
+        prompted.encode_passages(["cat"]),
         BertEncoder.load(tmp_path, passage_prefix="").encode_passages(["dog cat"]),
     )
     # The default prompt stands before texts without a prompt of their own.
     make_sentence_transformer(tmp_path, query="what ", other="dog ")
     edit(tmp_path / "config_sentence_transformers.json", default_prompt_name="other")
     default = BertEncoder.load(tmp_path)
-    assert default.fingerprint == stated.fingerprint
+    assert default.fingerprint == prompted.fingerprint
     edit(tmp_path / "config_sentence_transformers.json", default_prompt_name="none")
     assert "default_prompt_name='none' is no key" in error_of(lambda: BertEncoder.load(tmp_path))
 
@@ -466,8 +466,8 @@ def colbert_vectors(model, linear, tokenizer, texts, marker, length, attend=None
             mask[ids == tokenizer.mask_token_id] = 1
     hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
     vectors = torch.nn.functional.normalize(hidden @ torch.tensor(linear).T, dim=-1).numpy()
-    shown = ~np.isin(ids.numpy(), [*skip, tokenizer.pad_token_id])
-    return [rows[keep] for rows, keep in zip(vectors, shown)]
+    is_scored = ~np.isin(ids.numpy(), [*skip, tokenizer.pad_token_id])
+    return [rows[keep] for rows, keep in zip(vectors, is_scored)]
 
 
 @pytest.mark.parametrize("attend", [False, True])
@@ -674,8 +674,8 @@ BAD = {
 def test_a_bad_folder_is_one_line_that_names_it(problem, tmp_path):
     save_bert(tmp_path)
     BAD[problem](tmp_path)
-    stated = (tmp_path / "modules.json").is_file()
-    message = error_of(lambda: load(tmp_path, None if stated else "mean"))
+    has_pooling = (tmp_path / "modules.json").is_file()
+    message = error_of(lambda: load(tmp_path, None if has_pooling else "mean"))
     assert problem in message and str(tmp_path) in message
 
 
