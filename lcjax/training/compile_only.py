@@ -20,6 +20,7 @@ from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import AXES, batch_sharding, make_mesh, replicated
 from lcjax.training import batches, estimate, optim
 from lcjax.training.config import TrainConfig, trainable
+from lcjax.training.objective import language_model
 from lcjax.training.state import abstract_state
 from lcjax.training.step import jitted_step
 from lcjax.tree import flatten, split
@@ -93,7 +94,10 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
     settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
     state = abstract_state(trained, optim.optimizer(train), mesh, **settings)
     num_nonfinite = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    step = jitted_step(config, model, mesh, state)
+    objective = language_model(
+        *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
+    )
+    step = jitted_step(config, objective, mesh, state)
     return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
 
 

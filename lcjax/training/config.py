@@ -1,12 +1,16 @@
 """The configuration of `train.py`, and the rules that select parameters by their paths."""
 
+import abc
 import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import draccus
+import jax
 
 from lcjax.attention import Pattern
 from lcjax.checkpoints.build import ModelSection
@@ -19,6 +23,9 @@ from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.offload import Offload
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
+
+if TYPE_CHECKING:
+    from lcjax.training.task import Task
 
 # Names of common rules. Any other rule is a regular expression that is searched in the path.
 NAMED_RULES = {
@@ -238,6 +245,23 @@ class TrackSection:
 
 
 @dataclass(frozen=True)
+class RetrieverTraining(draccus.ChoiceRegistry, abc.ABC):
+    """The section `retriever`: trains an encoder of queries and passages.
+
+    `lcjax.retrieval.training` registers the types.
+    """
+
+    @abc.abstractmethod
+    def make_task(self, config: "TrainConfig", mesh: jax.sharding.Mesh) -> "Task":
+        """Returns the task of a run; nothing is loaded yet.
+
+        Args:
+          config: of the run; its `retriever` is this section.
+          mesh: the devices.
+        """
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All sections of a training config."""
 
@@ -249,6 +273,7 @@ class TrainConfig:
     run: RunSection = field(default_factory=RunSection)
     eval: EvalSection = field(default_factory=EvalSection)
     track: TrackSection = field(default_factory=TrackSection)
+    retriever: RetrieverTraining | None = None  # null: a language model is trained
 
     def __post_init__(self):
         if self.model.dtype == "float16":

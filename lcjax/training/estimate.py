@@ -225,7 +225,7 @@ def check_rules(config: TrainConfig) -> None:
     """Raises an InputError if a rule of `train` matches no parameter, or LoRA fits no matrix.
 
     It needs shapes only, and checks nothing if they are not known before loading (adapters of other
-    libraries, unknown checkpoints of the hub). `assemble` checks the loaded parameters again.
+    libraries, unknown checkpoints of the hub). Loading checks the parameters again.
     """
     try:
         _without_adapters(config)

@@ -112,10 +112,16 @@ def _check_writable(folder: Path) -> None:
             )
 
 
-def check_results(config: TrainConfig, folder: Path) -> None:
-    """Raises an InputError if the run could not write `model/` or `adapter/` at its end."""
+def check_results(config: TrainConfig, folder: Path, model: FolderFormat) -> None:
+    """Raises an InputError if the run could not write `model/` or `adapter/` at its end.
+
+    Args:
+      config: of the run.
+      folder: of the run.
+      model: the format of `model/`.
+    """
     if config.train.export:
-        check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
+        check_destination(folder / MODEL, model, overwrite=True)
         if config.train.lora is not None:
             check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
 
