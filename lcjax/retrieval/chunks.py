@@ -112,14 +112,19 @@ def write_chunks(config: ChunksConfig) -> dict[str, Any]:
     return index
 
 
-def check_named(sources: list[Any]) -> None:
-    """Raises an InputError for sources whose documents have no names of their own."""
+def check_named(sources: list[Any], way_out: str = "same_document") -> None:
+    """Raises an InputError for sources whose documents have no names of their own.
+
+    Args:
+      sources: of the rows.
+      way_out: the key which says that passages of the same document are allowed.
+    """
     for source in sources:
         if isinstance(source, TokenSource | SeqioSource):
             raise InputError(
                 f"data.sources: {source.name} does not name the documents of its text, so their"
-                " passages cannot be left out; give the text itself, or same_document=true where"
-                " the datastore holds other text"
+                f" passages cannot be left out; give the text itself, or {way_out}=true where the"
+                " datastore holds other text"
             )
 
 

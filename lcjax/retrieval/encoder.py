@@ -115,7 +115,7 @@ class BertEncoder(Encoder):
         batch_tokens: int | None,
     ):
         """Use `load`; this takes its parts."""
-        self._query, self._passage, self._prefixes = query, passage, prefixes
+        self.query, self.passage, self.pool, self.prefixes = query, passage, pool, prefixes
         self.dim, self.name = passage.model.config.width, name
         self.pooling, self.normalize, self.max_tokens = pool.pooling, pool.normalize, max_tokens
         self._limit = LengthLimit(max_tokens, on_long, name)
@@ -197,32 +197,50 @@ class BertEncoder(Encoder):
     def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
-        bert = self._query if is_query else self._passage
-        limit, prefix = copy.copy(self._limit), self._prefixes[not is_query]
-        tokenizer, vectors = bert.folder.tokenizer, np.empty((len(texts), self.dim), np.float32)
+        bert = self.query if is_query else self.passage
+        limit, vectors = copy.copy(self._limit), np.empty((len(texts), self.dim), np.float32)
         # DPR reads a title as the first text of a pair, with one token type for both, and a text
         # without a title alone.
         has_pairs = titles is not None and bert.folder.is_dpr
 
         def rows(part: slice) -> list[TokenRow]:
-            bodies = list(texts[part])
-            if titles is not None and not has_pairs:
-                bodies = [join_title(*pair) for pair in zip(titles[part], bodies)]
-            ids = tokenizer.encode([prefix + body for body in bodies])
-            if has_pairs:
-                heads = tokenizer.encode(list(titles[part]))
-            else:
-                heads = [[]] * len(ids)
-            return [
-                pair_row(tokenizer, limit, head, one)._replace(second=None)
-                if head
-                else text_row(tokenizer, limit.cut(one, 2))
-                for head, one in zip(heads, ids)
-            ]
+            heads = None if titles is None else titles[part]
+            return self.token_rows(texts[part], heads, is_query, limit, has_pairs=has_pairs)
 
         self._batching.run(bert.apply, rows, vectors)
         limit.warn()
         return vectors
+
+    def token_rows(
+        self,
+        texts: Sequence[str],
+        titles: Sequence[str] | None,
+        is_query: bool,
+        limit: LengthLimit,
+        *,
+        has_pairs: bool = False,
+    ) -> list[TokenRow]:
+        """Returns the tokens that the model reads: prefix, title and text between special tokens.
+
+        Args:
+          texts: queries or passages.
+          titles: of passages; None: none.
+          is_query: whether the texts are queries.
+          limit: cuts long texts.
+          has_pairs: whether a title is the first text of a pair; False: it precedes the text.
+        """
+        tokenizer = (self.query if is_query else self.passage).folder.tokenizer
+        prefix, bodies = self.prefixes[not is_query], list(texts)
+        if titles is not None and not has_pairs:
+            bodies = [join_title(*pair) for pair in zip(titles, bodies)]
+        ids = tokenizer.encode([prefix + body for body in bodies])
+        heads = tokenizer.encode(list(titles)) if has_pairs else [[]] * len(ids)
+        return [
+            pair_row(tokenizer, limit, head, one)._replace(second=None)
+            if head
+            else text_row(tokenizer, limit.cut(one, 2))
+            for head, one in zip(heads, ids)
+        ]
 
 
 def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) -> Pool:

@@ -38,6 +38,7 @@ NAMED_RULES = {
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",
     "memory": r"^encoder/|(^|/)memory/",  # all parameters that a memory adds to a decoder
+    "retriever": r"^retriever/",  # an encoder that is trained beside a language model
 }
 
 _HINTS = {

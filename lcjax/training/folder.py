@@ -5,6 +5,7 @@ checkpoints/     train states                 tokenizer/   the tokenizer
 metrics.jsonl    one line per log             loss.png     the loss curve
 model/           the result, a Hugging Face folder         base.json  the frozen weights it needs
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
+index/           vectors of passages (lcjax.retrieval)     language_model/  trained with a retriever
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
 profile/         profiler traces                error.txt    traceback of an I/O or device error
 lock.json        the process that writes here
@@ -37,17 +38,18 @@ from lcjax.tree import flatten
 CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
+LANGUAGE_MODEL, INDEX = "language_model", "index"
 _BAD_BATCHES = "bad_batch_*.npz"
 _FILES = (CONFIG, MODEL_CONFIG, METRICS, BASE, CURVE, WANDB_RUN, ERROR)
-_FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, TENSORBOARD, WANDB, PROFILE)
-RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of their own
+_FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, LANGUAGE_MODEL, INDEX, TENSORBOARD, WANDB, PROFILE)
+RUN_FOLDER = FolderFormat(  # without the folders of models, which have formats of their own
     name="a run folder",
     files=(
         *(*_FILES, LOCK, GUARD, _BAD_BATCHES),
         *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES),
         # orbax, wandb and JAX's profiler change their file names between versions.
         *(f"{FOLDER}/[0-9]*/**", f"{WANDB}/**", f"{PROFILE}/plugins/**"),
-        f"{TENSORBOARD}/*tfevents*",
+        *(f"{TENSORBOARD}/*tfevents*", f"{INDEX}/passages.json", f"{INDEX}/vectors-step*"),
     ),
     config=CONFIG,
     keys=frozenset({"model", "data", "train", "run"}),
@@ -155,9 +157,10 @@ def _run_files(folder: Path) -> list[str]:
     names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)] + batches
     if set(names) <= {ERROR}:  # a run that failed before it wrote its settings
         return []
-    check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER})
+    check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER, LANGUAGE_MODEL})
     check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
     check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
+    check_destination(folder / LANGUAGE_MODEL, HF_FOLDER, overwrite=True)
     return names
 
 

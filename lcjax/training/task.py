@@ -142,6 +142,11 @@ class LanguageModelTask(Task):
     tokenizer: Tokenizer
 
     def check(self) -> None:
+        self.check_inputs()
+        estimate.check_rules(self.config)
+
+    def check_inputs(self) -> None:
+        """Makes all checks of the model and the text, but for the rules of what is trained."""
         config = self.config
         batches.check_batch(config, self.mesh)
         check_source(config.model)
@@ -150,26 +155,29 @@ class LanguageModelTask(Task):
         if config.data.scan:
             distributed.from_first(lambda: scan(config.data))
         batches.check_text(config)
-        estimate.check_rules(config)
 
     def load(self) -> tuple[dict, dict]:
+        trained, frozen = split_trained(self.config, self.load_model())
+        if self._has_new_tokens:
+            self._check_new_tokens(frozen)
+        if self.config.train.export:
+            check_exportable(self.model)
+        return trained, frozen
+
+    def load_model(self) -> dict:
+        """Returns all parameters, with adapters; sets what is known of the model from here on."""
         config, mesh = self.config, self.mesh
         announce(f"loading {config.model.path or config.model.preset}")
         is_host = config.train.offload == "parameters"
         model, params, tokenizer = build(config.model, mesh, host=is_host)
         batches.check_context(config, model.config)
         params, self.model, self.tokenizer = with_landmark(params, model.config, tokenizer, mesh)
-        has_new_tokens = self.model.vocab_size > model.config.vocab_size
+        self._has_new_tokens = self.model.vocab_size > model.config.vocab_size
         self.dtype = self.model.dtype
         if config.train.lora is not None:
             self.model = self.model.replace(lora=config.train.lora)
             params = union(params, new_adapters(self.model, mesh, seed=config.train.seed))
-        trained, frozen = split_trained(config, params)
-        if has_new_tokens:
-            self._check_new_tokens(frozen)
-        if config.train.export:
-            check_exportable(self.model)
-        return trained, frozen
+        return params
 
     def _check_new_tokens(self, frozen: dict) -> None:
         paths = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
@@ -181,12 +189,13 @@ class LanguageModelTask(Task):
                 f" {' and '.join(dict.fromkeys(rules))}, or train all"
             )
 
-    def open_loader(self, split: str) -> Loader:
+    def open_loader(self, split: str, *, documents: bool = False) -> Loader:
+        """As `Task.open_loader`; `documents` as of `make_loader`."""
         if split == "train":
             path = self.config.data.path
             announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
-        model = self._model_in(split)
-        return batches.open_loader(self.config, model, self.tokenizer, split, self.mesh)
+        args = self.config, self._model_in(split), self.tokenizer, split, self.mesh
+        return batches.open_loader(*args, documents=documents)
 
     def objective(self, split: str) -> Objective:
         train = self.config.train
