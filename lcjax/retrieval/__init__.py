@@ -17,12 +17,14 @@ from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.search import ExactIndex, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
+from lcjax.retrieval.training import Contrastive
 
 __all__ = [
     "BertEncoder",
     "BuildConfig",
     "Chunking",
     "ChunksConfig",
+    "Contrastive",
     "CrossEncoder",
     "Datastore",
     "DecoderEncoder",

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.hf_config import SUPPORTED
-from lcjax.checkpoints.hf_files import read_hf_json
+from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
 from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
@@ -144,7 +144,8 @@ class BertEncoder(Encoder):
         """Opens a folder of transformers or sentence-transformers.
 
         Args:
-          folder: a path or hub id; of two encoders (DPR) that of passages.
+          folder: a path or hub id; of two encoders (DPR) that of passages, or a folder that holds
+            both as `query` and `passage`, as a training writes it.
           query_folder: of the encoder of queries, if it is another one.
           pooling: mean, cls or max over the last hidden states; None: as the folder says.
           normalize: whether vectors have unit length; None: as the folder says, else False.
@@ -162,6 +163,11 @@ class BertEncoder(Encoder):
             NaN.
         """
         mesh = device_mesh(mesh)
+        path = resolve_encoder(folder, allow_pickle=allow_pickle)
+        name = checkpoint_name(folder)
+        if query_folder is None and holds_two(path):
+            check_folder_sums(path)
+            folder, query_folder = path / "passage", path / "query"
         folders = [
             BertFolder(resolve_encoder(path, allow_pickle=allow_pickle), allow_pickle=allow_pickle)
             for path in (folder, query_folder)
@@ -188,7 +194,7 @@ class BertEncoder(Encoder):
             loaded[0],
             pool,
             prefixes=tuple(prefixes),
-            name=checkpoint_name(folder),
+            name=name,
             max_tokens=longest if max_tokens is None else max_tokens,
             on_long=on_long,
             batch_tokens=batch_tokens,
@@ -241,6 +247,11 @@ class BertEncoder(Encoder):
             else text_row(tokenizer, limit.cut(one, 2))
             for head, one in zip(heads, ids)
         ]
+
+
+def holds_two(path: Path) -> bool:
+    """Whether a folder holds an encoder of queries and one of passages."""
+    return all((path / name / "config.json").is_file() for name in ("query", "passage"))
 
 
 def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) -> Pool:
@@ -421,7 +432,7 @@ def open_encoder(
       InputError: nothing here can read the folder, or that kind has no such option.
     """
     path = resolve_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
-    kind = _kind_of(path, bool(options.get("allow_pickle")))
+    kind = kind_of(path, bool(options.get("allow_pickle")))
     signature = inspect.signature(DecoderEncoder if kind is DecoderEncoder else kind.load)
     known = [n for n in signature.parameters if n not in ("lm", "folder")]
     if kind is DecoderEncoder:
@@ -439,9 +450,16 @@ def open_encoder(
     return DecoderEncoder(lm, **{"name": checkpoint_name(path_or_name)} | options)
 
 
-def _kind_of(path: Path, allow_pickle: bool) -> type:
+def kind_of(path: Path, allow_pickle: bool) -> type:
+    """Returns the class that reads an encoder's folder; its weights are not read.
+
+    Raises:
+      InputError: nothing here can read the folder.
+    """
     if path.is_file() or is_run(path):
         return DecoderEncoder
+    if holds_two(path):
+        return BertEncoder
     if modules := read_modules(path):
         return StaticEncoder if modules[0][0] == "StaticEmbedding" else BertEncoder
     file = path / "config.json"

@@ -70,6 +70,7 @@ def compile_step(
     config: TrainConfig, topology: Topology
 ) -> tuple[ProgramCost, ModelConfig, jax.sharding.Mesh]:
     """Compiles the step; returns its cost, the model and the mesh."""
+    estimate.check_language_model(config)
     mesh = make_mesh(config.mesh, devices(topology))
     model = estimate.model_of(config)
     return program_cost(lower(config, model, mesh), topology.chip), model, mesh

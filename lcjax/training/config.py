@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 NAMED_RULES = {
     "all": r"",
     "lora": r"(^|/)lora_[ab]$",
-    "embeddings": r"^embed/",  # of the input, as in LongLoRA; also the head where they are tied
+    # Of the input, as in LongLoRA; also the head where they are tied. Two encoders of a retriever
+    # have their names in front.
+    "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
     "norms": r"norm/(scale|bias)$",
     "rope": r"^rope/",

@@ -23,6 +23,7 @@ import jax
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.adapters import PEFT_FOLDER
+from lcjax.checkpoints.bert_folder import BERT_FOLDER, BERT_FOLDERS
 from lcjax.checkpoints.hf_save import HF_FOLDER
 from lcjax.checkpoints.orbax_io import FOLDER
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
@@ -63,6 +64,7 @@ _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "da
 _FREE += ("data.scan",)
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
+_FREE += ("retriever.pairs.path",)
 _FREE += ("train.export", "train.checksums", "train.profile", "train.offload")
 
 
@@ -122,6 +124,8 @@ def check_results(config: TrainConfig, folder: Path, model: FolderFormat) -> Non
       folder: of the run.
       model: the format of `model/`.
     """
+    if config.run.existing == "overwrite":
+        model = _model_format(folder / MODEL)  # of the run that is removed
     if config.train.export:
         check_destination(folder / MODEL, model, overwrite=True)
         if config.train.lora is not None:
@@ -158,10 +162,17 @@ def _run_files(folder: Path) -> list[str]:
     if set(names) <= {ERROR}:  # a run that failed before it wrote its settings
         return []
     check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER, LANGUAGE_MODEL})
-    check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
+    check_destination(folder / MODEL, _model_format(folder / MODEL), overwrite=True)
     check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
     check_destination(folder / LANGUAGE_MODEL, HF_FOLDER, overwrite=True)
     return names
+
+
+def _model_format(folder: Path) -> FolderFormat:
+    """The format of a `model/` that an earlier run wrote."""
+    if (folder / BERT_FOLDERS.config).is_file():
+        return BERT_FOLDERS
+    return BERT_FOLDER if (folder / "modules.json").is_file() else HF_FOLDER
 
 
 def finished(config: TrainConfig) -> bool:
@@ -169,7 +180,8 @@ def finished(config: TrainConfig) -> bool:
     folder, train = check(config), config.train
     if config.run.existing == "overwrite":
         return False
-    exported = (folder / MODEL / "config.json").is_file() or not train.export
+    is_exported = (folder / MODEL / _model_format(folder / MODEL).config).is_file()
+    exported = is_exported or not train.export
     return exported and (folder / FOLDER / str(train.steps)).is_dir()
 
 

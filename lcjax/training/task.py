@@ -117,9 +117,9 @@ class Task(abc.ABC):
     def base(self, trained: dict, frozen: dict) -> BaseModel:
         """Describes the frozen parameters, which the run's checkpoints leave out."""
 
-    @abc.abstractmethod
     def write_config(self, folder: Path) -> None:
-        """Writes what checkpoints need to be opened into the run folder; in one process only."""
+        """Writes what a reader of checkpoints needs into the run folder; in one process only."""
+        del folder
 
     @abc.abstractmethod
     def export(self, folder: Path, trained: dict, frozen: dict) -> None:
