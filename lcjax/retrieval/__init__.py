@@ -10,6 +10,7 @@ from lcjax.retrieval.encoder import (
     StaticEncoder,
     open_encoder,
 )
+from lcjax.retrieval.end_to_end import LSR, Marginal
 from lcjax.retrieval.faiss_index import FaissIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
@@ -35,7 +36,9 @@ __all__ = [
     "FaissIndex",
     "Hit",
     "KnnLM",
+    "LSR",
     "LateInteraction",
+    "Marginal",
     "Passage",
     "Reranker",
     "Retriever",

@@ -15,7 +15,6 @@ gradients.
 """
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -53,7 +52,8 @@ from lcjax.retrieval.datastore import (
 from lcjax.retrieval.encoder import BertEncoder
 from lcjax.retrieval.retriever import Hit, Retriever
 from lcjax.retrieval.search import ExactIndex
-from lcjax.retrieval.token_batches import LengthLimit, LoadedBert, TokenBatch, TokenRow, pad_rows
+from lcjax.retrieval.token_batches import LengthLimit, TokenRow, pad_rows
+from lcjax.retrieval.training import TrainedEncoder, check_encoder, export_format
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
@@ -147,8 +147,6 @@ class EndToEnd(RetrieverTraining):
         one_of("retriever.passages", self.passages, ("trained", "frozen"))
         if not self.store:
             raise InputError("retriever.store is empty: name a folder of lcjax.retrieval build")
-        if not self.encoder.path:
-            raise InputError("retriever.encoder.path is empty: name a BERT, as Contriever")
 
     def _check_temperature(self, name: str) -> None:
         if not is_finite_number(value := getattr(self, name)) or value <= 0:
@@ -212,11 +210,15 @@ class EndToEndTask(LanguageModelTask):
         self.section: EndToEnd = config.retriever
         self.unit = self.section.unit
         self._trains_lm = isinstance(self.section, Marginal)
+        self.export_format = export_format(
+            self.section.encoder, separate=self.section.passages == "frozen"
+        )
 
     def check(self) -> None:
         section, config = self.section, self.config
         self._check_config()
         self.check_inputs()
+        check_encoder(section.encoder)
         if not section.same_document:
             check_named(config.data.resolved_sources(), "retriever.same_document")
         try:
@@ -269,38 +271,30 @@ class EndToEndTask(LanguageModelTask):
                 )
 
     def load(self) -> tuple[dict, dict]:
-        section = self.section
+        section, train = self.section, self.config.train
         announce(f"loading {section.encoder.path}")
-        self._encoder = open_bert(section.encoder, self.mesh)
-        retriever = self._encoder_params()
+        is_frozen = section.passages == "frozen"
+        self.encoder = TrainedEncoder(section.encoder, self.mesh, None, separate=is_frozen)
+        retriever = self.encoder.take_params(train.seed)
         params = self.load_model()
         if Landmarks.read_by(self.model.pattern) is not None:
             raise InputError(
                 f"model.pattern of landmark tokens does not go with retriever.type={section.kind}"
             )
-        # What is never trained, whatever the rules.
-        frozen = {}
-        if section.passages == "frozen":
-            frozen[RETRIEVER] = {"passage": retriever.pop("passage")}
+        held = {}  # what is never trained, whatever the rules
+        if is_frozen:
+            held[RETRIEVER] = {"passage": retriever.pop("passage")}
         if self._trains_lm:
             params[RETRIEVER] = retriever
         else:
-            frozen, params = frozen | params, {RETRIEVER: retriever}
-        trained, rest = split_trained(self._with_rules(), params)
-        frozen = union(rest, frozen)
+            held, params = held | params, {RETRIEVER: retriever}
+        trained, frozen = split_trained(self._with_rules(), params)
+        frozen = union(frozen, held)
         self._frozen_retriever = frozen.get(RETRIEVER, {})
-        if self._trains_lm and self.config.train.export:
+        if self._trains_lm and train.export:
             check_exportable(self.model)
-        self._index = _Index(self.config, self._store, self._encoder, self.mesh)
+        self._index = _Index(self.config, self._store, self.encoder.bert, self.mesh)
         return trained, frozen
-
-    def _encoder_params(self) -> dict:
-        """The encoder's parameters; two copies where only one of them is trained."""
-        params = dict(encoder_params(self._encoder))
-        if self.section.passages == "frozen" and "encoder" in params:
-            encoder = params.pop("encoder")
-            params = {"query": jax.tree.map(jnp.copy, encoder), "passage": encoder}
-        return params
 
     def _with_rules(self) -> TrainConfig:
         """The config, whose rules train adapters and the encoder by default."""
@@ -314,7 +308,7 @@ class EndToEndTask(LanguageModelTask):
         return super().open_loader(split, documents=has_names)
 
     def objective(self, split: str) -> Objective:
-        train, section, encoder = self.config.train, self.section, self._encoder
+        train, section, encoder = self.config.train, self.section, self.encoder
         positions = train.positions if split == "train" else PlainPositions()
         nll_of = target_nll(
             self._model_in(split), positions, chunk=train.loss_chunk, mesh=self.mesh
@@ -322,9 +316,8 @@ class EndToEndTask(LanguageModelTask):
 
         def objective(trained, frozen, batch, key):
             params = union(trained, frozen)
-            current = with_params(encoder, params.pop(RETRIEVER))
             with jax.named_scope("retriever"):
-                scores = _scores(current, batch)
+                scores = _scores(encoder, params.pop(RETRIEVER), batch)
             nll = _aligned(nll_of(params, _text_rows(batch), key), batch)
             loss, weights = section.loss(scores, nll, batch), batch["weights"]
             is_scored = jnp.where(batch["scored"].any(-1), 1.0, 0.0)
@@ -373,8 +366,8 @@ class EndToEndTask(LanguageModelTask):
         self, step: int, batch: dict[str, np.ndarray], queries: list[str], params: dict
     ) -> list[list[Hit]]:
         """Returns the best passages of every query; none of a blank one."""
-        encoder = with_params(self._encoder, union(params[RETRIEVER], self._frozen_retriever))
-        index = self._index.at(step, encoder)
+        retriever = union(params[RETRIEVER], self._frozen_retriever)
+        index = self._index.at(step, self.encoder.with_params(retriever))
         texts = [i for i, query in enumerate(queries) if query.strip()]
         if "documents" in batch:
             documents = [set(row.tolist()) for row in batch["documents"]]
@@ -422,7 +415,7 @@ class EndToEndTask(LanguageModelTask):
         return fields
 
     def _encoder_fields(self, queries: list[str], hits: list[list[Hit]]) -> dict[str, np.ndarray]:
-        encoder, section = self._encoder, self.section
+        encoder, section = self.encoder.bert, self.section
         absent = TokenRow([0], 1)
 
         def fields(name, rows, width):
@@ -442,7 +435,6 @@ class EndToEndTask(LanguageModelTask):
                 [passage.title for passage in passages],
                 False,
                 limit,
-                has_pairs=encoder.passage.folder.is_dpr,
             )
         )
         every = [next(rows) if j < len(row) else absent for row in hits for j in range(section.k)]
@@ -453,19 +445,17 @@ class EndToEndTask(LanguageModelTask):
         }
 
     def export(self, folder: Path, trained: dict, frozen: dict) -> None:
-        train = self.config.train
-        options = {"overwrite": True, "checksums": train.checksums}
+        train, model = self.config.train, folder / folder_lib.MODEL
         params = union(trained, frozen)
-        export_bert(
-            folder / folder_lib.MODEL, with_params(self._encoder, params.pop(RETRIEVER)), **options
-        )
+        self.encoder.save(model, params.pop(RETRIEVER), train)
         if self._trains_lm:
-            path, options["dtype"] = folder / folder_lib.LANGUAGE_MODEL, train.export_dtype
-            save_hf(path, params, self.model, self.tokenizer, **options)
+            options = {"overwrite": True, "checksums": train.checksums, "dtype": train.export_dtype}
+            save_hf(
+                folder / folder_lib.LANGUAGE_MODEL, params, self.model, self.tokenizer, **options
+            )
         announce(
-            f"{self.section.store} holds no vectors of this encoder: add them with"
-            f" Datastore({self.section.store!r}).encode(EncoderSection("
-            f"{str(folder / folder_lib.MODEL)!r}))"
+            f"{self.section.store} has no vectors of the trained encoder; add them with"
+            f" Datastore({self.section.store!r}).encode(EncoderSection({str(model)!r}))"
         )
 
     def training_flops(self) -> float:
@@ -475,20 +465,17 @@ class EndToEndTask(LanguageModelTask):
         width = section.passage_tokens + length
         rules = matcher(self._with_rules().train.rules(), "train.trainable")
         work = cost.estimate(self.model, width, trained=rules)
-        read = section.k * width
-        flops = read * (work.training_flops if self._trains_lm else work.forward_flops)
-        count = sum(x.size for x in jax.tree.leaves(self._encoder.query.params))
-        passages = 6 if section.passages == "trained" else 2
-        tokens = 6 * section.query_tokens + passages * section.k * section.passage_tokens
-        flops += count * tokens
+        flops = section.k * width * (work.training_flops if self._trains_lm else work.forward_flops)
+        passages = [section.passage_tokens] * section.k
+        flops += self.encoder.training_flops(section.query_tokens, *passages)
         return flops if self.unit == "queries" else flops / (length - section.query_tokens)
 
     def summary(self) -> list[str]:
         refresh = self._index.refresh
         every = f"encoded again every {refresh:,} steps" if refresh else "encoded once"
         return [
-            f"{self.section.kind}: {self._encoder.name} searches {len(self._store):,} passages of"
-            f" {self.section.store}, {every}"
+            f"{self.section.kind}: {self.encoder.bert.name} searches the {len(self._store):,} passages"
+            f" of {self.section.store}, {every}"
         ]
 
 
@@ -649,17 +636,18 @@ def _split_row(
 # What the objective computes
 
 
-def _scores(encoder: BertEncoder, batch: dict[str, jax.Array]) -> Float[Array, "B K"]:
+def _scores(
+    encoder: TrainedEncoder, params: dict, batch: dict[str, jax.Array]
+) -> Float[Array, "B K"]:
     """The products of each query and its passages."""
 
-    def vectors(name: str, bert: LoadedBert) -> jax.Array:
+    def vectors(name: str, *, is_query: bool) -> jax.Array:
         tokens, lengths = batch[name], batch[f"{name}_lengths"]
-        rows, ends = tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1)
-        one_text = jnp.full_like(ends, tokens.shape[-1])
-        x = bert.apply(TokenBatch(rows, ends, ends, one_text))
+        rows = tokens.reshape(-1, tokens.shape[-1])
+        x = encoder.vectors(params, rows, lengths.reshape(-1), is_query=is_query)
         return x.reshape(*lengths.shape, -1)
 
-    pair = vectors("query", encoder.query), vectors("passages", encoder.passage)
+    pair = vectors("query", is_query=True), vectors("passages", is_query=False)
     return jnp.einsum("BD,BKD->BK", *pair, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -681,39 +669,3 @@ def _aligned(nll: Float[Array, "BK W"], batch: dict[str, jax.Array]) -> Float[Ar
     nll = nll.reshape(batch["tokens"].shape)
     places = batch["starts"][..., None] + jnp.arange(batch["scored"].shape[1])
     return jnp.take_along_axis(nll, places, axis=2)
-
-
-# The encoder
-
-
-def open_bert(section: EncoderSection, mesh: jax.sharding.Mesh) -> BertEncoder:
-    """Opens an encoder that can be trained."""
-    try:
-        encoder = section.open(mesh)
-    except InputError as error:
-        raise InputError(f"retriever.{error}") from None
-    if not isinstance(encoder, BertEncoder):
-        raise InputError(
-            f"retriever.encoder.path={section.path} is a {type(encoder).__name__}; only BERTs are"
-            " trained, as Contriever, DPR, MiniLM, BGE or E5"
-        )
-    return encoder
-
-
-def encoder_params(encoder: BertEncoder) -> dict:
-    """Parameters by what they encode: `encoder`, or `query` and `passage` of two encoders."""
-    if encoder.query is encoder.passage:
-        return {"encoder": encoder.query.params}
-    return {"query": encoder.query.params, "passage": encoder.passage.params}
-
-
-def with_params(encoder: BertEncoder, params: dict) -> BertEncoder:
-    """Returns an encoder with other parameters, arranged as by `encoder_params`.
-
-    Its fingerprint remains that of the checkpoint.
-    """
-    other = copy.copy(encoder)
-    for name in ("query", "passage"):
-        tree = params["encoder"] if "encoder" in params else params[name]
-        setattr(other, name, dataclasses.replace(getattr(encoder, name), params=tree))
-    return other

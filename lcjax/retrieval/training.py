@@ -8,6 +8,7 @@
 The loop, the checkpoints and the optimizer are those of language models (`lcjax.training.task`).
 """
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from lcjax.checkpoints.hub import resolve_encoder
 from lcjax.checkpoints.run_folder import BaseModel, fingerprint
 from lcjax.data import Loader
 from lcjax.errors import InputError, is_finite_number, whole_numbers
+from lcjax.files import FolderFormat
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.models.lora import LoRA
 from lcjax.parallel import distributed
@@ -86,15 +88,32 @@ class TrainedEncoder:
     `query/` and `passage/`.
     """
 
-    def __init__(self, section: EncoderSection, mesh: jax.sharding.Mesh | None, lora: LoRA | None):
-        """Opens the folders of `section`; call `check_encoder` before."""
+    def __init__(
+        self,
+        section: EncoderSection,
+        mesh: jax.sharding.Mesh | None,
+        lora: LoRA | None,
+        *,
+        separate: bool = False,
+    ):
+        """Opens the folders of `section`; call `check_encoder` before.
+
+        Args:
+          section: one encoder or two.
+          mesh: the devices.
+          lora: adapters to add.
+          separate: whether one encoder becomes two with the same weights.
+        """
         self._section, self._mesh = section, mesh
         # Weights are trained in float32, whatever the dtype of activations.
         bert: BertEncoder = dataclasses.replace(section, dtype=None).open(mesh)
         self.bert, self.pool, self.prefixes = bert, bert.pool, bert.prefixes
         self.max_tokens, self.tokenizer = bert.max_tokens, bert.passage.folder.tokenizer
         self._berts = dict(zip(_SIDES, (bert.query, bert.passage)))
-        if bert.query is bert.passage:
+        if bert.query is bert.passage and separate:
+            copied = jax.tree.map(jnp.copy, bert.query.params)
+            self._berts["query"] = dataclasses.replace(bert.query, params=copied)
+        elif bert.query is bert.passage:
             self._berts = {"": bert.passage}
         elif bert.query.folder.tokenizer.fingerprint != self.tokenizer.fingerprint:
             raise InputError(
@@ -144,6 +163,15 @@ class TrainedEncoder:
         tokens, lengths = (keep_rows(x, self._mesh) for x in (tokens, jnp.maximum(lengths, 1)))
         hidden = self._models[side].apply({"params": params}, tokens, lengths=lengths)
         return self.pool(None, {}, hidden, TokenBatch(tokens, lengths, lengths, lengths))
+
+    def with_params(self, params: dict) -> BertEncoder:
+        """Returns an encoder of texts; its fingerprint remains that of the folder."""
+        bert = copy.copy(self.bert)
+        for is_query, name in ((True, "query"), (False, "passage")):
+            side, own = self._side(params, is_query)
+            loaded = dataclasses.replace(self._berts[side], model=self._models[side], params=own)
+            setattr(bert, name, loaded)
+        return bert
 
     def _side(self, params: dict, is_query: bool) -> tuple[str, dict]:
         if not self.has_two:
@@ -195,6 +223,14 @@ def check_encoder(section: EncoderSection) -> None:
                 f"retriever.encoder.{key}={path} is for a {kind.__name__}, and only BERT encoders"
                 " are trained here; name one, such as facebook/contriever"
             )
+
+
+def export_format(section: EncoderSection, *, separate: bool = False) -> FolderFormat:
+    """Returns the format of what `TrainedEncoder.save` writes."""
+    path = Path(section.path).expanduser()
+    # A run folder holds what was trained in `model`.
+    has_two = section.query_folder is not None or any(map(holds_two, (path, path / "model")))
+    return BERT_FOLDERS if has_two or separate else BERT_FOLDER
 
 
 def contrastive_loss(
@@ -264,11 +300,7 @@ class ContrastiveTask(Task):
     def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh | None):
         super().__init__(config, mesh)
         self.settings: Contrastive = config.retriever
-        section = self.settings.encoder
-        path = Path(section.path).expanduser()
-        # A run folder holds what was trained in `model`.
-        has_two = section.query_folder is not None or any(map(holds_two, (path, path / "model")))
-        self.export_format = BERT_FOLDERS if has_two else BERT_FOLDER
+        self.export_format = export_format(self.settings.encoder)
 
     def check(self) -> None:
         config, settings = self.config, self.settings
