@@ -40,7 +40,7 @@ from lcjax.errors import InputError, is_finite_number, one_of, whole_number, who
 from lcjax.files import atomic_file, check_destination, read_json
 from lcjax.generation.retrieval import SEPARATOR, passage_text
 from lcjax.parallel import distributed
-from lcjax.parallel.sharding import process_rows
+from lcjax.parallel.sharding import LENGTH, process_rows
 from lcjax.retrieval.chunks import check_named, search_other_documents
 from lcjax.retrieval.datastore import (
     Datastore,
@@ -201,8 +201,8 @@ class Marginal(EndToEnd):
 class EndToEndTask(LanguageModelTask):
     """The task of `lsr` and `marginal`.
 
-    The encoder's parameters are `retriever/encoder/...`, or those of two encoders
-    `retriever/query/...` and `retriever/passage/...`; the others are those of the language model.
+    The encoder's parameters are `retriever/...`, those of two encoders `retriever/query/...` and
+    `retriever/passage/...`; all others are those of the language model.
     """
 
     def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh):
@@ -293,8 +293,15 @@ class EndToEndTask(LanguageModelTask):
         self._frozen_retriever = frozen.get(RETRIEVER, {})
         if self._trains_lm and train.export:
             check_exportable(self.model)
+        trees = trained.get(RETRIEVER, {})
+        trains_passages = bool(trees.get("passage") if self.encoder.has_two else trees)
         self._index = _Index(self.config, self._store, self.encoder.bert, self.mesh)
+        if not trains_passages:
+            self._index.refresh = None  # the same weights give the same vectors again
         return trained, frozen
+
+    def write_config(self, folder: Path) -> None:
+        """Writes nothing: checkpoints are read by `run` alone, and <run>/model holds the result."""
 
     def _with_rules(self) -> TrainConfig:
         """The config, whose rules train adapters and the encoder by default."""
@@ -366,7 +373,7 @@ class EndToEndTask(LanguageModelTask):
         self, step: int, batch: dict[str, np.ndarray], queries: list[str], params: dict
     ) -> list[list[Hit]]:
         """Returns the best passages of every query; none of a blank one."""
-        retriever = union(params[RETRIEVER], self._frozen_retriever)
+        retriever = union(params.get(RETRIEVER, {}), self._frozen_retriever)
         index = self._index.at(step, self.encoder.with_params(retriever))
         texts = [i for i, query in enumerate(queries) if query.strip()]
         if "documents" in batch:
@@ -394,6 +401,7 @@ class EndToEndTask(LanguageModelTask):
         separator = encode_mid_text(tokenizer, SEPARATOR)
         shape = len(rows), section.k
         width = section.passage_tokens + len(separator) + length
+        width += -width % (2 * self.mesh.shape[LENGTH])  # devices that share a text
         fields = {name: np.zeros((*shape, width), np.int32) for name in TEXTS}
         fields |= {name: np.zeros(shape, np.int32) for name in ("lengths", "starts")}
         fields["has_passage"] = np.zeros(shape, bool)
@@ -473,10 +481,8 @@ class EndToEndTask(LanguageModelTask):
     def summary(self) -> list[str]:
         refresh = self._index.refresh
         every = f"encoded again every {refresh:,} steps" if refresh else "encoded once"
-        return [
-            f"{self.section.kind}: {self.encoder.bert.name} searches the {len(self._store):,} passages"
-            f" of {self.section.store}, {every}"
-        ]
+        name, store = self.encoder.bert.name, self.section.store
+        return [f"{name} searches {len(self._store):,} passages of {store}, which are {every}"]
 
 
 class _Index:
@@ -490,8 +496,7 @@ class _Index:
         self, config: TrainConfig, store: Datastore, encoder: BertEncoder, mesh: jax.sharding.Mesh
     ):
         section: EndToEnd = config.retriever
-        # Frozen weights give the same vectors again.
-        self.refresh = None if section.passages == "frozen" else section.refresh
+        self.refresh = section.refresh
         self._store, self._mesh, self._save_every = store, mesh, config.train.save_every
         self._run = Path(config.run.folder)
         self._folder = self._run / folder_lib.INDEX
