@@ -8,6 +8,7 @@
 The loop, the checkpoints and the optimizer are those of language models (`lcjax.training.task`).
 """
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -106,7 +107,6 @@ class TrainedEncoder:
             side: Bert(bert.model.config.replace(dtype=dtype, lora=lora), mesh)
             for side, bert in self._berts.items()
         }
-        self._bert = None
 
     @property
     def config(self) -> BertConfig:
@@ -150,6 +150,15 @@ class TrainedEncoder:
             return "", params
         side = _SIDES[not is_query]
         return side, params[side]
+
+    def with_params(self, params: dict) -> BertEncoder:
+        """Returns an encoder with these weights; it shares all else."""
+        encoder = copy.copy(self.bert)
+        for name in _SIDES:
+            side, tree = self._side(params, name == "query")
+            bert = dataclasses.replace(self._berts[side], model=self._models[side], params=tree)
+            setattr(encoder, name, bert)
+        return encoder
 
     def save(self, folder: Path, params: dict, train: TrainSection) -> None:
         """Writes a folder that `open_encoder`, sentence-transformers and transformers open."""

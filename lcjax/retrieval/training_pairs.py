@@ -181,7 +181,7 @@ class Records(Pairs):
     def _open(self, data: DataConfig) -> Corpus:
         path = Path(self.path).expanduser()
         if not self.path or not path.is_file():
-            problem = "is empty" if not self.path else f"={self.path} is no file"
+            problem = " is empty" if not self.path else f"={self.path} is no file"
             raise InputError(
                 f"retriever.pairs.path{problem}; name a .jsonl file of {{query, positive,"
                 " negatives}, or a .json of DPR"
