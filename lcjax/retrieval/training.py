@@ -259,7 +259,7 @@ def contrastive_loss(
         # Columns are queries. Equality of positives is symmetric.
         by_passage = jnp.where(is_own | (is_text & ~is_equal)[:, :, 0], scores[:, :, 0].T, -jnp.inf)
         losses = (losses + jax.nn.logsumexp(by_passage, axis=1) - own) / 2
-    is_best = own >= scored.max((1, 2))
+    is_best = own > jnp.where(is_positive, -jnp.inf, scored).max((1, 2))
     parts = {"accuracy": jnp.sum(weights * is_best)}
     return jnp.sum(weights * losses), jnp.sum(weights), parts
 

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.hf_names import entries
 from lcjax.checkpoints.orbax_io import load_state
@@ -39,6 +37,7 @@ from lcjax.tree import flatten
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "training"))
+from process_support import Job  # noqa: E402
 from training_support import quick_compilation  # noqa: E402
 
 LETTERS = "abcdefghijklmnop"
@@ -58,8 +57,8 @@ def compiled_once(tmp_path_factory):
         yield folder
 
 
-def write_bert(folder, seed=0, **changes):
-    """Writes a random BERT of two layers without pooling modules."""
+def write_bert(folder, seed=0, prefix="", **changes):
+    """Writes a random BERT of two layers without pooling modules; names begin with `prefix`."""
     folder.mkdir(parents=True)
     sizes = dict(vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=32)
     sizes |= dict(num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
@@ -73,7 +72,7 @@ def write_bert(folder, seed=0, **changes):
         for name in entry.names:
             shape, scale = entry.tensor_shape, 0.2
             is_norm = "LayerNorm.weight" in name
-            arrays[name] = (rng.normal(size=shape) * scale + is_norm).astype(np.float32)
+            arrays[prefix + name] = (rng.normal(size=shape) * scale + is_norm).astype(np.float32)
     infos = {name: TensorInfo(x.shape, "float32") for name, x in arrays.items()}
     write_file(folder / "model.safetensors", infos, iter(arrays.items()))
     return folder
@@ -196,7 +195,7 @@ def test_the_loss_is_the_formula(symmetric, num_passages):
 
 def test_the_loss_and_its_gradient_are_those_of_one_device(bert, pairs, tmp_path):
     results = []
-    for mesh in (Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2), Mesh(data=1, fsdp=1)):
+    for mesh in (Mesh(fsdp=8), Mesh(data=2, tensor=2, context=2), Mesh(data=1, fsdp=1)):
         devices = jax.devices()[: 1 if mesh.fsdp == 1 else 8]
         config = settings(tmp_path, bert, Records(str(pairs)), retriever={"symmetric": True})
         task = ContrastiveTask(config, make_mesh(mesh, devices))
@@ -348,27 +347,6 @@ def test_a_changed_byte_of_the_written_folder_is_found(reference, tmp_path):
         open_encoder(path)
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import conftest
-sys.path.insert(0, sys.argv[1] + "/training")
-sys.path.insert(0, sys.argv[1] + "/retrieval")
-from training_support import compile_quickly
-compile_quickly(sys.argv[2])
-from lcjax import config as config_lib
-import lcjax.retrieval
-from lcjax.training import loop
-log = loop.Progress.report
-def report(self, step, metrics):
-    log(self, step, metrics)
-    if step == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-loop.Progress.report = report
-loop.run(config_lib.parse(loop.TrainConfig, ["--config", sys.argv[3]]))
-"""
-
-
 def test_resuming_after_kill_9_has_bit_equal_losses_and_weights(
     tmp_path, bert, text, compiled_once
 ):
@@ -379,22 +357,45 @@ def test_resuming_after_kill_9_has_bit_equal_losses_and_weights(
         return settings(tmp_path / name, bert, Crops(length=24, least=0.2), **options)
 
     run(config("whole"))
-    config_lib.dump(config("parts"), tmp_path / "config.yaml")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT.parent), str(ROOT)])}
-    command = [sys.executable, "-c", KILLED, ROOT, compiled_once, tmp_path / "config.yaml"]
-    killed = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    job = Job(
+        config("parts"), tmp_path, compiled_once, processes=1, devices=8, ACTION="0 6 SIGKILL"
+    )
+    assert job.end()[0][0] == -signal.SIGKILL
+    assert sorted(losses(tmp_path / "parts")) == [1, 2, 3, 4, 5, 6]
     run(config("parts"))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     models = [open_encoder(tmp_path / name).passage.params for name in ("parts", "whole")]
     jax.tree.map(np.testing.assert_array_equal, *models)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(data=8, fsdp=1), Mesh(fsdp=4, tensor=2)])
+def test_two_processes_have_the_losses_of_one_and_write_the_same_encoder(
+    tmp_path, bert, pairs, compiled_once, mesh
+):
+    def config(name):
+        source = Records(str(pairs))
+        options = {"steps": 4, "mesh": mesh, "data": {"holdout": 0.2}, "save_every": 2}
+        options |= {"evaluation": EvalSection(every=2)}
+        return settings(tmp_path / name, bert, source, **options)
+
+    run(config("one"))
+    job = Job(config("two"), tmp_path, compiled_once).end()
+    assert [code for code, _ in job] == [0, 0], "\n".join(log[-3000:] for _, log in job)
+    one, two = (losses(tmp_path / name) for name in ("one", "two"))
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-5)
+    encoders = [open_encoder(tmp_path / name) for name in ("one", "two")]
+    texts = [json.loads(line)["query"] for line in pairs.read_text().splitlines()]
+    vectors = [encoder.encode_queries(texts) for encoder in encoders]
+    np.testing.assert_allclose(*vectors, atol=1e-3)
+
+
 def test_two_encoders_are_written_as_query_and_passage(tmp_path, bert, pairs):
-    other = write_bert(tmp_path / "other", seed=1)
-    section = EncoderSection(
-        path=str(bert), query_folder=str(other), pooling="cls", query_prefix="query: "
+    passage, query = (
+        write_bert(tmp_path / name, seed, f"{name}_encoder.bert_model.", model_type="dpr")
+        for seed, name in enumerate(("ctx", "question"))
     )
+    section = EncoderSection(path=str(passage), query_folder=str(query), query_prefix="query: ")
     folder = tmp_path / "run"
     config = settings(
         folder,
@@ -408,8 +409,8 @@ def test_two_encoders_are_written_as_query_and_passage(tmp_path, bert, pairs):
     assert sorted(os.listdir(folder / "model")) == ["passage", "query"]
     encoder = open_encoder(folder)
     assert encoder.pooling == "cls" and not encoder.normalize
-    assert encoder.prefixes == ("query: ", "")
-    before = BertEncoder.load(bert, query_folder=other, pooling="cls")
+    assert encoder.prefixes == ("query: ", "") and not encoder.passage.folder.is_dpr
+    before = BertEncoder.load(passage, query_folder=query)
     for side, layers_differ in (("query", True), ("passage", False)):
         one, two = (flatten(getattr(x, side).params) for x in (before, encoder))
         for path, leaf in one.items():
@@ -425,7 +426,7 @@ def test_two_encoders_are_written_as_query_and_passage(tmp_path, bert, pairs):
             tmp_path / "again",
             bert,
             Records(str(pairs)),
-            retriever={"encoder": dataclasses.replace(again, pooling=None)},
+            retriever={"encoder": again},
             steps=2,
         )
     )
