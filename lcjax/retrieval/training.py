@@ -125,7 +125,6 @@ class TrainedEncoder:
             side: Bert(bert.model.config.replace(dtype=dtype, lora=lora), mesh)
             for side, bert in self._berts.items()
         }
-        self._bert = None
 
     @property
     def config(self) -> BertConfig:
@@ -178,6 +177,15 @@ class TrainedEncoder:
             return "", params
         side = _SIDES[not is_query]
         return side, params[side]
+
+    def with_params(self, params: dict) -> BertEncoder:
+        """Returns an encoder with these weights; it shares all else."""
+        encoder = copy.copy(self.bert)
+        for name in _SIDES:
+            side, tree = self._side(params, name == "query")
+            bert = dataclasses.replace(self._berts[side], model=self._models[side], params=tree)
+            setattr(encoder, name, bert)
+        return encoder
 
     def save(self, folder: Path, params: dict, train: TrainSection) -> None:
         """Writes a folder that `open_encoder`, sentence-transformers and transformers open."""
@@ -286,7 +294,7 @@ def contrastive_loss(
         # Columns are queries. Equality of positives is symmetric.
         by_passage = jnp.where(is_own | (is_text & ~is_equal)[:, :, 0], scores[:, :, 0].T, -jnp.inf)
         losses = (losses + jax.nn.logsumexp(by_passage, axis=1) - own) / 2
-    is_best = own >= scored.max((1, 2))
+    is_best = own > jnp.where(is_positive, -jnp.inf, scored).max((1, 2))
     parts = {"accuracy": jnp.sum(weights * is_best)}
     return jnp.sum(weights * losses), jnp.sum(weights), parts
 

@@ -181,7 +181,7 @@ class Records(Pairs):
     def _open(self, data: DataConfig) -> Corpus:
         path = Path(self.path).expanduser()
         if not self.path or not path.is_file():
-            problem = "is empty" if not self.path else f"={self.path} is no file"
+            problem = " is empty" if not self.path else f"={self.path} is no file"
             raise InputError(
                 f"retriever.pairs.path{problem}; name a .jsonl file of {{query, positive,"
                 " negatives}, or a .json of DPR"
@@ -368,18 +368,25 @@ class JsonListReader(Reader):
 
     def __init__(self, files: RecordFiles, index: int, cache: FileCache):
         super().__init__(files, index, cache)
-        try:
-            self._records = parse_json(self._path.read_bytes())
-        except ValueError as error:
-            raise InputError(f"{self._path} is not JSON: {error}; copy it again") from None
-        if not isinstance(self._records, list):
-            raise InputError(f"{self._path} is no list of records; name a .jsonl file for lines")
+        self._records = _read_list(self._path, self._path.stat().st_mtime_ns)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def record(self, index: int) -> Any:
         return self._records[index]
+
+
+@functools.lru_cache(maxsize=1)  # it is opened for the checks, the training and the validation
+def _read_list(path: Path, modified: int) -> list[Any]:
+    del modified
+    try:
+        records = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}; copy it again") from None
+    if not isinstance(records, list):
+        raise InputError(f"{path} is no list of records; name a .jsonl file for lines")
+    return records
 
 
 def read_pair(record: Any, location: str) -> PairRecord:

@@ -364,6 +364,37 @@ def test_a_package_that_is_missing_is_said_before_a_model_is_read(tmp_path, corp
         run(tiny(tmp_path / "run", corpus).replace(track=TrackSection(wandb="p")))
 
 
+def test_a_task_completes_batches_with_the_weights_of_the_step_and_resumes_the_same(
+    tmp_path, corpus, monkeypatch
+):
+    calls = []
+
+    def prepare(self, step, batch, params):
+        """Tokens that depend on the weights: any difference would change all later losses."""
+        total = float(sum(x.sum() for x in flatten(params).values()))
+        calls.append((step, total))
+        return batch | {"tokens": (batch["tokens"] + abs(int(1e6 * total))) % 259}
+
+    monkeypatch.setattr(LanguageModelTask, "prepare", prepare)
+    options = {"steps": 6, "save_every": 3, "export": False, "data": {"holdout": 0.2}, "ema": 0.9}
+
+    def config(name):
+        evaluation = EvalSection(every=3, batches=1)
+        return tiny(tmp_path / name, corpus, **options).replace(eval=evaluation)
+
+    run(config("whole"))
+    # Of a validation as well, which reads the same weights as the next step.
+    assert [step for step, _ in calls] == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert calls[3] == calls[4] and len({total for _, total in calls}) == 7
+    whole, calls[:] = dict(calls), []
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+        run(config("parts"))
+    run(config("parts"))
+    assert dict(calls) == whole
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_otherwise(tmp_path, corpus):
     folder = tmp_path / "run"
     config_lib.dump(tiny(folder, corpus, lr=1e-5), folder / "config.yaml")
