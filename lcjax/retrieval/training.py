@@ -163,15 +163,6 @@ class TrainedEncoder:
         hidden = self._models[side].apply({"params": params}, tokens, lengths=lengths)
         return self.pool(None, {}, hidden, TokenBatch(tokens, lengths, lengths, lengths))
 
-    def with_params(self, params: dict) -> BertEncoder:
-        """Returns an encoder of texts; its fingerprint remains that of the folder."""
-        bert = copy.copy(self.bert)
-        for is_query, name in ((True, "query"), (False, "passage")):
-            side, own = self._side(params, is_query)
-            loaded = dataclasses.replace(self._berts[side], model=self._models[side], params=own)
-            setattr(bert, name, loaded)
-        return bert
-
     def _side(self, params: dict, is_query: bool) -> tuple[str, dict]:
         if not self.has_two:
             return "", params
