@@ -143,6 +143,7 @@ class TrainSection:
     ema: float | None = None  # decay of the weights' moving average, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
     # head, norms, rope, encoder, cross_attention, memory (both of these: all that a memory adds),
+    # retriever (an encoder that is trained beside the model),
     # or regular expressions on parameter paths. Empty: lora if train.lora is set, else all.
     # LongLoRA's "LoRA+" is [lora, embeddings, norms]; LoRA+ is also the name of another method.
     trainable: tuple[str, ...] = ()

@@ -66,8 +66,11 @@ def content(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def write_bert(folder, words, seed=0, **changes):
-    """Writes a random BERT of two layers with a vocabulary of `words`, without pooling modules."""
+def write_bert(folder, words, seed=0, prefix="", **changes):
+    """Writes a random BERT of two layers with a vocabulary of `words`, without pooling modules.
+
+    The names of its tensors begin with `prefix`.
+    """
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     sizes = dict(vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32)
     sizes |= dict(num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
@@ -79,7 +82,7 @@ def write_bert(folder, words, seed=0, **changes):
     for entry in entries(BertConfig.from_hf(hf)):
         for name in entry.names:
             noise = 0.2 * rng.normal(size=entry.tensor_shape)
-            arrays[name] = (noise + ("LayerNorm.weight" in name)).astype(np.float32)
+            arrays[prefix + name] = (noise + ("LayerNorm.weight" in name)).astype(np.float32)
     infos = {name: TensorInfo(x.shape, "float32") for name, x in arrays.items()}
     write_file(folder / "model.safetensors", infos, iter(arrays.items()))
     return folder

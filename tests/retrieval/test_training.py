@@ -14,16 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import retrieval_support
 
 from lcjax.checkpoints.build import ModelSection
-from lcjax.checkpoints.hf_names import entries
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.run_folder import load_run
-from lcjax.checkpoints.safetensors_io import write_file
-from lcjax.checkpoints.weights import TensorInfo
 from lcjax.data import DataConfig
 from lcjax.errors import InputError
-from lcjax.models.bert import BertConfig
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.retrieval import BertEncoder, open_encoder
@@ -41,12 +38,7 @@ from process_support import Job  # noqa: E402
 from training_support import quick_compilation  # noqa: E402
 
 LETTERS = "abcdefghijklmnop"
-VOCABULARY = [
-    *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
-    *(f"{x}{i}" for x in LETTERS for i in (0, 1)),
-    *".:",
-    *("query", "passage"),
-]
+WORDS = [*(f"{x}{i}" for x in LETTERS for i in (0, 1)), *".:", "query", "passage"]
 STEPS = 60
 
 
@@ -58,24 +50,7 @@ def compiled_once(tmp_path_factory):
 
 
 def write_bert(folder, seed=0, prefix="", **changes):
-    """Writes a random BERT of two layers without pooling modules; names begin with `prefix`."""
-    folder.mkdir(parents=True)
-    sizes = dict(vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=32)
-    sizes |= dict(num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
-    hf = {"model_type": "bert"} | sizes | changes
-    (folder / "config.json").write_text(json.dumps(hf))
-    words = "\n".join(VOCABULARY) + "\n"
-    (folder / "vocab.txt").write_text(words)
-    rng = np.random.default_rng(seed)
-    arrays = {}
-    for entry in entries(BertConfig.from_hf(hf)):
-        for name in entry.names:
-            shape, scale = entry.tensor_shape, 0.2
-            is_norm = "LayerNorm.weight" in name
-            arrays[prefix + name] = (rng.normal(size=shape) * scale + is_norm).astype(np.float32)
-    infos = {name: TensorInfo(x.shape, "float32") for name, x in arrays.items()}
-    write_file(folder / "model.safetensors", infos, iter(arrays.items()))
-    return folder
+    return retrieval_support.write_bert(folder, WORDS, seed, prefix, **changes)
 
 
 def write_pairs(path, num=48, negatives=0):
@@ -96,7 +71,7 @@ def write_pairs(path, num=48, negatives=0):
 
 def write_text(path, num=24):
     pick = random.Random(1)
-    words = [word for word in VOCABULARY if word[0] in LETTERS]
+    words = [word for word in WORDS if word[0] in LETTERS]
     for i in range(num):
         sentences = (" ".join(pick.choices(words[i : i + 6], k=6)) for _ in range(8))
         path.mkdir(exist_ok=True)
@@ -470,7 +445,7 @@ def open_batches(pairs, bert, data, negatives=0, batch_size=8, split="train", **
 
 
 def words(row):
-    return [VOCABULARY[i] for i in row if i and VOCABULARY[i] not in ("[CLS]", "[SEP]")]
+    return [WORDS[i - 5] for i in row if i >= 5]  # special tokens precede the words
 
 
 def test_records_of_dpr_are_read(tmp_path, bert):
