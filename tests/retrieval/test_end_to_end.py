@@ -49,6 +49,7 @@ from lcjax.tree import flatten, nest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "training"))
+from process_support import Job  # noqa: E402
 from training_support import quick_compilation  # noqa: E402
 
 B, K, T = 3, 4, 5
@@ -613,6 +614,17 @@ def whole(toy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(config(toy, folder, *WHOLE[:1], **WHOLE[1]))
     return folder
+
+
+@pytest.mark.slow
+def test_two_processes_find_and_learn_what_one_does(toy, compiled_once, tmp_path):
+    options = {"temperature": 0.1, "refresh": 2}
+    settings = [config(toy, tmp_path / name, (Marginal, options), steps=5) for name in "ab"]
+    run(settings[0])
+    job = Job(settings[1], tmp_path, compiled_once).end()
+    assert [code for code, _ in job] == [0, 0], "\n".join(log[-3000:] for _, log in job)
+    one, two = (losses(tmp_path / name) for name in "ab")
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-4)
 
 
 def test_a_run_writes_both_models_and_keeps_the_vectors_of_its_checkpoint(toy, whole):
