@@ -8,6 +8,7 @@ machine, and prints the memory that it needs. Nothing is loaded.
 
 import sys
 
+import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
 from lcjax.parallel import distributed
 from lcjax.training import TrainConfig, compile_only, run
 

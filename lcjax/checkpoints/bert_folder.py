@@ -7,7 +7,7 @@ longest text) and `config_sentence_transformers.json` (what stands before querie
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,30 @@ from typing import Any
 import jax
 import numpy as np
 
-from lcjax.checkpoints.hf_files import read_hf_json
+from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
+from lcjax.checkpoints.hf_save import HF_FOLDER, WeightStream, check_space
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.tokenizer import check_text, fingerprint
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files
-from lcjax.checkpoints.weights import RenamedSource, WeightSource, read_params, read_tensor
-from lcjax.errors import InputError, whole_number
-from lcjax.files import parse_json, read_json
+from lcjax.checkpoints.weights import (
+    DTYPES,
+    RenamedSource,
+    WeightSource,
+    read_params,
+    read_tensor,
+)
+from lcjax.errors import InputError, one_of, whole_number
+from lcjax.files import (
+    CHECKSUMS,
+    atomic_folder,
+    check_destination,
+    check_path,
+    parse_json,
+    read_json,
+    write_json,
+)
 from lcjax.models.bert import BertConfig
+from lcjax.parallel import distributed
 
 POOLINGS = ("mean", "cls", "max")
 _POOLING_KEYS = {
@@ -49,6 +65,25 @@ class SentenceModules:
     passage_prefix: str | None = None
 
 
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.txt", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+_FILES = (
+    *HF_FOLDER.files,
+    *_TOKENIZER_FILES,
+    *("modules.json", "1_Pooling/config.json", "2_Normalize/*"),
+    *("sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+BERT_FOLDER = dataclasses.replace(HF_FOLDER, name="the folder of an encoder", files=_FILES)
+BERT_FOLDERS = dataclasses.replace(
+    HF_FOLDER,
+    name="the folder of two encoders",
+    files=(*(f"{name}/{file}" for name in ("query", "passage") for file in _FILES), CHECKSUMS),
+    config="passage/config.json",
+)
+
+
 class BertFolder:
     """Config, weights, tokenizer and modules of a folder; nothing large is read before `params`."""
 
@@ -63,6 +98,7 @@ class BertFolder:
           InputError: the folder holds no BERT, or is damaged.
         """
         root = self.path = Path(folder)
+        check_folder_sums(root)
         self._module_list = read_modules(root)
         if self._module_list:
             kind, path = self._module_list[0]
@@ -76,6 +112,9 @@ class BertFolder:
         self.config = BertConfig.from_hf(self.hf, str(file))
         self.source = _open_weights(root, allow_pickle)
         self.tokenizer = BertTokenizer.open(root)
+        self.tokenizer_files = {
+            name: (root / name).read_bytes() for name in _TOKENIZER_FILES if (root / name).is_file()
+        }
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise InputError(
                 f"{root}: the tokenizer has {self.tokenizer.vocab_size} ids, but the model only"
@@ -196,6 +235,102 @@ class BertFolder:
             if layer["bias"].shape != (rows,):
                 raise InputError(f"{self.source.path}: {name}.bias must have {rows} numbers")
         return layer
+
+
+@dataclasses.dataclass(frozen=True)
+class BertWeights:
+    """A BERT to be written: its weights, and the folder that config and tokenizer come from."""
+
+    params: dict  # of `config`; LoRA adapters are merged
+    config: BertConfig
+    origin: BertFolder
+
+
+def save_bert(
+    folder: str | Path,
+    berts: BertWeights | Mapping[str, BertWeights],
+    modules: SentenceModules,
+    *,
+    max_tokens: int,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    checksums: bool = False,
+) -> Path:
+    """Writes a folder that lcjax, sentence-transformers and transformers open with equal vectors.
+
+    All processes must call this: each holds a part of the weights, and the first one writes.
+
+    Args:
+      folder: is created.
+      berts: one encoder; or two, `query` and `passage`, which become folders of these names.
+      modules: how token vectors become one vector, and the prefixes.
+      max_tokens: the longest text.
+      dtype: of the weights.
+      overwrite: whether to replace a folder that this function wrote.
+      checksums: whether to add the SHA-256 sums of all files.
+
+    Returns:
+      The folder.
+    """
+    check_path("folder", folder)
+    folder = Path(folder)
+    one_of("dtype", dtype, DTYPES)
+    berts = {"": berts} if isinstance(berts, BertWeights) else berts
+    weights = {name: WeightStream(bert.params, bert.config, dtype) for name, bert in berts.items()}
+    if not distributed.is_main_process():
+        for stream in weights.values():
+            stream.gather()
+        return folder
+    contents = BERT_FOLDER if "" in berts else BERT_FOLDERS
+    check_destination(folder, contents, overwrite)
+    check_space(folder, sum(stream.nbytes for stream in weights.values()))
+    with atomic_folder(folder, contents, overwrite, checksums=checksums) as partial:
+        for name, bert in berts.items():
+            path = partial / name
+            for inner in ("", "1_Pooling", *(["2_Normalize"] if modules.normalize else [])):
+                (path / inner).mkdir(exist_ok=True)
+            write_json(path / "config.json", _config_to_hf(bert, dtype))
+            for file, content in bert.origin.tokenizer_files.items():
+                (path / file).write_bytes(content)
+            _write_modules(path, modules, bert, max_tokens)
+            weights[name].write(path)
+    return folder
+
+
+def _config_to_hf(bert: BertWeights, dtype: str) -> dict[str, Any]:
+    """Returns `config.json` of a `BertModel`, with all keys of the origin that still hold."""
+    architecture = {"architectures": ["BertModel"], "model_type": "bert"}
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    hf = bert.origin.hf | architecture | dtypes | bert.config.hf_sizes()
+    dropped = ("transformers_version", "projection_dim", "_name_or_path")
+    return {key: value for key, value in hf.items() if key not in dropped}
+
+
+def _write_modules(
+    path: Path, modules: SentenceModules, bert: BertWeights, max_tokens: int
+) -> None:
+    names = ["Transformer", "Pooling"] + ["Normalize"] * modules.normalize
+    paths = ["", "1_Pooling", "2_Normalize"]
+    listed = [
+        {"idx": i, "name": str(i), "path": inner, "type": f"sentence_transformers.models.{name}"}
+        for i, (name, inner) in enumerate(zip(names, paths))
+    ]
+    write_json(path / "modules.json", listed)
+    modes = {key: name == modules.pooling for key, name in _POOLING_KEYS.items()}
+    pooling = {"word_embedding_dimension": bert.config.width} | modes | {"include_prompt": True}
+    write_json(path / "1_Pooling" / "config.json", pooling)
+    lowercase = bert.origin.tokenizer.lowercase
+    sentence = {"max_seq_length": max_tokens, "do_lower_case": lowercase}
+    write_json(path / "sentence_bert_config.json", sentence)
+    settings = {
+        "prompts": {
+            "query": modules.query_prefix or "",
+            "document": modules.passage_prefix or "",
+        },
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine" if modules.normalize else "dot",
+    }
+    write_json(path / "config_sentence_transformers.json", settings)
 
 
 class BertTokenizer:

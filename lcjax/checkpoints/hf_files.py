@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lcjax.errors import INT32_MAX, InputError, is_finite_number
-from lcjax.files import read_json
+from lcjax.files import CHECKSUMS, check_sums, read_json
 
 DTYPES = ("float32", "float16", "bfloat16")
 _MAX_EPSILON = 0.1  # published ones lie between 1e-12 and 1e-3
@@ -116,3 +116,17 @@ def read_hf_json(path: Path, default: Any = None) -> dict[str, Any]:
     values = read_json(path, default)
     check_types(values, str(path))
     return values
+
+
+def check_folder_sums(folder: Path) -> None:
+    """Raises an InputError if a file is not as its export with `checksums` wrote it."""
+    file = folder / CHECKSUMS
+    if not file.is_file():
+        return
+    try:
+        check_sums([file])
+    except InputError as error:
+        raise InputError(
+            f"{folder}: {error}; copy the folder again, or remove {CHECKSUMS} if you changed the"
+            " file yourself"
+        ) from None

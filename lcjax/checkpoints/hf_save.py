@@ -29,6 +29,7 @@ from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
 from lcjax.files import CHECKSUMS, FolderFormat, atomic_folder, check_destination, check_path
 from lcjax.memory.cepe import encoder_to_hf
+from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.offload import is_offloaded, to_device
@@ -46,6 +47,7 @@ HF_FOLDER = FolderFormat(
     keys=frozenset({"architectures", "model_type", "dtype", "torch_dtype"}),
     foreign_keys=frozenset({"transformers_version"}),
 )
+_SHARD_BYTES = 5_000_000_000
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
 
 
@@ -77,7 +79,7 @@ def save_hf(
     tokenizer: Tokenizer | None = None,
     *,
     dtype: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = _SHARD_BYTES,
     overwrite: bool = False,
     checksums: bool = False,
     progress: Callable[[int], Any] | None = None,
@@ -106,23 +108,54 @@ def save_hf(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, str(folder))
         hf |= token_ids(tokenizer)
-    table = _in_layer_order(config)
-    tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
-    arrays = _arrays(params, config, table, tensors, progress)
-    if not distributed.is_main_process():  # gathers its shards for the process that writes
-        collections.deque(arrays, maxlen=0)
+    weights = WeightStream(params, config, dtype, progress=progress)
+    if not distributed.is_main_process():
+        weights.gather()
         return folder
     check_destination(folder, HF_FOLDER, overwrite)
     _warn_of_plain_rope(config, folder)
     _warn_of_other_trees(config, folder)
-    _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
+    check_space(folder, weights.nbytes)
     with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))
             tokenizer.save(partial)
-        _write_weights(partial, tensors, arrays, max_shard_bytes)
+        weights.write(partial, max_shard_bytes)
     return folder
+
+
+class WeightStream:
+    """The tensors of a model under Hugging Face's names; they pass the host one at a time."""
+
+    def __init__(
+        self,
+        params: dict,
+        config: ModelConfig | BertConfig,
+        dtype: str,
+        *,
+        progress: Callable[[int], Any] | None = None,
+    ):
+        """Takes the arguments of `save_hf`; reads nothing yet."""
+        table = _in_layer_order(config)
+        self._tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
+        self._arrays = _arrays(params, config, table, self._tensors, progress)
+        self.nbytes = sum(map(nbytes, self._tensors.values()))
+
+    def gather(self) -> None:
+        """Gathers the shards of this process for the one that writes."""
+        collections.deque(self._arrays, maxlen=0)
+
+    def write(self, folder: Path, max_shard_bytes: int = _SHARD_BYTES) -> None:
+        """Writes one file, or several and an index."""
+        shards = _shards(self._tensors, max_shard_bytes)
+        for file, names in shards.items():
+            chosen = {name: self._tensors[name] for name in names}
+            write_file(folder / file, chosen, itertools.islice(self._arrays, len(names)))
+        if len(shards) > 1:
+            weight_map = {name: file for file, names in shards.items() for name in names}
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
+            write_json(folder / INDEX, index)
 
 
 def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
@@ -145,19 +178,6 @@ def _warn_of_other_trees(config: ModelConfig, folder: Path) -> None:
         )
 
 
-def _write_weights(
-    folder: Path, tensors: dict[str, TensorInfo], arrays: Iterator, max_shard_bytes: int
-) -> None:
-    shards = _shards(tensors, max_shard_bytes)
-    for file, names in shards.items():
-        chosen = {name: tensors[name] for name in names}
-        write_file(folder / file, chosen, itertools.islice(arrays, len(names)))
-    if len(shards) > 1:
-        total = sum(map(nbytes, tensors.values()))
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """The special ids as transformers writes them."""
     ends = list(tokenizer.eos_ids)
@@ -168,9 +188,12 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int | None]]:
+def _in_layer_order(
+    config: ModelConfig | BertConfig,
+) -> list[tuple[str, hf_names.Entry, int | None]]:
     """(tensor, entry, layer), layer by layer, so that loaders read files from front to back."""
     table = hf_names.entries(config)
+    has_aliases = not isinstance(config, BertConfig)  # older names of a BERT are for reading only
     ordered = []
     for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
         entries = list(group)
@@ -179,7 +202,7 @@ def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int 
             (name, e, layer)
             for layer in layers
             for e in entries
-            for name in (e.names[layer or 0], *e.aliases[layer or 0])
+            for name in (e.names[layer or 0], *(e.aliases[layer or 0] if has_aliases else ()))
         ]
     return ordered
 
@@ -200,7 +223,9 @@ def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
     return {f"model-{i + 1:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups)}
 
 
-def _check_space(folder: Path, num_bytes: int) -> None:
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raises an InputError unless the disk has room for weights of so many bytes."""
+    num_bytes += _MARGIN
     parent = folder.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +241,7 @@ def _check_space(folder: Path, num_bytes: int) -> None:
 
 def _arrays(
     params: dict,
-    config: ModelConfig,
+    config: ModelConfig | BertConfig,
     table: list[tuple[str, hf_names.Entry, int | None]],
     tensors: dict[str, TensorInfo],
     progress: Callable[[int], Any] | None,
@@ -230,7 +255,9 @@ def _arrays(
             progress(array.nbytes)
 
 
-def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int | None) -> jax.Array:
+def _leaf(
+    params: dict, config: ModelConfig | BertConfig, entry: hf_names.Entry, layer: int | None
+) -> jax.Array:
     """One layer of a leaf, with its adapter merged in."""
     path, stacked = entry.path, "layers" in params or not entry.path.startswith("layers/")
     if layer is not None and not stacked:

@@ -9,6 +9,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import yaml
+
 from lcjax.checkpoints.safetensors_io import has_weights
 from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
@@ -55,12 +57,21 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
     """Returns the local folder of an encoder of texts, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path or a hub id.
+      path_or_name: a path or a hub id; of a run that trained a retriever it is `<run>/model`.
       allow_pickle: whether to download pickles where the hub has no safetensors.
+
+    Raises:
+      InputError: there is no such folder, or the run has not written its model yet.
     """
     name = str(path_or_name)
     check_path("encoder", path_or_name)
     path = Path(path_or_name).expanduser()
+    if is_run(path) and trains_retriever(path):
+        if not (path / "model").is_dir():
+            raise InputError(
+                f"{path}: this run has not written model/ yet; start its command again to end it"
+            )
+        return path / "model"
     if path.exists() or not is_hub_id(name):
         return resolve(path_or_name)
     folder = _snapshot(name, _ENCODER + _WEIGHTS, _NOT_THE_ENCODER)
@@ -85,6 +96,15 @@ def _smollm2_file() -> Path:
 
 def is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
+
+
+def trains_retriever(run: Path) -> bool:
+    """Whether the settings of a run folder have a section `retriever`."""
+    try:
+        settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(settings, dict) and settings.get("retriever") is not None
 
 
 def is_hub_id(name: str) -> bool:

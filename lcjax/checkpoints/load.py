@@ -21,7 +21,7 @@ from lcjax.checkpoints.adapters import (
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
 from lcjax.checkpoints.hf_config import stated_dtype
-from lcjax.checkpoints.hf_files import read_hf_json
+from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
@@ -36,7 +36,6 @@ from lcjax.checkpoints.weights import (
     stored_dtype,
 )
 from lcjax.errors import InputError
-from lcjax.files import CHECKSUMS, check_sums
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
@@ -119,7 +118,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     if _is_gguf(path):
         file = GGUFFile(path)
         return file, file.config(), gguf_tokenizer(file)
-    _check_sums(path)
+    check_folder_sums(path)
     config, tokenizer = load_config(path), hf_tokenizer(path)
     if has_weights(path):
         source = SafetensorsFolder(path)
@@ -134,25 +133,11 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     return source, config, tokenizer
 
 
-def _check_sums(folder: Path) -> None:
-    """Raises an InputError if a file is not as its export with `checksums` wrote it."""
-    file = folder / CHECKSUMS
-    if not file.is_file():
-        return
-    try:
-        check_sums([file])
-    except InputError as error:
-        raise InputError(
-            f"{folder}: {error}; copy the folder again, or remove {CHECKSUMS} if you changed the"
-            " file yourself"
-        ) from None
-
-
 def _open_adapters(
     folder: Path, base: str | Path | None, context: int | None, allow_pickle: bool
 ) -> tuple[WeightSource, ModelConfig, Tokenizer]:
     """Adapters over their base, with the tokenizer that lies beside them if there is one."""
-    _check_sums(folder)
+    check_folder_sums(folder)
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
     source = resolve_aliases(source, config)

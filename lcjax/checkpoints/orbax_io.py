@@ -238,7 +238,7 @@ class Checkpoints:
         self._orbax.reload()
 
     def _failure(self, error: Exception) -> CheckpointError:
-        steps = _steps_in(self._folder)
+        steps = steps_in(self._folder)
         last = f"step {steps[-1]} is complete and will be resumed" if steps else "none before"
         return CheckpointError(
             f"a checkpoint could not be written to {self._folder}: {_brief(error)}; {last}; "
@@ -246,7 +246,7 @@ class Checkpoints:
         )
 
 
-def _steps_in(folder: Path) -> list[int]:
+def steps_in(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in ascending order."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
@@ -275,7 +275,7 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
     """
     _quiet_orbax()
     root = Path(folder).absolute() / FOLDER
-    steps = _steps_in(root)
+    steps = steps_in(root)
     _check_shared(root, steps)
     if not steps or (step is not None and step not in steps):
         absent = "no checkpoint" if step is None else f"no checkpoint of step {step}"

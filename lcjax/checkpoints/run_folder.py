@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import config as config_lib
+from lcjax.checkpoints.hub import trains_retriever
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError
@@ -84,6 +85,11 @@ def _checksum(fields: dict) -> str:
 def run_config(folder: Path) -> ModelConfig:
     """Returns the config of the model that a run trains, with its adapters."""
     path = folder / MODEL_CONFIG
+    if not path.is_file() and trains_retriever(folder):
+        raise InputError(
+            f"{folder}: this run trains an encoder, not a language model; open it with"
+            " lcjax.retrieval.open_encoder"
+        )
     try:
         return config_lib.parse(ModelConfig, ["--config", str(path)])
     except InputError as error:

@@ -6,6 +6,7 @@ given; every other key is one of train.py's.
 
 import sys
 
+import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
 from lcjax.training import estimate
 
 if __name__ == "__main__":

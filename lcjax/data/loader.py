@@ -30,6 +30,7 @@ from lcjax.data.config import (
 from lcjax.data.corpus import (
     Documents,
     StreamedCorpus,
+    Tokenise,
     all_empty,
     corpus_identity,
     derived_seed,
@@ -123,10 +124,7 @@ def make_loader(
     if config.chunks is not None and config.chunks.noise is not None and is_train:
         hide = functools.partial(hide_context, noise=config.chunks.noise)
         dataset = dataset.random_map(hide, seed=config.seed)
-    # The last batch is completed with rows of padding.
-    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=batch_size)
-    batches = dataset.batch(batch_size, batch_fn=pad)
-    batches = batches.map(lambda batch: {key: value[indices] for key, value in batch.items()})
+    batches = batch_rows(dataset, batch_size, indices)
     if landmarks is not None:
         if config.chunks is not None:
             raise InputError("data.chunks are no context of a model with landmarks: leave them out")
@@ -137,6 +135,15 @@ def make_loader(
         batches, prefetch_buffer_size=config.prefetch
     )
     return Loader(iter(batches), _identity(sources, config, tokenizer, split, landmarks))
+
+
+def batch_rows(
+    dataset: grain.IterDataset, batch_size: int, rows: Sequence[int]
+) -> grain.IterDataset:
+    """Returns the `rows` of every batch; the last one is completed with zeros."""
+    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=batch_size)
+    batches = dataset.batch(batch_size, batch_fn=pad)
+    return batches.map(lambda batch: {key: value[rows] for key, value in batch.items()})
 
 
 def document_number(name: str) -> int:
@@ -274,17 +281,48 @@ def rows_in_order(sources: list["SourceRows"]) -> grain.IterDataset:
     for (is_packed, *_), group in itertools.groupby(sources, packing):
         group = list(group)
         if is_packed:
-            elements = _concatenate([source.elements() for source in group])
+            elements = concatenate([source.elements() for source in group])
             parts.append(group[0].pack(elements))
         else:
             parts += [source.rows() for source in group]
-    return _concatenate(parts)
+    return concatenate(parts)
 
 
-def _concatenate(parts: list[grain.IterDataset]) -> grain.IterDataset:
+def concatenate(parts: list[grain.IterDataset]) -> grain.IterDataset:
+    """Reads one dataset after another."""
     if len(parts) == 1:
         return parts[0]
     return grain.experimental.InterleaveIterDataset(parts, cycle_length=1)
+
+
+def read_elements(
+    corpus: Documents, tokenise: Tokenise, threads: int, **order: Any
+) -> grain.IterDataset:
+    """Returns a dataset of `tokenise(document)`, without those that are None.
+
+    Args:
+      corpus: the documents.
+      tokenise: makes an element of a document, or None.
+      threads: that read and tokenise ahead; streams are read without.
+      **order: as of `StreamedCorpus.read_elements`.
+    """
+    if isinstance(corpus, StreamedCorpus):
+        return corpus.elements(tokenise, **order)
+    return _in_order(grain.MapDataset.source(corpus).map(tokenise), threads, **order)
+
+
+def _in_order(
+    dataset: grain.MapDataset,
+    threads: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    repeat: int | None = 1,
+) -> grain.IterDataset:
+    dataset = dataset.shuffle(seed=seed) if shuffle else dataset
+    # grain's own default of 500 documents ahead would be gigabytes of books.
+    options = grain.ReadOptions(threads, prefetch_buffer_size=4 * threads)
+    return dataset.repeat(repeat).to_iter_dataset(options)
 
 
 _PACKERS = {
@@ -331,30 +369,15 @@ class SourceRows:
             return self.corpus.rows(config.chunks, config.decoder_length, **special, **order)
         if isinstance(self.corpus.source, StoredSource):
             rows = grain.MapDataset.source(self.corpus).map(lambda document: document[1])
-            return self._ordered(rows, **order)
+            return _in_order(rows, self._config.threads, **order)
         if not self.is_packed:
-            return self._ordered(grain.MapDataset.source(FixedRows(self)), **order)
+            rows = grain.MapDataset.source(FixedRows(self))
+            return _in_order(rows, self._config.threads, **order)
         return self.pack(self.elements(**order), shuffle=order.get("shuffle", False))
 
     def elements(self, **order: Any) -> grain.IterDataset:
         """Returns the tokenised documents; `order` as of `StreamedCorpus.read_elements`."""
-        if isinstance(self.corpus, StreamedCorpus):
-            return self.corpus.elements(self.tokenise, **order)
-        return self._ordered(grain.MapDataset.source(self.corpus).map(self.tokenise), **order)
-
-    def _ordered(
-        self,
-        dataset: grain.MapDataset,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        repeat: int | None = 1,
-    ) -> grain.IterDataset:
-        dataset = dataset.shuffle(seed=seed) if shuffle else dataset
-        # grain's own default of 500 documents ahead would be gigabytes of books.
-        threads = self._config.threads
-        options = grain.ReadOptions(threads, prefetch_buffer_size=4 * threads)
-        return dataset.repeat(repeat).to_iter_dataset(options)
+        return read_elements(self.corpus, self.tokenise, self._config.threads, **order)
 
     def tokenise(self, document: tuple[str, Any]) -> Element | None:
         """Returns {"pair": int32 [n, 2]}: each token of a document beside its target.
@@ -462,7 +485,7 @@ class SourceRows:
         if self._pack == "windows":
             elements = grain.experimental.FlatMapIterDataset(elements, self._windows)
         elif config.overlong == "split":
-            elements = grain.experimental.FlatMapIterDataset(elements, _SplitOverlong(length))
+            elements = grain.experimental.FlatMapIterDataset(elements, SplitOverlong(length))
         if self._pack in ("windows", "single"):
             return elements.map(functools.partial(_pad, length=length))
         return _PACKERS[self._pack](
@@ -480,7 +503,7 @@ def _special(name: str, add: bool | None, token: int | None) -> int | None:
     return None if add is False else token
 
 
-class _SplitOverlong(grain.experimental.FlatMapTransform):
+class SplitOverlong(grain.experimental.FlatMapTransform):
     """Splits documents into pieces of at most a row; targets cross from one piece to the next."""
 
     def __init__(self, length: int):

@@ -121,6 +121,10 @@ class BertConfig:
         epsilon = float(hf.get("layer_norm_eps", 1e-12))
         return cls(**sizes, norm_epsilon=epsilon, activation=_ACTIVATIONS[activation])
 
+    def hf_sizes(self) -> dict[str, int]:
+        """Returns the sizes under their keys of `config.json`."""
+        return {key: getattr(self, field) for field, key, _ in _SIZES}
+
     def hf_axes(self) -> dict[str, int]:
         """Sizes of the letters in `hf_rows`."""
         return {

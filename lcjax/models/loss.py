@@ -117,12 +117,35 @@ def token_nll(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Float[Array, "B T"]:
-    """Returns float32 -log p(target) of every position; for evaluation, without gradient."""
+    """Returns float32 -log p(target) of every position.
 
+    Its gradient computes the logits of a chunk once more: a loss may combine tokens in any way.
+    """
+    return _token_nll(hidden, projection, targets, chunk, mesh)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_nll(hidden, projection, targets, chunk, mesh):
     def one(hidden, projection, targets):
         return negative_log_likelihood(*_logits(hidden, projection), targets)[0]
 
     return over_chunks(one, hidden, projection, targets, chunk=chunk, mesh=mesh)
+
+
+def _token_nll_forward(hidden, projection, targets, chunk, mesh):
+    return _token_nll(hidden, projection, targets, chunk, mesh), (hidden, projection, targets)
+
+
+def _token_nll_backward(chunk, mesh, residuals, cotangent):
+    hidden, projection, targets = residuals
+
+    def total(hidden, projection):
+        return cross_entropy(hidden, projection, targets, cotangent, chunk=chunk, mesh=mesh)[0]
+
+    return *jax.grad(total, argnums=(0, 1))(hidden, projection), None
+
+
+_token_nll.defvjp(_token_nll_forward, _token_nll_backward)
 
 
 def over_chunks(

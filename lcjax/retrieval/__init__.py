@@ -10,6 +10,7 @@ from lcjax.retrieval.encoder import (
     StaticEncoder,
     open_encoder,
 )
+from lcjax.retrieval.end_to_end import LSR, Marginal
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
@@ -17,12 +18,14 @@ from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.search import ExactIndex, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
+from lcjax.retrieval.training import Contrastive
 
 __all__ = [
     "BertEncoder",
     "BuildConfig",
     "Chunking",
     "ChunksConfig",
+    "Contrastive",
     "CrossEncoder",
     "Datastore",
     "DecoderEncoder",
@@ -33,7 +36,9 @@ __all__ = [
     "FaissIndex",
     "Hit",
     "KnnLM",
+    "LSR",
     "LateInteraction",
+    "Marginal",
     "Passage",
     "RefinedIndex",
     "Reranker",

@@ -8,6 +8,8 @@ append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
 chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
   to --out=FOLDER. --part=i/n and --finish as for build.
+negatives --path=QUESTIONS --store=FOLDER --out=FILE: writes pairs of questions and passages, with
+  passages that lack the answer, to train an encoder on.
 build-tokens: writes keys and values for kNN-LM, from --data.path=TEXT by --model.path=MODEL to
   --out=FOLDER.
 """
@@ -28,6 +30,7 @@ from lcjax.retrieval.chunks import ChunksConfig, finish_chunks, write_chunks
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
+from lcjax.retrieval.negatives import mine
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
@@ -185,6 +188,19 @@ def _check(words: list[str], report: config_lib.ErrorReport) -> None:
         print(f"warning: {warning.message}", file=sys.stderr)
 
 
+def _negatives(words: list[str], report: config_lib.ErrorReport) -> None:
+    parser = _Parser("negatives", "Writes pairs with hard negatives to train an encoder on.")
+    parser.add_argument("--path", required=True, help="lines of JSON with question and answer")
+    parser.add_argument("--store", required=True, help="the datastore")
+    parser.add_argument("--out", required=True, help="file of the pairs, .jsonl")
+    parser.add_argument("--k", type=_whole, default=100, help="passages for each question (100)")
+    parser.add_argument("--count", type=_whole, default=7, help="hard negatives of each (7)")
+    _add_search(parser)
+    args = report.config = parser.parse_args(words)
+    pairs = mine(args.path, _open(args.store, args), args.out, k=args.k, count=args.count)
+    print(f"{args.out}: {pairs}")
+
+
 def _append(words: list[str], report: config_lib.ErrorReport) -> None:
     parser = _folder_parser("append", "Adds the passages of further text.")
     parser.add_argument("--path", required=True, help="text, as data.path")
@@ -215,6 +231,7 @@ _COMMANDS = {
     "append": _append,
     "delete": _delete,
     "chunks": _chunks,
+    "negatives": _negatives,
     "build-tokens": _build_tokens,
 }
 

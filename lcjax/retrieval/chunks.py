@@ -102,7 +102,7 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
     check_outside_data("out", config.folder, data)
     check_sources(data)
     if not config.same_document:
-        _check_named(data.resolved_sources())
+        check_named(data.resolved_sources())
     tokenizer, store = open_tokenizer(config.tokenizer), Datastore(config.store)
     options = {"encoder": config.encoder, "index": config.index, "mesh": config.mesh}
     retriever = Retriever.open(store, config.kind, **options)
@@ -135,14 +135,19 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
     return index
 
 
-def _check_named(sources: list[Any]) -> None:
-    """Raises an InputError for sources whose documents have no names of their own."""
+def check_named(sources: list[Any], way_out: str = "same_document") -> None:
+    """Raises an InputError for sources whose documents have no names of their own.
+
+    Args:
+      sources: of the rows.
+      way_out: the key which says that passages of the same document are allowed.
+    """
     for source in sources:
         if isinstance(source, TokenSource | SeqioSource):
             raise InputError(
                 f"data.sources: {source.name} does not name the documents of its text, so their"
-                " passages cannot be left out; give the text itself, or same_document=true where"
-                " the datastore holds other text"
+                f" passages cannot be left out; give the text itself, or {way_out}=true where the"
+                " datastore holds other text"
             )
 
 
@@ -176,7 +181,8 @@ class _RetrievedChunks:
                 places.append((row, search * self._num_passages))
                 queries.append(self._tokenizer.decode(tokens[part], skip_special=True))
                 documents.append(numbers)
-        for (row, first), hits in zip(places, self._search(queries, documents)):
+        results = search_other_documents(self._retriever, queries, documents, self._num_passages)
+        for (row, first), hits in zip(places, results):
             for number, hit in enumerate(hits, first):
                 ids = self._tokenizer.encode(hit.passage.full_text)[: chunks.length]
                 fields["chunks"][row, number, : len(ids)] = ids
@@ -198,22 +204,32 @@ class _RetrievedChunks:
         ends = np.flatnonzero(is_text & ((batch["positions"][row] + 1) % stride == 0)) + 1
         return [slice(end - stride, end) for end in ends.tolist()]
 
-    def _search(self, queries: list[str], documents: list[set[int]]) -> list[list[Hit]]:
-        """Returns the best passages of each query that are of none of its documents."""
-        num_rows, hits = self._retriever.store.num_rows, [[] for _ in queries]
-        num = min(2 * self._num_passages, num_rows)
-        missing = range(len(queries))
-        while missing:
-            results = self._retriever.search([queries[i] for i in missing], num)
-            is_short = []
-            for i, result in zip(missing, results):
-                others = [hit for hit in result if not _numbers(hit.passage) & documents[i]]
-                hits[i] = others[: self._num_passages]
-                # Fewer passages than `num` are all that fit.
-                if len(hits[i]) < self._num_passages and len(result) == num < num_rows:
-                    is_short.append(i)
-            missing, num = is_short, min(4 * num, num_rows)
-        return hits
+
+def search_other_documents(
+    retriever: Retriever, queries: list[str], documents: list[set[int]], k: int
+) -> list[list[Hit]]:
+    """Returns the best `k` passages of each query that are of none of its documents.
+
+    Args:
+      retriever: searches a datastore.
+      queries: the texts.
+      documents: for each query the numbers (`document_number`) of the documents to leave out.
+      k: at most so many passages; fewer where fewer are left.
+    """
+    num_rows, hits = retriever.store.num_rows, [[] for _ in queries]
+    num = min(2 * k, num_rows)
+    missing = range(len(queries))
+    while missing:
+        results = retriever.search([queries[i] for i in missing], num)
+        is_short = []
+        for i, result in zip(missing, results):
+            others = [hit for hit in result if not _numbers(hit.passage) & documents[i]]
+            hits[i] = others[:k]
+            # Fewer passages than `num` are all that fit.
+            if len(hits[i]) < k and len(result) == num < num_rows:
+                is_short.append(i)
+        missing, num = is_short, min(4 * num, num_rows)
+    return hits
 
 
 def _numbers(passage: Passage) -> set[int]:

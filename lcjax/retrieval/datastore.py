@@ -171,7 +171,7 @@ def vector_header(fields: dict[str, Any]) -> bytes:
     return json.dumps(values).encode().ljust(_HEADER - 1)[: _HEADER - 1] + b"\n"
 
 
-def _open_vectors(out: Path, fields: dict[str, Any], num_rows: int) -> np.ndarray:
+def open_vectors(out: Path, fields: dict[str, Any], num_rows: int) -> np.ndarray:
     """Maps the vectors [rows, dim] of an encoder into memory."""
     path, dtype, dim = (
         vector_file(out, fields["fingerprint"]),
@@ -235,7 +235,7 @@ def write_faiss(
 ) -> dict[str, str]:
     """Builds or extends an approximate index; returns {kind: checksum}."""
     num_rows = index["passages"]
-    vectors = _open_vectors(out, index["encoders"][fingerprint], num_rows)
+    vectors = open_vectors(out, index["encoders"][fingerprint], num_rows)
     if old is None:
         faiss = FaissIndex.build(vectors, kind=kind)
     else:
@@ -278,7 +278,7 @@ class Datastore:
                     " again, or build the datastore again"
                 )
         for fields in self.index["encoders"].values():
-            _open_vectors(out, fields, self.num_rows)
+            open_vectors(out, fields, self.num_rows)
         self.valid = _read_deleted(out, self.num_rows)
 
     @property
@@ -376,7 +376,7 @@ class Datastore:
 
     def vectors(self, encoder: Encoder | None = None) -> np.ndarray:
         """Maps the vectors [rows, dim] of an encoder into memory, float32 or bfloat16."""
-        return _open_vectors(self.folder, self.encoder_fields(encoder), self.num_rows)
+        return open_vectors(self.folder, self.encoder_fields(encoder), self.num_rows)
 
     def sparse(self) -> SparseIndex:
         """Opens the index of words."""
@@ -428,12 +428,16 @@ class Datastore:
             fields = encoder_entry(encoder, section, dtype)
             with atomic_file(vector_file(self.folder, encoder.fingerprint), "wb") as file:
                 file.write(vector_header(fields))
-                for shard, start in zip(index["shards"], self._starts):
-                    rows = range(int(start), int(start) + shard["passages"])
-                    vectors = encode_passages(encoder, self.passages(rows), dtype)
+                for shard, vectors in zip(index["shards"], self.encoded_shards(encoder, dtype)):
                     shard["vectors"][encoder.fingerprint] = hashlib.sha256(vectors).hexdigest()
                     file.write(vectors)
             index["encoders"][encoder.fingerprint] = fields
+
+    def encoded_shards(self, encoder: Encoder, dtype: str) -> Iterator[bytes]:
+        """Yields the vectors of the passages of each shard, deleted ones included; stores none."""
+        for shard, start in zip(self.index["shards"], self._starts):
+            rows = range(int(start), int(start) + shard["passages"])
+            yield encode_passages(encoder, self.passages(rows), dtype)
 
     def append(
         self,
@@ -577,7 +581,7 @@ class Datastore:
         for fingerprint, fields in self.index["encoders"].items():
             for kind, sum in fields["faiss"].items():
                 sums[_faiss_file(out, fingerprint, kind, self.num_rows)] = sum
-            vectors = _open_vectors(out, fields, self.num_rows)
+            vectors = open_vectors(out, fields, self.num_rows)
             for shard, start in zip(self.index["shards"], self._starts):
                 part = np.ascontiguousarray(vectors[start : start + shard["passages"]])
                 self._compare(

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.hf_config import SUPPORTED
-from lcjax.checkpoints.hf_files import read_hf_json
+from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
 from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
@@ -51,7 +51,7 @@ from lcjax.retrieval.token_batches import (
 )
 from lcjax.rope import Rotation
 
-_with_title = functools.partial(join_title, separator=" ")  # as Contriever and BEIR read passages
+with_title = functools.partial(join_title, separator=" ")  # as Contriever and BEIR read passages
 
 
 class Encoder(abc.ABC):
@@ -118,7 +118,7 @@ class BertEncoder(Encoder):
         batch_tokens: int | None,
     ):
         """Use `load`; this takes its parts."""
-        self._query, self._passage, self._prefixes = query, passage, prefixes
+        self.query, self.passage, self.pool, self.prefixes = query, passage, pool, prefixes
         self.dim, self.name = passage.model.config.width, name
         self.pooling, self.normalize, self.max_tokens = pool.pooling, pool.normalize, max_tokens
         self._limit = LengthLimit(max_tokens, on_long, name)
@@ -147,7 +147,8 @@ class BertEncoder(Encoder):
         """Opens a folder of transformers or sentence-transformers.
 
         Args:
-          folder: a path or hub id; of two encoders (DPR) that of passages.
+          folder: a path or hub id; of two encoders (DPR) that of passages, or a folder that holds
+            both as `query` and `passage`, as a training writes it.
           query_folder: of the encoder of queries, if it is another one.
           pooling: mean, cls or max over the last hidden states; None: as the folder says.
           normalize: whether vectors have unit length; None: as the folder says, else False.
@@ -165,6 +166,11 @@ class BertEncoder(Encoder):
             NaN.
         """
         mesh = device_mesh(mesh)
+        path = resolve_encoder(folder, allow_pickle=allow_pickle)
+        name = checkpoint_name(folder)
+        if query_folder is None and holds_two(path):
+            check_folder_sums(path)
+            folder, query_folder = path / "passage", path / "query"
         folders = [
             BertFolder(resolve_encoder(path, allow_pickle=allow_pickle), allow_pickle=allow_pickle)
             for path in (folder, query_folder)
@@ -191,7 +197,7 @@ class BertEncoder(Encoder):
             loaded[0],
             pool,
             prefixes=tuple(prefixes),
-            name=checkpoint_name(folder),
+            name=name,
             max_tokens=longest if max_tokens is None else max_tokens,
             on_long=on_long,
             batch_tokens=batch_tokens,
@@ -200,32 +206,55 @@ class BertEncoder(Encoder):
     def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
-        bert = self._query if is_query else self._passage
-        limit, prefix = copy.copy(self._limit), self._prefixes[not is_query]
-        tokenizer, vectors = bert.folder.tokenizer, np.empty((len(texts), self.dim), np.float32)
+        bert = self.query if is_query else self.passage
+        limit, vectors = copy.copy(self._limit), np.empty((len(texts), self.dim), np.float32)
         # DPR reads a title as the first text of a pair, with one token type for both, and a text
         # without a title alone.
         has_pairs = titles is not None and bert.folder.is_dpr
 
         def rows(part: slice) -> list[TokenRow]:
-            bodies = list(texts[part])
-            if titles is not None and not has_pairs:
-                bodies = [_with_title(*pair) for pair in zip(titles[part], bodies)]
-            ids = tokenizer.encode([prefix + body for body in bodies])
-            if has_pairs:
-                heads = tokenizer.encode(list(titles[part]))
-            else:
-                heads = [[]] * len(ids)
-            return [
-                pair_row(tokenizer, limit, head, one)._replace(second=None)
-                if head
-                else text_row(tokenizer, limit.cut(one, 2))
-                for head, one in zip(heads, ids)
-            ]
+            heads = None if titles is None else titles[part]
+            return self.token_rows(texts[part], heads, is_query, limit, has_pairs=has_pairs)
 
         self._batching.run(bert.apply, rows, vectors)
         limit.warn()
         return vectors
+
+    def token_rows(
+        self,
+        texts: Sequence[str],
+        titles: Sequence[str] | None,
+        is_query: bool,
+        limit: LengthLimit,
+        *,
+        has_pairs: bool = False,
+    ) -> list[TokenRow]:
+        """Returns the tokens that the model reads: prefix, title and text between special tokens.
+
+        Args:
+          texts: queries or passages.
+          titles: of passages; None: none.
+          is_query: whether the texts are queries.
+          limit: cuts long texts.
+          has_pairs: whether a title is the first text of a pair; False: it precedes the text.
+        """
+        tokenizer = (self.query if is_query else self.passage).folder.tokenizer
+        prefix, bodies = self.prefixes[not is_query], list(texts)
+        if titles is not None and not has_pairs:
+            bodies = [with_title(*pair) for pair in zip(titles, bodies)]
+        ids = tokenizer.encode([prefix + body for body in bodies])
+        heads = tokenizer.encode(list(titles)) if has_pairs else [[]] * len(ids)
+        return [
+            pair_row(tokenizer, limit, head, one)._replace(second=None)
+            if head
+            else text_row(tokenizer, limit.cut(one, 2))
+            for head, one in zip(heads, ids)
+        ]
+
+
+def holds_two(path: Path) -> bool:
+    """Whether a folder holds an encoder of queries and one of passages."""
+    return all((path / name / "config.json").is_file() for name in ("query", "passage"))
 
 
 def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) -> Pool:
@@ -308,7 +337,7 @@ class DecoderEncoder(Encoder):
         def rows(part: slice) -> list[TokenRow]:
             bodies = texts[part]
             if titles is not None:
-                bodies = [_with_title(*pair) for pair in zip(titles[part], bodies)]
+                bodies = [with_title(*pair) for pair in zip(titles[part], bodies)]
             ids = (limit.cut(lm.encode(body), 0) for body in bodies)
             return [TokenRow(one or lm.tokenizer.eos_ids[:1] or [0], len(one)) for one in ids]
 
@@ -379,7 +408,7 @@ class StaticEncoder(Encoder):
         if not len(texts):
             return np.empty((0, self.dim), np.float32)
         if titles is not None:
-            texts = [_with_title(*pair) for pair in zip(titles, texts)]
+            texts = [with_title(*pair) for pair in zip(titles, texts)]
         # An average has no longest text.
         options = {"max_length": None, "use_multiprocessing": False}
         return np.asarray(self._model.encode(list(texts), **options), np.float32)
@@ -401,7 +430,7 @@ def open_encoder(
       InputError: nothing here can read the folder, or that kind has no such option.
     """
     path = resolve_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
-    kind = _kind_of(path, bool(options.get("allow_pickle")))
+    kind = kind_of(path, bool(options.get("allow_pickle")))
     signature = inspect.signature(DecoderEncoder if kind is DecoderEncoder else kind.load)
     known = [n for n in signature.parameters if n not in ("lm", "folder")]
     if kind is DecoderEncoder:
@@ -419,9 +448,16 @@ def open_encoder(
     return DecoderEncoder(lm, **{"name": checkpoint_name(path_or_name)} | options)
 
 
-def _kind_of(path: Path, allow_pickle: bool) -> type:
+def kind_of(path: Path, allow_pickle: bool) -> type:
+    """Returns the class that reads an encoder's folder; its weights are not read.
+
+    Raises:
+      InputError: nothing here can read the folder.
+    """
     if path.is_file() or is_run(path):
         return DecoderEncoder
+    if holds_two(path):
+        return BertEncoder
     if modules := read_modules(path):
         return StaticEncoder if modules[0][0] == "StaticEmbedding" else BertEncoder
     file = path / "config.json"

@@ -118,10 +118,10 @@ class Batching:
                 some = indices[start : start + most]
                 count = min(most, 1 << (len(some) - 1).bit_length())
                 count += padding_rows(self.mesh, count)
-                yield some, _pad([rows[index] for index in some], count, width)
+                yield some, pad_rows([rows[index] for index in some], count, width)
 
 
-def _pad(rows: Sequence[TokenRow], count: int, width: int) -> TokenBatch:
+def pad_rows(rows: Sequence[TokenRow], count: int, width: int) -> TokenBatch:
     """Returns a batch of `count` rows; those beyond `rows` hold one token."""
     tokens = np.zeros((count, width), np.int32)
     lengths, visible = np.ones(count, np.int32), np.ones(count, np.int32)

@@ -20,7 +20,13 @@ from lcjax.training.config import TrainConfig
 
 
 def open_loader(
-    config: TrainConfig, model: ModelConfig, tokenizer: Any, split: str, mesh: jax.sharding.Mesh
+    config: TrainConfig,
+    model: ModelConfig,
+    tokenizer: Any,
+    split: str,
+    mesh: jax.sharding.Mesh,
+    *,
+    documents: bool = False,
 ) -> Loader:
     """Opens the rows of this process' devices, with the landmark tokens that `model` needs.
 
@@ -30,6 +36,7 @@ def open_loader(
       tokenizer: encodes the text.
       split: "train" or "validation".
       mesh: the devices over which the rows of a batch are sharded.
+      documents: as of `make_loader`.
     """
     check_context(config, model)
     check_mask(config, model, tokenizer)
@@ -40,6 +47,7 @@ def open_loader(
         rows=process_rows(mesh, config.train.batch_size),
         split=split,
         landmarks=Landmarks.read_by(model.pattern),
+        documents=documents,
     )
 
 

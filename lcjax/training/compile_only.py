@@ -20,6 +20,7 @@ from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import AXES, batch_sharding, make_mesh, replicated
 from lcjax.training import batches, estimate, optim
 from lcjax.training.config import TrainConfig, trainable
+from lcjax.training.objective import language_model
 from lcjax.training.state import abstract_state
 from lcjax.training.step import jitted_step
 from lcjax.tree import flatten, split
@@ -69,6 +70,7 @@ def compile_step(
     config: TrainConfig, topology: Topology
 ) -> tuple[ProgramCost, ModelConfig, jax.sharding.Mesh]:
     """Compiles the step; returns its cost, the model and the mesh."""
+    estimate.check_language_model(config)
     mesh = make_mesh(config.mesh, devices(topology))
     model = estimate.model_of(config)
     return program_cost(lower(config, model, mesh), topology.chip), model, mesh
@@ -93,7 +95,10 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
     settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
     state = abstract_state(trained, optim.optimizer(train), mesh, **settings)
     num_nonfinite = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    step = jitted_step(config, model, mesh, state)
+    objective = language_model(
+        *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
+    )
+    step = jitted_step(config, objective, mesh, state)
     return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
 
 

@@ -1,12 +1,16 @@
 """The configuration of `train.py`, and the rules that select parameters by their paths."""
 
+import abc
 import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import draccus
+import jax
 
 from lcjax.attention import Pattern
 from lcjax.checkpoints.build import ModelSection
@@ -20,17 +24,23 @@ from lcjax.parallel.offload import Offload
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
 
+if TYPE_CHECKING:
+    from lcjax.training.task import Task
+
 # Names of common rules. Any other rule is a regular expression that is searched in the path.
 NAMED_RULES = {
     "all": r"",
     "lora": r"(^|/)lora_[ab]$",
-    "embeddings": r"^embed/",  # of the input, as in LongLoRA; also the head where they are tied
+    # Of the input, as in LongLoRA; also the head where they are tied. Two encoders of a retriever
+    # have their names in front.
+    "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
     "norms": r"norm/(scale|bias)$",
     "rope": r"^rope/",
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",
     "memory": r"^encoder/|(^|/)memory/",  # all parameters that a memory adds to a decoder
+    "retriever": r"^retriever/",  # an encoder that is trained beside a language model
 }
 
 _HINTS = {
@@ -133,6 +143,7 @@ class TrainSection:
     ema: float | None = None  # decay of the weights' moving average, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
     # head, norms, rope, encoder, cross_attention, memory (both of these: all that a memory adds),
+    # retriever (an encoder that is trained beside the model),
     # or regular expressions on parameter paths. Empty: lora if train.lora is set, else all.
     # LongLoRA's "LoRA+" is [lora, embeddings, norms]; LoRA+ is also the name of another method.
     trainable: tuple[str, ...] = ()
@@ -238,6 +249,23 @@ class TrackSection:
 
 
 @dataclass(frozen=True)
+class RetrieverTraining(draccus.ChoiceRegistry, abc.ABC):
+    """The section `retriever`: trains an encoder of queries and passages.
+
+    `lcjax.retrieval.training` registers the types.
+    """
+
+    @abc.abstractmethod
+    def make_task(self, config: "TrainConfig", mesh: jax.sharding.Mesh) -> "Task":
+        """Returns the task of a run; nothing is loaded yet.
+
+        Args:
+          config: of the run; its `retriever` is this section.
+          mesh: the devices.
+        """
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All sections of a training config."""
 
@@ -249,6 +277,7 @@ class TrainConfig:
     run: RunSection = field(default_factory=RunSection)
     eval: EvalSection = field(default_factory=EvalSection)
     track: TrackSection = field(default_factory=TrackSection)
+    retriever: RetrieverTraining | None = None  # null: a language model is trained
 
     def __post_init__(self):
         if self.model.dtype == "float16":

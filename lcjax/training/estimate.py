@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     """Prints the estimate; returns whether the memory of a device is sufficient."""
+    check_language_model(config)
     mesh, model = mesh_sizes(config.mesh, topology.devices), model_of(config)
     batches.check_rows(config, dataclasses.asdict(mesh))
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
@@ -86,6 +87,15 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f"{tokens / speed / 3600 * topology.devices:,.0f} chip hours for {tokens:.3g} tokens"
     )
     return fits
+
+
+def check_language_model(config: TrainConfig) -> None:
+    """Raises an InputError for a config that trains a retriever, which nothing here estimates."""
+    if config.retriever is not None:
+        raise InputError(
+            "estimates are for language models, and this config trains a retriever; run it with"
+            " few steps (--train.steps=3) instead"
+        )
 
 
 def of_run(
@@ -225,7 +235,7 @@ def check_rules(config: TrainConfig) -> None:
     """Raises an InputError if a rule of `train` matches no parameter, or LoRA fits no matrix.
 
     It needs shapes only, and checks nothing if they are not known before loading (adapters of other
-    libraries, unknown checkpoints of the hub). `assemble` checks the loaded parameters again.
+    libraries, unknown checkpoints of the hub). Loading checks the parameters again.
     """
     try:
         _without_adapters(config)

@@ -5,6 +5,7 @@ checkpoints/     train states                 tokenizer/   the tokenizer
 metrics.jsonl    one line per log             loss.png     the loss curve
 model/           the result, a Hugging Face folder         base.json  the frozen weights it needs
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
+index/           vectors of passages (lcjax.retrieval)     language_model/  trained with a retriever
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
 profile/         profiler traces                error.txt    traceback of an I/O or device error
 lock.json        the process that writes here
@@ -22,6 +23,7 @@ import jax
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.adapters import PEFT_FOLDER
+from lcjax.checkpoints.bert_folder import BERT_FOLDER, BERT_FOLDERS
 from lcjax.checkpoints.hf_save import HF_FOLDER
 from lcjax.checkpoints.orbax_io import FOLDER
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
@@ -37,17 +39,18 @@ from lcjax.tree import flatten
 CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
+LANGUAGE_MODEL, INDEX = "language_model", "index"
 _BAD_BATCHES = "bad_batch_*.npz"
 _FILES = (CONFIG, MODEL_CONFIG, METRICS, BASE, CURVE, WANDB_RUN, ERROR)
-_FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, TENSORBOARD, WANDB, PROFILE)
-RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of their own
+_FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, LANGUAGE_MODEL, INDEX, TENSORBOARD, WANDB, PROFILE)
+RUN_FOLDER = FolderFormat(  # without the folders of models, which have formats of their own
     name="a run folder",
     files=(
         *(*_FILES, LOCK, GUARD, _BAD_BATCHES),
         *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES),
         # orbax, wandb and JAX's profiler change their file names between versions.
         *(f"{FOLDER}/[0-9]*/**", f"{WANDB}/**", f"{PROFILE}/plugins/**"),
-        f"{TENSORBOARD}/*tfevents*",
+        *(f"{TENSORBOARD}/*tfevents*", f"{INDEX}/passages.json", f"{INDEX}/vectors-step*"),
     ),
     config=CONFIG,
     keys=frozenset({"model", "data", "train", "run"}),
@@ -61,6 +64,7 @@ _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "da
 _FREE += ("data.scan",)
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
+_FREE += ("retriever.pairs.path",)
 _FREE += ("train.export", "train.checksums", "train.profile", "train.offload")
 
 
@@ -112,10 +116,18 @@ def _check_writable(folder: Path) -> None:
             )
 
 
-def check_results(config: TrainConfig, folder: Path) -> None:
-    """Raises an InputError if the run could not write `model/` or `adapter/` at its end."""
+def check_results(config: TrainConfig, folder: Path, model: FolderFormat) -> None:
+    """Raises an InputError if the run could not write `model/` or `adapter/` at its end.
+
+    Args:
+      config: of the run.
+      folder: of the run.
+      model: the format of `model/`.
+    """
+    if config.run.existing == "overwrite":
+        model = _model_format(folder / MODEL)  # of the run that is removed
     if config.train.export:
-        check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
+        check_destination(folder / MODEL, model, overwrite=True)
         if config.train.lora is not None:
             check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
 
@@ -149,10 +161,18 @@ def _run_files(folder: Path) -> list[str]:
     names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)] + batches
     if set(names) <= {ERROR}:  # a run that failed before it wrote its settings
         return []
-    check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER})
-    check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
+    check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER, LANGUAGE_MODEL})
+    check_destination(folder / MODEL, _model_format(folder / MODEL), overwrite=True)
     check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
+    check_destination(folder / LANGUAGE_MODEL, HF_FOLDER, overwrite=True)
     return names
+
+
+def _model_format(folder: Path) -> FolderFormat:
+    """The format of a `model/` that an earlier run wrote."""
+    if (folder / BERT_FOLDERS.config).is_file():
+        return BERT_FOLDERS
+    return BERT_FOLDER if (folder / "modules.json").is_file() else HF_FOLDER
 
 
 def finished(config: TrainConfig) -> bool:
@@ -160,7 +180,8 @@ def finished(config: TrainConfig) -> bool:
     folder, train = check(config), config.train
     if config.run.existing == "overwrite":
         return False
-    exported = (folder / MODEL / "config.json").is_file() or not train.export
+    is_exported = (folder / MODEL / _model_format(folder / MODEL).config).is_file()
+    exported = is_exported or not train.export
     return exported and (folder / FOLDER / str(train.steps)).is_dir()
 
 

@@ -16,34 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lcjax import config as config_lib
 from lcjax import cost
-from lcjax.checkpoints.build import check_source
-from lcjax.checkpoints.hf_save import check_exportable
 from lcjax.checkpoints.orbax_io import FOLDER, Checkpoints
-from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
-from lcjax.data import Loader, check_outside_data, check_sources, scan
+from lcjax.checkpoints.run_folder import check_frozen
+from lcjax.data import Loader
 from lcjax.errors import InputError
-from lcjax.models import ModelConfig
-from lcjax.models.lora import is_adapter
-from lcjax.parallel import distributed
 from lcjax.parallel.offload import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
-from lcjax.rope.positions import PlainPositions
-from lcjax.training import batches, estimate, optim
+from lcjax.training import batches, optim
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrainConfig
-from lcjax.training.objective import language_model
-from lcjax.training.state import (
-    Assembly,
-    TrainState,
-    abstract_state,
-    assemble,
-    base_of,
-    init_state,
-)
+from lcjax.training.state import TrainState, abstract_state, init_state
 from lcjax.training.step import jitted_step, make_eval_step
+from lcjax.training.task import Task, make_task
 from lcjax.training.tracking import (
     Meter,
     Progress,
@@ -55,7 +41,7 @@ from lcjax.training.tracking import (
     plot_loss,
     read,
 )
-from lcjax.tree import flatten, union
+from lcjax.tree import flatten
 
 _MAX_SKIPS = 20  # non-finite steps in a row; after more of them the run will not recover
 
@@ -76,38 +62,26 @@ def run(config: TrainConfig) -> dict[str, Any]:
       NonFiniteError: if the loss or a gradient is not finite and the run does not skip the batch.
       KeyboardInterrupt: after Ctrl-C, with a saved checkpoint.
     """
-    mesh = make_mesh(config.mesh)
-    folder = _check(config, mesh)
-    path = config.data.path
+    task = make_task(config, make_mesh(config.mesh))
+    folder = _check(config, task)
     with RunLock(folder):
-        announce(f"loading {config.model.path or config.model.preset}")
-        assembly = assemble(config, mesh)
-        if config.train.export:
-            check_exportable(assembly.config)
-        announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
-        loader = batches.open_loader(config, assembly.config, assembly.tokenizer, "train", mesh)
+        trained, frozen = task.load()
+        loader = task.open_loader("train")
         folder_lib.begin(config, folder)
         with Checkpoints(folder, keep=config.train.keep) as checkpoints:
-            return Training(config, folder, mesh, assembly, loader, checkpoints).run()
+            return Training(config, folder, task, trained, frozen, loader, checkpoints).run()
 
 
-def _check(config: TrainConfig, mesh: jax.sharding.Mesh) -> Path:
+def _check(config: TrainConfig, task: Task) -> Path:
     """Returns the run folder, after all checks that do not need the model's weights.
 
     Loading a large model takes minutes, so a wrong path must be reported before.
     """
-    batches.check_batch(config, mesh)
     folder = folder_lib.check(config)
-    folder_lib.check_results(config, folder)
-    check_source(config.model)
-    check_sources(config.data)
-    check_outside_data("run.folder", folder, config.data)
-    if config.data.scan:
-        distributed.from_first(lambda: scan(config.data))
-    batches.check_text(config)
+    folder_lib.check_results(config, folder, task.export_format)
+    task.check()
     if jax.process_index() == 0:
         check_packages(config.track)
-    estimate.check_rules(config)
     return folder
 
 
@@ -127,26 +101,27 @@ class Training:
         self,
         config: TrainConfig,
         folder: Path,
-        mesh: jax.sharding.Mesh,
-        assembly: Assembly,
+        task: Task,
+        trained: dict,
+        frozen: dict,
         loader: Loader,
         checkpoints: Checkpoints,
     ):
-        self.config, self.folder, self.mesh = config, folder, mesh
-        self.model, self.frozen = assembly.config, assembly.frozen
-        self.tokenizer, self.loader, self.checkpoints = assembly.tokenizer, loader, checkpoints
+        """Restores or initialises the state; `trained` is donated to it."""
+        self.config, self.folder, self.task, self.mesh = config, folder, task, task.mesh
+        self.frozen, self.loader, self.checkpoints = frozen, loader, checkpoints
         self.is_main = jax.process_index() == 0
         profile = config.train.profile if self.is_main else None
         self.trace = Trace(profile, folder / folder_lib.PROFILE)
-        self.validation = Validation(config, self.model, self.tokenizer, mesh)
+        self.validation = Validation(config, task)
         self.pending: collections.deque[PendingStep] = collections.deque()
         self.halt_after = 1 if config.train.on_nan == "stop" else _MAX_SKIPS
         self.num_nonfinite = jax.device_put(
-            np.int32(0), replicated(mesh)
+            np.int32(0), replicated(self.mesh)
         )  # non-finite steps in a row
-        self.state, self.first = self._restore_or_init(assembly)
+        self.state, self.first = self._restore_or_init(trained)
         self.train_step = jitted_step(
-            config, self.model, mesh, self.state, halt_after=self.halt_after
+            config, task.objective("train"), self.mesh, self.state, halt_after=self.halt_after
         )
 
     def run(self) -> dict[str, Any]:
@@ -155,14 +130,17 @@ class Training:
         with (
             StopRequest() as stop,
             self._open_tracker() as self.tracker,
-            Progress(steps=train.steps, start=step, shown=self.is_main) as self.progress,
+            Progress(
+                steps=train.steps, start=step, shown=self.is_main, unit=self.task.unit
+            ) as self.progress,
             self.trace,
         ):
-            flops_per_token = estimate.flops(self.config, self.model).training_flops
-            self.meter = Meter(flops_per_token, *cost.machine_peak(self.model.dtype))
+            peak = cost.machine_peak(self.task.dtype)
+            self.meter = Meter(self.task.training_flops(), *peak, unit=self.task.unit)
             self._print_summary()
             while step < train.steps and not stop.should_stop(step):
                 batch, position = self._next_batch(step)
+                batch = self.task.prepare(step, batch, self.state.params)
                 self._toggle_trace(step)
                 self.state, info = self.train_step(
                     self.state, self.frozen, self._put(batch), self.num_nonfinite
@@ -180,24 +158,22 @@ class Training:
             return self._finish_early(step, stop.signal)
         return self._finish(step)
 
-    def _restore_or_init(self, assembly: Assembly) -> tuple[TrainState, int]:
+    def _restore_or_init(self, trained: dict) -> tuple[TrainState, int]:
         """Returns the state and its step: of the last readable checkpoint, or of a new run."""
-        train, base = self.config.train, base_of(self.config, assembly)
-        args = assembly.trained, optim.optimizer(train), self.mesh
+        train, base = self.config.train, self.task.base(trained, self.frozen)
+        args = trained, optim.optimizer(train), self.mesh
         settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
         if self.checkpoints.steps:
             check_frozen(self.folder, base)
             target = abstract_state(*args, **settings)
-            for leaf in flatten(assembly.trained).values():
+            for leaf in flatten(trained).values():
                 leaf.delete()  # before restoring, so that the weights are not in memory twice
             step, state, position = self.checkpoints.restore(target)
             self.loader.set_state(position)
         else:
             step, state = 0, init_state(*args, **settings)
             if self.is_main:
-                config_lib.dump(self.model, self.folder / MODEL_CONFIG)
-                (self.folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
-                self.tokenizer.save(self.folder / folder_lib.TOKENIZER)
+                self.task.write_config(self.folder)
         if self.is_main:
             base.write(self.folder)
         return state, step
@@ -305,9 +281,10 @@ class Training:
     def _validate(self, step: int) -> None:
         """Logs the mean loss on held-out documents, with the averaged weights if there are any."""
         self._report()
-        loss, tokens = self.validation.loss(self._final_params(), self.frozen)
-        self.tracker.log(step, {"validation_loss": loss, "validation_tokens": tokens})
-        self.progress.write(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
+        unit, params = self.task.unit, self._final_params()
+        loss, count = self.validation.loss(params, self.frozen, step, self.state.params)
+        self.tracker.log(step, {"validation_loss": loss, f"validation_{unit}": count})
+        self.progress.write(f"step {step}: validation loss {loss:.4f} over {count:,.0f} {unit}")
         self.meter.restart()
 
     def _final_params(self) -> dict:
@@ -324,7 +301,7 @@ class Training:
             f"training {trained:,} of {trained + frozen:,} parameters on {len(devices)} x"
             f" {devices[0].device_kind}; MFU against {self.meter.peak_source}"
         )
-        for line in estimate.of_run(self.config, self.model, self.mesh):
+        for line in self.task.summary():
             self.progress.write(line)
         if self.first:
             self.progress.write(f"resumed from step {self.first} in {self.folder}")
@@ -345,7 +322,8 @@ class Training:
         export, metrics = self.config.train.export, self.folder / folder_lib.METRICS
         rows = read(metrics)
         if export:
-            self._export()
+            announce(f"writing {self.folder / folder_lib.MODEL}")
+            self.task.export(self.folder, self._final_params(), self.frozen)
         if self.is_main:
             plot_loss(metrics, self.folder / folder_lib.CURVE)
             names = f"{folder_lib.METRICS}, {folder_lib.CURVE}, checkpoints/"
@@ -353,26 +331,6 @@ class Training:
             print(f"results in {self.folder}: {names}")
         last = {key: value for row in rows for key, value in row.items()}
         return last | {"step": step, "folder": str(self.folder), "stopped": None}
-
-    def _export(self) -> None:
-        """Writes the merged model; also the adapters alone, if nothing else was trained.
-
-        Adapters are merged one layer at a time while writing, so no second model is in memory. All
-        processes must call this: each holds a part of the weights, and the first one writes.
-        """
-        from lcjax.checkpoints import save_hf
-        from lcjax.checkpoints.adapters import save_peft
-
-        config, trained = self.config, self._final_params()
-        folder = self.folder / folder_lib.MODEL
-        options = {"overwrite": True, "checksums": config.train.checksums}
-        announce(f"writing {folder}")
-        if all(map(is_adapter, flatten(trained))):
-            base = config.model.path or str(config.model.preset)
-            adapter = self.folder / folder_lib.ADAPTER
-            save_peft(adapter, trained, self.model, base=base, **options)
-        params, dtype = union(trained, self.frozen), config.train.export_dtype
-        save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, **options)
 
 
 def _is_finite(state: TrainState) -> bool:
@@ -391,35 +349,38 @@ def _is_leaf_finite(x: jax.Array) -> jax.Array:
 class Validation:
     """Mean loss on `data.holdout`: the same batches every time, with plain positions."""
 
-    def __init__(
-        self, config: TrainConfig, model: ModelConfig, tokenizer: Any, mesh: jax.sharding.Mesh
-    ):
-        self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
-        self._model = model = model.for_inference()
-        objective = language_model(
-            model, PlainPositions(), chunk=config.train.loss_chunk, mesh=mesh
-        )
+    def __init__(self, config: TrainConfig, task: Task):
+        self._config, self._task = config, task
+        objective = task.objective("validation")
         self._step = jax.jit(make_eval_step(objective, accumulation=config.train.accumulation))
         self._loader: Loader | None = None
         self._start: dict = {}
 
-    def loss(self, params: dict, frozen: dict) -> tuple[float, float]:
-        """Returns (mean loss per token, number of tokens)."""
+    def loss(
+        self, params: dict, frozen: dict, step: int, state_params: dict
+    ) -> tuple[float, float]:
+        """Returns (mean loss per weight, sum of the weights).
+
+        Args:
+          params: the weights to validate, which may be averaged ones.
+          frozen: parameters that are not trained.
+          step: number of steps of the training, for `Task.prepare`.
+          state_params: the trained parameters of the state, for `Task.prepare`.
+        """
         sums = []
         for batch in self._batches():
             if len(sums) == self._config.eval.batches:
                 break
-            sums.append(self._step(params, frozen, batches.put(batch, self._mesh)))
+            batch = self._task.prepare(step, batch, state_params)
+            sums.append(self._step(params, frozen, batches.put(batch, self._task.mesh)))
         sums = jax.device_get(sums)  # one transfer at the end, so that the devices do not wait
-        nll, tokens = (sum(float(info[name]) for info in sums) for name in ("nll", "tokens"))
-        return nll / max(tokens, 1.0), tokens
+        nll, weight = (sum(float(info[name]) for info in sums) for name in ("nll", "tokens"))
+        return nll / max(weight, 1.0), weight
 
     def _batches(self) -> Loader:
         """The held-out batches from the first one; the corpus is opened only once."""
         if self._loader is None:
-            self._loader = batches.open_loader(
-                self._config, self._model, self._tokenizer, "validation", self._mesh
-            )
+            self._loader = self._task.open_loader("validation")
             self._start = self._loader.get_state()
         else:
             self._loader.set_state(self._start)

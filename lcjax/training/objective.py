@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.distill import Distill, Teacher, distillation
 from lcjax.models.layers import box_offloaded, unbox_offloaded
-from lcjax.models.loss import cross_entropy
+from lcjax.models.loss import cross_entropy, token_nll
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import LENGTH
 from lcjax.rope import Rotation
@@ -52,31 +53,9 @@ def language_model(
 
     def objective(trained, frozen, batch, key):
         params = box_offloaded(union(trained, frozen))
-        position_ids, rotation = positions.sample(
-            key,
-            batch["positions"],
-            rope=config.rope,
-            head_dim=config.rotary_dim,
-            params=unbox_offloaded(params.get("rope")),
-        )
-        rotation = config.pattern.at_length(rotation, position_ids.shape[1])
+        hidden, windows = _hidden_states(model, positions, params, batch, key)
         targets, weights = batch["targets"], batch["weights"]
-        order, memory = model.token_order(targets.shape[1]), None
-        if config.memory is not None:
-            memory = _encode(model, params, batch, position_ids, rotation, key)
-            windows = memory.hidden
-            if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
-                memory = memory.packed()
-        hidden, _ = model.apply(
-            {"params": params},
-            batch["tokens"],
-            positions=position_ids,
-            segments=batch["segments"],
-            rotation=rotation,
-            order=order,
-            memory=memory,
-        )
-        hidden = model.apply({"params": params}, hidden, method="before_head")
+        order = model.token_order(targets.shape[1])
         if "chunk_weights" in batch:
             hidden = _prepend(windows, hidden)
             targets = _prepend(batch["chunk_targets"], targets)
@@ -91,6 +70,66 @@ def language_model(
             return distillation(*inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
 
     return objective
+
+
+def target_nll(
+    config: ModelConfig,
+    positions: Positions,
+    *,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Callable[[dict, Batch, jax.Array], jax.Array]:
+    """Returns a function of (parameters, batch, key): float32 [B, T], -log p of every target.
+
+    For losses that are no sum over tokens. Arguments are those of `language_model`, of a model
+    without a memory.
+    """
+    _check_positions(config, positions)
+    model = Decoder(config, mesh)
+
+    def nll(params, batch, key):
+        params = box_offloaded(params)
+        hidden, _ = _hidden_states(model, positions, params, batch, key)
+        targets, projection = batch["targets"], head(params, config)
+        order = model.token_order(targets.shape[1])
+        with jax.named_scope("loss"):
+            if order is None:
+                return token_nll(hidden, projection, targets, chunk=chunk, mesh=mesh)
+            nll = token_nll(hidden, projection, targets[:, order], chunk=chunk, mesh=mesh)
+        return nll[:, np.argsort(order)]
+
+    return nll
+
+
+def _hidden_states(
+    model: Decoder, positions: Positions, params: dict, batch: Batch, key: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the inputs of the head in `Decoder.token_order`, and what a memory's windows give."""
+    config, mesh, windows = model.config, model.mesh, None
+    position_ids, rotation = positions.sample(
+        key,
+        batch["positions"],
+        rope=config.rope,
+        head_dim=config.rotary_dim,
+        params=unbox_offloaded(params.get("rope")),
+    )
+    rotation = config.pattern.at_length(rotation, position_ids.shape[1])
+    memory = None
+    if config.memory is not None:
+        memory = _encode(model, params, batch, position_ids, rotation, key)
+        windows = memory.hidden
+        if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
+            memory = memory.packed()
+    hidden, _ = model.apply(
+        {"params": params},
+        batch["tokens"],
+        positions=position_ids,
+        segments=batch["segments"],
+        rotation=rotation,
+        order=model.token_order(batch["tokens"].shape[1]),
+        memory=memory,
+    )
+    return model.apply({"params": params}, hidden, method="before_head"), windows
 
 
 def _check_positions(config: ModelConfig, positions: Positions) -> None:

@@ -8,18 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.checkpoints.build import build
-from lcjax.checkpoints.landmark import with_landmark
-from lcjax.checkpoints.run_folder import BaseModel, fingerprint
-from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
-from lcjax.parallel.offload import Offload, host_shardings, to_device, to_host
+from lcjax.models.bert import Bert, BertConfig
+from lcjax.parallel.offload import Offload, host_shardings, to_device
 from lcjax.parallel.sharding import param_shardings
-from lcjax.training.batches import check_context
-from lcjax.training.config import TrainConfig, trainable
 from lcjax.training.optim import merge_trees, to_float32
-from lcjax.tree import flatten, nest, split, union
+from lcjax.tree import flatten, nest, split
 
 # Fields of TrainState that are offloaded to the host's memory.
 _OFFLOADED = {
@@ -137,98 +132,14 @@ def state_shardings(
     return dataclasses.replace(shardings, **offloaded)
 
 
-@dataclasses.dataclass(frozen=True)
-class Assembly:
-    """A model that is ready for training, on its mesh."""
-
-    config: ModelConfig  # includes the adapters; param_dtype is the dtype of exported weights
-    trained: dict  # float32: bfloat16 would round most updates to nothing
-    frozen: dict  # in the dtypes of the checkpoint
-    tokenizer: Any
-
-
-def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
-    """Loads or initialises the model of `config.model`, adds adapters, and splits its parameters.
-
-    Raises:
-      InputError: if a rule matches no parameter, or leaves new parameters untrained.
-    """
-    to_offload = config.train.offload == "parameters"
-    model, params, tokenizer = build(config.model, mesh, host=to_offload)
-    check_context(config, model.config)
-    params, model_config, tokenizer = with_landmark(params, model.config, tokenizer, mesh)
-    has_new_tokens = model_config.vocab_size > model.config.vocab_size
-    if config.train.lora is not None:
-        model_config = model_config.replace(lora=config.train.lora)
-        params = union(params, new_adapters(model_config, mesh, seed=config.train.seed))
-    trained, frozen = split(params, trainable(flatten(params), config.train.rules()))
-    del params
-    trainable(flatten(trained), [rate.rule for rate in config.train.rates], "train.rates")
-    _check_adapters(frozen, config)
-    if has_new_tokens:
-        _check_new_tokens(frozen, config)
-    if to_offload:
-        trained = _map_leaves(trained, lambda path, leaf: to_host(path, leaf, jnp.float32))
-        frozen = _map_leaves(frozen, to_host)
-    else:
-        trained = _map_leaves(trained, lambda _, leaf: to_float32(leaf))
-    return Assembly(model_config, trained, frozen, tokenizer)
-
-
-def _check_adapters(frozen: dict, config: TrainConfig) -> None:
-    paths = [path for path in flatten(frozen) if lora_lib.is_adapter(path)]
-    if paths:
-        raise InputError(
-            f"train.trainable={list(config.train.trainable)} leaves adapters of train.lora"
-            f" untrained ({paths[0]}); add the rule lora, or drop train.lora"
-        )
-
-
-def _check_new_tokens(frozen: dict, config: TrainConfig) -> None:
-    paths = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
-    if paths:
-        rules = ["head" if path.startswith("head/") else "embeddings" for path in paths]
-        raise InputError(
-            f"train.trainable={list(config.train.rules())} leaves the rows of [PAD] and <landmark>"
-            f" untrained ({paths[0]}); add the rule {' and '.join(dict.fromkeys(rules))}, or train"
-            " all"
-        )
-
-
-def _map_leaves(tree: dict, change: Callable[[str, jax.Array], jax.Array]) -> dict:
-    """Replaces one leaf after another and empties `tree`, so no two copies are in memory."""
-    flat = flatten(tree)
-    tree.clear()
-    for path in list(flat):
-        flat[path] = change(path, flat[path])
-    return nest(flat)
-
-
-def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> dict:
+def new_adapters(config: ModelConfig | BertConfig, mesh: jax.sharding.Mesh, *, seed: int) -> dict:
     """Initialises LoRA adapters in float32; the model's outputs do not change."""
+    model = Bert(config) if isinstance(config, BertConfig) else Decoder(config)
 
     def init(key):
-        tokens = jnp.zeros((1, 8), jnp.int32)
-        params = Decoder(config).init(key, tokens)["params"]
+        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
         return to_float32(split(params, lora_lib.is_adapter)[0])
 
     key = jax.random.fold_in(jax.random.key(seed), 1)
     shardings = param_shardings(mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)
-
-
-def base_of(config: TrainConfig, assembly: Assembly) -> BaseModel:
-    """Describes the frozen parameters, which the run's checkpoints leave out.
-
-    Its fingerprint is a collective operation: all processes must call this function.
-    """
-    return BaseModel(
-        path=config.model.path,
-        param_dtype=config.model.param_dtype,
-        seed=config.model.seed,
-        trained=tuple(flatten(assembly.trained)),
-        average=config.train.ema is not None,
-        frozen=fingerprint(assembly.frozen),
-        base=config.model.base,
-        memory=config.model.memory and config.model.memory.to_dict(),
-    )

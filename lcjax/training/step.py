@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.models import ModelConfig
 from lcjax.models.layers import differentiable, with_gradients
 from lcjax.parallel.offload import is_offloaded
 from lcjax.parallel.sharding import replicated
 from lcjax.training import optim
 from lcjax.training.config import TrainConfig
-from lcjax.training.objective import Batch, Objective, language_model
+from lcjax.training.objective import Batch, Objective
 from lcjax.training.state import TrainState, state_shardings
 
 Info = dict[str, jax.Array]
@@ -29,7 +28,7 @@ _NORM_DECAY = 0.98  # of the average gradient norm: about 50 steps
 
 def jitted_step(
     config: TrainConfig,
-    model: ModelConfig,
+    objective: Objective,
     mesh: jax.sharding.Mesh,
     state: TrainState,
     *,
@@ -40,16 +39,13 @@ def jitted_step(
     Its arguments are those of `train_step` up to `num_nonfinite`. It donates its state.
 
     Args:
-      config: sets the loss, the optimizer and the options of the step.
-      model: of the decoder.
+      config: sets the optimizer and the options of the step.
+      objective: the loss.
       mesh: the devices.
       state: arrays, or their shapes and dtypes.
       halt_after: see `train_step`.
     """
     train = config.train
-    objective = language_model(
-        *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
-    )
     step = functools.partial(
         train_step,
         objective=objective,

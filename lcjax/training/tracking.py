@@ -27,13 +27,13 @@ def announce(text: str) -> None:
 
 
 class Progress:
-    """Shows steps, loss, tokens per second, MFU and remaining time.
+    """Shows steps, loss, tokens (or another `unit`) per second, MFU and remaining time.
 
     A progress bar on a terminal or in a notebook, plain lines elsewhere.
     """
 
-    def __init__(self, *, steps: int, start: int, shown: bool = True):
-        self._steps, self._shown = steps, shown
+    def __init__(self, *, steps: int, start: int, shown: bool = True, unit: str = "tokens"):
+        self._steps, self._shown, self._unit = steps, shown, unit
         self._first: tuple[int, float] | None = None  # first step reported, and its time
         # A notebook is no terminal, but tqdm.auto draws a bar there.
         has_bar = shown and (sys.stderr.isatty() or "ipykernel" in sys.modules)
@@ -57,8 +57,8 @@ class Progress:
 
     def report(self, step: int, metrics: dict) -> None:
         parts = [f"loss {metrics['loss']:.4f}"]
-        if "tokens_per_second" in metrics:
-            parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        if (speed := metrics.get(f"{self._unit}_per_second")) is not None:
+            parts.append(f"{speed:,.0f} {self._unit}/s")
         if "mfu" in metrics:
             parts.append(f"MFU {metrics['mfu']:.1%}")
         if self._bar is not None:
@@ -90,10 +90,14 @@ def _clock(seconds: float | None) -> str:
 
 
 class Meter:
-    """Collects the info of steps; `read` returns the metrics since the last `read`."""
+    """Collects the info of steps; `read` returns the metrics since the last `read`.
 
-    def __init__(self, flops_per_token: float, peak: float, peak_source: str):
+    `unit` is what the weights of a batch count; the metrics are named after it.
+    """
+
+    def __init__(self, flops_per_token: float, peak: float, peak_source: str, unit: str = "tokens"):
         self._flops, self._peak, self.peak_source = flops_per_token, peak, peak_source
+        self._unit = unit
         self._clock: float | None = None  # starts after the first step, which includes compilation
         self._timed_tokens: list[float] = []  # of each step since the clock started
         self._clear()
@@ -134,15 +138,15 @@ class Meter:
             **{name: sum(losses[name] for losses in self._losses) / count for name in names},
             "grad_norm": float(self._last["grad_norm"]),
             "lr": float(self._last["lr"]),
-            "tokens": float(self._last["tokens"]),
+            self._unit: float(self._last["tokens"]),
             "skipped": int(self._last["skipped"]),
         }
         seconds = time.perf_counter() - self._clock
         timed_tokens = self._timed_tokens[max(0, self._num_pending - num_pending) :]
         if timed_tokens:
-            metrics["tokens_per_second"] = sum(timed_tokens) / seconds
+            metrics[f"{self._unit}_per_second"] = speed = sum(timed_tokens) / seconds
             # Attention is counted as if every row were one document.
-            metrics["mfu"] = metrics["tokens_per_second"] * self._flops / self._peak
+            metrics["mfu"] = speed * self._flops / self._peak
         self.restart(num_pending)
         self._clear()
         return metrics

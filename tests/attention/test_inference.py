@@ -10,7 +10,7 @@ from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.hf_config import config_to_hf
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
-from lcjax.training import loop
+from lcjax.training import task
 from lcjax.training.config import TrainConfig
 
 TINY = preset("tiny").replace(num_layers=1)
@@ -44,11 +44,8 @@ def test_an_export_says_full_attention():
 
 def test_held_out_text_is_scored_with_full_attention(monkeypatch):
     seen = []
-    build = loop.language_model
-    monkeypatch.setattr(
-        loop,
-        "language_model",
-        lambda config, *a, **k: seen.append(config) or build(config, *a, **k),
-    )
-    loop.Validation(TrainConfig(), TRAINED, ByteTokenizer(), None)
+    monkeypatch.setattr(task, "language_model", lambda config, *a, **k: seen.append(config))
+    run = task.LanguageModelTask(TrainConfig(), None)
+    run.model = TRAINED
+    run.objective("validation")
     assert seen == [TINY]

@@ -59,6 +59,29 @@ def test_token_nll_is_the_loss_of_each_position():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_gradients_of_token_nll_equal_optax_in_any_loss_of_it(tied):
+    hidden, kernel, bias, targets, _ = _inputs(6, 13, 16, 91)
+
+    def mixture(nll):
+        """-log of a mean over three rows of the product over tokens: no sum over tokens."""
+        return -jax.nn.logsumexp(-nll.sum(-1).reshape(2, 3), axis=1).sum() + (nll**2).mean()
+
+    def ours(hidden, kernel, bias):
+        projection = Projection(kernel.T if tied else kernel, bias, tied)
+        return mixture(token_nll(hidden, projection, targets, chunk=5))
+
+    def peer(hidden, kernel, bias):
+        logits = hidden @ kernel + bias
+        return mixture(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    got, want = (
+        jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2)))(hidden, kernel, bias)
+        for one in (ours, peer)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), got, want)
+
+
 def test_padding_and_unscored_tokens_change_neither_loss_nor_gradients():
     hidden, kernel, _, targets, weights = _inputs(2, 17, 16, 50)
     weights = weights.at[:, 11:].set(0)

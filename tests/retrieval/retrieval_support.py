@@ -5,6 +5,11 @@ import json
 
 import numpy as np
 
+from lcjax.checkpoints.hf_names import entries
+from lcjax.checkpoints.safetensors_io import write_file
+from lcjax.checkpoints.weights import TensorInfo
+from lcjax.models.bert import BertConfig
+
 WORDS = (
     *("harbour", "quiet", "morning", "letter", "captain", "river", "stone", "garden", "winter"),
     *("candle", "music", "horse", "paper", "silver", "window", "bridge", "market", "orchard"),
@@ -59,3 +64,25 @@ def content(folder):
     """Path and bytes of every file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def write_bert(folder, words, seed=0, prefix="", **changes):
+    """Writes a random BERT of two layers with a vocabulary of `words`, without pooling modules.
+
+    The names of its tensors begin with `prefix`.
+    """
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    sizes = dict(vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
+    hf = {"model_type": "bert"} | sizes | changes
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    rng, arrays = np.random.default_rng(seed), {}
+    for entry in entries(BertConfig.from_hf(hf)):
+        for name in entry.names:
+            noise = 0.2 * rng.normal(size=entry.tensor_shape)
+            arrays[prefix + name] = (noise + ("LayerNorm.weight" in name)).astype(np.float32)
+    infos = {name: TensorInfo(x.shape, "float32") for name, x in arrays.items()}
+    write_file(folder / "model.safetensors", infos, iter(arrays.items()))
+    return folder

@@ -277,6 +277,40 @@ def test_the_command_builds_searches_checks_appends_and_deletes(tmp_path, capsys
     assert "no passage has" in printed and "new.jsonl:1#0-8" in printed
 
 
+def test_hard_negatives_are_the_best_passages_without_the_answer(store, tmp_path, capsys):
+    texts = [passage.text for passage in store.passages(range(4))]
+    asked = [text.split()[1:6] for text in texts]
+    rows = [
+        {"question": " ".join(words), "answer": text.split()[0]}
+        for words, text in zip(asked, texts)
+    ]
+    lines = [*map(json.dumps, rows), '{"question": "quiet harbour", "answers": ["nowhere"]}', ""]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    words = ["negatives", "--path", tmp_path / "questions.jsonl", "--store", store.folder]
+    words += ["--k", 30, "--count", 3, "--kind", "sparse", "--out"]
+    out = tmp_path / "pairs.jsonl"
+    code, shown, _ = run(capsys, *words, out)
+    assert code == 0 and "4 pairs; left out: 1 questions whose answer no passage has, 0" in shown
+    searched = Retriever.open(store, "sparse").search([row["question"] for row in rows], 30)
+    for line, row, hits in zip(out.read_text().splitlines(), rows, searched, strict=True):
+        record, ranked = json.loads(line), [hit.passage for hit in hits]
+        has_answer = [row["answer"] in passage.text.split() for passage in ranked]
+        assert record["query"] == row["question"]
+        assert record["positive"]["text"] == ranked[has_answer.index(True)].text
+        assert record["positive"]["title"].startswith("Title")
+        without = [p.text for p, has in zip(ranked, has_answer) if not has]
+        assert [passage["text"] for passage in record["negatives"]] == without[:3]
+    for change, message in (
+        ([out], "exists and is not replaced"),
+        ([tmp_path / "b.jsonl", "--count", 31], "0 pairs; left out: 1 questions"),
+        ([tmp_path / "b.jsonl", "--path", tmp_path / "no"], "is no file; name lines of"),
+        ([tmp_path / "b.jsonl", "--path", out], "pairs.jsonl:1 has no question"),
+    ):
+        code, _, error = run(capsys, *words, *change)
+        assert code == 2 and message in error and error.count("\n") == 1
+        assert not (tmp_path / "b.jsonl").exists()
+
+
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
     text, out = write_corpus(tmp_path / "text", files=1, lines=2), tmp_path / "out"
     build(BuildConfig(TextConfig(path=text), out=str(out), workers=1))

@@ -14,6 +14,7 @@ from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
+from lcjax.training.task import LanguageModelTask
 from lcjax.training.tracking import read
 from lcjax.tree import flatten, split
 
@@ -160,7 +161,7 @@ WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
 def test_rows_and_settings_that_do_not_belong_together_are_refused_before_a_model_is_read(
     data, distill, match, corpus, stored, tmp_path, monkeypatch
 ):
-    monkeypatch.delattr(loop, "assemble")
+    monkeypatch.setattr(LanguageModelTask, "load", None)
     data = {
         "text": rows(BEFORE),
         "rows": taught(stored),

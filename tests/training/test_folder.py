@@ -12,7 +12,8 @@ from lcjax.files import CHECKSUMS
 from lcjax.models.lora import LoRA
 from lcjax.parallel.run_lock import RunLock
 from lcjax.training import folder as folder_lib
-from lcjax.training import loop, run
+from lcjax.training import run
+from lcjax.training.task import LanguageModelTask
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 OVERWRITE = {"existing": "overwrite"}
@@ -83,7 +84,7 @@ def test_the_old_run_is_all_that_is_removed(folder, corpus):
 def test_other_files_among_the_results_are_listed_and_nothing_is_removed(
     folder, corpus, monkeypatch, name
 ):
-    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
     if name.startswith("loss.png"):
         (folder / "loss.png").unlink()
     add(folder, name)
@@ -152,7 +153,7 @@ def test_results_that_cannot_be_replaced_are_refused_before_the_first_step(
     add(folder, name)
     config = short(folder, corpus)
     assert folder_lib.finished(config)
-    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
     with pytest.raises(InputError, match=r"cannot be replaced: lcjax does not write README\.md"):
         run(config)
 
@@ -162,7 +163,7 @@ def test_results_that_cannot_be_replaced_are_refused_before_the_first_step(
 def test_a_folder_that_cannot_take_results_is_refused_before_the_model_is_read(
     tmp_path, corpus, monkeypatch, name, kind
 ):
-    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
     path, access = tmp_path / name, os.access
     if kind == "a file":
         path.write_text("mine")
@@ -179,7 +180,7 @@ def test_a_folder_that_cannot_take_results_is_refused_before_the_model_is_read(
 def test_a_folder_in_the_place_of_a_file_is_refused_before_the_model_is_read(
     tmp_path, corpus, monkeypatch
 ):
-    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(InputError, match=r"metrics\.jsonl is a folder, and a file is needed"):
         run(short(tmp_path, corpus))

@@ -26,6 +26,7 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import EvalSection, Rate, TrackSection, TrainConfig
+from lcjax.training.task import LanguageModelTask
 from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
@@ -37,11 +38,11 @@ def traced_once():
     """Runs that differ in what they save and when they stop have one step."""
     steps, begin = {}, loop.jitted_step
 
-    def step(config, model, mesh, state, *, halt_after):
+    def step(config, objective, mesh, state, *, halt_after):
         settings = dataclasses.replace(config.train, save_every=1, export=True, on_nan="stop")
-        key = settings, model, mesh, halt_after
+        key = settings, config.model, mesh, halt_after
         if key not in steps:
-            steps[key] = begin(config, model, mesh, state, halt_after=halt_after)
+            steps[key] = begin(config, objective, mesh, state, halt_after=halt_after)
         return steps[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -275,18 +276,19 @@ def test_a_run_goes_on_with_one_state_in_memory(tmp_path, corpus, monkeypatch):
         at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
         run(tiny(tmp_path / "run", corpus, export=False))
     read_in, freed = [], []
-    assemble, restore = loop.assemble, loop.Checkpoints.restore
+    load, restore = LanguageModelTask.load, loop.Checkpoints.restore
 
-    def assembled(*args):
-        read_in.append(assemble(*args))
-        return read_in[0]
+    def loaded(self):
+        trained, frozen = load(self)
+        read_in.extend(flatten(trained).values())
+        return trained, frozen
 
     def restored(self, target):
         assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target))
-        freed.extend(leaf.is_deleted() for leaf in flatten(read_in[0].trained).values())
+        freed.extend(leaf.is_deleted() for leaf in read_in)
         return restore(self, target)
 
-    monkeypatch.setattr(loop, "assemble", assembled)
+    monkeypatch.setattr(LanguageModelTask, "load", loaded)
     monkeypatch.setattr(loop.Checkpoints, "restore", restored)
     monkeypatch.setattr(loop, "init_state", None)
     run(tiny(tmp_path / "run", corpus, export=False))
@@ -349,17 +351,48 @@ def test_a_start_that_fails_costs_the_run_before_nothing(corpus, reference):
 def test_what_is_wrong_with_paths_mesh_and_rules_is_said_before_a_model_is_read(
     tmp_path, corpus, monkeypatch, capsys, sections, message
 ):
-    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
     with pytest.raises(InputError, match=message):
         run(tiny(tmp_path / "run", corpus, **sections))
     assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
 
 
 def test_a_package_that_is_missing_is_said_before_a_model_is_read(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r"track\.wandb=p needs wandb: pip install"):
         run(tiny(tmp_path / "run", corpus).replace(track=TrackSection(wandb="p")))
+
+
+def test_a_task_completes_batches_with_the_weights_of_the_step_and_resumes_the_same(
+    tmp_path, corpus, monkeypatch
+):
+    calls = []
+
+    def prepare(self, step, batch, params):
+        """Tokens that depend on the weights: any difference would change all later losses."""
+        total = float(sum(x.sum() for x in flatten(params).values()))
+        calls.append((step, total))
+        return batch | {"tokens": (batch["tokens"] + abs(int(1e6 * total))) % 259}
+
+    monkeypatch.setattr(LanguageModelTask, "prepare", prepare)
+    options = {"steps": 6, "save_every": 3, "export": False, "data": {"holdout": 0.2}, "ema": 0.9}
+
+    def config(name):
+        evaluation = EvalSection(every=3, batches=1)
+        return tiny(tmp_path / name, corpus, **options).replace(eval=evaluation)
+
+    run(config("whole"))
+    # Of a validation as well, which reads the same weights as the next step.
+    assert [step for step, _ in calls] == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert calls[3] == calls[4] and len({total for _, total in calls}) == 7
+    whole, calls[:] = dict(calls), []
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+        run(config("parts"))
+    run(config("parts"))
+    assert dict(calls) == whole
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_otherwise(tmp_path, corpus):

@@ -15,6 +15,7 @@ from lcjax.memory import CepeSection
 from lcjax.models import preset
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 from lcjax.training import batches, loop, run
+from lcjax.training.task import LanguageModelTask
 from lcjax.training.tracking import read
 
 CHUNKS = {"length": 24, "chunks": Chunks(count=4, length=4), "document_mask": False}
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 def test_text_that_a_model_cannot_read_is_refused_before_it_is_loaded(
     data, model, match, corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.delattr(loop, "assemble")
+    monkeypatch.setattr(LanguageModelTask, "load", None)
     with pytest.raises(InputError, match=match) as caught:
         run(tiny(tmp_path / "run", corpus, data=data, model=model))
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()

@@ -1,0 +1,154 @@
+"""`python -m lcjax.retrieval negatives`: pairs for the training of an encoder from questions.
+
+A search ranks passages for each question. The best one with the answer becomes the positive, and
+the best ones without it the hard negatives, as in DPR (Karpukhin et al. 2020, arXiv 2004.04906,
+sec. 3.2), whose negatives come from BM25.
+
+has_answer("... in Nîmes.", ["Nimes", "Nîmes"])        # True
+"""
+
+import functools
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from lcjax.errors import InputError, whole_number
+from lcjax.files import parse_json, write_whole
+from lcjax.retrieval.retriever import Hit, Retriever
+
+_QUESTIONS_AT_ONCE = 256  # searched together
+
+
+class _Question(NamedTuple):
+    text: str
+    answers: list[str]
+
+
+class MinedPairs(NamedTuple):
+    """What `mine` wrote, and why questions were left out."""
+
+    num_pairs: int
+    num_without_answer: int  # no passage has the answer
+    num_without_negatives: int  # too few passages lack it
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_pairs:,} pairs; left out: {self.num_without_answer:,} questions whose"
+            f" answer no passage has, {self.num_without_negatives:,} with too few negatives"
+            " (a larger k finds more)"
+        )
+
+
+def mine(
+    questions: str | Path, retriever: Retriever, out: str | Path, *, k: int = 100, count: int = 7
+) -> MinedPairs:
+    """Writes a file of records {query, positive, negatives} for `retriever.pairs`.
+
+    Args:
+      questions: lines of JSON with `question` and `answer` (a text or a list; also `answers`).
+      retriever: ranks the passages.
+      out: the file, which must not exist.
+      k: passages that are searched for each question.
+      count: hard negatives of each question.
+
+    Raises:
+      InputError: a line has no question or answer, `out` exists, or no question gives a pair.
+    """
+    whole_number("k", k, 1)
+    whole_number("count", count, 0)
+    questions, out = Path(questions).expanduser(), Path(out).expanduser()
+    if out.exists():
+        raise InputError(f"out={out} exists and is not replaced; name another file")
+    rows = list(_read(questions))
+    counts, lines = [0, 0, 0], []
+    with tqdm(total=len(rows), desc="search", unit="question", delay=1) as bar:
+        for start in range(0, len(rows), _QUESTIONS_AT_ONCE):
+            part = rows[start : start + _QUESTIONS_AT_ONCE]
+            for question, hits in zip(part, retriever.search([q.text for q in part], k)):
+                field, record = _pair(question, hits, count)
+                counts[field] += 1
+                if record is not None:
+                    lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+            bar.update(len(part))
+    pairs = MinedPairs(*counts)
+    if not lines:
+        raise InputError(f"{questions}: {pairs}; check that the datastore holds the answers")
+    write_whole(out, "".join(lines))
+    return pairs
+
+
+def _pair(
+    question: _Question, hits: Sequence[Hit], count: int
+) -> tuple[int, dict[str, Any] | None]:
+    """Returns the field of `MinedPairs` that counts the question, and its record."""
+    groups: dict[bool, list[dict[str, str]]] = {True: [], False: []}
+    for hit in hits:
+        passage = {"title": hit.passage.title, "text": hit.passage.text}
+        groups[has_answer(hit.passage.text, question.answers)].append(passage)
+    if not groups[True]:
+        return 1, None
+    if len(groups[False]) < count:
+        return 2, None
+    fields = {"positive": groups[True][0], "negatives": groups[False][:count]}
+    return 0, {"query": question.text, "answers": question.answers} | fields
+
+
+def _read(path: Path) -> Iterator[_Question]:
+    if not path.is_file():
+        raise InputError(f"path={path} is no file; name lines of {{question, answer}}")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number} is not JSON ({error})") from None
+        fields = row if isinstance(row, dict) else {}
+        text = fields.get("question")
+        answers = fields.get("answers") or fields.get("answer") or []
+        answers = answers if isinstance(answers, list) else [answers]
+        if not isinstance(text, str) or not text.strip():
+            raise InputError(f"{path}:{number} has no question")
+        if not answers or not all(isinstance(answer, str) for answer in answers):
+            raise InputError(f"{path}:{number} has no answer: a text, or a list of texts")
+        yield _Question(text.strip(), answers)
+
+
+def has_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether `text` contains one of `answers` as whole words, after DPR's normalisation.
+
+    Both are decomposed (NFD), split into runs of letters, numbers and marks and into other single
+    characters, and put in lower case (`SimpleTokenizer`, arXiv 2004.04906). So "cat" is not in
+    "category", and "Nîmes" is another word than "Nimes". An answer without a word is in no text.
+    """
+    words = _words(text)
+    return any(_words(answer).strip() and _words(answer) in words for answer in answers)
+
+
+def _words(text: str) -> str:
+    """The words of a text, each between blanks."""
+    words = _word_pattern().findall(unicodedata.normalize("NFD", text))
+    return f" {' '.join(words).lower()} "
+
+
+@functools.cache
+def _word_pattern() -> re.Pattern[str]:
+    r"""DPR's `[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]`, whose classes Python's `re` does not know."""
+    edges: dict[str, list[str]] = {"word": [], "blank": []}
+    last = ""
+    for code in range(sys.maxunicode + 1):
+        group = unicodedata.category(chr(code))[0]
+        kind = "word" if group in "LNM" else "blank" if group in "ZC" else ""
+        if kind and kind == last:
+            edges[kind][-1] = edges[kind][-1][:10] + f"-\\U{code:08x}"
+        elif kind:
+            edges[kind].append(f"\\U{code:08x}")
+        last = kind
+    word, blank = ("".join(ranges) for ranges in edges.values())
+    return re.compile(f"[{word}]+|[^{blank}]")

@@ -1,0 +1,401 @@
+"""Training of encoders by train.py: the types of the section `retriever`.
+
+    retriever:
+      type: contrastive
+      encoder: {path: facebook/contriever, pooling: mean}
+      pairs: {type: records, path: pairs.jsonl}
+
+The loop, the checkpoints and the optimizer are those of language models (`lcjax.training.task`).
+"""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lcjax.checkpoints.bert_folder import (
+    BERT_FOLDER,
+    BERT_FOLDERS,
+    BertWeights,
+    SentenceModules,
+    save_bert,
+)
+from lcjax.checkpoints.build import ModelSection
+from lcjax.checkpoints.hub import resolve_encoder
+from lcjax.checkpoints.run_folder import BaseModel, fingerprint
+from lcjax.data import Loader
+from lcjax.errors import InputError, is_finite_number, whole_numbers
+from lcjax.files import FolderFormat
+from lcjax.models.bert import Bert, BertConfig
+from lcjax.models.lora import LoRA
+from lcjax.parallel import distributed
+from lcjax.parallel.sharding import keep_rows, process_rows, replicated
+from lcjax.retrieval.datastore import EncoderSection
+from lcjax.retrieval.encoder import BertEncoder, holds_two, kind_of
+from lcjax.retrieval.token_batches import DTYPES, TokenBatch
+from lcjax.retrieval.training_pairs import PairRows, Pairs, Records, open_pairs
+from lcjax.training import batches
+from lcjax.training import folder as folder_lib
+from lcjax.training.config import RetrieverTraining, TrainConfig, TrainSection
+from lcjax.training.objective import Objective
+from lcjax.training.state import new_adapters
+from lcjax.training.task import Task, split_trained
+from lcjax.training.tracking import announce
+from lcjax.tree import flatten, union
+
+_SIDES = ("query", "passage")  # first names in the paths of parameters where there are two encoders
+
+
+@RetrieverTraining.register_subclass("contrastive")
+@dataclasses.dataclass(frozen=True)
+class Contrastive(RetrieverTraining):
+    """Queries are drawn to their passages, and away from all other passages of a microbatch.
+
+    The loss of a query q with its passage p+ is -log softmax of sim(q, p) / temperature over the
+    passages p of all queries of the microbatch, on all devices, with their hard negatives (DPR,
+    Karpukhin et al. 2020, arXiv 2004.04906; Contriever, Izacard et al. 2022, arXiv 2112.09118).
+    """
+
+    # The weights to start from: a BERT, or two (`query_folder`). Defaults are those of its folder
+    encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
+    temperature: float = 0.05  # of the similarities; Contriever's. DPR has 1
+    negatives: int = 0  # hard negatives of a query, from records
+    # The mean with the loss of passages, of which each has to choose among the queries (CLIP)
+    symmetric: bool = False
+    pairs: Pairs = dataclasses.field(default_factory=Records)
+    query_tokens: int = 128  # of a query, special tokens included; longer ones are cut
+    passage_tokens: int = 256
+
+    def __post_init__(self):
+        if not is_finite_number(self.temperature) or not self.temperature > 0:
+            raise InputError(
+                f"retriever.temperature={self.temperature!r} must be above 0, such as 0.05"
+            )
+        whole_numbers("retriever", self, 0, "negatives")
+        whole_numbers("retriever", self, 3, "query_tokens", "passage_tokens")
+
+    def make_task(self, config: TrainConfig, mesh: jax.sharding.Mesh) -> "ContrastiveTask":
+        return ContrastiveTask(config, mesh)
+
+
+class TrainedEncoder:
+    """A BERT encoder, or one for queries and one for passages, with weights that are arguments.
+
+    Parameters are those of `lcjax.models.bert.Bert`: of one encoder as they are, of two below
+    `query/` and `passage/`.
+    """
+
+    def __init__(
+        self,
+        section: EncoderSection,
+        mesh: jax.sharding.Mesh | None,
+        lora: LoRA | None,
+        *,
+        separate: bool = False,
+    ):
+        """Opens the folders of `section`; call `check_encoder` before.
+
+        Args:
+          section: one encoder or two.
+          mesh: the devices.
+          lora: adapters to add.
+          separate: whether one encoder becomes two with the same weights.
+        """
+        self._section, self._mesh = section, mesh
+        # Weights are trained in float32, whatever the dtype of activations.
+        bert: BertEncoder = dataclasses.replace(section, dtype=None).open(mesh)
+        self.bert, self.pool, self.prefixes = bert, bert.pool, bert.prefixes
+        self.max_tokens, self.tokenizer = bert.max_tokens, bert.passage.folder.tokenizer
+        self._berts = dict(zip(_SIDES, (bert.query, bert.passage)))
+        if bert.query is bert.passage and separate:
+            copied = jax.tree.map(jnp.copy, bert.query.params)
+            self._berts["query"] = dataclasses.replace(bert.query, params=copied)
+        elif bert.query is bert.passage:
+            self._berts = {"": bert.passage}
+        elif bert.query.folder.tokenizer.fingerprint != self.tokenizer.fingerprint:
+            raise InputError(
+                f"encoder.query_folder={section.query_folder} has another tokenizer than"
+                f" encoder.path={section.path}; train two encoders with one vocabulary"
+            )
+        dtype = section.dtype or "float32"
+        self._models = {
+            side: Bert(bert.model.config.replace(dtype=dtype, lora=lora), mesh)
+            for side, bert in self._berts.items()
+        }
+
+    @property
+    def config(self) -> BertConfig:
+        """Of the encoder of passages, with adapters."""
+        return self._models[next(reversed(self._models))].config
+
+    @property
+    def has_two(self) -> bool:
+        """Whether queries and passages have encoders of their own."""
+        return len(self._models) == 2
+
+    def take_params(self, seed: int) -> dict:
+        """Returns the parameters, new adapters included; the encoder holds no reference to them."""
+        trees = {}
+        for number, (side, bert) in enumerate(self._berts.items()):
+            config, params = self._models[side].config, bert.params
+            if config.lora is not None:
+                adapters = new_adapters(config, self._mesh, seed=seed + number)
+                params = union(params, adapters)
+            trees[side], bert.params = params, {}
+        return trees if self.has_two else trees[""]
+
+    def vectors(
+        self, params: dict, tokens: Int[Array, "N T"], lengths: Int[Array, " N"], *, is_query: bool
+    ) -> Float[Array, "N D"]:
+        """Returns the vectors of rows of tokens, float32; traceable.
+
+        Args:
+          params: of all encoders.
+          tokens: with special tokens; 0 on padding.
+          lengths: tokens of each row; 0 for rows of padding, whose vectors mean nothing.
+          is_query: whether the rows are queries.
+        """
+        side, params = self._side(params, is_query)
+        tokens, lengths = (keep_rows(x, self._mesh) for x in (tokens, jnp.maximum(lengths, 1)))
+        hidden = self._models[side].apply({"params": params}, tokens, lengths=lengths)
+        return self.pool(None, {}, hidden, TokenBatch(tokens, lengths, lengths, lengths))
+
+    def _side(self, params: dict, is_query: bool) -> tuple[str, dict]:
+        if not self.has_two:
+            return "", params
+        side = _SIDES[not is_query]
+        return side, params[side]
+
+    def with_params(self, params: dict) -> BertEncoder:
+        """Returns an encoder with these weights; it shares all else."""
+        encoder = copy.copy(self.bert)
+        for name in _SIDES:
+            side, tree = self._side(params, name == "query")
+            bert = dataclasses.replace(self._berts[side], model=self._models[side], params=tree)
+            setattr(encoder, name, bert)
+        return encoder
+
+    def save(self, folder: Path, params: dict, train: TrainSection) -> None:
+        """Writes a folder that `open_encoder`, sentence-transformers and transformers open."""
+        weights = {
+            side: BertWeights(params[side] if self.has_two else params, model.config, bert.folder)
+            for (side, model), bert in zip(self._models.items(), self._berts.values())
+        }
+        save_bert(
+            folder,
+            weights if self.has_two else weights[""],
+            SentenceModules(self.pool.pooling, self.pool.normalize, *self.prefixes),
+            max_tokens=self.max_tokens,
+            dtype=train.export_dtype or "float32",
+            overwrite=True,
+            checksums=train.checksums,
+        )
+
+    def training_flops(self, *lengths: int) -> float:
+        """Returns the FLOPs of an update with one row of each of these lengths."""
+        c = self.config
+        per_token = 2 * c.num_layers * (4 * c.width**2 + 2 * c.width * c.mlp_width)
+        attention = 4 * c.num_layers * c.width
+        return 3.0 * sum(length * (per_token + attention * length) for length in lengths)
+
+
+def check_encoder(section: EncoderSection) -> None:
+    """Raises an InputError unless `section` names a BERT, before its weights are read."""
+    if not section.path:
+        raise InputError("retriever.encoder.path is empty: name the folder or hub id of a BERT")
+    if section.dtype not in (None, *DTYPES):
+        raise InputError(f"retriever.encoder.dtype={section.dtype} is none of {', '.join(DTYPES)}")
+    for key in ("path", "query_folder"):
+        if (path := getattr(section, key)) is None:
+            continue
+        pickle = section.allow_pickle
+        try:
+            kind = kind_of(resolve_encoder(path, allow_pickle=pickle), pickle)
+        except InputError as error:
+            message = str(error).removeprefix(f"{path}: ")
+            raise InputError(f"retriever.encoder.{key}={path}: {message}") from error
+        if kind is not BertEncoder:
+            raise InputError(
+                f"retriever.encoder.{key}={path} is for a {kind.__name__}, and only BERT encoders"
+                " are trained here; name one, such as facebook/contriever"
+            )
+
+
+def export_format(section: EncoderSection, *, separate: bool = False) -> FolderFormat:
+    """Returns the format of what `TrainedEncoder.save` writes."""
+    path = Path(section.path).expanduser()
+    # A run folder holds what was trained in `model`.
+    has_two = section.query_folder is not None or any(map(holds_two, (path, path / "model")))
+    return BERT_FOLDERS if has_two or separate else BERT_FOLDER
+
+
+def contrastive_loss(
+    queries: Float[Array, "B D"],
+    passages: Float[Array, "B N D"],
+    weights: Float[Array, " B"],
+    passage_ids: Int[Array, "B N"],
+    *,
+    temperature: float,
+    symmetric: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Computes the loss of queries over the passages of all rows, summed over the rows.
+
+    With s_ij = q_i . p_j / temperature the loss of query i, whose passage is p_i, is
+
+        -s_ii + log sum_j exp(s_ij)
+
+    over all passages j, hard negatives included, but those of rows of padding and those that equal
+    p_i. With `symmetric` it is the mean of this and of -s_ii + log sum_j exp(s_ji) over the queries
+    j, but those of padding and those whose passage equals p_i.
+
+    Args:
+      queries: vectors.
+      passages: of each query the positive, then hard negatives.
+      weights: 0 on rows of padding.
+      passage_ids: equal for equal passages.
+      temperature: of the scores.
+      symmetric: whether passages have to choose among queries, too.
+      mesh: over which rows are sharded; every device then scores its queries over all passages.
+
+    Returns:
+      The sum of the losses, the sum of the weights, and as a part that is logged `accuracy`, the
+      number of queries whose passage has the highest score.
+    """
+    num_rows, num_passages = passage_ids.shape
+    passages = passages.reshape(num_rows * num_passages, -1)
+    if mesh is not None:
+        # Gathered once: gradients flow back to the device that computed a passage.
+        passages = jax.lax.with_sharding_constraint(passages, replicated(mesh))
+    scores = jnp.matmul(queries, passages.T, precision=jax.lax.Precision.HIGHEST) / temperature
+    scores = keep_rows(scores.reshape(num_rows, num_rows, num_passages), mesh)
+
+    is_own = jnp.eye(num_rows, dtype=bool)
+    is_positive = is_own[:, :, None] & (jnp.arange(num_passages) == 0)
+    is_equal = passage_ids[:, :1, None] == passage_ids[None]  # [B, B, N]
+    is_text = (weights > 0)[None, :, None]
+    is_scored = is_positive | (is_text & ~is_equal)
+    scored = jnp.where(is_scored, scores, -jnp.inf)
+    own = jnp.diagonal(scores[:, :, 0])
+    losses = jax.nn.logsumexp(scored, axis=(1, 2)) - own
+    if symmetric:
+        # Columns are queries. Equality of positives is symmetric.
+        by_passage = jnp.where(is_own | (is_text & ~is_equal)[:, :, 0], scores[:, :, 0].T, -jnp.inf)
+        losses = (losses + jax.nn.logsumexp(by_passage, axis=1) - own) / 2
+    is_best = own > jnp.where(is_positive, -jnp.inf, scored).max((1, 2))
+    parts = {"accuracy": jnp.sum(weights * is_best)}
+    return jnp.sum(weights * losses), jnp.sum(weights), parts
+
+
+class ContrastiveTask(Task):
+    """Trains an encoder on pairs of queries and passages (`Contrastive`)."""
+
+    unit = "queries"
+    encoder: TrainedEncoder
+
+    def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh | None):
+        super().__init__(config, mesh)
+        self.settings: Contrastive = config.retriever
+        self.export_format = export_format(self.settings.encoder)
+
+    def check(self) -> None:
+        config, settings = self.config, self.settings
+        check_sections(config)
+        batches.check_batch(config, self.mesh)
+        rows, negatives = config.train.batch_size, settings.negatives
+        distributed.from_first(lambda: settings.pairs.check(config.data, rows, negatives))
+        check_encoder(settings.encoder)
+
+    def load(self) -> tuple[dict, dict]:
+        settings, train = self.settings, self.config.train
+        announce(f"loading {settings.encoder.path}")
+        self.encoder = TrainedEncoder(settings.encoder, self.mesh, train.lora)
+        for name in ("query_tokens", "passage_tokens"):
+            if (tokens := getattr(settings, name)) > self.encoder.max_tokens:
+                raise InputError(
+                    f"retriever.{name}={tokens} is more than the {self.encoder.max_tokens} tokens"
+                    f" that {settings.encoder.path} reads; lower it"
+                )
+        self.dtype = self.encoder.config.dtype
+        return split_trained(self.config, self.encoder.take_params(train.seed))
+
+    def open_loader(self, split: str) -> Loader:
+        config, settings, size = self.config, self.settings, self.config.train.batch_size
+        encoder, lengths = self.encoder, (settings.query_tokens, settings.passage_tokens)
+        return open_pairs(
+            settings.pairs,
+            PairRows(encoder.tokenizer, encoder.prefixes, *lengths, settings.negatives),
+            config.data,
+            batch_size=size,
+            local_rows=process_rows(self.mesh, size),
+            split=split,
+        )
+
+    def objective(self, split: str) -> Objective:
+        del split
+        encoder, settings, mesh = self.encoder, self.settings, self.mesh
+
+        def objective(trained, frozen, batch, key):
+            del key
+            params = union(trained, frozen)
+            queries = encoder.vectors(params, batch["query"], batch["query_length"], is_query=True)
+            shape = batch["passages"].shape
+            passages = encoder.vectors(
+                params,
+                batch["passages"].reshape(-1, shape[2]),
+                batch["passage_lengths"].reshape(-1),
+                is_query=False,
+            )
+            with jax.named_scope("loss"):
+                return contrastive_loss(
+                    queries,
+                    passages.reshape(*shape[:2], -1),
+                    batch["weights"],
+                    batch["passage_ids"],
+                    temperature=settings.temperature,
+                    symmetric=settings.symmetric,
+                    mesh=mesh,
+                )
+
+        return objective
+
+    def base(self, trained: dict, frozen: dict) -> BaseModel:
+        train, section = self.config.train, self.settings.encoder
+        return BaseModel(
+            path=section.path,
+            param_dtype="float32",
+            seed=train.seed,
+            trained=tuple(flatten(trained)),
+            average=train.ema is not None,
+            frozen=fingerprint(frozen),
+            base=section.query_folder,
+        )
+
+    def export(self, folder: Path, trained: dict, frozen: dict) -> None:
+        path = folder / folder_lib.MODEL
+        self.encoder.save(path, union(trained, frozen), self.config.train)
+
+    def training_flops(self) -> float:
+        settings = self.settings
+        passages = [settings.passage_tokens] * (1 + settings.negatives)
+        return self.encoder.training_flops(settings.query_tokens, *passages)
+
+
+def check_sections(config: TrainConfig) -> None:
+    """Raises an InputError for settings of language models, which an encoder does not read."""
+    defaults = ModelSection()
+    for field in dataclasses.fields(ModelSection):
+        if (value := getattr(config.model, field.name)) != getattr(defaults, field.name):
+            raise InputError(
+                f"model.{field.name}={value} is of a language model, and a contrastive retriever"
+                " trains none; leave it out, and name the encoder with retriever.encoder.path"
+            )
+    train, default = config.train, TrainSection()
+    for name in ("distill", "positions", "loss_chunk"):
+        if getattr(train, name) != getattr(default, name):
+            raise InputError(f"train.{name} is of a language model; leave it out")
+    if train.offload == "parameters":
+        raise InputError("train.offload=parameters is for decoders; set optimizer, or none")

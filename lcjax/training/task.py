@@ -1,0 +1,290 @@
+"""What a run trains: `Task`, and the language model, which is the task of most runs.
+
+The loop, validation and checkpoints (`lcjax.training.loop`) are the same for all tasks. The section
+`retriever` of a config makes another task; its types are in `lcjax.retrieval.training`.
+"""
+
+import abc
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax import config as config_lib
+from lcjax.checkpoints import save_hf
+from lcjax.checkpoints.adapters import save_peft
+from lcjax.checkpoints.build import build, check_source
+from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
+from lcjax.checkpoints.landmark import with_landmark
+from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel, fingerprint
+from lcjax.checkpoints.tokenizer import Tokenizer
+from lcjax.data import Loader, check_outside_data, check_sources, scan
+from lcjax.errors import InputError
+from lcjax.files import FolderFormat
+from lcjax.models import ModelConfig
+from lcjax.models import lora as lora_lib
+from lcjax.parallel import distributed
+from lcjax.parallel.offload import to_host
+from lcjax.rope.positions import PlainPositions
+from lcjax.training import batches, estimate
+from lcjax.training import folder as folder_lib
+from lcjax.training.config import TrainConfig, trainable
+from lcjax.training.objective import Objective, language_model
+from lcjax.training.optim import to_float32
+from lcjax.training.state import new_adapters
+from lcjax.training.tracking import announce
+from lcjax.tree import flatten, nest, split, union
+
+
+def make_task(config: TrainConfig, mesh: jax.sharding.Mesh) -> "Task":
+    """Returns the task of a config; nothing is loaded yet."""
+    if config.retriever is not None:
+        return config.retriever.make_task(config, mesh)
+    return LanguageModelTask(config, mesh)
+
+
+class Task(abc.ABC):
+    """What a run trains. The loop calls `check`, then `load`, then the other methods.
+
+    All processes of a job call the methods, since loading and writing are collective operations.
+
+    Attributes:
+      config: of the run.
+      mesh: the devices.
+      unit: what the weights of a batch count, in the plural.
+      export_format: of `<run>/model`.
+      dtype: of activations, for the peak of the devices; set by `load`.
+    """
+
+    unit: str = "tokens"
+    export_format: FolderFormat
+    dtype: str
+
+    def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh | None):
+        self.config, self.mesh = config, mesh
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Makes all checks that need no weights: loading a large model takes minutes.
+
+        Raises:
+          InputError: if the config or the data cannot be used.
+        """
+
+    @abc.abstractmethod
+    def load(self) -> tuple[dict, dict]:
+        """Loads or initialises the model.
+
+        Returns:
+          The trained parameters, in float32 (bfloat16 would round most updates to nothing), and the
+          frozen ones. The loop donates the trained ones, so a task holds no reference to them.
+        """
+
+    @abc.abstractmethod
+    def open_loader(self, split: str) -> Loader:
+        """Opens the rows of this process' devices; `split` is "train" or "validation".
+
+        Batches are dicts of arrays [B, ...] with `weights` float32 [B, ...], 0 on padding.
+        """
+
+    @abc.abstractmethod
+    def objective(self, split: str) -> Objective:
+        """Returns the loss of the training, or of the validation."""
+
+    def prepare(
+        self, step: int, batch: dict[str, np.ndarray], params: dict
+    ) -> dict[str, np.ndarray]:
+        """Completes a batch on the host before it goes to the devices.
+
+        For batches that depend on the weights, such as those with passages from a search. A resumed
+        run calls it with the same arguments, and it must then return the same batch; files that it
+        needs for this may lie in the run folder.
+
+        Args:
+          step: number of steps that the parameters have seen.
+          batch: rows of this process.
+          params: the trained parameters of the state, also in a validation of averaged weights.
+
+        Returns:
+          A batch with the same number of rows.
+        """
+        del step, params
+        return batch
+
+    @abc.abstractmethod
+    def base(self, trained: dict, frozen: dict) -> BaseModel:
+        """Describes the frozen parameters, which the run's checkpoints leave out."""
+
+    def write_config(self, folder: Path) -> None:
+        """Writes what a reader of checkpoints needs into the run folder; in one process only."""
+        del folder
+
+    @abc.abstractmethod
+    def export(self, folder: Path, trained: dict, frozen: dict) -> None:
+        """Writes the model into the run folder; `<run>/model` has `export_format`."""
+
+    @abc.abstractmethod
+    def training_flops(self) -> float:
+        """Returns the FLOPs of an update per unit of weight."""
+
+    def summary(self) -> list[str]:
+        """Returns lines that the run prints at its start, such as an estimate of its memory."""
+        return []
+
+
+class LanguageModelTask(Task):
+    """Next-token prediction by the model of `config.model`, on the rows of `config.data`."""
+
+    export_format = HF_FOLDER
+    model: ModelConfig  # with adapters; param_dtype is the dtype of exported weights
+    tokenizer: Tokenizer
+
+    def check(self) -> None:
+        self.check_inputs()
+        estimate.check_rules(self.config)
+
+    def check_inputs(self) -> None:
+        """Makes all checks of the model and the text, but for the rules of what is trained."""
+        config = self.config
+        batches.check_batch(config, self.mesh)
+        check_source(config.model)
+        check_sources(config.data)
+        check_outside_data("run.folder", Path(config.run.folder), config.data)
+        if config.data.scan:
+            distributed.from_first(lambda: scan(config.data))
+        batches.check_text(config)
+
+    def load(self) -> tuple[dict, dict]:
+        trained, frozen = split_trained(self.config, self.load_model())
+        if self._has_new_tokens:
+            self._check_new_tokens(frozen)
+        if self.config.train.export:
+            check_exportable(self.model)
+        return trained, frozen
+
+    def load_model(self) -> dict:
+        """Returns all parameters, with adapters; sets what is known of the model from here on."""
+        config, mesh = self.config, self.mesh
+        announce(f"loading {config.model.path or config.model.preset}")
+        is_host = config.train.offload == "parameters"
+        model, params, tokenizer = build(config.model, mesh, host=is_host)
+        batches.check_context(config, model.config)
+        params, self.model, self.tokenizer = with_landmark(params, model.config, tokenizer, mesh)
+        self._has_new_tokens = self.model.vocab_size > model.config.vocab_size
+        self.dtype = self.model.dtype
+        if config.train.lora is not None:
+            self.model = self.model.replace(lora=config.train.lora)
+            params = union(params, new_adapters(self.model, mesh, seed=config.train.seed))
+        return params
+
+    def _check_new_tokens(self, frozen: dict) -> None:
+        paths = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
+        if paths:
+            rules = ["head" if path.startswith("head/") else "embeddings" for path in paths]
+            raise InputError(
+                f"train.trainable={list(self.config.train.rules())} leaves the rows of [PAD] and"
+                f" <landmark> untrained ({paths[0]}); add the rule"
+                f" {' and '.join(dict.fromkeys(rules))}, or train all"
+            )
+
+    def open_loader(self, split: str, *, documents: bool = False) -> Loader:
+        """As `Task.open_loader`; `documents` as of `make_loader`."""
+        if split == "train":
+            path = self.config.data.path
+            announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
+        args = self.config, self._model_in(split), self.tokenizer, split, self.mesh
+        return batches.open_loader(*args, documents=documents)
+
+    def objective(self, split: str) -> Objective:
+        train = self.config.train
+        is_train = split == "train"
+        return language_model(
+            self._model_in(split),
+            train.positions if is_train else PlainPositions(),
+            chunk=train.loss_chunk,
+            mesh=self.mesh,
+            distill=train.distill if is_train else None,
+        )
+
+    def _model_in(self, split: str) -> ModelConfig:
+        return self.model if split == "train" else self.model.for_inference()
+
+    def base(self, trained: dict, frozen: dict) -> BaseModel:
+        section = self.config.model
+        return BaseModel(
+            path=section.path,
+            param_dtype=section.param_dtype,
+            seed=section.seed,
+            trained=tuple(flatten(trained)),
+            average=self.config.train.ema is not None,
+            frozen=fingerprint(frozen),
+            base=section.base,
+            memory=section.memory and section.memory.to_dict(),
+        )
+
+    def write_config(self, folder: Path) -> None:
+        config_lib.dump(self.model, folder / MODEL_CONFIG)
+        (folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
+        self.tokenizer.save(folder / folder_lib.TOKENIZER)
+
+    def export(self, folder: Path, trained: dict, frozen: dict) -> None:
+        """Writes the merged model; also the adapters alone, if nothing else was trained.
+
+        Adapters are merged one layer at a time while writing, so no second model is in memory. All
+        processes must call this: each holds a part of the weights, and the first one writes.
+        """
+        train, section = self.config.train, self.config.model
+        options = {"overwrite": True, "checksums": train.checksums}
+        if all(map(lora_lib.is_adapter, flatten(trained))):
+            base = section.path or str(section.preset)
+            save_peft(folder / folder_lib.ADAPTER, trained, self.model, base=base, **options)
+        params = union(trained, frozen)
+        options["dtype"] = train.export_dtype
+        save_hf(folder / folder_lib.MODEL, params, self.model, self.tokenizer, **options)
+
+    def training_flops(self) -> float:
+        return estimate.flops(self.config, self.model).training_flops
+
+    def summary(self) -> list[str]:
+        return estimate.of_run(self.config, self.model, self.mesh)
+
+
+def split_trained(config: TrainConfig, params: dict) -> tuple[dict, dict]:
+    """Splits parameters into trained and frozen ones by the rules of `config.train`.
+
+    Args:
+      config: of the run.
+      params: with adapters; its leaves move into the result.
+
+    Returns:
+      The trained parameters in float32, and the frozen ones in their dtypes; both in the host's
+      memory if `train.offload` says so.
+
+    Raises:
+      InputError: if a rule matches no parameter, or leaves new adapters untrained.
+    """
+    train = config.train
+    trained, frozen = split(params, trainable(flatten(params), train.rules()))
+    del params
+    trainable(flatten(trained), [rate.rule for rate in train.rates], "train.rates")
+    paths = [path for path in flatten(frozen) if lora_lib.is_adapter(path)]
+    if paths:
+        raise InputError(
+            f"train.trainable={list(train.trainable)} leaves adapters of train.lora untrained"
+            f" ({paths[0]}); add the rule lora, or drop train.lora"
+        )
+    if train.offload == "parameters":
+        trained = _map_leaves(trained, lambda path, leaf: to_host(path, leaf, jnp.float32))
+        return trained, _map_leaves(frozen, to_host)
+    return _map_leaves(trained, lambda _, leaf: to_float32(leaf)), frozen
+
+
+def _map_leaves(tree: dict, change: Callable[[str, jax.Array], jax.Array]) -> dict:
+    """Replaces one leaf after another and empties `tree`, so no two copies are in memory."""
+    flat = flatten(tree)
+    tree.clear()
+    for path in list(flat):
+        flat[path] = change(path, flat[path])
+    return nest(flat)
