@@ -42,7 +42,7 @@ def help_text(cls: type) -> str:
     """Returns the purpose and usage of the script, and one line for each key, by section."""
     lines = [f"usage: {command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
     # The script's own docstring ends in an example; lcjax-train and lcjax-eval have none.
-    purpose = (sys.modules["__main__"].__doc__ or cls.__doc__ or "").strip()
+    purpose = inspect.cleandoc(sys.modules["__main__"].__doc__ or cls.__doc__ or "")
     return "\n".join([*([purpose, ""] if purpose else []), *lines, *_lines(cls, "", {})])
 
 
