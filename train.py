@@ -8,11 +8,7 @@ machine, and prints the memory that it needs. Nothing is loaded.
 
 import sys
 
-import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
-from lcjax.parallel import distributed
-from lcjax.training import TrainConfig, compile_only, run
+from lcjax.training.__main__ import main
 
 if __name__ == "__main__":
-    if compile_only.FLAG in sys.argv:
-        sys.exit(compile_only.main())
-    sys.exit(distributed.main(TrainConfig, run, agreed_stop=True))
+    sys.exit(main())

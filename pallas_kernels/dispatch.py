@@ -237,7 +237,8 @@ REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by na
 BY_NAME, NO_D_LSE = "chosen by name", "it takes no cotangent of lse"
 UNMEASURED = (
     "{}: XLA's blockwise attention runs ({}): no kernel was measured on {} yet, which "
-    "`python -m benchmarks.gpu.attention --keep` does once (docs/benchmarks.md)"
+    "`python -m benchmarks.gpu.attention --keep` does once, in a clone of lcjax; with its wheel "
+    "`python -m lcjax.benchmarks.gpu.attention --keep`"
 )
 
 

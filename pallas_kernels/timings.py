@@ -1,8 +1,9 @@
 """Which implementations of attention are right, and how fast, on GPUs where they were measured.
 
-`python -m benchmarks.gpu.attention --keep` checks and measures the GPU of the process and writes
-one file for its kind, which every later process reads. Where nothing was measured, attention on
-GPUs is XLA's. A file holds milliseconds by kind of call, direction and implementation:
+`python -m benchmarks.gpu.attention --keep` (of a wheel: `lcjax.benchmarks.gpu.attention`) checks
+and measures the GPU of the process and writes one file for its kind, which every later process
+reads. Where nothing was measured, attention on GPUs is XLA's. A file holds milliseconds by kind of
+call, direction and implementation:
 
     {"device": "NVIDIA H200", "jax": "0.11.2", "milliseconds": {
         "causal, heads of 128": {"forward": {"mosaic_gpu": 1.9, "xla": 60.0}, "backward": {...}}}}

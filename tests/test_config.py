@@ -171,6 +171,35 @@ def test_sections_are_included_relative_to_the_including_file(tmp_path):
     assert job.model == Model("bigger", Linear(scale=4.0))
 
 
+@pytest.mark.parametrize("name", ["quickstart_train", "data/cepe_sources"])
+def test_a_recipe_of_the_library_is_read_by_its_name_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Path(__file__).parents[1] / "configs" / f"{name}.yaml"
+    assert config.read_yaml(f"lcjax:{name}") == config.read_yaml(recipe)
+    Path("mine.yaml").write_text(f"<<: !include lcjax:{name}\nmine: !include lcjax:{name}\n")
+    tree = config.read_yaml(recipe)
+    assert config.read_yaml("mine.yaml") == tree | {"mine": tree}
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("lcjax:quickstart_trian", "no recipe of lcjax; did you mean quickstart_train? or quick"),
+        ("lcjax:smollm2_135m", "no recipe of lcjax; did you mean model/smollm2_135m? "),
+        ("lcjax:quickstart_train.yaml", "no recipe of lcjax; did you mean quickstart_train? "),
+        ("lcjax:../pyproject", "no recipe of lcjax; known: "),
+        ("configs/model/phi2.yaml", "does not exist; the recipe of lcjax is lcjax:model/phi2"),
+    ],
+)
+def test_another_name_of_a_recipe_is_one_line_with_near_ones(name, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"model: !include {name}\n")
+    for file in (name, "mine.yaml"):
+        message = fails("--config", file)
+        assert name in message and line in message and "\n" not in message
+    assert "(included from mine.yaml)" in message
+
+
 def test_a_section_that_would_replace_an_included_one_is_refused(tmp_path):
     (tmp_path / "base.yaml").write_text("train: {steps: 5}\nlengths: [1]\n")
     (tmp_path / "job.yaml").write_text("<<: !include base.yaml\ntrain: {lr: 1}\n")
@@ -371,6 +400,10 @@ def test_help_begins_with_what_the_script_is_for_and_how_it_is_called(capsys, mo
     assert "`model: !include other.yaml`" in text
     script.__spec__ = types.SimpleNamespace(parent="jobs")
     assert "usage: python -m jobs [--config " in help_of(Job, capsys)
+    script.__spec__ = script.__doc__ = None  # a console script
+    monkeypatch.setattr(sys, "argv", ["bin/lcjax-train"])
+    start = f"{TrainConfig.__doc__}\n\nusage: lcjax-train [--config "
+    assert help_of(TrainConfig, capsys).startswith(start)
 
 
 def test_main_returns_zero_and_hands_the_config_to_the_run():

@@ -152,6 +152,7 @@ def test_the_tables_of_classes_are_those_of_the_registries():
 @pytest.mark.parametrize("page", PAGES)
 def test_modules_and_names_that_a_page_uses_exist(page):
     for part in code(PAGES[page]):
+        part = part.replace("lcjax.benchmarks.", "benchmarks.")  # their place in a wheel
         for module in re.findall(r"python3? -m ([\w.]+)", part):
             spec = importlib.util.find_spec(module)
             assert spec, module
@@ -165,10 +166,11 @@ def test_modules_and_names_that_a_page_uses_exist(page):
 def test_trainings_and_evaluations_of_a_page_have_valid_options(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     kinds = {"train.py": TrainConfig, "eval.py": EvalConfig}
+    kinds |= {"lcjax-train": TrainConfig, "lcjax-eval": EvalConfig}
     for words in commands(PAGES[page]):
-        if words[:1] == ["python"] and words[1] in kinds and "--config" in words:
-            kind = kinds[words[1]]
-            assert isinstance(config.parse(kind, words[2:]), kind)
+        script, *words = words[words[:1] == ["python"] :] or [""]
+        if script in kinds and "--config" in words:
+            assert isinstance(config.parse(kinds[script], words), kinds[script])
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -100,6 +100,16 @@ def test_a_recipe_that_is_written_out_reads_the_same(file, tmp_path):
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_a_recipe_and_its_trainings_are_the_same_by_name_in_any_folder(file, tmp_path, monkeypatch):
+    here = read(file)
+    trainings = study.trainings(here) if file in EVALUATIONS else {}
+    monkeypatch.chdir(tmp_path)
+    there = config.parse(type(here), ["--config", f"lcjax:{file.stem}"])
+    assert there == here
+    assert (study.trainings(there) if file in EVALUATIONS else {}) == trainings
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
 def test_the_command_of_a_recipe_runs_that_recipe(file):
     script = "eval.py" if file in EVALUATIONS else "train.py"
     name = file.relative_to(ROOT).as_posix()

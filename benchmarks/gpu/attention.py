@@ -1,6 +1,7 @@
 """Attention on an NVIDIA GPU: our kernels beside other libraries' in one run, and the targets.
 
-Two commands, from the repository's root, with jax for CUDA (torch and tokamax are peers, if there):
+Two commands, from the repository's root, with jax for CUDA (torch and tokamax are peers, if there;
+an installed wheel has them as `lcjax.benchmarks.gpu`):
 
     python -m benchmarks.gpu.check --minutes 3       # are the results right?
     python -m benchmarks.gpu.attention --minutes 6   # how fast are they?
@@ -37,7 +38,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 WATCHED = 75.0  # seconds without a word after which the process counts as hanging
 if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0] = str(HERE.parents[1])
+    sys.path[0], __package__ = str(HERE.parents[1]), "benchmarks.gpu"
 
 
 def arguments(argv=None):
@@ -47,7 +48,7 @@ def arguments(argv=None):
     parser.add_argument("--passes", nargs="+", default=["fwd", "bwd", "both"])
     parser.add_argument("--only", default="", help="words that a workload's name must have")
     parser.add_argument("--sides", default="", help="a regular expression that a side must match")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu/results"))
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
     parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
     where = (
@@ -94,7 +95,7 @@ class Report:
         self.found["rows"] = rows
 
     def rows(self) -> list[dict]:
-        from benchmarks.gpu.report import with_ratios
+        from .report import with_ratios
 
         peak = self.found.get("ceilings", {}).get("matmul")
         shares = [
@@ -106,16 +107,17 @@ class Report:
 
     def wrong(self) -> int:
         """1 where results of ours are not those of the oracle, or not the same twice."""
-        from benchmarks.gpu.implementations import OURS
-        from benchmarks.gpu.report import is_right
+        from .implementations import OURS
+        from .report import is_right
 
         ours = [r for r in self.found["rows"] if r.get("ms") and r["side"].startswith(OURS)]
         return int(not all(map(is_right, ours)))
 
     def keep(self) -> str:
         """Writes what was fastest where dispatch reads it; says where, and what was left out."""
-        from benchmarks.gpu.report import fastest, milliseconds, wrong_implementations
         from pallas_kernels import timings
+
+        from .report import fastest, milliseconds, wrong_implementations
 
         device, rows = self.found.get("about", {}).get("device"), self.found["rows"]
         wrong = wrong_implementations(rows, self.failures, self.found["lost"])
@@ -143,8 +145,9 @@ class Report:
 
     def write(self) -> str:
         """Writes both files; returns the short report."""
-        from benchmarks.gpu import report
         from pallas_kernels import timings
+
+        from . import report
 
         rows, about = self.rows(), self.found.get("about", {})
         file = self.args.out / timings.file_of(about.get("device", "unknown"))
@@ -182,8 +185,8 @@ def main(argv=None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from benchmarks.gpu.measure import chosen, work
-    from benchmarks.gpu.workers import emit, jobs_of_child, platform_here, supervise
+    from .measure import chosen, work
+    from .workers import emit, jobs_of_child, platform_here, supervise
 
     if args.worker:
         work(jobs_of_child(), args, emit)
@@ -194,7 +197,7 @@ def main(argv=None) -> int:
         return 2
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     if args.check or args.keep:
-        from benchmarks.gpu import check
+        from . import check
 
         options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
         log = check.run(check.arguments(options), options)
@@ -205,7 +208,7 @@ def main(argv=None) -> int:
         work(jobs, args, report.take, deadline)
     else:
         options = sys.argv[1:] if argv is None else argv
-        command = [sys.executable, "-m", "benchmarks.gpu.attention", *options, "--worker"]
+        command = [sys.executable, "-m", f"{__package__}.attention", *options, "--worker"]
         for event in supervise(command, jobs, deadline=deadline - 3, patience=WATCHED):
             report.take(**event)
     print(report.write())

@@ -25,10 +25,14 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
 if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0] = str(ROOT)
-sys.path.insert(0, str(ROOT / "tests" / "pallas_kernels"))
+    sys.path[0], __package__ = str(HERE.parents[1]), "benchmarks.gpu"
+# The formulas of the tests, of which a wheel has a copy.
+FORMULAS = HERE / "formulas"
+if not FORMULAS.is_dir():
+    FORMULAS = HERE.parents[1] / "tests" / "pallas_kernels"
+sys.path.insert(0, str(FORMULAS))
 LANDMARK, DECODE = "Landmark: ", "decode, "  # how names of their cases begin
 WATCHED = 60.0  # seconds without a word after which a process counts as hanging
 
@@ -93,7 +97,7 @@ def poisoned(program, inputs):
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.gpu.runs import poison
+    from .runs import poison
 
     shapes = jax.eval_shape(program, *inputs)
     over = jax.jit(lambda trash, *x: program(*x), donate_argnums=0, keep_unused=True)
@@ -109,8 +113,9 @@ def poisoned(program, inputs):
 
 def check(name: str, case, backend: str) -> tuple[str, str]:
     """("ok", "skip" or "FAIL", why) of one case."""
-    from benchmarks.gpu.runs import recorded_error
     from pallas_kernels.dispatch import BACKENDS
+
+    from .runs import recorded_error
 
     found = {}
     with recorded_error(found, name):
@@ -162,7 +167,7 @@ def _check_landmark(case, backend: str) -> tuple[str, str]:
     import landmark_oracle as oracle
     import numpy as np
 
-    from benchmarks.gpu.runs import poison
+    from .runs import poison
 
     q, k, v = case.arrays()[:3]
     found = []
@@ -185,7 +190,7 @@ def _same(found: list, said: str) -> tuple[str, str]:
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
     """Checks jobs "backend | case" in this process."""
     if args.interpret:
-        from benchmarks.gpu.implementations import interpret_triton
+        from .implementations import interpret_triton
 
         interpret_triton()
     known = cases(args.seed)
@@ -199,7 +204,7 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
         emit(row={"backend": backend, "case": name, "status": status, "why": why})
         emit(done=job["name"])
         if status == "FAIL":
-            from benchmarks.gpu.measure import alive
+            from .measure import alive
 
             alive()
 
@@ -215,7 +220,7 @@ def shards(args, names: list[str]) -> list[list[dict]]:
 
 
 def supervised(jobs: list[dict], args, command: list[str], deadline: float, take) -> None:
-    from benchmarks.gpu.workers import supervise
+    from .workers import supervise
 
     for event in supervise(command, jobs, deadline=deadline, patience=WATCHED):
         if "lost" in event:
@@ -282,7 +287,7 @@ def main(argv=None) -> int:
     args = arguments(argv)
     if args.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from benchmarks.gpu.workers import emit, jobs_of_child
+    from .workers import emit, jobs_of_child
 
     if args.worker:
         work(jobs_of_child(), args, emit)
@@ -302,7 +307,7 @@ def run(args, options: list[str]) -> Log:
     if args.cpu:
         work([job for shard in jobs for job in shard], args, log.take, deadline)
         return log
-    command = [sys.executable, "-m", "benchmarks.gpu.check", *options]
+    command = [sys.executable, "-m", f"{__package__}.check", *options]
     command += ["--seed", str(args.seed), "--worker"]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
         of = functools.partial(supervised, args=args, command=command, deadline=deadline)

@@ -32,10 +32,11 @@ from collections import Counter
 from pathlib import Path
 
 if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0], __package__ = str(Path(__file__).resolve().parents[2]), "benchmarks.gpu"
 
-from benchmarks.gpu import compile as programs
 from pallas_kernels import tuning
+
+from . import compile as programs
 
 CLOCK, PROCESSORS = 1.83e9, 132  # of an H200 as NVIDIA counts its 989 TFLOP/s
 TENSOR, SHARED = 4096, 128  # operations, and bytes, a clock and multiprocessor

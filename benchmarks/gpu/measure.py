@@ -16,9 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu import implementations
-from benchmarks.gpu.implementations import Unavailable
-from benchmarks.gpu.runs import (
+from pallas_kernels.tables import from_mask
+
+from . import implementations
+from .implementations import Unavailable
+from .runs import (
     GUESS,
     JaxRun,
     TorchRun,
@@ -29,8 +31,7 @@ from benchmarks.gpu.runs import (
     same_bits,
     summary,
 )
-from benchmarks.gpu.workloads import UNIT, oracle, workloads
-from pallas_kernels.tables import from_mask
+from .workloads import UNIT, oracle, workloads
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 LONGEST_XLA = 4e12  # visited FLOP of a forward pass, above which blockwise XLA is left out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from benchmarks.gpu.implementations import OURS
+from .implementations import OURS
 
 WRONG = 0.02  # relative error, of bfloat16 results of at most 0.01
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.gpu.implementations import Unavailable
+from .implementations import Unavailable
 
 SAMPLE = 0.03  # seconds that a chain should last
 GUESS = 3e14  # floating-point operations per second, to choose the length of a chain by

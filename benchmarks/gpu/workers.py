@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+# Where `python -m` finds this package: the root of a clone, or the site-packages of a wheel.
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 MARK = "@event "
 
 
@@ -45,11 +46,11 @@ def supervise(
 ) -> Iterator[dict]:
     """Events of children that do the jobs, [{"name": ..., "skip": [...]}], one after the other.
 
-    The command is run in the repository's root. Where a child dies, or says nothing for `patience`
-    seconds, {"lost": job, "step": step, "why": text} is an event; another child does the job again
-    with the step in its `skip`, or goes on after it where there was no step. A step lost in two
-    jobs is left out of all others. At `deadline` (`time.monotonic`) the child is ended;
-    {"left": names} were not finished.
+    The command is run in `ROOT`. Where a child dies, or says nothing for `patience` seconds,
+    {"lost": job, "step": step, "why": text} is an event; another child does the job again with the
+    step in its `skip`, or goes on after it where there was no step. A step lost in two jobs is left
+    out of all others. At `deadline` (`time.monotonic`) the child is ended; {"left": names} were not
+    finished.
     """
     jobs, lost = [{"skip": []} | job for job in jobs], []
     while jobs and time.monotonic() < deadline:

@@ -19,14 +19,14 @@ from pathlib import Path
 import draccus
 import yaml
 
-from lcjax.config.decode import Text, check_instance, constructor, read_yaml, section
+from lcjax.config.decode import Text, check_instance, constructor, read_yaml, recipes, section
 from lcjax.config.help import help_text
 from lcjax.errors import InputError, suggestion
 from lcjax.files import check_path, write_whole
 
 __all__ = [
     "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
-    "main", "parse", "read_yaml",
+    "main", "parse", "read_yaml", "recipes",
 ]  # fmt: skip
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings
@@ -94,7 +94,10 @@ def _import(name: str) -> None:
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
-    """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError."""
+    """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError.
+
+    `--config lcjax:NAME` is a recipe of the library (`recipes`).
+    """
     words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print(help_text(cls))
@@ -115,7 +118,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
                     f"--config={value}: --config={file} came before; give one file, which may"
                     " `!include` others"
                 )
-            tree, file = read_yaml(Path(value)), value
+            tree, file = read_yaml(value), value
         else:
             _check_section(cls, key, value)
             overrides.append((key[2:], Text(value)))

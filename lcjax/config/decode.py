@@ -7,6 +7,7 @@ in which a dataclass refused its values.
 
 import dataclasses
 import math
+import os
 import typing
 from pathlib import Path
 
@@ -19,6 +20,28 @@ from lcjax.config.help import as_yaml, is_choice, split_union, type_text
 from lcjax.errors import InputError, suggestion
 
 _MAX_FILES = 16  # that an error lists
+_RECIPE = "lcjax:"  # begins the name of a recipe of the library
+
+
+def recipes() -> dict[str, Path]:
+    """Returns the library's recipes and their parts by name, such as `model/smollm2_135m`."""
+    package = Path(__file__).resolve().parents[1]
+    folder = package / "configs"
+    if not folder.is_dir():
+        folder = package.parent / "configs"  # of a clone; a wheel has them in the package
+    files = sorted(folder.rglob("*.yaml"))
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+def _locate(name: str, parent: Path | None = None) -> Path:
+    """Returns the file of `lcjax:NAME`, or a path; `parent` is the file that includes it."""
+    if not name.startswith(_RECIPE):
+        return Path(name) if parent is None else Path(os.path.normpath(parent.parent / name))
+    known, recipe = recipes(), name.removeprefix(_RECIPE)
+    if recipe not in known:
+        where = "" if parent is None else f" (included from {parent})"
+        raise InputError(f"{name}{where} is no recipe of lcjax; {suggestion(recipe, known)}")
+    return known[recipe]
 
 
 def _refuse_duplicates(
@@ -49,17 +72,38 @@ class _Loader(SafeLoaderWithInclusion):
         super().flatten_mapping(node)
         _refuse_duplicates(self.stream.name, node.value, sections_only=True)
 
+    def include(self, node):
+        file = _locate(self.construct_scalar(node), Path(self.stream.name))
+        with file.open(encoding="utf-8") as stream:
+            return yaml.load(stream, _Loader)
 
-def read_yaml(path: Path) -> dict:
-    """Returns the file as nested dicts and lists; paths of included files are relative to it."""
+
+_Loader.add_constructor("!include", _Loader.include)
+
+
+def read_yaml(name: str | os.PathLike) -> dict:
+    """Returns a YAML file as nested dicts and lists.
+
+    Args:
+      name: a path, or `lcjax:NAME` for a recipe of the library. `!include` takes both, too; there
+        paths are relative to the file that names them.
+
+    Raises:
+      InputError: the file or an included one is missing, or is not YAML of that form.
+    """
+    path = _locate(os.fspath(name))
     try:
         with path.open(encoding="utf-8") as stream:
             raw = yaml.load(stream, _Loader)
     except FileNotFoundError as error:
         missing = Path(error.filename)
         where = "" if missing == path else f" (included from {path})"
-        names = [file.name for file in missing.parent.glob("*.yaml")]
-        guess = suggestion(missing.name, names, ".yaml")
+        recipe = missing.with_suffix("").as_posix().removeprefix("configs/")
+        if recipe in recipes():  # as the documentation writes it for a clone
+            guess = f"the recipe of lcjax is {_RECIPE}{recipe}"
+        else:
+            names = [file.name for file in missing.parent.glob("*.yaml")]
+            guess = suggestion(missing.name, names, ".yaml")
         raise InputError(f"{missing}{where} does not exist; {guess}") from None
     except IsADirectoryError as error:
         folder = Path(error.filename)

@@ -31,6 +31,8 @@ _HOW = """\
 FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is --train.lr=1e-4 on the
 command line, which takes precedence. `model: !include other.yaml` reads a section from a file, and
 `<<: !include other.yaml` adds its keys to others; paths are relative to the file that names them.
+lcjax:NAME is a recipe of the library, lcjax:quickstart_train or lcjax:model/smollm2_135m, instead
+of a FILE.yaml.
 --import FILE.py (or a module) registers methods, memories and tasks of your own.
 
 Keys, types, defaults:"""
@@ -38,15 +40,18 @@ Keys, types, defaults:"""
 
 def help_text(cls: type) -> str:
     """Returns the purpose and usage of the script, and one line for each key, by section."""
-    lines = [f"usage: {_command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
-    # The script's own docstring ends in an example.
-    purpose = (sys.modules["__main__"].__doc__ or "").strip()
+    lines = [f"usage: {command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
+    # The script's own docstring ends in an example; lcjax-train and lcjax-eval have none.
+    purpose = inspect.cleandoc(sys.modules["__main__"].__doc__ or cls.__doc__ or "")
     return "\n".join([*([purpose, ""] if purpose else []), *lines, *_lines(cls, "", {})])
 
 
-def _command() -> str:
+def command() -> str:
+    """Returns how this process was started: `python eval.py`, `lcjax-eval`, `python -m package`."""
     module = sys.modules["__main__"].__spec__  # of `python -m package`; None for a script
-    return f"python -m {module.parent}" if module else f"python {Path(sys.argv[0]).name}"
+    script = Path(sys.argv[0])
+    python = "python " if script.suffix == ".py" else ""
+    return f"python -m {module.parent}" if module else f"{python}{script.name}"
 
 
 def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:

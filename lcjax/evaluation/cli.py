@@ -1,4 +1,7 @@
-"""`python eval.py [run | score | report | compare | make-data | retrieval] ...`; default: run."""
+"""`python eval.py [run | score | report | compare | make-data | retrieval] ...`; default: run.
+
+An installed lcjax has it as `lcjax-eval`.
+"""
 
 import argparse
 import re
@@ -6,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
+from lcjax.config.help import command
 from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import results, retrieval
 from lcjax.evaluation.compare import compare
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return distributed.main(EvalConfig, run, _expand_short_options(words))
     name, *words = words
     if {"-h", "--help"} & set(words):
-        print(USAGE)
+        print(USAGE.replace("python eval.py", command()))
         return 0
     try:
         if name not in _COMMANDS:
@@ -75,7 +79,7 @@ def _expand_short_options(words: Sequence[str]) -> list[str]:
 
 
 def _parse(
-    command: str, words: Sequence[str], *options: str, overrides: bool = False
+    name: str, words: Sequence[str], *options: str, overrides: bool = False
 ) -> argparse.Namespace:
     """Parses run folders (`folders`), `options`, and with `overrides` settings of a config."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -84,9 +88,7 @@ def _parse(
         parser.add_argument(f"--{option}")
     args, rest = parser.parse_known_intermixed_args(_join_values(words))
     if rest and not overrides:
-        raise InputError(
-            f"{rest[0]}: {command} takes no such option; see python eval.py {command} --help"
-        )
+        raise InputError(f"{rest[0]}: {name} takes no such option; see {command()} {name} --help")
     args.overrides = rest
     return args
 
@@ -122,7 +124,7 @@ def _report(words: Sequence[str]) -> None:
 def _score(words: Sequence[str]) -> None:
     args = _parse("score", words, "out", overrides=True)
     if len(args.folders) != 1:
-        raise InputError(f"score takes one run, not {len(args.folders)}: python eval.py score RUN")
+        raise InputError(f"score takes one run, not {len(args.folders)}: {command()} score RUN")
     report = results.score(args.folders[0], args.out, args.overrides)
     _print(report.text, report.files)
 

@@ -76,7 +76,10 @@ class RunSection(RunFolder):
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Methods, tasks and context lengths of an evaluation."""
+    """Methods, tasks and context lengths of an evaluation.
+
+    `report --help` shows the other commands, which work on finished runs.
+    """
 
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     study: Study | None = None  # trainings that run before the evaluation

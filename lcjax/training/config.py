@@ -267,7 +267,7 @@ class RetrieverTraining(draccus.ChoiceRegistry, abc.ABC):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All sections of a training config."""
+    """A training: the model, its text, its steps, its devices and its run folder."""
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataConfig = field(default_factory=DataConfig)

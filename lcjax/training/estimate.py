@@ -224,10 +224,10 @@ def _local_encoder(encoder: str) -> str:
 
 
 def _recipe_of(path: str) -> TrainConfig | None:
-    """The recipe `configs/NAME.yaml` that trains `runs/NAME/model`: one recipe may need another."""
+    """The recipe `lcjax:NAME` that trains `runs/NAME/model`: one recipe may need another."""
     match Path(path).parts:
-        case ("runs", name, "model") if (file := Path("configs", f"{name}.yaml")).is_file():
-            return config_lib.parse(TrainConfig, ["--config", str(file)])
+        case ("runs", name, "model") if name in config_lib.recipes():
+            return config_lib.parse(TrainConfig, ["--config", f"lcjax:{name}"])
     return None
 
 

@@ -1013,6 +1013,7 @@ accepted | {model} out --rope.type=yarn --rope.factor=8
 TRAIN = """
 config | --config
 absent.yaml | --config=absent.yaml
+lcjax:absent is no recipe | --config=lcjax:absent
 folder | --config=.
 folder | --config={corpus}
 mine.txt | --config=mine.txt
@@ -1140,6 +1141,7 @@ YAML|train | train: !!python/name:os.system
 d | a: &a [x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b]\nd: &d [*c,*c,*c]
 itself|include | <<: !include bad.yaml
 absent.yaml | <<: !include absent.yaml
+lcjax:absent | <<: !include lcjax:absent
 1 | 1: 2
 null|None | null: 2
 steps | train: {steps: 2020-01-01}

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -237,7 +239,10 @@ def test_without_a_word_and_with_run_the_config_is_run(config, tmp_path, monkeyp
     assert seen[0] == seen[1] == dataclasses.replace(config, stride=50)
 
 
-def test_help_names_every_command(capsys):
-    assert main(["report", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"python eval.py {word}" in text for word in ("report", "score", "compare"))
+def test_help_names_every_command_as_it_was_started(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    for script, start in (("here/eval.py", "python eval.py"), ("bin/lcjax-eval", "lcjax-eval")):
+        monkeypatch.setattr(sys, "argv", [script])
+        assert main(["report", "--help"]) == 0
+        text = capsys.readouterr().out
+        assert all(f"{start} {word}" in text for word in ("report", "score", "compare"))

@@ -1,0 +1,24 @@
+"""Trains a model: python -m lcjax.training --config lcjax:quickstart_train --train.lr=1e-4
+
+With --compile_only --topology v5e:4x4 it only compiles the training step for these devices, on any
+machine, and prints the memory that it needs. Nothing is loaded.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
+from lcjax.parallel import distributed
+from lcjax.training import TrainConfig, compile_only, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `train.py`, `lcjax-train` or `python -m lcjax.training`; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if compile_only.FLAG in words:
+        return compile_only.main(words)
+    return distributed.main(TrainConfig, run, words, agreed_stop=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

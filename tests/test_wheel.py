@@ -1,0 +1,108 @@
+"""The wheel: what is in it and what works from it, read from the build configuration."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lcjax import config
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+
+
+def wheel_files() -> dict[str, Path]:
+    """The files of the wheel by their paths in it; hatchling packs what git does not ignore."""
+    files = {}
+    for name in WHEEL["only-include"]:
+        place = ROOT / name
+        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if file.is_dir() or "__pycache__" in file.parts:
+                continue
+            target = file.relative_to(ROOT).as_posix()
+            for source, package in WHEEL["sources"].items():
+                if target.startswith(f"{source}/"):
+                    target = package + target.removeprefix(source)
+            files[target] = file
+    return files
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with what a wheel installs, and an empty one to run commands in."""
+    site = tmp_path_factory.mktemp("site")
+    for target, file in wheel_files().items():
+        (site / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, site / target)
+
+    def run(*words: object) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *map(str, words)], capture_output=True, text=True,
+            cwd=tmp_path_factory.mktemp("empty"), env=os.environ | {"PYTHONPATH": str(site)},
+        )  # fmt: skip
+
+    return run
+
+
+def test_the_wheel_has_both_packages_every_recipe_and_the_benchmarks_of_gpus():
+    files = wheel_files()
+    assert {name.split("/")[0] for name in files} == {"lcjax", "pallas_kernels"}
+    for package in ("lcjax", "pallas_kernels"):
+        sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / package).rglob("*.py")}
+        assert sources <= files.keys()
+    recipes = (ROOT / "configs").rglob("*.yaml")
+    assert {f"lcjax/{file.relative_to(ROOT).as_posix()}" for file in recipes} <= files.keys()
+    assert {f"lcjax/configs/{name}.yaml" for name in config.recipes()} <= files.keys()
+    assert {"lcjax/evaluation/tasks/prompts.yaml", "lcjax/benchmarks/gpu/compile.json"} <= {*files}
+    assert any(name.startswith("lcjax/evaluation/report/templates/") for name in files)
+
+
+RECIPES = """
+import sys
+from lcjax import config
+from lcjax.evaluation import study
+from lcjax.evaluation.config import EvalConfig
+from lcjax.training import TrainConfig
+assert {"lcjax", "configs"} <= {*config.recipes()["quickstart_train"].parts}
+for name in sys.argv[1:]:
+    config.read_yaml(f"lcjax:{name}")
+config.parse(TrainConfig, ["--config=lcjax:quickstart_train"])
+for name in ("quickstart_eval", "study_cepe", "study_sharedllm", "study_tiny"):
+    print(len(study.trainings(config.parse(EvalConfig, [f"--config=lcjax:{name}"]))))
+"""
+
+
+def test_recipes_and_the_recipes_that_they_name_are_read_from_an_installed_wheel(installed):
+    done = installed("-c", RECIPES, *config.recipes())
+    assert done.returncode == 0, done.stderr
+    base, *_, tiny = map(int, done.stdout.split())
+    assert base == 0 and tiny > 5
+    wrong = installed("-m", "lcjax.training", "--config", "lcjax:quickstart_trian")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert "did you mean quickstart_train?" in wrong.stderr
+
+
+def test_the_gpu_benchmarks_check_kernels_in_processes_of_an_installed_wheel(installed):
+    only = ("--only", "small, float32: causal, odd", "--backends", "xla", "--processes", "1")
+    done = installed("-m", "lcjax.benchmarks.gpu.check", *only)
+    assert "xla: 1 ok, 0 skip, 0 FAIL" in done.stdout, done.stderr
+
+
+def test_console_scripts_are_functions():
+    scripts = PYPROJECT["project"]["scripts"]
+    assert scripts.keys() == {"lcjax-train", "lcjax-eval"}
+    for place in scripts.values():
+        module, _, name = place.partition(":")
+        assert callable(getattr(import_module(module), name))
+
+
+def test_the_changelog_begins_with_the_version():
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first[1] == PYPROJECT["project"]["version"]
