@@ -27,13 +27,11 @@ def split_union(kind: typing.Any) -> tuple[list, bool]:
     return kinds, len(kinds) < len(members)
 
 
-_HOW = """\
+HOW = """\
 FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is --train.lr=1e-4 on the
 command line, which takes precedence. `model: !include other.yaml` reads a section from a file, and
 `<<: !include other.yaml` adds its keys to others; paths are relative to the file that names them.
---import FILE.py (or a module) registers methods, memories and tasks of your own.
-
-Keys, types, defaults:"""
+--import FILE.py (or a module) registers methods, memories and tasks of your own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,8 @@ class Line:
 
 def help_text(cls: type) -> str:
     """Returns the purpose and usage of the script, and one line for each key, by section."""
-    lines = [f"usage: {_command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
+    lines = [f"usage: {_command()} [--config FILE.yaml] [--section.key=value ...]", "", HOW]
+    lines += ["", "Keys, types, defaults:"]
     # The script's own docstring ends in an example.
     purpose = (sys.modules["__main__"].__doc__ or "").strip()
     keys = [str(line or "") for line in key_lines(cls)]
