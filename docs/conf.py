@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import site_pages  # noqa: E402
+from sphinx.ext import autosummary  # noqa: E402
 
 project = "lcjax"
 author = "the lcjax authors"
@@ -28,14 +29,16 @@ include_patterns = ["*.md", "docs/**.md", "launch/*.md"]
 exclude_patterns = ["build", "runs", "**/.*"]
 nitpicky = True  # a reference that leads nowhere is a warning
 
-myst_enable_extensions = ["attrs_inline"]  # ids of config keys
+myst_enable_extensions = ["attrs_inline", "colon_fence"]  # ids of config keys; grids
 myst_heading_anchors = 4
 
 autodoc_inherit_docstrings = False  # an override without a docstring does what the base says
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
+autosummary.WELL_KNOWN_ABBREVIATIONS += ("sec.", "eq.", "fig.", "App.")
 autosummary_generate = False  # tables alone: all names of a module are on one page
+smartquotes = False  # -- is an option more often than a dash
 default_role = "code"  # docstrings write code between single backticks
 maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
@@ -57,6 +60,7 @@ html_theme_options = {
 
 
 def setup(app):
+    app.add_post_transform(site_pages.LinkNames)
     app.connect("builder-inited", site_pages.write)
     app.connect("autodoc-process-docstring", site_pages.process_docstring, priority=400)
     app.connect("autodoc-process-signature", site_pages.process_signature)

@@ -19,6 +19,9 @@ import types
 import urllib.parse
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 from lcjax import attention, rope
@@ -215,6 +218,27 @@ def resolve_type(app, env, node, contnode):
     )
 
 
+class LinkNames(SphinxPostTransform):
+    """Links names such as `lcjax.rope.Yarn(factor=...)` in the text to their docstrings."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self, **options) -> None:
+        objects = self.env.get_domain("py").objects
+        for node in list(self.document.findall(nodes.literal)):
+            name = node.astext().partition("(")[0]
+            if name not in objects or isinstance(node.parent, nodes.reference | pending_xref):
+                continue
+            link = pending_xref(
+                refdomain="py",
+                reftype="obj",
+                reftarget=name,
+                refdoc=self.env.current_document.docname,
+            )
+            node.replace_self(link)
+            link += node
+
+
 # Config reference
 
 
@@ -355,8 +379,8 @@ def _table(
 
 def _row(line: Line, section: str, ids: set[str], page: str) -> str:
     name = line.key[len(section) + 1 :] if section else line.key
-    anchor = f"{page}.{line.key}"
-    key = f"`{name}`" if anchor in ids else f"[`{name}`]{{#{anchor}}}"
+    anchor = re.sub(r"\W", "-", f"{page}.{line.key}")
+    key = f"`{name}`" if anchor in ids else f"`{name}`{{#{anchor}}}"
     ids.add(anchor)
     type_ = line.type.replace("|", "\\|")
     default = line.default.strip().removeprefix("= ")
@@ -389,11 +413,12 @@ def _gallery(folder: Path) -> str:
     if missing:
         raise ValueError(f"site_pages.PATTERNS lacks {missing}")
     text = ["# Gallery", "", _GALLERY, "", "::::{grid} 1 1 2 2", ":gutter: 3", ""]
-    for number, pattern in enumerate(PATTERNS):
+    for pattern in PATTERNS:
         cls = type(pattern)
         name = Pattern.get_choice_name(cls)
         length = 512 if name == "vertical_slash" else 128
-        file = folder / f"mask_{number}_{name}.png"
+        kind = getattr(pattern, "kind", "")  # of sparse_transformer, which is drawn twice
+        file = folder / f"mask_{name}{kind and '_'}{kind}.png"
         if _is_older_than_code(file):
             mask_picture(pattern, length, file, heads=2)
         call = _call(pattern)
@@ -402,7 +427,6 @@ def _gallery(folder: Path) -> str:
             f"```{{image}} {file.name}",
             f":alt: who sees whom under {name}",
             "```",
-            "+++",
             f"[`{call}`](#lcjax.attention.{cls.__name__})",
             ":::",
             "",
