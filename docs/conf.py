@@ -29,7 +29,7 @@ include_patterns = ["*.md", "docs/**.md", "launch/*.md"]
 exclude_patterns = ["build", "runs", "**/.*"]
 nitpicky = True  # a reference that leads nowhere is a warning
 
-myst_enable_extensions = ["attrs_inline", "colon_fence"]  # ids of config keys; grids
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence"]
 myst_heading_anchors = 4
 
 autodoc_inherit_docstrings = False  # an override without a docstring does what the base says
@@ -45,7 +45,6 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "sphinx_book_theme"  # that of JAX and Flax
 html_title = "lcjax"
-html_baseurl = ""
 html_copy_source = False  # `site_pages.finish` copies the Markdown beside the pages
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]

@@ -147,7 +147,7 @@ def process_docstring(app, what, name, value, options, lines: list[str]) -> None
     if isinstance(value, type) and dataclasses.is_dataclass(value):
         _add_fields(value, lines)
     text = "\n".join(lines)
-    lines[:] = "\n\n".join(map(_to_rst, re.split(r"\n\n(?=.)", text))).split("\n")
+    lines[:] = "\n\n".join(map(to_rst, re.split(r"\n\n(?=.)", text))).split("\n")
 
 
 def _add_fields(cls: type, lines: list[str]) -> None:
@@ -165,7 +165,7 @@ def _add_fields(cls: type, lines: list[str]) -> None:
         lines[header + 1 : header + 1] = new
 
 
-def _to_rst(paragraph: str) -> str:
+def to_rst(paragraph: str) -> str:
     """One paragraph of a docstring as reStructuredText, for Napoleon."""
     if paragraph.startswith("    "):  # an example
         return f"::\n\n{paragraph}"
@@ -251,8 +251,8 @@ def _config_pages() -> dict[str, str]:
     from lcjax.training import TrainConfig
 
     seen: dict[tuple, str] = {}
-    train = _script("train.py") + _config("train", TrainConfig, seen)
-    evaluate = _script("eval.py") + _config("eval", EvalConfig, seen)
+    train = _script("train.py") + config_tables("train", TrainConfig, seen)
+    evaluate = _script("eval.py") + config_tables("eval", EvalConfig, seen)
     commands = "report", "score", "compare", "make-data"
     evaluate += "\n## Commands\n\n" + _helps("lcjax.evaluation.cli", commands)
     others = {
@@ -273,7 +273,7 @@ def _config_pages() -> dict[str, str]:
         text += f"\n## python -m {module}\n\n"
         text += _helps(f"{module}.__main__", [""])
         for command, cls in configs.items():
-            text += f"\n### {command}\n\n" + _config(command, cls, seen, level=3)
+            text += f"\n### {command}\n\n" + config_tables(command, cls, seen, level=3)
         if module == "lcjax.retrieval":
             text += "\n### search, check, append, delete\n\n"
             text += _helps(f"{module}.__main__", ("search", "check", "append", "delete"))
@@ -307,7 +307,7 @@ def _helps(module: str, commands) -> str:
     return "\n".join(dict.fromkeys(texts))
 
 
-def _config(page: str, cls: type, seen: dict[tuple, str], level: int = 1) -> str:
+def config_tables(page: str, cls: type, seen: dict[tuple, str], level: int = 1) -> str:
     """Tables of the keys of a config, a section each.
 
     Args:
@@ -351,7 +351,7 @@ def _table(
     text = [f"({page}.{section})=", f"{marks} {f'`{names}`' if section else 'Top level'}", ""]
     if section.endswith(".0"):
         text += [f"A list; `--{section}.` on the command line are keys of its first item.", ""]
-    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    head = ["{.keys}", "| key | type | default | meaning |", "|---|---|---|---|"]
     is_open = False
     for line in lines:
         if not line.key:
@@ -481,7 +481,8 @@ def finish(app, error) -> None:
     out = Path(app.outdir)
     index = "docs/index.html"
     (out / "index.html").write_text(
-        f'<!doctype html><meta charset="utf-8"><title>lcjax</title>'
+        '<!doctype html><meta charset="utf-8"><title>lcjax</title>'
+        '<link rel="icon" href="_static/favicon.svg">'
         f'<meta http-equiv="refresh" content="0; url={index}"><a href="{index}">lcjax</a>\n'
     )
     for name in app.env.found_docs:
