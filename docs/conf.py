@@ -38,7 +38,6 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autosummary.WELL_KNOWN_ABBREVIATIONS += ("sec.", "eq.", "fig.", "App.")
 autosummary_generate = False  # tables alone: all names of a module are on one page
-smartquotes = False  # -- is an option more often than a dash
 default_role = "code"  # docstrings write code between single backticks
 maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
@@ -51,6 +50,7 @@ html_css_files = ["site.css"]
 html_favicon = "favicon.svg"
 html_context = {"default_mode": "auto"}
 html_theme_options = {
+    "footer_content_items": ["copyright"],
     "navbar_persistent": [],  # the search is in the sidebar
     "show_toc_level": 2,
     "use_download_button": False,

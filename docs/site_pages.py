@@ -12,6 +12,7 @@ import html.parser
 import importlib
 import inspect
 import io
+import os
 import re
 import shutil
 import tomllib
@@ -297,6 +298,7 @@ def _script(file: str) -> str:
 
 def _helps(module: str, commands) -> str:
     """What `--help` of these commands prints."""
+    os.environ["COLUMNS"] = "100"  # argparse wraps lines at the width of the terminal
     main = importlib.import_module(module).main
     texts = []
     for command in commands:

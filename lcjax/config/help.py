@@ -28,10 +28,10 @@ def split_union(kind: typing.Any) -> tuple[list, bool]:
 
 
 HOW = """\
-FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is --train.lr=1e-4 on the
+FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is `--train.lr=1e-4` on the
 command line, which takes precedence. `model: !include other.yaml` reads a section from a file, and
 `<<: !include other.yaml` adds its keys to others; paths are relative to the file that names them.
---import FILE.py (or a module) registers methods, memories and tasks of your own."""
+`--import FILE.py` (or a module) registers methods, memories and tasks of your own."""
 
 
 @dataclasses.dataclass(frozen=True)
