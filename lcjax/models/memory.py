@@ -187,18 +187,18 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def encoder_inputs(self) -> tuple[str, ...]:
         """Names of the keyword arguments that the encoder takes, of these:
 
-        params: parameters of the decoder.
-        rotation: the rotation of the text.
-        after: the encoded context of earlier chunks.
-        numbers: int32 [B, C], the place of each chunk in its context (`by_chunk`: the chunk of the
-          text that reads it).
-        segments: int32 [B, T], documents of the text.
-        tags: uint32 [B, C], a hash of each chunk.
-        path: bool [B, C, h - 1], the choices in each chunk's tree.
-        key: a random key, in training.
-        query: float32 [B, D], the embedding of a question.
-        has_query: bool [B], which rows have a question.
-        collect_hidden: whether to return `EncodedContext.hidden`.
+        - params: parameters of the decoder.
+        - rotation: the rotation of the text.
+        - after: the encoded context of earlier chunks.
+        - numbers: int32 [B, C], the place of each chunk in its context (`by_chunk`: the chunk of
+          the text that reads it).
+        - segments: int32 [B, T], documents of the text.
+        - tags: uint32 [B, C], a hash of each chunk.
+        - path: bool [B, C, h - 1], the choices in each chunk's tree.
+        - key: a random key, in training.
+        - query: float32 [B, D], the embedding of a question.
+        - has_query: bool [B], which rows have a question.
+        - collect_hidden: whether to return `EncodedContext.hidden`.
         """
         return ()
 

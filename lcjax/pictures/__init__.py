@@ -1,11 +1,13 @@
 """Pictures of what a method does: who sees whom, how positions turn, what an answer looks at.
 
-from lcjax import pictures
-pictures.mask_picture(lcjax.attention.SelfExtend(window=32, group=4), 128, "mask.png")
-pictures.rope_picture({"PI": Linear(factor=4.0), "YaRN": Yarn(factor=4.0)}, "rope.png")
-pictures.attention_picture(lm, "The key is 7. What is the key?", "attention.png")
+    from lcjax import pictures
+    pictures.mask_picture(lcjax.attention.SelfExtend(window=32, group=4), 128, "mask.png")
+    pictures.rope_picture({"PI": Linear(factor=4.0), "YaRN": Yarn(factor=4.0)}, "rope.png")
+    pictures.attention_picture(lm, "The key is 7. What is the key?", "attention.png")
 
-The same from the command line: python -m lcjax.pictures mask | rope | attention --help
+The same from the command line:
+
+    python -m lcjax.pictures mask | rope | attention --help
 """
 
 from lcjax.pictures.answer import AnswerAttention, answer_attention
