@@ -238,6 +238,7 @@ def write_faiss(
     vectors = open_vectors(out, index["encoders"][fingerprint], num_rows)
     if old is None:
         faiss = FaissIndex.build(vectors, kind=kind)
+        print(f"index {faiss.describe()} on rows of the datastore")
     else:
         faiss = FaissIndex.load(old)
         faiss.add(vectors[len(faiss) :])

@@ -37,6 +37,8 @@ class FaissIndex:
 
     def __init__(self, index: Any):
         self._index = index
+        # recall@10 on 256 rows of the index, where `build` has chosen the width by it
+        self.tuned_recall: float | None = None
 
     @classmethod
     def build(
@@ -135,6 +137,12 @@ class FaissIndex:
         """Lists that a search visits (nprobe), or candidates in a graph (efSearch)."""
         return self._index.hnsw.efSearch if self.kind == "hnsw" else self._index.nprobe
 
+    def describe(self) -> str:
+        """Returns what a search visits, and its recall where `build` has measured it."""
+        name = "efSearch" if self.kind == "hnsw" else f"nprobe (of {self._index.nlist} lists)"
+        recall = "" if self.tuned_recall is None else f", recall@10 {self.tuned_recall:.3f}"
+        return f"{self.kind}: {name} {self.width}{recall}"
+
     def _set_width(self, width: int) -> None:
         if self.kind == "hnsw":
             self._index.hnsw.efSearch = width
@@ -170,7 +178,7 @@ class FaissIndex:
         while high - low > max(high // 8, 1):
             middle = (low + high) // 2
             low, high = (low, middle) if recall_of(middle) >= target else (middle, high)
-        self._set_width(high)
+        self.tuned_recall = recall_of(high)
 
     def add(self, vectors: np.ndarray) -> None:
         """Adds rows, which are numbered from `len(self)` on."""

@@ -1,6 +1,7 @@
 """Retrievers: sparse, dense, fused and ranked again; the sanity test; the command."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -135,11 +136,12 @@ def test_changes_of_the_datastore_change_no_other_hit(kind, store, encoder):
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf_pq"])
-def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder):
+def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder, capsys):
     pytest.importorskip("faiss")
     with pytest.raises(InputError, match=f"has no index {kind}, but none: build it with"):
         Retriever.open(store, "dense", encoder=encoder, index=kind)
     store.build_faiss(kind)
+    assert re.search(rf"index {kind}: .*, recall@10 [01]\.\d+ on rows", capsys.readouterr().out)
 
     def hits(index):
         opened = Retriever.open(store.folder, "dense", encoder=encoder, index=index)

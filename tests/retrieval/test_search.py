@@ -328,6 +328,7 @@ def test_ivf_as_shipped_reaches_a_recall_of_95_percent(make):
     queries, vectors = make(14, 200, 20_000, 32)
     index = FaissIndex.build(vectors)
     assert recall(index, ExactIndex(vectors), queries, 10) >= 0.95
+    assert index.tuned_recall >= 0.97
     if make is clustered:
         assert index.width < 40  # of 128 lists
 
