@@ -273,6 +273,13 @@ def test_a_run_opens_as_the_encoder_that_it_wrote(reference):
         load_run(folder)
 
 
+def test_a_run_that_has_not_ended_is_no_encoder_yet(reference, tmp_path):
+    shutil.copy(reference[0] / "config.yaml", tmp_path / "config.yaml")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="has not written model/ yet; start its command again"):
+        open_encoder(tmp_path)
+
+
 def test_the_folder_holds_the_trained_weights_bit_by_bit(reference, bert, pairs):
     folder, _, config = reference
     mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
@@ -332,9 +339,9 @@ def test_resuming_after_kill_9_has_bit_equal_losses_and_weights(
         return settings(tmp_path / name, bert, Crops(length=24, least=0.2), **options)
 
     run(config("whole"))
-    job = Job(
-        config("parts"), tmp_path, compiled_once, processes=1, devices=8, ACTION="0 6 SIGKILL"
-    )
+    # Equal bits need the flags of XLA that this process has.
+    options = {"processes": 1, "devices": 8, "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    job = Job(config("parts"), tmp_path, compiled_once, ACTION="0 6 SIGKILL", **options)
     assert job.end()[0][0] == -signal.SIGKILL
     assert sorted(losses(tmp_path / "parts")) == [1, 2, 3, 4, 5, 6]
     run(config("parts"))
@@ -487,6 +494,15 @@ def test_held_out_records_are_not_trained_on_and_are_the_same_every_time(bert, p
     held_out = queries("validation", 2)
     assert held_out == queries("validation", 2) and len(held_out) > 5
     assert not held_out & queries("train", 3)
+
+
+def test_text_with_fewer_pairs_than_a_batch_is_refused(bert, text):
+    crops = Crops(length=20)
+    with pytest.raises(InputError, match=r"data has \d+ pairs for training, fewer"):
+        open_batches(crops, bert, {"path": str(text)}, batch_size=1000)
+    data = {"path": str(text), "min_document_tokens": 10_000, "holdout": 0.5}
+    with pytest.raises(InputError, match=r"data\.holdout=0\.5 leaves no pair for validation"):
+        open_batches(crops, bert, data, split="validation")
 
 
 def test_crops_are_parts_of_one_piece_and_differ_in_every_epoch(bert, text):
