@@ -527,7 +527,7 @@ def _summary(page: str) -> str:
     for paragraph in text.split("\n\n"):
         if re.match(r"(?!```)[A-Z\[`][^|]*$", paragraph):
             text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
-            return f": {re.match(r'.*?[.:](?= |$)|.*', text).group(0).rstrip(':.')}"
+            return f": {re.match(r'.*?[.](?= |$)|.*', text).group(0).rstrip(':.')}"
     return ""
 
 
