@@ -355,7 +355,8 @@ def _table(
         text += [f"A list; `--{section}.` on the command line are keys of its first item.", ""]
     if not lines[0].type:  # a section that may be null
         default = "`null` by default" if lines[0].default else "May be `null`"
-        text += [f"{default}. {_markdown(lines[0].note)}", ""]
+        note = _markdown(lines[0].note)
+        text += [f"{default}{': ' * bool(note)}{note}", ""]
         lines = lines[1:]
     head = ["{.keys}", "| key | type | default | meaning |", "|---|---|---|---|"]
     is_open = False
