@@ -27,7 +27,7 @@ from sphinx.util import logging
 
 from lcjax import attention, rope
 from lcjax.attention import Pattern
-from lcjax.config.help import HOW, Line, comments, key_lines
+from lcjax.config.help import HOW, REQUIRED, Line, comments, key_lines
 from lcjax.pictures import mask_picture, rope_picture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -349,33 +349,27 @@ def _table(
     """The keys of one section; those of a type of it under a heading of their own."""
     section = _section(lines)
     marks = "#" * (level + 1 + (section.replace(".0", "").count(".") > 0))
-    names = section.removesuffix(".0")
-    text = [f"({page}.{section})=", f"{marks} {f'`{names}`' if section else 'Top level'}", ""]
+    title = f"`{section.removesuffix('.0')}`" if section else "Top level"
+    text = [f"({page}.{section})=", f"{marks} {title}", ""]
     if section.endswith(".0"):
         text += [f"A list; `--{section}.` on the command line are keys of its first item.", ""]
+    if not lines[0].type:  # a section that may be null
+        default = "`null` by default" if lines[0].default else "May be `null`"
+        note = _markdown(lines[0].note)
+        text += [f"{default}{': ' * bool(note)}{note}", ""]
+        lines = lines[1:]
     head = ["{.keys}", "| key | type | default | meaning |", "|---|---|---|---|"]
     is_open = False
     for line in lines:
-        if not line.key:
-            is_open = False
-            if line.type.startswith("["):
-                text += ["", f"{marks}# `type: {line.type[1:-1]}`", ""]
-            else:
-                other = line.type.rpartition("--")[2].removesuffix(".type")
-                link = f"[`{other}`](#{anchors[other]})" if other in anchors else f"`{other}`"
-                text += ["", f"Its types and keys are those of {link}.", ""]
-            continue
-        if line is lines[0] and not line.type:
-            default = "`null` (default), or a section" if "default" in line.default else "or `null`"
-            text += [
-                f"{default}{': ' if line.note else ''}{_markdown(line.note)}.".replace("..", "."),
-                "",
-            ]
-            continue
-        if not is_open:
-            text += head
-            is_open = True
-        text.append(_row(line, section, ids, page))
+        if line.key:
+            text += [*([] if is_open else head), _row(line, section, ids, page)]
+        elif line.type.startswith("["):
+            text += ["", f"{marks}# `type: {line.type[1:-1]}`", ""]
+        else:
+            other = line.type.rpartition("--")[2].removesuffix(".type")
+            link = f"[`{other}`](#{anchors[other]})" if other in anchors else f"`{other}`"
+            text += ["", f"Its types and keys are those of {link}.", ""]
+        is_open = bool(line.key)
     return [*text, ""]
 
 
@@ -384,18 +378,15 @@ def _row(line: Line, section: str, ids: set[str], page: str) -> str:
     anchor = re.sub(r"\W", "-", f"{page}.{line.key}")
     key = f"`{name}`" if anchor in ids else f"`{name}`{{#{anchor}}}"
     ids.add(anchor)
-    type_ = line.type.replace("|", "\\|")
-    default = line.default.strip().removeprefix("= ")
-    if not line.type:
-        type_, default = "a section, or null", "null" if "default" in default else ""
-    default = default.replace("|", "\\|")
-    if line.key.endswith(".type"):
-        type_ = " ".join(f"`{choice}`" for choice in line.type.split(" | "))
-        default = re.sub(r"\(or --(\S+)=null\)", r"(or null)", default)
-    else:
-        type_ = f"`{type_}`"
-    default = default if default in ("(required)", "") else f"`{default}`"
-    return f"| {key} | {type_} | {default.strip('()')} | {_markdown(line.note)} |"
+    # The names of a registry are many; lines break between them.
+    types = line.type.split(" | ") if line.key.endswith(".type") else [line.type or "section"]
+    types += ["null"] * line.is_optional
+    default = "null" if line.default is None and line.is_optional else line.default
+    default = {None: "", REQUIRED: "required"}.get(default, f"`{default}`")
+    cells = [key, " ".join(f"`{text}`" for text in types), default]
+    return " | ".join(
+        ["", *(c.replace("|", "\\|") for c in cells), _markdown(line.note), ""]
+    ).strip()
 
 
 def _markdown(text: str) -> str:
@@ -537,7 +528,7 @@ def _summary(page: str) -> str:
     for paragraph in text.split("\n\n"):
         if re.match(r"(?!```)[A-Z\[`][^|]*$", paragraph):
             text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
-            return f": {re.match(r'.*?[.:](?= |$)|.*', text).group(0).rstrip(':.')}"
+            return f": {re.match(r'.*?[.](?= |$)|.*', text).group(0).rstrip(':.')}"
     return ""
 
 

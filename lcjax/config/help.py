@@ -36,28 +36,42 @@ of a FILE.yaml.
 `--import FILE.py` (or a module) registers methods, memories and tasks of your own."""
 
 
+REQUIRED = "(required)"
+
+
 @dataclasses.dataclass(frozen=True)
 class Line:
     """One line about the keys of a config.
 
     Attributes:
       key: with those of its sections, such as `train.lora.rank`; empty in lines above other keys.
-      type: as YAML has it; empty above the keys of a section that may be null.
-      default: with the sign before it.
+      type: as in YAML; the names of a registry; empty above the keys of a section that may be null.
+      default: as in YAML, or (required); None without one.
+      is_optional: whether null may replace the section that `key` is, or whose type it is.
       note: the comment in the source.
       depth: of indentation.
     """
 
     key: str = ""
     type: str = ""
-    default: str = ""
+    default: str | None = None
+    is_optional: bool = False
     note: str = ""
     depth: int = 1
 
     def __str__(self) -> str:
-        key = f"--{self.key}" + "  " * bool(self.type) if self.key else ""
+        if not self.key:
+            text = self.type
+        elif not self.type:
+            text = f"--{self.key}=null{' (default)' * (self.default == 'null')}, or with:"
+        else:
+            text = f"--{self.key}  {self.type}"
+            if self.default is not None:
+                text += f" {self.default}" if self.default == REQUIRED else f" = {self.default}"
+            if self.is_optional:
+                text += f" (or --{self.key.removesuffix('.type')}=null)"
         note = f"  # {self.note}" if self.note else ""
-        return "  " * self.depth + key + self.type + self.default + note
+        return "  " * self.depth + text + note
 
 
 def help_text(cls: type) -> str:
@@ -102,16 +116,15 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[Line | None]:
         note = notes.get(field.name, "")
         if is_choice(item):
             names = " | ".join(item.get_known_choices())
-            null = f" (or --{key}=null)" if optional else ""
-            default = "" if optional and field.default is None else _default(field)
-            sections += [None, Line(f"{inner}type", names, default + null, note)]
+            default = None if optional and field.default is None else _default(field)
+            sections += [None, Line(f"{inner}type", names, default, optional, note)]
             sections += _choices(item, inner, seen)
         elif dataclasses.is_dataclass(item):
-            default = f"=null{' (default)' * (field.default is None)}, or with:"
-            head = [Line(key, default=default, note=note)] if optional else []
+            default = "null" if field.default is None else None
+            head = [Line(key, default=default, is_optional=True, note=note)] if optional else []
             sections += [None, *head, *_lines(item, inner, seen)]
         else:
-            keys.append(Line(key, type_text(hints[field.name]), _default(field), note))
+            keys.append(Line(key, type_text(hints[field.name]), _default(field), note=note))
     return keys + sections
 
 
@@ -150,13 +163,13 @@ def type_text(kind: typing.Any) -> str:
 
 def _default(field: dataclasses.Field) -> str:
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-        return " (required)"
+        return REQUIRED
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     if dataclasses.is_dataclass(value):
         heads = filter(is_choice, type(value).__mro__)
         names = [head.get_choice_name(type(value)) for head in heads]
-        return f" = {(names or [type(value).__name__])[0]}"
-    return f" = {as_yaml(value)}"
+        return (names or [type(value).__name__])[0]
+    return as_yaml(value)
 
 
 def as_yaml(value: typing.Any) -> str:
