@@ -104,7 +104,7 @@ class TrainedEncoder:
           lora: adapters to add.
           separate: whether one encoder becomes two with the same weights.
         """
-        self._section, self._mesh = section, mesh
+        self._mesh = mesh
         # Weights are trained in float32, whatever the dtype of activations.
         bert: BertEncoder = dataclasses.replace(section, dtype=None).open(mesh)
         self.bert, self.pool, self.prefixes = bert, bert.pool, bert.prefixes
