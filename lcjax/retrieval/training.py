@@ -63,7 +63,7 @@ class Contrastive(RetrieverTraining):
     encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
     temperature: float = 0.05  # of the similarities; Contriever's. DPR has 1
     negatives: int = 0  # hard negatives of a query, from records
-    # The mean with the loss of passages, of which each has to choose among the queries (CLIP)
+    # Takes the mean with the loss of passages, each of which has to choose among the queries (CLIP)
     symmetric: bool = False
     pairs: Pairs = dataclasses.field(default_factory=Records)
     query_tokens: int = 128  # of a query, special tokens included; longer ones are cut

@@ -256,7 +256,7 @@ def split_trained(config: TrainConfig, params: dict) -> tuple[dict, dict]:
 
     Args:
       config: of the run.
-      params: with adapters; its leaves move into the result.
+      params: with adapters. It is emptied: no array is in memory in two dtypes or places.
 
     Returns:
       The trained parameters in float32, and the frozen ones in their dtypes; both in the host's
@@ -267,7 +267,7 @@ def split_trained(config: TrainConfig, params: dict) -> tuple[dict, dict]:
     """
     train = config.train
     trained, frozen = split(params, trainable(flatten(params), train.rules()))
-    del params
+    params.clear()
     trainable(flatten(trained), [rate.rule for rate in train.rates], "train.rates")
     paths = [path for path in flatten(frozen) if lora_lib.is_adapter(path)]
     if paths:

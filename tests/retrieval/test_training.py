@@ -273,6 +273,13 @@ def test_a_run_opens_as_the_encoder_that_it_wrote(reference):
         load_run(folder)
 
 
+def test_a_run_that_has_not_ended_is_no_encoder_yet(reference, tmp_path):
+    shutil.copy(reference[0] / "config.yaml", tmp_path / "config.yaml")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="has not written model/ yet; start its command again"):
+        open_encoder(tmp_path)
+
+
 def test_the_folder_holds_the_trained_weights_bit_by_bit(reference, bert, pairs):
     folder, _, config = reference
     mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
