@@ -504,9 +504,12 @@ def _check_count(sources: Sequence[_SourcePairs], required: int, split: str) -> 
             yield from source.rows()
 
     count = sum(1 for _ in itertools.islice(each(), required))
+    if not count and split == "validation":
+        holdout = sources[0].data.holdout
+        raise InputError(f"data.holdout={holdout} leaves no pair for validation: raise it")
     if count < required:
         raise InputError(
-            f"data has {count} pairs for {split}, fewer than train.batch_size={required}: one batch"
+            f"data has {count} pairs for training, fewer than train.batch_size={required}: a batch"
             " would hold a text twice; give more text, or lower it"
         )
 

@@ -496,6 +496,15 @@ def test_held_out_records_are_not_trained_on_and_are_the_same_every_time(bert, p
     assert not held_out & queries("train", 3)
 
 
+def test_text_with_fewer_pairs_than_a_batch_is_refused(bert, text):
+    crops = Crops(length=20)
+    with pytest.raises(InputError, match=r"data has \d+ pairs for training, fewer"):
+        open_batches(crops, bert, {"path": str(text)}, batch_size=1000)
+    data = {"path": str(text), "min_document_tokens": 10_000, "holdout": 0.5}
+    with pytest.raises(InputError, match=r"data\.holdout=0\.5 leaves no pair for validation"):
+        open_batches(crops, bert, data, split="validation")
+
+
 def test_crops_are_parts_of_one_piece_and_differ_in_every_epoch(bert, text):
     crops = Crops(length=20, least=0.2, most=0.5, delete=0.0)
     loader = open_batches(crops, bert, {"path": str(text), "shuffle": False})
