@@ -339,9 +339,9 @@ def test_resuming_after_kill_9_has_bit_equal_losses_and_weights(
         return settings(tmp_path / name, bert, Crops(length=24, least=0.2), **options)
 
     run(config("whole"))
-    job = Job(
-        config("parts"), tmp_path, compiled_once, processes=1, devices=8, ACTION="0 6 SIGKILL"
-    )
+    # Equal bits need the flags of XLA that this process has.
+    options = {"processes": 1, "devices": 8, "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    job = Job(config("parts"), tmp_path, compiled_once, ACTION="0 6 SIGKILL", **options)
     assert job.end()[0][0] == -signal.SIGKILL
     assert sorted(losses(tmp_path / "parts")) == [1, 2, 3, 4, 5, 6]
     run(config("parts"))
