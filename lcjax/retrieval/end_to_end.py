@@ -456,14 +456,16 @@ class EndToEndTask(LanguageModelTask):
         train, model = self.config.train, folder / folder_lib.MODEL
         params = union(trained, frozen)
         self.encoder.save(model, params.pop(RETRIEVER), train)
+        written = f"{model} holds the encoder"
         if self._trains_lm:
+            lm = folder / folder_lib.LANGUAGE_MODEL
             options = {"overwrite": True, "checksums": train.checksums, "dtype": train.export_dtype}
-            save_hf(
-                folder / folder_lib.LANGUAGE_MODEL, params, self.model, self.tokenizer, **options
-            )
+            save_hf(lm, params, self.model, self.tokenizer, **options)
+            written += f", {lm} the language model"
+        store = self.section.store
         announce(
-            f"{self.section.store} has no vectors of the trained encoder; add them with"
-            f" Datastore({self.section.store!r}).encode(EncoderSection({str(model)!r}))"
+            f"{written}; {store} has no vectors of this encoder yet: add them with"
+            f" Datastore({store!r}).encode(EncoderSection({str(model)!r}))"
         )
 
     def training_flops(self) -> float:
