@@ -14,6 +14,7 @@ from lcjax.retrieval.faiss_index import FaissIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
+from lcjax.retrieval.questions import QuestionKind, QuestionsConfig, write_questions
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.search import ExactIndex, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
@@ -36,6 +37,8 @@ __all__ = [
     "LateInteraction",
     "Passage",
     "Reranker",
+    "QuestionKind",
+    "QuestionsConfig",
     "Retriever",
     "Sparse",
     "SparseIndex",
@@ -51,4 +54,5 @@ __all__ = [
     "recall",
     "top_k",
     "write_chunks",
+    "write_questions",
 ]

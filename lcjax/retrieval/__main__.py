@@ -8,6 +8,8 @@ append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
 chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
   to --out=FOLDER.
+questions: makes questions with answers from a datastore by patterns, from --config=FILE to
+  --out=FOLDER, for `eval.py` and `eval.py retrieval`.
 build-tokens: writes keys and values for kNN-LM, from --data.path=TEXT by --model.path=MODEL to
   --out=FOLDER.
 """
@@ -29,6 +31,7 @@ from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
 from lcjax.retrieval.passages import Chunking
+from lcjax.retrieval.questions import QuestionsConfig, write_questions
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
 _WIDTH = 100  # characters of a passage that `search` prints on a line
@@ -95,6 +98,12 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
 def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
     report.config = settings = config_lib.parse(ChunksConfig, words)
     write_chunks(settings)
+
+
+def _questions(words: list[str], report: config_lib.ErrorReport) -> None:
+    report.config = settings = config_lib.parse(QuestionsConfig, words)
+    files = write_questions(settings)
+    print("\n".join(["Written:", *(f"  {file}" for file in files)]))
 
 
 def _build_tokens(words: list[str], report: config_lib.ErrorReport) -> None:
@@ -194,6 +203,7 @@ _COMMANDS = {
     "append": _append,
     "delete": _delete,
     "chunks": _chunks,
+    "questions": _questions,
     "build-tokens": _build_tokens,
 }
 
