@@ -22,8 +22,8 @@ TEXTS = {
         "Carl Dahl keeps the lock.",
         "Ed Flor keeps the inn.",
     ),
-    "south.md": ("Gus Hal keeps the mill.", "Ida Jung keeps the farm.", "Kai Lund keeps the farm."),
-    "west.md": ("Max Nord keeps the gate.", "Max Nord keeps the gate.", "The gate keeps the gate."),
+    "b.md": ("Gus Hal keeps the mill.", "Ida Jung keeps the farm.", "Kai Lund keeps the farm."),
+    "c.md": ("Max Nord keeps the gate.", "Max Nord keeps the gate.", "The gate keeps the gate."),
 }
 
 
@@ -55,11 +55,11 @@ def test_a_match_is_a_question_with_its_answer_and_all_passages_that_have_it(sto
     rows = questions(store, tmp_path)
     answers = {row["question"]: row["answer"] for part in rows.values() for row in part}
     assert answers == {
-        "Who keeps the mill in north?": ["Ada Brun"],
-        "Who keeps the lock in north?": ["Carl Dahl"],
-        "Who keeps the inn in north?": ["Ed Flor"],
-        "Who keeps the mill in south?": ["Gus Hal"],
-        "Who keeps the gate in west?": ["Max Nord"],
+        "Who keeps the mill in a?": ["Ada Brun"],
+        "Who keeps the lock in a?": ["Carl Dahl"],
+        "Who keeps the inn in a?": ["Ed Flor"],
+        "Who keeps the mill in b?": ["Gus Hal"],
+        "Who keeps the gate in c?": ["Max Nord"],
     }, "not the farm with two keepers, nor the gate, which stands in its own question"
     assert [len(rows[name]) for name in ("test", "train")] == [4, 1]
     passages = {p.id: p for p in Datastore(store).passages(range(len(Datastore(store))))}
