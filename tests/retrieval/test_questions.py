@@ -17,7 +17,7 @@ KIND = dict(
     question="Who keeps the {place} in {stem}?",
 )
 TEXTS = {
-    "north.md": (
+    "a.md": (
         "Ada Brun keeps\nthe mill.",
         "Carl Dahl keeps the lock.",
         "Ed Flor keeps the inn.",
