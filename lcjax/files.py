@@ -14,6 +14,7 @@ import errno
 import fnmatch
 import glob
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -157,6 +158,24 @@ def check_path(key: str, path: str | os.PathLike) -> None:
             f"{key}={path!r:.60} must be a path, with names of at most {_MAX_NAME} bytes and"
             " without NUL"
         )
+
+
+def package_path(name: str) -> Path:
+    """Returns the file or folder that `package:NAME[/path]` names, without running its code.
+
+    Raises:
+      InputError: no such package is installed.
+    """
+    package, _, inner = name.removeprefix("package:").partition("/")
+    module = package.replace("-", "_")
+    # find_spec of a dotted name would import the parent package.
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not (spec.submodule_search_locations or spec.has_location):
+        raise InputError(
+            f"{name}: no package {package!r} is installed here; try `pip install {package}`"
+        )
+    root = Path(next(iter(spec.submodule_search_locations or [spec.origin])))
+    return root / inner if inner else root
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

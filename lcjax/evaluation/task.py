@@ -85,6 +85,11 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     def metric(self) -> Metric:
         """The number that tables show."""
 
+    @property
+    def heading(self) -> str:
+        """The title of the metric after the name of the task, if it has one."""
+        return f"{self.name}: {self.metric.title}" if self.name else self.metric.heading
+
     @abc.abstractmethod
     def check(self, limits: Limits, key: str) -> None:
         """Raises InputError for invalid settings, before a model is loaded.

@@ -15,6 +15,7 @@ from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
+from lcjax.retrieval.questions import QuestionKind, QuestionsConfig, write_questions
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.search import ExactIndex, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex
@@ -42,6 +43,8 @@ __all__ = [
     "Passage",
     "RefinedIndex",
     "Reranker",
+    "QuestionKind",
+    "QuestionsConfig",
     "Retriever",
     "Sparse",
     "SparseIndex",
@@ -58,4 +61,5 @@ __all__ = [
     "recall",
     "top_k",
     "write_chunks",
+    "write_questions",
 ]

@@ -10,6 +10,8 @@ chunks: writes rows of text with the passages retrieved for them, for a training
   to --out=FOLDER. --part=i/n and --finish as for build.
 negatives --path=QUESTIONS --store=FOLDER --out=FILE: writes pairs of questions and passages, with
   passages that lack the answer, to train an encoder on.
+questions: makes questions with answers from a datastore by patterns, from --config=FILE to
+  --out=FOLDER, for `eval.py` and `eval.py retrieval`.
 build-tokens: writes keys and values for kNN-LM, from --data.path=TEXT by --model.path=MODEL to
   --out=FOLDER.
 """
@@ -32,6 +34,7 @@ from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
 from lcjax.retrieval.negatives import mine
 from lcjax.retrieval.passages import Chunking
+from lcjax.retrieval.questions import QuestionsConfig, write_questions
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
 _PART = "{}: part {} is written; when all are, run --finish"
@@ -109,6 +112,12 @@ def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
     index = finish_chunks(settings) if is_last else write_chunks(settings, part=part)
     if index is None:
         print(_PART.format(settings.out, part))
+
+
+def _questions(words: list[str], report: config_lib.ErrorReport) -> None:
+    report.config = settings = config_lib.parse(QuestionsConfig, words)
+    files = write_questions(settings)
+    print("\n".join(["Written:", *(f"  {file}" for file in files)]))
 
 
 def _build_tokens(words: list[str], report: config_lib.ErrorReport) -> None:
@@ -232,6 +241,7 @@ _COMMANDS = {
     "delete": _delete,
     "chunks": _chunks,
     "negatives": _negatives,
+    "questions": _questions,
     "build-tokens": _build_tokens,
 }
 

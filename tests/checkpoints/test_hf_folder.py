@@ -13,7 +13,15 @@ import lcjax.checkpoints.hf_save
 import lcjax.config
 import lcjax.models.lora
 from lcjax.attention import Bidirectional
-from lcjax.checkpoints import ByteTokenizer, hf_names, load, load_config, load_tokenizer, save_hf
+from lcjax.checkpoints import (
+    ByteTokenizer,
+    hf_names,
+    hub,
+    load,
+    load_config,
+    load_tokenizer,
+    save_hf,
+)
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, SafetensorsFolder, write_file
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import InputError
@@ -508,9 +516,22 @@ def test_a_path_that_cannot_be_is_refused_on_the_way_in_and_out(tmp_path, name):
         assert "\n" not in str(error.value)
 
 
+def test_a_folder_of_an_installed_package_is_a_checkpoint(tmp_path, monkeypatch):
+    folder = tmp_path / "somemodel" / "model"
+    folder.mkdir(parents=True)
+    (tmp_path / "somemodel" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "package:somemodel/model"
+    assert hub.resolve(name) == hub.resolve_encoder(name) == folder
+
+
 def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):
     with pytest.raises(InputError, match=r"no such file or folder; give .*smollm2-135m-instruct"):
         load(tmp_path / "absent")
+    with pytest.raises(InputError, match="package:nowhere/model: no package 'nowhere' is install"):
+        load("package:nowhere/model")
+    with pytest.raises(InputError, match="package:json/model: no such file or folder"):
+        load("package:json/model")
     with pytest.raises(InputError, match="no such local path, and the hub did not give it"):
         load("nobody/never-downloaded-this")  # tests run with HF_HUB_OFFLINE=1
     with pytest.raises(InputError, match=r"config\.json: no such file; is this a Hugging Face"):

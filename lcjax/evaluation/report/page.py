@@ -195,7 +195,7 @@ def task_part(section: Section) -> dict[str, Any]:
     trained = sorted({cell["trained"] for cell in cells})
     details.append("trained length " + ", ".join(f"{length:,}" for length in trained))
     return {
-        "title": task.metric.heading,
+        "title": task.heading,
         "label": task.label,
         "anchor": anchor("task", task.label),
         "arrow": _arrow(task),

@@ -202,7 +202,7 @@ def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
         details.insert(1, f"stride {first['stride']}")
     trained = sorted({cell["trained"] for cell in cells})
     details.append("trained length " + ", ".join(f"{length:,}" for length in trained))
-    parts = [f"### {task.metric.title}\n", ", ".join(details) + "\n"]
+    parts = [f"### {task.heading}\n", ", ".join(details) + "\n"]
     parts.append(markdown(grid(cells, "value", task.metric)))
     if len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first:
         parts.append("Tokenizers differ: compare bits per byte.\n")

@@ -31,11 +31,12 @@ from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.statistics import at_longest
-from lcjax.evaluation.task import Limits, Records, Task
+from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 
 PASSAGES = (0, 1, 5, 10, 15, 20, 30, 60)
+OWN_PASSAGES = (0, 1, 2, 3, *PASSAGES[2:])
 SOURCE = (
     "CEPE's retrieval files (its retrieval/README.md): nq-open/test.jsonl and train.jsonl,"
     " triviaqa/validation.jsonl and train.jsonl, popqa/test.jsonl"
@@ -60,7 +61,7 @@ _SCORES = {
 _SETS = tuple(
     DataSet(f"{name}_{count}", name, 25, _SCORES, stop=("\n",))
     for name in _FILES
-    for count in PASSAGES
+    for count in (OWN_PASSAGES if name == "own" else PASSAGES)
 )
 
 
@@ -130,6 +131,18 @@ class OpenQa(AnswerBenchmark):
         """Adds a line if the last passages will be cut."""
         example = super().prepare(example, data, tokenizer, length)
         return self.mark_cut(example, _OMITTED, tokenizer, length)
+
+    def summarise(self, records: Records) -> Record:
+        further = [name for name in _SCORES if name != "exact_match"]
+        return {**super().summarise(records), **self.further_means(records, further)}
+
+    def aggregates(self, cells: Records, records: Records) -> Record:
+        """As `FileBenchmark.aggregates`, with the means of the other scores."""
+        rows = super().aggregates(cells, records)
+        for cell in at_longest(cells):
+            means = {key: cell[key] for key in cell if key.startswith("all:")}
+            rows[cell["method"]] |= {key: round(100 * mean, 2) for key, mean in means.items()}
+        return rows
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and the curve of each set over its numbers of passages."""

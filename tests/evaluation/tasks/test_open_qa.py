@@ -1,5 +1,6 @@
 """Open-domain questions with passages, from miniature files in the format of CEPE's."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_any_alias_counts_and_other_scores_stand_beside(tmp_path):
     assert 0 < records[2]["scores"]["f1"] < 1
     cell = task.summarise(records)
     assert (cell["value"], cell["nq_1"]) == pytest.approx((2 / 3, 2 / 3))
+    assert cell["nq_1:substring_match"] == 1 and 2 / 3 < cell["all:f1"] < 1
+    row = task.aggregates([cell | {"method": "m", "length": 4000}], records)["m"]
+    assert (row["nq_1"], row["all:substring_match"]) == (66.67, 100)
+
+
+def test_the_heading_has_the_name_of_the_task_and_own_sets_two_or_three_passages(
+    tmp_path,
+):
+    task = OpenQa(path=write(tmp_path, "own"), tasks=("own_3",), name="words")
+    assert task.heading == "words: Open-domain QA, own_3"
+    assert dataclasses.replace(task, name="").heading == "Open-domain QA, own_3"
+    assert [len(unit.payload.passages) for unit in plan(task)] == [3] * 3
+    assert "nq_3" not in OpenQa.datasets
 
 
 def test_passages_are_cut_before_the_question(tmp_path):

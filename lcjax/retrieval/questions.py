@@ -1,0 +1,142 @@
+"""`python -m lcjax.retrieval questions`: questions whose answers stand in a datastore.
+
+A kind of question is a regular expression with a group `answer`, and a sentence that quotes other
+groups:
+
+    {name: parts, pattern: '(?P<answer>\\w+) is a part of (?P<whole>\\w+)',
+     question: "What is a part of {whole}?"}
+
+Every match within a passage is a question, and that passage is relevant to it. Questions with
+several answers are left out, and those that contain their answer. The same datastore, patterns and
+seed give the same questions.
+"""
+
+import dataclasses
+import json
+import random
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+from lcjax.errors import InputError, random_seed, whole_number
+from lcjax.files import check_path, write_whole
+from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.passages import Passage
+
+_FIELDS = ("title", "stem")  # of a passage: the title of its document, and the file's name alone
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionKind:
+    """A kind of question."""
+
+    name: str = ""  # of its folder
+    # Regular expression (of Python's re) with a group (?P<answer>...) and groups for the question
+    pattern: str = ""
+    # Text with {groups} of the pattern, {title} of the document and {stem}, the file's name alone
+    question: str = ""
+
+    def __post_init__(self):
+        check_path("kinds.name", self.name)
+        if not re.fullmatch(r"[\w-]+", self.name):
+            raise InputError(f"kinds.name={self.name!r} must be a word, the name of a folder")
+        try:
+            groups = re.compile(self.pattern).groupindex
+        except re.error as error:
+            raise InputError(f"kinds: the pattern of {self.name} is invalid: {error}") from None
+        if "answer" not in groups:
+            raise InputError(
+                f"kinds: the pattern of {self.name} has no group (?P<answer>...), the answer"
+            )
+        known = (*_FIELDS, *groups)
+        try:
+            names = [name for _, name, *_ in string.Formatter().parse(self.question)]
+        except ValueError as error:
+            raise InputError(f"kinds: the question of {self.name}: {error}") from None
+        unknown = [name for name in names if name is not None and name not in known]
+        if unknown or not any(names):
+            raise InputError(
+                f"kinds: the question of {self.name} must have some of"
+                f" {', '.join('{' + name + '}' for name in known)}; it has {unknown or 'none'}"
+            )
+
+    def matches(self, passage: Passage) -> list[tuple[str, str]]:
+        """Returns the (question, answer) of every match in a passage."""
+        fields = {"title": passage.title, "stem": Path(passage.document).stem}
+        pairs = []
+        for match in re.finditer(self.pattern, passage.text):
+            groups = {k: " ".join((v or "").split()) for k, v in match.groupdict().items()}
+            question, answer = self.question.format(**fields, **groups), groups["answer"]
+            if answer and answer.casefold() not in question.casefold():
+                pairs.append((question, answer))
+        return pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionsConfig:
+    """Settings of `python -m lcjax.retrieval questions`."""
+
+    store: str = ""  # the datastore
+    kinds: tuple[QuestionKind, ...] = ()
+    count: int = 100  # questions of each kind
+    demonstrations: int = 20  # further ones, to draw demonstrations from
+    seed: int = 0  # of the choice of questions
+    out: str = ""  # folder to write
+
+    def __post_init__(self):
+        whole_number("count", self.count, 1)
+        whole_number("demonstrations", self.demonstrations, 0)
+        random_seed("seed", self.seed)
+        for key in ("store", "out"):
+            if not getattr(self, key):
+                raise InputError(f"{key} is empty: give --{key}=FOLDER")
+        names = [kind.name for kind in self.kinds]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"kinds must be one or more with different names, not {names}")
+
+
+def write_questions(config: QuestionsConfig) -> list[Path]:
+    """Writes `KIND/own/test.jsonl` and `KIND/own/train.jsonl`, which `open_qa` reads.
+
+    A line has the `question`, its `answer`, the ids of the `relevant` passages, and in `ctxs` the
+    first of them, which a model reads if no retriever is set.
+
+    Returns:
+      The written files.
+
+    Raises:
+      InputError: a kind has too few questions.
+    """
+    check_path("out", config.out)
+    store = Datastore(config.store)
+    rows: list[dict[str, dict[str, Any]]] = [{} for _ in config.kinds]
+    for row in range(store.num_rows):
+        if store.valid is not None and not store.valid[row]:
+            continue
+        (passage,) = store.passages([row])
+        for kind, questions in zip(config.kinds, rows):
+            for question, answer in kind.matches(passage):
+                ctx = {"title": passage.title, "text": passage.text}
+                new = {"question": question, "answer": [], "relevant": [], "ctxs": [ctx]}
+                line = questions.setdefault(question, new)
+                line["answer"] = list(dict.fromkeys([*line["answer"], answer]))
+                line["relevant"] = list(dict.fromkeys([*line["relevant"], passage.id]))
+    files = []
+    for kind, questions in zip(config.kinds, rows):
+        lines = [line for _, line in sorted(questions.items()) if len(line["answer"]) == 1]
+        total = config.count + config.demonstrations
+        if len(lines) < total:
+            raise InputError(
+                f"kinds: {kind.name} has {len(lines)} questions with one answer in"
+                f" {config.store}, and count + demonstrations are {total}; lower them, or let the"
+                " pattern match more"
+            )
+        chosen = random.Random(f"{config.seed} {kind.name}").sample(lines, total)
+        parts = {"test": chosen[: config.count], "train": chosen[config.count :]}
+        for name, part in parts.items():
+            path = Path(config.out).expanduser() / kind.name / "own" / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in part))
+            files.append(path)
+    return files
