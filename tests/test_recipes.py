@@ -15,7 +15,7 @@ from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
-from lcjax.retrieval import BuildConfig
+from lcjax.retrieval import BuildConfig, ChunksConfig
 from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope
 from lcjax.training import batches, estimate
 from lcjax.training.config import TrainConfig, trainable
@@ -407,6 +407,37 @@ def test_the_network_of_clex_alone_has_a_rate_of_its_own_in_the_small_study_the_
     assert published.rates == (), "there everything has one rate"
     # One norm over all would let that network's gradient decide how much the model learns.
     assert [name for name, t in trained.items() if t.train.clip is None] == ["CLEX"]
+
+
+def test_the_study_of_retrieved_passages_trains_all_on_as_many_tokens_and_scores_other_files():
+    evaluation = read(ROOT / "configs" / "study_retdoc.yaml")
+    trained = study.trainings(evaluation)
+    shared = study.trainings(read(ROOT / "configs" / "study_cepe.yaml"))
+    assert list(trained)[:3] == list(shared)[:3]
+    assert all(trained[name] == shared[name] for name in list(shared)[:3])
+    before, retrieved, retro = (
+        trained[f"stage retdoc_{n}"] for n in ("before", "retrieved", "retro")
+    )
+    warmup = trained["stage cepe_warmup"]
+    tokens = [
+        t.train.steps * t.train.batch_size * t.data.decoder_length
+        for t in (before, retrieved, retro, warmup)
+    ]
+    # CEPE learns to read in a warm-up, and RETRO in the same training.
+    assert tokens[0] == tokens[1] == tokens[2] - tokens[3]
+    assert (before.train, before.model) == (retrieved.train, retrieved.model)
+    assert dataclasses.replace(before.data.chunks, text="retrieved") == retrieved.data.chunks
+    store = config.parse(BuildConfig, ["--config", "configs/study/retdoc_store.yaml"])
+    corpora = [evaluation.data, store.data, before.data]
+    for name, training in (("rows", retrieved), ("retro_rows", retro)):
+        rows = config.parse(ChunksConfig, ["--config", f"configs/study/retdoc_{name}.yaml"])
+        assert (rows.out, rows.store) == (training.data.path, store.out)
+        assert rows.rows >= training.train.steps * training.train.batch_size
+        assert rows.data.chunks == dataclasses.replace(training.data.chunks, noise=None)
+        corpora.append(rows.data)
+    assert {(data.path, data.holdout) for data in corpora} == {("python:stdlib", 0.1)}
+    folders = {m.retrieval.retriever.folder for m in evaluation.methods if m.retrieval}
+    assert folders == {store.out}
 
 
 def test_the_small_study_covers_every_rope_type():

@@ -58,8 +58,8 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
     """Returns the local folder of an encoder of texts, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path, a hub id, or `package:NAME/folder` of an installed package; of a run that
-        trained a retriever it is `<run>/model`.
+      path_or_name: a path, a hub id, or `package:NAME/folder` of an installed package; of a run
+        that trained a retriever it is `<run>/model`.
       allow_pickle: whether to download pickles where the hub has no safetensors.
 
     Raises:

@@ -162,10 +162,10 @@ def split_of(method: Method, model) -> Split | None:
 def apply_method(model, method: Method, length: int):
     """`model` with the settings of `method`, for windows of `length` tokens."""
     split = split_of(method, model)
-    if split is None:
-        model = model.with_method(**_changes(method), length=length)
-        return model if method.finder is None else method.finder.reader(model)
-    return split.of(model.with_method(**_changes(method)), length)
+    if method.finder is None and split is None:
+        return model.with_method(**_changes(method), length=length)
+    model = model.with_method(**_changes(method))
+    return method.finder.reader(model, length) if split is None else split.of(model, length)
 
 
 def _changes(method: Method) -> dict[str, Any]:

@@ -9,7 +9,7 @@ gains by id), or both. Answers are searched in the text of the hits (`has_answer
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from lcjax.errors import InputError, one_of, whole_number, whole_numbers
 from lcjax.evaluation import plots
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.metrics import retrieval as metrics
+from lcjax.evaluation.split import SOURCES, windows_of_others
 from lcjax.evaluation.task import Record, Records
 from lcjax.files import write_whole
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval import METHODS, RetrievalReader, Retriever
-from lcjax.generation.scorer import Scorer
+from lcjax.generation.sampling import GeneratedText, Sampling
+from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScorer
 
 # Scores at several numbers of hits, and those of a whole ranking, with their titles.
 _BY_K = {"answer_recall": "answer recall", "hit": "hit", "recall": "recall"}
@@ -95,22 +97,108 @@ class Reading:
     query_tokens: int | None = None  # at the end of the text; null: all of it, or 32 with a stride
     temperature: float = 1.0  # of scores, for mixture
     passage_tokens: int | None = None  # longer passages are cut; null: whole
+    decoder: int | None = None  # tokens at the end of a window that are read; null: all
+    # own, or foreign as a control: what is found for a window of another document. It needs
+    # `decoder`, and windows twice as long
+    source: str = "own"
 
     def __post_init__(self):
         one_of("retrieval.how", self.how, METHODS)
-        whole_numbers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens")
+        one_of("retrieval.source", self.source, SOURCES)
+        whole_numbers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens", "decoder")
+        if self.source == "foreign" and self.decoder is None:
+            raise InputError(
+                "retrieval.source=foreign needs retrieval.decoder, the tokens at the end of a"
+                " window that are read; give half of the window or less"
+            )
 
     @property
     def fingerprint(self) -> str:
         return self.retriever.fingerprint
 
-    def reader(self, lm: LanguageModel) -> RetrievalReader:
-        """Returns `lm` as a reader."""
+    def reader(self, lm: LanguageModel, length: int) -> Scorer:
+        """Returns `lm` as a reader of windows of `length` tokens."""
+        decoder = min(self.decoder or length, length)
+        reader = self._reader(lm.with_method(length=decoder))
+        return reader if self.decoder is None else WindowReader(reader, decoder, self.source)
+
+    def _reader(self, lm: LanguageModel) -> RetrievalReader:
         names = ("how", "query_tokens", "temperature", "passage_tokens")
         options = {name: getattr(self, name) for name in names}
         when = "once" if self.stride is None else self.stride
         k = self.retriever.k or RetrievalReader.k
         return RetrievalReader(lm, self.retriever.open(), k, when=when, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowReader(WrappedScorer):
+    """Reads the last `decoder` tokens of a window with what is found for them.
+
+    With source=foreign the tokens before are the end of a window of another document, and passages
+    are those that are found for it.
+    """
+
+    lm: RetrievalReader
+    decoder: int
+    source: str = "own"
+
+    def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
+        """As `RetrievalReader.nll`, for the tokens of the decoder."""
+        width = tokens.shape[1]
+        self.check_scored(width, first, np.min(lengths))
+        start = width - self.decoder
+        searched = None if self.source == "own" else tokens[:, start - self.decoder : start]
+        nll = np.zeros(tokens.shape, np.float32)
+        nll[:, start:] = self.lm.nll(
+            tokens[:, start:],
+            first=first - start,
+            lengths=np.asarray(lengths) - start,
+            searched=searched,
+        )
+        return nll
+
+    def generate(
+        self, prompts: Sequence[Ids], sampling: Sampling = Sampling(), **options: Any
+    ) -> list[GeneratedText]:
+        """Raises an InputError, as prompts have no windows."""
+        raise InputError("retrieval.decoder cuts windows of texts; leave it out for prompts")
+
+    def check_scored(self, length: int, first: int, size: int) -> None:
+        start = length - self.decoder
+        if first <= start or size <= start + 1:
+            raise InputError(
+                f"retrieval.decoder={self.decoder}: this protocol scores tokens from {first} on,"
+                f" and the decoder reads from {start} on; use protocol=last_k, with last below"
+                f" {self.decoder}"
+            )
+        if self.source == "foreign" and start < self.decoder:
+            raise InputError(
+                f"retrieval.source=foreign needs windows of {2 * self.decoder} tokens, twice"
+                f" retrieval.decoder, and lengths has {length}; raise lengths"
+            )
+
+    def with_foreign_context(
+        self,
+        tokens: np.ndarray,
+        others: Iterable[np.ndarray],
+        seed: Sequence[int],
+        passages: Sequence[PassageSpan] | None = None,
+    ) -> np.ndarray:
+        if self.source == "own":
+            return tokens
+        tokens, start = tokens.copy(), len(tokens) - self.decoder
+        others = windows_of_others(others, len(tokens), "retrieval")
+        other = others[np.random.default_rng(seed).integers(len(others))]
+        tokens[start - self.decoder : start] = other[-self.decoder :]
+        return tokens
+
+    def num_unread(
+        self,
+        size: int,
+        movable: Spans | None = None,
+        passages: Sequence[PassageSpan] = (),
+    ) -> int:
+        return max(size - self.decoder, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +231,11 @@ class Knn:
 
         return TokenStore(self.folder).fingerprint
 
-    def reader(self, lm: LanguageModel) -> Scorer:
-        """Returns `lm` with the datastore."""
+    def reader(self, lm: LanguageModel, length: int) -> Scorer:
+        """Returns `lm` with the datastore, for windows of `length` tokens."""
         from lcjax.retrieval.knn_lm import KnnLM, TokenStore
 
+        lm = lm.with_method(length=length)
         options = {name: getattr(self, name) for name in ("k", "weight", "temperature", "index")}
         return KnnLM(lm, TokenStore(self.folder), **options)
 

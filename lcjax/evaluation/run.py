@@ -149,7 +149,8 @@ def check(config: EvalConfig) -> Limits:
             method.retrieval.retriever.check(f"methods.{index}.retrieval.retriever")
         if method.knn is not None:
             method.knn.check(f"methods.{index}.knn")
-    _check_splits(config, limits, [m for m in config.methods if m.context or m.replug])
+    cut = [m for m in config.methods if m.retrieval is not None and m.retrieval.decoder is not None]
+    _check_splits(config, limits, [m for m in config.methods if m.context or m.replug or m in cut])
     return limits
 
 
@@ -157,7 +158,12 @@ def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method])
     """Raises InputError if a task scores tokens that the decoder of a method does not read."""
     for (index, task), method in itertools.product(enumerate(config.tasks), methods):
         key, protocol = f"tasks.{index}", getattr(task, "protocol", "last_k")
-        split = method.context or method.replug or ContextSplit()
+        split = method.context or method.replug or method.retrieval or ContextSplit()
+        if task.generates and method.retrieval is not None:
+            raise InputError(
+                f"{key}: {task.label} has prompts, and the method {method.name} reads the end of"
+                " windows (retrieval.decoder), which texts have; leave one of them out"
+            )
         if split.source == "foreign" and task.generates:
             raise InputError(
                 f"{key}: {task.label} has prompts, and the method {method.name} reads chunks of"

@@ -175,6 +175,8 @@ class ContextSplit(Split):
     def scorer(
         self, model: LanguageModel, passages: list, scores: list, chunk: int
     ) -> tuple[Scorer, dict[str, Any]]:
+        if model.config.memory.by_chunk:
+            passages = [model.config.memory.deal_chunks(row) for row in passages]
         return model, {"context": model.encode_contexts(passages, chunk=chunk)}
 
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
@@ -429,12 +431,7 @@ class SplitModel(WrappedScorer):
             start = passages[-1].stop if passages else 0
         if self._split.source == "own" or start <= 0:
             return tokens
-        others = [other for other in others if len(other) >= start]
-        if not others:
-            raise InputError(
-                f"{self._split.key}.source=foreign takes chunks of other documents, and all windows"
-                " are of one; give more text, or raise max_windows"
-            )
+        others = windows_of_others(others, start, self._split.key)
         tokens, rng = tokens.copy(), np.random.default_rng(seed)
         edges = range(start, 0, -self._chunk)
         spans = passages or [(max(stop - self._chunk, 0), stop) for stop in edges]
@@ -442,6 +439,22 @@ class SplitModel(WrappedScorer):
             columns = slice(first, stop)
             tokens[columns] = others[rng.integers(len(others))][columns]
         return tokens
+
+
+def windows_of_others(others: Iterable[np.ndarray], size: int, key: str) -> list[np.ndarray]:
+    """Returns those of `others` with `size` tokens; raises an InputError if there are none.
+
+    Args:
+      others: tokens of windows of other documents.
+      size: their least number of tokens.
+      key: field of a method's settings, for the message.
+    """
+    if not (others := [other for other in others if len(other) >= size]):
+        raise InputError(
+            f"{key}.source=foreign takes text of other documents, and all windows are of one; give"
+            " more text, or raise max_windows"
+        )
+    return others
 
 
 def generate(model: Scorer, prompts: Sequence[Prompt], sampling: Sampling) -> list[GeneratedText]:

@@ -14,6 +14,7 @@ from typing import Any
 from lcjax import config as config_lib
 from lcjax.checkpoints import load_config
 from lcjax.checkpoints.build import ModelSection, check_source
+from lcjax.data import check_sources
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method, Study
 from lcjax.evaluation.records import folder_name
@@ -166,11 +167,13 @@ def has_memory(section: ModelSection, trainings: Trainings) -> bool:
 
 
 def check_paths(config: EvalConfig, trainings: Trainings) -> None:
-    """Raises InputError if the folder of a training holds something else."""
+    """Raises InputError if the folder of a training holds something else, or it has no text."""
     if trainings and "" not in trainings and config.model.path not in by_path(trainings):
         check_source(config.model)
     for training in _with_existing(config, trainings).values():
         folder_lib.check(training)
+        if not folder_lib.finished(training):
+            check_sources(training.data)
 
 
 def _with_existing(config: EvalConfig, trainings: Trainings) -> Trainings:

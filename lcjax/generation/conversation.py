@@ -89,6 +89,12 @@ class Conversation:
         whole_number("k", k, 0)
         if retriever is not None:
             check_retriever(retriever)
+            if lm.config.memory is not None and lm.config.memory.by_chunk:
+                raise InputError(
+                    "retriever: model.memory reads passages of its own for every"
+                    f" {lm.config.memory.chunk} tokens of a text, and a conversation searches once"
+                    " for a message; use RetrievalReader(lm, retriever, how='context')"
+                )
         self._retriever, self._k, self._passages_read = retriever, k, set()
         self._projected, self.context = projected, context
         if not isinstance(context, Contexts):

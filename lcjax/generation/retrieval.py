@@ -20,6 +20,7 @@ best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three choi
 """
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -112,6 +113,11 @@ class RetrievalReader(WrappedScorer):
             raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
         if self._is_beside:
             check_memory(self.config.memory)
+        if self._is_by_chunk and self.when != "once":
+            raise InputError(
+                f"when={self.when}: model.memory reads passages of its own for every"
+                f" {self.config.memory.chunk} tokens of a text; leave it out"
+            )
         Replug(self.lm, self.temperature, self.batch)  # checks these
 
     @property
@@ -123,6 +129,11 @@ class RetrievalReader(WrappedScorer):
     def _is_beside(self) -> bool:
         """Whether a memory reads the passages."""
         return self.how in ("context", "fid")
+
+    @property
+    def _is_by_chunk(self) -> bool:
+        """Whether chunks of the text read passages of their own."""
+        return self._is_beside and self.config.memory.by_chunk
 
     # Generation
 
@@ -145,14 +156,15 @@ class RetrievalReader(WrappedScorer):
           prefill_chunk: tokens that are read at once.
         """
         check_rows("prompts", prompts, '["a prompt"]')
-        if queries is not None and (self.when != "once" or len(queries) != len(prompts)):
+        is_once = self.when == "once" and not self._is_by_chunk
+        if queries is not None and (not is_once or len(queries) != len(prompts)):
             raise InputError(
                 f"queries={len(queries)} texts must be one for each of {len(prompts)} prompts, with"
                 " when=once: later queries are the end of the text"
             )
         options = {"exact": exact, "prefill_chunk": prefill_chunk}
         rows = [self._encode(prompt) for prompt in prompts]
-        if self.when != "once":
+        if not is_once:
             return self._generate_in_strides(rows, sampling, options)
         searches = self._search([self._query(ids) for ids in rows] if queries is None else queries)
         texts = self._generate(rows, searches, sampling, options)
@@ -166,23 +178,41 @@ class RetrievalReader(WrappedScorer):
         rows = [list(prompt) for prompt in prompts]
         texts = [RowText(row, self.tokenizer, sampling) for row in range(len(rows))]
         searches: list[list[Search]] = [[] for _ in rows]
-        pieces = []
-        for start in range(0, sampling.max_new_tokens, self.when):
+        pieces, start = [], 0
+        while start < sampling.max_new_tokens:
             unfinished = [row for row, text in enumerate(texts) if text.finish is None]
             if not unfinished:
                 break
             ids = [rows[row] for row in unfinished]
-            results = self._search([self._query(row) for row in ids], start)
-            stride = _stride(sampling, start, self.when, unfinished)
-            parts = self._generate(ids, results, stride, options)
-            for row, result, part in zip(unfinished, results, parts, strict=True):
-                searches[row].append(result)
+            earlier = [searches[row] for row in unfinished]
+            size = self._add_searches(ids, earlier, start)
+            stride = _stride(sampling, start, size, unfinished)
+            if self._is_by_chunk:
+                parts = self.lm.generate(ids, stride, **self._by_chunk(earlier), **options)
+            else:
+                parts = self._generate(ids, [row[-1] for row in earlier], stride, options)
+            for row, part in zip(unfinished, parts, strict=True):
                 for token in part.ids:
                     if texts[row].finish is None:
                         rows[row].append(token)
                         pieces.append(texts[row].add(token))
+            start += size
         generated = join_pieces([piece for piece in pieces if piece is not None], len(rows))
         return [_with_searches(*pair) for pair in zip(generated, searches, strict=True)]
+
+    def _add_searches(
+        self, rows: Sequence[Sequence[int]], searches: Sequence[list[Search]], num_tokens: int
+    ) -> int:
+        """Adds to `searches` of each row those before the next tokens; returns how many follow."""
+        if self._is_by_chunk:
+            for added, row in zip(self._search_chunks(rows, searches, num_tokens), searches):
+                row += added
+            size = self.config.memory.chunk
+            return min(size - len(row) % size for row in rows)
+        results = self._search([self._query(row) for row in rows], num_tokens)
+        for result, row in zip(results, searches, strict=True):
+            row.append(result)
+        return self.when
 
     def _generate(
         self, rows: list[list[int]], searches: Sequence[Search], sampling: Sampling, options: dict
@@ -196,7 +226,7 @@ class RetrievalReader(WrappedScorer):
         self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     ) -> list[list[Continuation]]:
         """As `LanguageModel.continuations`; the query is the prompt, or the text in strides."""
-        if self.when != "once":
+        if self.when != "once" or self._is_by_chunk:
             pairs = zip(prompts, continuations, strict=True)
             return [super(RetrievalReader, self).continuations([p], [c])[0] for p, c in pairs]
         rows = [self._encode(prompt) for prompt in prompts]
@@ -206,17 +236,32 @@ class RetrievalReader(WrappedScorer):
         return scorer.continuations(rows, continuations, **context)
 
     def nll(
-        self, tokens: np.ndarray, *, first: int = 1, lengths: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        *,
+        first: int = 1,
+        lengths: np.ndarray | None = None,
+        searched: np.ndarray | None = None,
     ) -> np.ndarray:
-        """As `LanguageModel.nll`. The query is the text before `first`, or before each stride."""
+        """As `LanguageModel.nll`. The query is the text before `first`, or before each stride.
+
+        For a memory that chunks of the text read, every whole chunk is a query. With `searched`,
+        int [B, T], queries are at the same places of these texts.
+        """
         tokens, ends = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]
         check_first(first, width)
+        searched = tokens if searched is None else searched
+        searched, _ = check_token_rows(searched, lengths, self.config.vocab_size)
+        if self._is_by_chunk:  # of chunks that end before the last token, which predicts nothing
+            rows = [row[: max(end - 1, 0)] for row, end in zip(searched, ends, strict=True)]
+            context = self._by_chunk(self._search_chunks(rows, [()] * len(rows)))
+            return self.lm.nll(tokens, first=first, lengths=lengths, **context)
         starts = range(first, width, width if self.when == "once" else self.when)
         queries = [
             self._query(row[:start]) if end > start else ""
             for start in starts
-            for row, end in zip(tokens, ends, strict=True)
+            for row, end in zip(searched, ends, strict=True)
         ]
         searches = self._search(queries)
         if not any(result.hits for result in searches):
@@ -262,6 +307,28 @@ class RetrievalReader(WrappedScorer):
     def _search(self, queries: Sequence[str], num_tokens: int = 0) -> list[Search]:
         hits = search(self.retriever, queries, self.k)
         return [Search(*pair, num_tokens) for pair in zip(queries, hits, strict=True)]
+
+    def _search_chunks(
+        self, rows: Sequence[Ids], searches: Sequence[Sequence[Search]], num_tokens: int = 0
+    ) -> list[list[Search]]:
+        """Searches for the whole chunks of every row that `searches` lack."""
+        size = self.config.memory.chunk
+        numbers = [range(len(done), len(row) // size) for row, done in zip(rows, searches)]
+        queries = [
+            self._query(row[n * size : (n + 1) * size])
+            for row, chunks in zip(rows, numbers, strict=True)
+            for n in chunks
+        ]
+        results = iter(self._search(queries, num_tokens))
+        return [list(itertools.islice(results, len(chunks))) for chunks in numbers]
+
+    def _by_chunk(self, searches: Sequence[Sequence[Search]]) -> dict[str, Any]:
+        """The options of the model for the searches of the chunks of every row."""
+        flat = [result for row in searches for result in row]
+        if not any(result.hits for result in flat):
+            return {}
+        passages = iter(self._options([()] * len(flat), flat)["context"])
+        return {"context": [list(itertools.islice(passages, len(row))) for row in searches]}
 
     def _read(
         self, rows: list[list[int]], searches: Sequence[Search], num_new: int

@@ -29,6 +29,7 @@ and the cross-attention are learned (`train.trainable: [memory]`). It differs fr
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -125,6 +126,10 @@ class Retro(CrossAttentionMemory):
 
     def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return ChunkedCrossAttention(config.replace(lora=None), mesh, **options)
+
+    def deal_chunks(self, chunks: Sequence[Any]) -> list[Sequence[Any]]:
+        """Returns the row of contexts in which chunk i is read after chunk i // k of the text."""
+        return [chunks[i : i + self.neighbours] for i in range(0, len(chunks), self.neighbours)]
 
     def with_num_readers(self, count: int) -> "Retro":
         return dataclasses.replace(self, layers=tuple(range(1, count + 1)))

@@ -157,7 +157,10 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def by_chunk(self) -> bool:
-        """Whether a row of contexts is a list of passages for each chunk of the text."""
+        """Whether a row of contexts is a list of passages for each chunk of the text.
+
+        Such a memory has `chunk`, the tokens of a chunk of the text, and `deal_chunks`.
+        """
         return False
 
     @property

@@ -30,13 +30,13 @@ from lcjax.evaluation import (
     study,
 )
 from lcjax.evaluation.config import apply_method
-from lcjax.evaluation.retrieval import Reading, RetrieverSection
+from lcjax.evaluation.retrieval import Reading, RetrieverSection, WindowReader
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.retrieval import RetrievalReader
 from lcjax.generation.sampling import Sampling
-from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
+from lcjax.memory import CepeSection, QueryAware, RetroSection, SharedLlmSection, Tree
 
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 
@@ -279,6 +279,7 @@ def test_perplexity_is_that_of_what_a_method_finds(config, lm, score, store):
         Method("once", retrieval=Reading(section)),
         Method("strides", retrieval=Reading(section, stride=4, query_tokens=2)),
         Method("memory", retrieval=Reading(section, "context")),
+        Method("end", retrieval=Reading(section, "context", decoder=40)),
     )
     report = score(dataclasses.replace(config, methods=methods))
     cells = {cell["method"]: cell["loss"] for cell in report.cells}
@@ -289,7 +290,65 @@ def test_perplexity_is_that_of_what_a_method_finds(config, lm, score, store):
     ):  # fmt: skip
         nll = RetrievalReader(lm, Store(), 1, **options).nll(tokens, first=80)[:, 80:]
         assert cells[name] == pytest.approx(float(nll.mean(dtype=np.float64)), abs=1e-5)
-    assert len(set(cells.values())) == 3
+    nll = RetrievalReader(lm, Store(), 1, "context").nll(tokens[:, 56:], first=24)[:, 24:]
+    assert cells["end"] == pytest.approx(float(nll.mean(dtype=np.float64)), abs=1e-5)
+    assert len(set(cells.values())) == 4
+
+
+class NotingReader(Noting):
+    """Notes which texts are searched for."""
+
+    def nll(self, tokens, *, searched, **options):
+        self.given.append((tokens, searched, options))
+        return np.ones(tokens.shape, np.float32)
+
+
+def test_the_end_of_a_window_is_read_with_what_is_found_for_it_or_for_a_foreign_one():
+    units = [unit(i, i // 2) for i in range(8)]
+    put_foreign = importlib.import_module("lcjax.evaluation.run")._with_foreign_context
+    documents = set()
+    for own in units:
+        for source in ("own", "foreign"):
+            model = WindowReader(NotingReader(), 24, source)
+            tokens = put_foreign(model, own, units, 0).tokens
+            np.testing.assert_array_equal(tokens[40:], own.tokens[40:])
+            nll = model.nll(tokens[None], first=56, lengths=np.array([64]))
+            ((read, searched, options),) = model.lm.given
+            np.testing.assert_array_equal(read[0], own.tokens[40:])
+            assert options["first"] == 16 and options["lengths"].tolist() == [24]
+            assert nll.shape == (1, 64) and nll[0, 40:].all() and not nll[0, :40].any()
+            assert model.num_unread(64) == 40
+            if source == "own":
+                assert searched is None and tokens is own.tokens
+                continue
+            np.testing.assert_array_equal(searched[0] % 1000, np.arange(40, 64))
+            (document,) = set((searched[0] // 1000).tolist())
+            assert document != own.fields["document"]
+            documents.add(document)
+    assert len(documents) > 2
+    with pytest.raises(InputError, match=r"retrieval\.source=foreign .* all windows are of one"):
+        put_foreign(model, units[0], units[:2], 0)
+    for reader, first, words in (
+        (WindowReader(None, 24), 40, "scores tokens from 40 on, and the decoder reads from 40"),
+        (WindowReader(None, 40, "foreign"), 60, "needs windows of 80 tokens"),
+    ):
+        with pytest.raises(InputError, match=words):
+            reader.check_scored(64, first, 64)
+
+
+def test_consecutive_chunks_are_dealt_to_chunks_of_the_text_as_in_training():
+    section = RetroSection(chunk=8, neighbours=2, neighbour_tokens=6, output_share=1.0)
+    lm = LanguageModel.load(ModelSection(preset="tiny", memory=section))
+    tokens = np.arange(3, 53)[None]
+    split = ContextSplit(decoder=20, chunk=6, chunks=3).of(lm, 50)
+    found = split.nll(tokens, first=34, lengths=np.array([50]))
+    pieces = [tokens[0, n : n + 6] for n in (12, 18, 24)]
+    context = [[pieces[:2], pieces[2:]]]
+    wanted = lm.nll(tokens[:, 30:], first=4, context=context)
+    np.testing.assert_array_equal(found[:, 30:], wanted)
+    assert not np.array_equal(
+        wanted, lm.nll(tokens[:, 30:], first=4, context=[[[p] for p in pieces]])
+    )
 
 
 @pytest.mark.slow
@@ -332,6 +391,8 @@ def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
             lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=Reading()),)},
             "replug and retrieval, two ways",
         ),
+        (lambda: {"methods": (Method("a", retrieval=Reading(source="foreign")),)}, "needs retr"),
+        (lambda: {"methods": (Method("a", retrieval=Reading(source="mine")),)}, "source='mine'"),
         (lambda: {"methods": (Method("a", context=ContextSplit(decoder=0)),)}, "decoder=0"),
         (
             lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=0)),)},

@@ -109,6 +109,10 @@ def test_stages_come_first_in_their_order_and_stay_in_their_own_folders(folder, 
     for path in ("main_run", "main_run/model"):  # will be there
         model = dataclasses.replace(config.model, path=f"{folder}/{path}")
         study.check_paths(dataclasses.replace(config, model=model), found)
+    main = found["stage main"]
+    without_text = main.replace(data=dataclasses.replace(main.data, path=f"{folder}/no_text"))
+    with pytest.raises(InputError, match="no_text"):  # before the first stage is trained
+        study.check_paths(config, found | {"stage main": without_text})
     done = stub(monkeypatch)
     assert study.run(config, found) and done == ["encoder_run", "main_run"]
     ready = study.with_trained(config)

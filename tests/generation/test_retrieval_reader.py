@@ -1,6 +1,7 @@
 """Reading what a retriever finds equals reading the same passages by hand, however and whenever."""
 
 import dataclasses
+import functools
 import types
 import warnings
 
@@ -15,7 +16,7 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.retrieval import METHODS, RetrievalReader
 from lcjax.generation.sampling import Sampling
-from lcjax.memory import CepeSection
+from lcjax.memory import CepeSection, RetroSection
 
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 TEXTS = ("the sea is deep", "a ship sails", "harbour lights", "an old master")
@@ -232,9 +233,80 @@ def test_the_memory_reads_hits_as_chunks(lm):
     np.testing.assert_array_equal(fid, lm.nll(tokens, first=FIRST, context=[context]))
 
 
+@functools.cache
+def retro():
+    section = RetroSection(chunk=4, neighbour_tokens=40, output_share=1.0)
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+
+
+def test_every_whole_chunk_of_a_text_reads_what_is_found_for_it():
+    lm, store = retro(), Store()
+    reader = RetrievalReader(lm, store, 2, "context")
+    # The last chunk of the first row ends with the row, and predicts nothing.
+    found = reader.nll(TOKENS, first=FIRST, lengths=np.array([12, 11]))
+    parts = [TOKENS[row, n : n + 4] for row in (0, 1) for n in (0, 4)]
+    assert store.queries == [lm.tokenizer.decode(part.tolist()) for part in parts]
+    hits = [encoded(lm, store.hits(query)[:2], blank=False) for query in store.queries]
+    options = {"first": FIRST, "lengths": np.array([12, 11])}
+    wanted = lm.nll(TOKENS, context=[hits[:2], hits[2:]], **options)
+    np.testing.assert_array_equal(found, wanted)
+    assert not np.array_equal(found, lm.nll(TOKENS, **options))
+    others = TOKENS[::-1]
+    foreign = reader.nll(TOKENS, searched=others, **options)
+    wanted = lm.nll(TOKENS, context=[hits[2:], hits[:2]], **options)
+    np.testing.assert_array_equal(foreign, wanted)
+
+
+def test_generated_chunks_read_what_is_found_for_the_chunk_before():
+    lm, store, prompts = retro(), Store(), [ids(8, 7), ids(9, 2)]
+    reader = RetrievalReader(lm, store, 2, "context")
+    for prompt, text in zip(prompts, reader.generate(prompts, GREEDY), strict=True):
+        row = [*prompt, *text.ids]
+        chunks = [row[n : n + 4] for n in range(0, len(row) - 4, 4)]
+        assert [s.query for s in text.passages] == [lm.tokenizer.decode(c) for c in chunks]
+        hits = [encoded(lm, search.hits, blank=False) for search in text.passages]
+        for place in range(len(prompt), len(row)):
+            context = [hits[: place // 4]] if place >= 4 else None
+            logits = lm.logits(np.array([row[:place]]), context=context)[0, -1]
+            logits[list(lm.tokenizer.eos_ids)] = -np.inf
+            assert logits.argmax() == row[place]
+        numbers = [search.num_tokens for search in text.passages]
+        assert all(
+            len(prompt) + n >= 4 * (u + 1) > len(prompt) + n - 4 or n == 0
+            for u, n in enumerate(numbers)
+        )
+    (row,) = reader.continuations([prompts[0]], [[list(text.ids)]])
+    alone = reader.nll(np.array([[*prompts[0], *text.ids]]), first=7)[0, 7:]
+    np.testing.assert_array_equal(row[0].nll, alone)
+
+
+def test_passages_may_be_those_of_other_texts(lm):
+    for how in METHODS:
+        store = Store()
+        found = RetrievalReader(lm, store, 2, how).nll(TOKENS, first=FIRST, searched=TOKENS[::-1])
+        queries = [lm.tokenizer.decode(row[:FIRST].tolist()) for row in TOKENS[::-1]]
+        assert store.queries == queries
+
+        class Swapped(Store):
+            def search(self, queries, k):
+                return super().search(queries[::-1], k)
+
+        if how != "fid":  # whose chunks have the query
+            wanted = RetrievalReader(lm, Swapped(), 2, how).nll(TOKENS, first=FIRST)
+            np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda lm: RetrievalReader(retro(), Store(), how="context", when=4), "for every 4 tokens"),
+        (lambda lm: Conversation(retro(), retriever=Store()), "searches once for a message"),
+        (
+            lambda lm: RetrievalReader(retro(), Store(), how="context").generate(
+                ["a"], queries=["b"]
+            ),
+            "queries=1 texts",
+        ),
         (lambda lm: RetrievalReader(lm, Store(), k=-1), "k=-1"),
         (lambda lm: RetrievalReader(lm, Store(), how="front"), "how='front'"),
         (lambda lm: RetrievalReader(lm, Store(), when=0), "when=0"),
