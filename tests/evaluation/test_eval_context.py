@@ -57,7 +57,10 @@ class Noting:
 
     def __init__(self, trained=4096):
         memory = types.SimpleNamespace(
-            default_chunk_size=256, is_prefix=False, check_chunk=lambda size, key: None
+            default_chunk_size=256,
+            is_prefix=False,
+            by_chunk=False,
+            check_chunk=lambda size, key: None,
         )
         self.config = types.SimpleNamespace(max_length=trained, memory=memory)
         self.tokenizer, self.given = ByteTokenizer(), []

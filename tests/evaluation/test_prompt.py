@@ -159,7 +159,10 @@ class Noting:
 
     def __init__(self):
         memory = types.SimpleNamespace(
-            default_chunk_size=8, is_prefix=False, check_chunk=lambda size, key: None
+            default_chunk_size=8,
+            is_prefix=False,
+            by_chunk=False,
+            check_chunk=lambda size, key: None,
         )
         self.config = types.SimpleNamespace(max_length=4096, memory=memory)
         self.tokenizer, self.given = TOKENIZER, []
