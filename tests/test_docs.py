@@ -116,9 +116,12 @@ def exists(path: str, page: str) -> bool:
 
 
 def is_example(path: str, text: str) -> bool:
-    """An output in runs/, a placeholder as in configs/NAME.yaml, or a file that is shown whole."""
+    """An output, a placeholder as in configs/NAME.yaml, or a file that is shown whole.
+
+    Outputs are in runs/, and in reference/, which a build of the site writes and checks.
+    """
     capitals = Path(path).stem.isupper() and Path(path).stem != "README"
-    return path.startswith("runs/") or capitals or f"`{path}`:\n\n```" in text
+    return path.startswith(("runs/", "reference/")) or capitals or f"`{path}`:\n\n```" in text
 
 
 @pytest.mark.parametrize("page", PAGES)

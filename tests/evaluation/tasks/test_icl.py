@@ -113,7 +113,7 @@ def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(
     asked, task = [], Icl(path=write(tmp_path, count=1), tasks=("sst2",), shots=4)
     (unit,) = plan(task)
     model = Beside()
-    model.config.memory = types.SimpleNamespace(is_prefix=False)
+    model.config.memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
     task.score(SplitModel(model, ContextSplit(decoder=64, chunk=32), 64, 32), [unit], 1)
     (read, beside), bare = asked
     assert beside + read == TOKENIZER.decode(unit.tokens) and bare == ("", "")
@@ -136,7 +136,7 @@ def test_two_demonstrations_stay_with_the_decoder_and_others_are_chunks_of_the_c
     (unit,) = plan(Icl(path=path, tasks=("sst2",), shots=2, context_shots=further))
     assert (unit.fields["shots"], unit.fields["context_shots"]) == (2, further)
     model = Beside()
-    model.config.memory = types.SimpleNamespace(is_prefix=False)
+    model.config.memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
     Icl(path=path).score(SplitModel(model, ContextSplit(), 4000, 32), [unit], 1)
     (read, beside), _ = asked
     (alone,) = plan(Icl(path=path, tasks=("sst2",), shots=2))
