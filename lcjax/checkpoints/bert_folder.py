@@ -416,7 +416,8 @@ def _wordpiece(file: Path, settings: dict[str, Any], special: dict[str, str]) ->
             " as tokenizer.json (AutoTokenizer.from_pretrained(X).save_pretrained(Y))"
         )
     try:
-        words = file.read_text(encoding="utf-8").splitlines()
+        with file.open(encoding="utf-8") as lines:  # str.splitlines would cut at U+2028, too
+            words = [line.rstrip("\n") for line in lines]
     except ValueError as error:
         raise InputError(f"{file}: not text ({error}); download it again") from error
     vocabulary = {word: index for index, word in enumerate(words)}

@@ -502,7 +502,8 @@ class _Index:
         self._store, self._mesh, self._save_every = store, mesh, config.train.save_every
         self._run = Path(config.run.folder)
         self._folder = self._run / folder_lib.INDEX
-        self._is_stored = encoder.fingerprint in store.index["encoders"]
+        self._fingerprint = encoder.fingerprint  # with the weights of step 0
+        self._is_stored = self._fingerprint in store.index["encoders"]
         self._origin: int | None = None  # step whose weights made the open vectors
         self._exact: ExactIndex | None = None
 
@@ -537,16 +538,18 @@ class _Index:
     def _begin(self, step: int) -> None:
         """Checks that the passages are those of the run; removes files of steps to come.
 
-        A killed run may have made these with settings that have changed since.
+        A killed run may have made these with settings that have changed since. Before the first
+        checkpoint passages and encoder may change, and then all vectors are removed.
         """
         digest = hashlib.sha256()
         for shard in self._store.index["shards"]:
             digest.update(shard["sha256"].encode())
         if self._store.valid is not None:
             digest.update(self._store.valid.tobytes())
-        file, identity = self._folder / _PASSAGES, {"sha256": digest.hexdigest()}
-        is_other = distributed.from_first(lambda: read_json(file, identity) != identity)
-        if is_other:
+        file = self._folder / _PASSAGES
+        identity = {"sha256": digest.hexdigest(), "encoder": self._fingerprint}
+        saved = distributed.from_first(lambda: read_json(file, identity))
+        if step and saved.get("sha256") != identity["sha256"]:
             raise InputError(
                 f"retriever.store={self._store.folder} has other passages than when the run in"
                 f" {self._run} began; put them back, or start another run.folder"
@@ -555,7 +558,7 @@ class _Index:
             self._folder.mkdir(exist_ok=True)
             write_json(file, identity)
             for path, origin in self._files():
-                if origin > step:
+                if origin > step or (step == 0 and saved != identity):
                     path.unlink()
         distributed.barrier("index checked")
 
@@ -590,15 +593,17 @@ class _Index:
     def _remove(self, step: int) -> None:
         """Removes the vectors that no checkpoint needs, nor this step.
 
-        One checkpoint at most is being written now: that of the last multiple of `save_every`.
+        One checkpoint at most is being written now: that of the last multiple of `save_every`, or,
+        in the validation before that one is written, of the multiple before. A non-finite step is
+        noticed after the next one is dispatched, and the run then saves the state of `step - 1`.
         """
         if not distributed.is_main_process():
             return
-        steps = [
-            *steps_in(self._run / CHECKPOINTS),
-            step,
-            step // self._save_every * self._save_every,
-        ]
+        since_save = step % self._save_every
+        steps = [*steps_in(self._run / CHECKPOINTS), step, step - since_save]
+        before = step - 1 if since_save else step - self._save_every
+        if before > 0:
+            steps.append(before)
         needed = set(map(self._origin_of, steps))
         for path, origin in self._files():
             if origin not in needed:

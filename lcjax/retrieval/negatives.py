@@ -102,7 +102,11 @@ def _pair(
 def _read(path: Path) -> Iterator[_Question]:
     if not path.is_file():
         raise InputError(f"path={path} is no file; name lines of {{question, answer}}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold U+2028 and U+0085
+    except ValueError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

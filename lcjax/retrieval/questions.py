@@ -49,11 +49,22 @@ class QuestionKind:
             raise InputError(
                 f"kinds: the pattern of {self.name} has no group (?P<answer>...), the answer"
             )
+        if taken := set(_FIELDS) & set(groups):
+            raise InputError(
+                f"kinds: the pattern of {self.name} has a group {min(taken)}, which is a field of"
+                " the passage; give the group another name"
+            )
         known = (*_FIELDS, *groups)
         try:
-            names = [name for _, name, *_ in string.Formatter().parse(self.question)]
+            fields = list(string.Formatter().parse(self.question))
         except ValueError as error:
             raise InputError(f"kinds: the question of {self.name}: {error}") from None
+        names = [name for _, name, *_ in fields]
+        if any(spec or conversion for *_, spec, conversion in fields):
+            raise InputError(
+                f"kinds: the question of {self.name} has a format or conversion; write"
+                " {group} alone"
+            )
         unknown = [name for name in names if name is not None and name not in known]
         if unknown or not any(names):
             raise InputError(

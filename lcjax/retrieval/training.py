@@ -26,7 +26,7 @@ from lcjax.checkpoints.bert_folder import (
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.hub import resolve_encoder
 from lcjax.checkpoints.run_folder import BaseModel, fingerprint
-from lcjax.data import Loader
+from lcjax.data import DataConfig, Loader
 from lcjax.errors import InputError, is_finite_number, whole_numbers
 from lcjax.files import FolderFormat
 from lcjax.models.bert import Bert, BertConfig
@@ -46,6 +46,9 @@ from lcjax.training.task import Task, split_trained
 from lcjax.training.tracking import announce
 from lcjax.tree import flatten, union
 
+# Fields of `data` that describe rows of a language model
+_ROW_FIELDS = ("length", "pack", "overlong", "packing_bins", "masking", "chunks")
+_ROW_FIELDS += ("document_mask", "add_bos", "add_eos")
 _SIDES = ("query", "passage")  # first names in the paths of parameters where there are two encoders
 
 
@@ -392,6 +395,13 @@ def check_sections(config: TrainConfig) -> None:
             raise InputError(
                 f"model.{field.name}={value} is of a language model, and a contrastive retriever"
                 " trains none; leave it out, and name the encoder with retriever.encoder.path"
+            )
+    data, default = config.data, DataConfig()
+    for name in _ROW_FIELDS:
+        if (value := getattr(data, name)) != getattr(default, name):
+            raise InputError(
+                f"data.{name}={value} describes rows of a language model; leave it out, and set"
+                " retriever.query_tokens and retriever.passage_tokens"
             )
     train, default = config.train, TrainSection()
     for name in ("distill", "positions", "loss_chunk"):

@@ -425,6 +425,41 @@ def test_passages_are_chosen_by_vectors_that_are_made_again_after_refresh_steps(
     ]
 
 
+def test_vectors_of_the_step_before_stay_for_a_halt_at_a_step_that_is_not_finite(toy, tmp_path):
+    section = (LSR, {"k": 2, "refresh": 2})
+    task, trained, _ = loaded(config(toy, tmp_path, section, save_every=1000))
+    rows, _ = prepared(task, trained)
+    for step in (2, 4, 6):
+        task.prepare(step, rows, trained)
+    names = [file.name for file in sorted((tmp_path / "index").glob("*.bin"))]
+    # A halt saves step 5, and a kill starts from step 0.
+    assert names == [f"vectors-step{step:09d}.bin" for step in (0, 4, 6)]
+
+
+def test_a_checkpoint_that_is_still_written_keeps_its_vectors(toy, tmp_path):
+    section = (LSR, {"k": 2, "refresh": 2})
+    task, trained, _ = loaded(config(toy, tmp_path, section, save_every=4))
+    rows, _ = prepared(task, trained)
+    for step in (4, 6, 8):  # step 8 is validated before it is saved
+        task.prepare(step, rows, trained)
+    names = [file.name for file in sorted((tmp_path / "index").glob("*.bin"))]
+    assert names == [f"vectors-step{step:09d}.bin" for step in (4, 8)]
+
+
+def test_a_run_without_checkpoint_makes_the_vectors_of_another_encoder_anew(toy, tmp_path):
+    batches = []
+    for name, poolings in (("changed", ("mean", "max")), ("fresh", ("max",))):
+        for pooling in poolings:
+            encoder = EncoderSection(str(toy / "bert"), pooling=pooling, normalize=True)
+            section = (LSR, {"k": 3, "encoder": encoder})
+            task, trained, _ = loaded(config(toy, tmp_path / name, section))
+            batch = prepared(task, trained)[1]
+        batches.append(batch)
+    jax.tree.map(np.testing.assert_array_equal, *batches)
+    files = [tmp_path / name / "index/vectors-step000000000.bin" for name in ("changed", "fresh")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_vectors_that_the_datastore_has_are_not_made_again(toy, tmp_path):
     store = shutil.copytree(toy / "store", tmp_path / "store")
     section = EncoderSection(str(toy / "bert"), pooling="mean", normalize=True)

@@ -107,6 +107,8 @@ def test_the_command_writes_what_retrieval_evaluates(store, tmp_path, capsys):
         (dict(question="Who keeps {it}?"), {}, r"\{title\}, \{stem\}, \{answer\}, \{place\}"),
         (dict(question="Who?"), {}, "must have some of"),
         (dict(question="Who keeps {"), {}, "the question of keepers"),
+        (dict(question="Who keeps {place:d}?"), {}, "has a format or conversion; write {group}"),
+        (dict(pattern="(?P<answer>a) (?P<title>b)"), {}, "has a group title, which is a field"),
         (dict(name="a/b"), {}, "kinds.name='a/b' must be a word"),
         ({}, dict(count=0), "count=0 must"),
         ({}, dict(kinds=()), "kinds must be one or more"),

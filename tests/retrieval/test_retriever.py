@@ -313,6 +313,21 @@ def test_hard_negatives_are_the_best_passages_without_the_answer(store, tmp_path
         assert not (tmp_path / "b.jsonl").exists()
 
 
+def test_questions_may_hold_any_separator_of_unicode_and_must_be_utf8(store, tmp_path, capsys):
+    text = store.passages([0])[0].text
+    row = {"question": f"{text}\u2028\x85", "answer": text.split()[0], "note": "\u2029"}
+    file, out = tmp_path / "questions.jsonl", tmp_path / "pairs.jsonl"
+    words = ["negatives", "--path", file, "--store", store.folder, "--kind", "sparse"]
+    words += ["--k", 5, "--count", 1, "--out", out]
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
+    code, shown, _ = run(capsys, *words)
+    assert code == 0 and "1 pairs; left out: 0" in shown
+    out.unlink()
+    file.write_bytes(b'{"question": "caf\xe9", "answer": "a"}')
+    code, _, error = run(capsys, *words)
+    assert code == 2 and "is not UTF-8" in error and error.count("\n") == 1
+
+
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
     text, out = write_corpus(tmp_path / "text", files=1, lines=2), tmp_path / "out"
     build(BuildConfig(TextConfig(path=text), out=str(out), workers=1))

@@ -409,6 +409,17 @@ def test_vocab_txt_gives_the_ids_of_transformers(lower, tmp_path):
     assert tokenizer.sep_id not in tokenizer.encode(["[SEP] dog"])[0]  # text is text
 
 
+def test_only_line_feeds_end_the_tokens_of_vocab_txt(tmp_path):
+    words = [*VOCABULARY[:6], "\u2028", "\x85", *VOCABULARY[6:]]
+    save_bert(tmp_path, vocab_size=len(words))
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    tokenizer, reference = BertFolder(tmp_path).tokenizer, tokenizer_of(tmp_path)
+    assert tokenizer.vocab_size == len(words)
+    assert [tokenizer.token_id(word) for word in words[:9]] == list(range(9))
+    texts = TEXTS[:-1]
+    assert tokenizer.encode(texts) == [reference.encode(t, add_special_tokens=False) for t in texts]
+
+
 def test_cross_encoder_scores_equal_transformers(tmp_path):
     model = save_bert(tmp_path, "BertForSequenceClassification", num_labels=1)
     scorer = open_encoder(tmp_path)

@@ -590,6 +590,8 @@ def bad_records(tmp_path, *records):
         ({"pairs": Crops(), "retriever": {"negatives": 1}}, r"negatives=1 are read from records"),
         ({"pairs": Crops()}, r"data\.path is empty"),
         ({"data": {"path": "x"}}, r"data\.path and data\.sources are not read with"),
+        ({"data": {"length": 64}}, r"data\.length=64 describes rows of a language model; leave it"),
+        ({"data": {"pack": "windows"}}, r"data\.pack=windows describes rows"),
         ({"encoder": "tiny"}, r"retriever\.encoder\.path=tiny"),
         ({"encoder": ""}, r"retriever\.encoder\.path is empty"),
         ({"encoder": "decoder"}, r"is for a DecoderEncoder, and only BERT encoders are trained"),
