@@ -121,6 +121,9 @@ class BertEncoder(Encoder):
         self.query, self.passage, self.pool, self.prefixes = query, passage, pool, prefixes
         self.dim, self.name = passage.model.config.width, name
         self.pooling, self.normalize, self.max_tokens = pool.pooling, pool.normalize, max_tokens
+        # DPR reads a title as the first text of a pair, with one token type for both, and a text
+        # without a title alone; for others it precedes the text.
+        self.reads_pairs = passage.folder.is_dpr
         self._limit = LengthLimit(max_tokens, on_long, name)
         self._batching = Batching(max_tokens, batch_tokens, passage.model.mesh)
         settings = {"pooling": pool.pooling, "normalize": pool.normalize, "prefixes": prefixes}
@@ -208,13 +211,10 @@ class BertEncoder(Encoder):
     ) -> np.ndarray:
         bert = self.query if is_query else self.passage
         limit, vectors = copy.copy(self._limit), np.empty((len(texts), self.dim), np.float32)
-        # DPR reads a title as the first text of a pair, with one token type for both, and a text
-        # without a title alone.
-        has_pairs = titles is not None and bert.folder.is_dpr
 
         def rows(part: slice) -> list[TokenRow]:
             heads = None if titles is None else titles[part]
-            return self.token_rows(texts[part], heads, is_query, limit, has_pairs=has_pairs)
+            return self.token_rows(texts[part], heads, is_query, limit)
 
         self._batching.run(bert.apply, rows, vectors)
         limit.warn()
@@ -226,8 +226,6 @@ class BertEncoder(Encoder):
         titles: Sequence[str] | None,
         is_query: bool,
         limit: LengthLimit,
-        *,
-        has_pairs: bool = False,
     ) -> list[TokenRow]:
         """Returns the tokens that the model reads: prefix, title and text between special tokens.
 
@@ -236,10 +234,10 @@ class BertEncoder(Encoder):
           titles: of passages; None: none.
           is_query: whether the texts are queries.
           limit: cuts long texts.
-          has_pairs: whether a title is the first text of a pair; False: it precedes the text.
         """
         tokenizer = (self.query if is_query else self.passage).folder.tokenizer
         prefix, bodies = self.prefixes[not is_query], list(texts)
+        has_pairs = titles is not None and self.reads_pairs
         if titles is not None and not has_pairs:
             bodies = [with_title(*pair) for pair in zip(titles, bodies)]
         ids = tokenizer.encode([prefix + body for body in bodies])

@@ -503,7 +503,9 @@ class _Index:
         self._run = Path(config.run.folder)
         self._folder = self._run / folder_lib.INDEX
         self._fingerprint = encoder.fingerprint  # with the weights of step 0
-        self._is_stored = self._fingerprint in store.index["encoders"]
+        # A datastore of DPR has vectors of titles and texts as pairs.
+        is_dpr = encoder.passage.folder.is_dpr
+        self._is_stored = self._fingerprint in store.index["encoders"] and not is_dpr
         self._origin: int | None = None  # step whose weights made the open vectors
         self._exact: ExactIndex | None = None
 

@@ -2,7 +2,7 @@
 
     retriever:
       type: contrastive
-      encoder: {path: facebook/contriever, pooling: mean}
+      encoder: {path: facebook/contriever, pooling: mean, allow_pickle: true}
       pairs: {type: records, path: pairs.jsonl}
 
 The loop, the checkpoints and the optimizer are those of language models (`lcjax.training.task`).
@@ -110,6 +110,7 @@ class TrainedEncoder:
         self._mesh = mesh
         # Weights are trained in float32, whatever the dtype of activations.
         bert: BertEncoder = dataclasses.replace(section, dtype=None).open(mesh)
+        bert.reads_pairs = False  # as in the folder that `save` writes, which is no DPR any more
         self.bert, self.pool, self.prefixes = bert, bert.pool, bert.prefixes
         self.max_tokens, self.tokenizer = bert.max_tokens, bert.passage.folder.tokenizer
         self._berts = dict(zip(_SIDES, (bert.query, bert.passage)))

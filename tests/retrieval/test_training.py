@@ -372,6 +372,17 @@ def test_two_processes_have_the_losses_of_one_and_write_the_same_encoder(
     np.testing.assert_allclose(*vectors, atol=1e-3)
 
 
+def test_titles_of_a_trained_dpr_are_read_as_in_the_folder_that_it_writes(tmp_path):
+    folder = write_bert(tmp_path / "ctx", 0, "ctx_encoder.bert_model.", model_type="dpr")
+    trained = TrainedEncoder(EncoderSection(path=str(folder)), None, None)
+    index = trained.with_params(trained.take_params(seed=0))
+    dpr = BertEncoder.load(folder)
+    title, text = "harbour", "the town is quiet"
+    expected = dpr.encode_passages([f"{title} {text}"])
+    np.testing.assert_array_equal(index.encode_passages([text], [title]), expected)
+    assert (dpr.encode_passages([text], [title]) != expected).any()  # a pair
+
+
 def test_two_encoders_are_written_as_query_and_passage(tmp_path, bert, pairs):
     passage, query = (
         write_bert(tmp_path / name, seed, f"{name}_encoder.bert_model.", model_type="dpr")
