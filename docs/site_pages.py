@@ -248,13 +248,13 @@ def _config_pages() -> dict[str, str]:
     from lcjax.data.teacher import TeacherConfig
     from lcjax.evaluation.config import EvalConfig
     from lcjax.pictures.command import AttentionPicture, MaskPicture, RopePicture
-    from lcjax.retrieval import BuildConfig, ChunksConfig, TokenConfig
+    from lcjax.retrieval import BuildConfig, ChunksConfig, QuestionsConfig, TokenConfig
     from lcjax.training import TrainConfig
 
     seen: dict[tuple, str] = {}
     train = _script("train.py") + config_tables("train", TrainConfig, seen)
     evaluate = _script("eval.py") + config_tables("eval", EvalConfig, seen)
-    commands = "report", "score", "compare", "make-data"
+    commands = "report", "score", "compare", "retrieval", "make-data"
     evaluate += "\n## Commands\n\n" + _helps("lcjax.evaluation.cli", commands)
     others = {
         "lcjax.data": {"prepare": PrepareConfig, "teacher": TeacherConfig},
@@ -262,6 +262,7 @@ def _config_pages() -> dict[str, str]:
             "build": BuildConfig,
             "chunks": ChunksConfig,
             "build-tokens": TokenConfig,
+            "questions": QuestionsConfig,
         },
         "lcjax.pictures": {
             "mask": MaskPicture,
@@ -276,8 +277,8 @@ def _config_pages() -> dict[str, str]:
         for command, cls in configs.items():
             text += f"\n### {command}\n\n" + config_tables(command, cls, seen, level=3)
         if module == "lcjax.retrieval":
-            text += "\n### search, check, append, delete\n\n"
-            text += _helps(f"{module}.__main__", ("search", "check", "append", "delete"))
+            options = "search", "check", "append", "delete", "negatives"
+            text += f"\n### {', '.join(options)}\n\n" + _helps(f"{module}.__main__", options)
     text += "\n## python -m lcjax.convert\n\n" + _helps("lcjax.convert", [""])
     text += "\n## python -m lcjax.cost\n\n" + _block(_doc("lcjax/cost/__main__.py"))
     return {"train.md": train, "eval.md": evaluate, "commands.md": text}

@@ -101,12 +101,12 @@ def test_a_recipe_that_is_written_out_reads_the_same(file, tmp_path):
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
 def test_a_recipe_and_its_trainings_are_the_same_by_name_in_any_folder(file, tmp_path, monkeypatch):
-    here = read(file)
-    trainings = study.trainings(here) if file in EVALUATIONS else {}
+    by_path = read(file)
+    trainings = study.trainings(by_path) if file in EVALUATIONS else {}
     monkeypatch.chdir(tmp_path)
-    there = config.parse(type(here), ["--config", f"lcjax:{file.stem}"])
-    assert there == here
-    assert (study.trainings(there) if file in EVALUATIONS else {}) == trainings
+    by_name = config.parse(type(by_path), ["--config", f"lcjax:{file.stem}"])
+    assert by_name == by_path
+    assert (study.trainings(by_name) if file in EVALUATIONS else {}) == trainings
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)

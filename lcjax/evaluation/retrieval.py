@@ -19,7 +19,7 @@ from lcjax.errors import InputError, one_of, whole_number, whole_numbers
 from lcjax.evaluation import plots
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.metrics import retrieval as metrics
-from lcjax.evaluation.split import SOURCES, windows_of_others
+from lcjax.evaluation.split import SOURCES, check_scored, windows_of_others
 from lcjax.evaluation.task import Record, Records
 from lcjax.files import write_whole
 from lcjax.generation.language_model import LanguageModel
@@ -164,14 +164,8 @@ class WindowReader(WrappedScorer):
         raise InputError("retrieval.decoder cuts windows of texts; leave it out for prompts")
 
     def check_scored(self, length: int, first: int, size: int) -> None:
-        start = length - self.decoder
-        if first <= start or size <= start + 1:
-            raise InputError(
-                f"retrieval.decoder={self.decoder}: this protocol scores tokens from {first} on,"
-                f" and the decoder reads from {start} on; use protocol=last_k, with last below"
-                f" {self.decoder}"
-            )
-        if self.source == "foreign" and start < self.decoder:
+        check_scored(f"retrieval.decoder={self.decoder}", self.decoder, length, first, size)
+        if self.source == "foreign" and length < 2 * self.decoder:
             raise InputError(
                 f"retrieval.source=foreign needs windows of {2 * self.decoder} tokens, twice"
                 f" retrieval.decoder, and lengths has {length}; raise lengths"

@@ -302,12 +302,7 @@ class SplitModel(WrappedScorer):
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
-        start = length - self.decoder
-        if first <= start or size <= start + 1:
-            raise InputError(
-                f"{self._split.key}: this protocol scores tokens from {first} on, and the decoder"
-                f" reads from {start} on; use protocol=last_k, with last below {self.decoder}"
-            )
+        check_scored(self._split.key, self.decoder, length, first, size)
 
     def with_movable(
         self,
@@ -439,6 +434,24 @@ class SplitModel(WrappedScorer):
             columns = slice(first, stop)
             tokens[columns] = others[rng.integers(len(others))][columns]
         return tokens
+
+
+def check_scored(key: str, decoder: int, length: int, first: int, size: int) -> None:
+    """Raises InputError unless the last `decoder` tokens of a window have `first : size` and more.
+
+    Args:
+      key: of the method, in the error.
+      decoder: tokens that are read at the end of a window.
+      length: tokens of a window.
+      first: token from which on the protocol scores.
+      size: tokens of this window that are text, not padding.
+    """
+    start = length - decoder
+    if first <= start or size <= start + 1:
+        raise InputError(
+            f"{key}: this protocol scores tokens from {first} on, and the decoder reads from"
+            f" {start} on; use protocol=last_k, with last below {decoder}"
+        )
 
 
 def windows_of_others(others: Iterable[np.ndarray], size: int, key: str) -> list[np.ndarray]:

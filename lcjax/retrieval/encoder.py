@@ -127,8 +127,14 @@ class BertEncoder(Encoder):
         self._limit = LengthLimit(max_tokens, on_long, name)
         self._batching = Batching(max_tokens, batch_tokens, passage.model.mesh)
         settings = {"pooling": pool.pooling, "normalize": pool.normalize, "prefixes": prefixes}
-        sides = [side.fingerprint(**settings, max=max_tokens) for side in (query, passage)]
-        self.fingerprint = hashlib.sha256(json.dumps(sides).encode()).hexdigest()[:16]
+        self._sides = [side.fingerprint(**settings, max=max_tokens) for side in (query, passage)]
+
+    @property
+    def fingerprint(self) -> str:
+        values = self._sides
+        if self.reads_pairs != self.passage.folder.is_dpr:  # a DPR in training
+            values = [*values, {"reads_pairs": self.reads_pairs}]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     @classmethod
     def load(

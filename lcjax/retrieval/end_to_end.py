@@ -281,15 +281,15 @@ class EndToEndTask(LanguageModelTask):
             raise InputError(
                 f"model.pattern of landmark tokens does not go with retriever.type={section.kind}"
             )
-        held = {}  # what is never trained, whatever the rules
+        never_trained = {}  # whatever the rules
         if is_frozen:
-            held[RETRIEVER] = {"passage": retriever.pop("passage")}
+            never_trained[RETRIEVER] = {"passage": retriever.pop("passage")}
         if self._trains_lm:
             params[RETRIEVER] = retriever
         else:
-            held, params = held | params, {RETRIEVER: retriever}
+            never_trained, params = never_trained | params, {RETRIEVER: retriever}
         trained, frozen = split_trained(self._with_rules(), params)
-        frozen = union(frozen, held)
+        frozen = union(frozen, never_trained)
         self._frozen_retriever = frozen.get(RETRIEVER, {})
         if self._trains_lm and train.export:
             check_exportable(self.model)
@@ -380,13 +380,13 @@ class EndToEndTask(LanguageModelTask):
             documents = [set(row.tolist()) for row in batch["documents"]]
         else:
             documents = [set()] * len(queries)
-        found = search_other_documents(
+        results = search_other_documents(
             index, [queries[i] for i in texts], [documents[i] for i in texts], self.section.k
         )
         hits: list[list[Hit]] = [[] for _ in queries]
-        for i, row in zip(texts, found, strict=True):
+        for i, row in zip(texts, results, strict=True):
             hits[i] = row
-        if step == 0 and texts and not any(found):
+        if step == 0 and texts and not any(results):
             raise InputError(
                 f"retriever.store={self.section.store} has no passage for the first {len(texts)}"
                 " queries; name a datastore of more text, or retriever.same_document=true if it is"
@@ -406,13 +406,13 @@ class EndToEndTask(LanguageModelTask):
         fields |= {name: np.zeros(shape, np.int32) for name in ("lengths", "starts")}
         fields["has_passage"] = np.zeros(shape, bool)
         fields["scored"] = np.zeros(batch["tokens"].shape, np.float32)
-        for i, (row, found) in enumerate(zip(rows, hits, strict=True)):
+        for i, (row, row_hits) in enumerate(zip(rows, hits, strict=True)):
             text, head = batch["tokens"][i, : row.length], 0
             if row.length and text[0] == tokenizer.bos_id:
                 head = 1  # BOS stays the first token
-            if found:
+            if row_hits:
                 fields["scored"][i] = row.scored
-            for j, hit in enumerate(found):
+            for j, hit in enumerate(row_hits):
                 ids = tokenizer.encode(hit.passage.full_text)[: section.passage_tokens]
                 ids = [*ids, *separator]
                 start, end = len(ids), len(ids) + row.length
@@ -503,9 +503,7 @@ class _Index:
         self._run = Path(config.run.folder)
         self._folder = self._run / folder_lib.INDEX
         self._fingerprint = encoder.fingerprint  # with the weights of step 0
-        # A datastore of DPR has vectors of titles and texts as pairs.
-        is_dpr = encoder.passage.folder.is_dpr
-        self._is_stored = self._fingerprint in store.index["encoders"] and not is_dpr
+        self._is_stored = self._fingerprint in store.index["encoders"]
         self._origin: int | None = None  # step whose weights made the open vectors
         self._exact: ExactIndex | None = None
 
@@ -631,16 +629,21 @@ def _split_row(
     """Finds query and y of a row.
 
     The query is the text before the first target with a weight (a question), of which at most the
-    last `query_tokens` are taken. In plain text all targets have weights; then the query is the
-    first `query_tokens`, and y is what follows.
+    last `query_tokens` are taken. A row that begins inside an answer has its first question after
+    it. In plain text all targets have weights; then the query is the first `query_tokens`, and y is
+    what follows.
     """
     place = np.arange(len(tokens))
     length = int((segments == 1).sum())
     scored = np.where(place < length, weights, 0).astype(np.float32)
-    if not scored.any():
+    targets = np.flatnonzero(scored)
+    if not targets.size:
         return _Row([], length, scored)
-    first = int(np.argmax(scored > 0))
-    if first == 0:
+    first = targets[0]
+    if first == 0 and (after_gap := targets[targets > np.arange(len(targets))]).size:
+        first = after_gap[0]
+        scored[:first] = 0
+    elif first == 0:
         first = query_tokens - 1
         scored = np.where(place >= first, scored, 0).astype(np.float32)
     query = tokens[: min(first + 1, length)][-query_tokens:]

@@ -4,7 +4,7 @@ A search ranks passages for each question. The best one with the answer becomes 
 the best ones without it the hard negatives, as in DPR (Karpukhin et al. 2020, arXiv 2004.04906,
 sec. 3.2), whose negatives come from BM25.
 
-has_answer("... in Nîmes.", ["Nimes", "Nîmes"])        # True
+    has_answer("... in Nîmes.", ["Nimes", "Nîmes"])        # True
 """
 
 import functools

@@ -49,10 +49,10 @@ class QuestionKind:
             raise InputError(
                 f"kinds: the pattern of {self.name} has no group (?P<answer>...), the answer"
             )
-        if taken := set(_FIELDS) & set(groups):
+        if reserved := set(_FIELDS) & set(groups):
             raise InputError(
-                f"kinds: the pattern of {self.name} has a group {min(taken)}, which is a field of"
-                " the passage; give the group another name"
+                f"kinds: the pattern of {self.name} has a group {min(reserved)}, which is a field"
+                " of the passage; give the group another name"
             )
         known = (*_FIELDS, *groups)
         try:

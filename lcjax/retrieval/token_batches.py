@@ -137,8 +137,8 @@ def pad_rows(rows: Sequence[TokenRow], count: int, width: int) -> TokenBatch:
 
 
 def _unit(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Divides by the Euclidean norm; zero stays zero."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+    """Divides by the Euclidean norm; zero stays zero, with a finite gradient."""
+    return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-24))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -283,13 +283,13 @@ def contrastive_loss(
     is_text = (weights > 0)[None, :, None]
     is_scored = is_positive | (is_text & ~is_equal)
     scored = jnp.where(is_scored, scores, -jnp.inf)
-    own = jnp.diagonal(scores[:, :, 0])
-    losses = jax.nn.logsumexp(scored, axis=(1, 2)) - own
+    positive = jnp.diagonal(scores[:, :, 0])
+    losses = jax.nn.logsumexp(scored, axis=(1, 2)) - positive
     if symmetric:
         # Columns are queries. Equality of positives is symmetric.
         by_passage = jnp.where(is_own | (is_text & ~is_equal)[:, :, 0], scores[:, :, 0].T, -jnp.inf)
-        losses = (losses + jax.nn.logsumexp(by_passage, axis=1) - own) / 2
-    is_best = own > jnp.where(is_positive, -jnp.inf, scored).max((1, 2))
+        losses = (losses + jax.nn.logsumexp(by_passage, axis=1) - positive) / 2
+    is_best = positive > jnp.where(is_positive, -jnp.inf, scored).max((1, 2))
     parts = {"accuracy": jnp.sum(weights * is_best)}
     return jnp.sum(weights * losses), jnp.sum(weights), parts
 

@@ -291,8 +291,8 @@ class Crops(TextPairs):
         length = max(1, int(len(ids) * random.uniform(self.least, self.most)))
         start = random.integers(len(ids) - length + 1)
         crop = ids[start : start + length]
-        is_left = random.random(length) >= self.delete
-        return (crop[is_left] if is_left.any() else crop[:1]).tolist()
+        is_kept = random.random(length) >= self.delete
+        return (crop[is_kept] if is_kept.any() else crop[:1]).tolist()
 
 
 @Pairs.register_subclass("inverse_cloze")

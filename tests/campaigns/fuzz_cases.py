@@ -95,7 +95,7 @@ class Place:
             shared / name for name in ("run", "evaluation", "tokens", "store")
         )
         folder.mkdir(parents=True)
-        self.kept: dict[Path, str | None] = {}
+        self.digests: dict[Path, str | None] = {}
         self.stamps = {path: stamp(path) for path in shared.rglob("*") if path.is_file()}
         self.foreign(folder)
 
@@ -108,11 +108,11 @@ class Place:
         for name in ("mine.txt", "thesis/chapter.md"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("years of work")
-            self.kept[folder / name] = digest(folder / name)
+            self.digests[folder / name] = digest(folder / name)
         return folder
 
     def lost(self) -> list[str]:
-        lost = [path for path, value in self.kept.items() if digest(path) != value]
+        lost = [path for path, value in self.digests.items() if digest(path) != value]
         lost += [path for path, value in self.stamps.items() if stamp(path) != value]
         return [path.name for path in lost]
 

@@ -107,8 +107,8 @@ def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
     split.nll(tokens, first=40, lengths=[50])
     ((_, (context, _), _),) = model.given
     assert [len(chunk) for chunk in context[0]] == sizes
-    wanted = tokens[0, 36 - sum(sizes) : 36]
-    np.testing.assert_array_equal(np.concatenate([[], *context[0]]), wanted)
+    expected = tokens[0, 36 - sum(sizes) : 36]
+    np.testing.assert_array_equal(np.concatenate([[], *context[0]]), expected)
     assert split.num_unread(50) == 36 - sum(sizes)
 
 
@@ -223,12 +223,12 @@ def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
     encode, bos = model.tokenizer.encode, model.tokenizer.bos_id
     tokens = np.array([[bos, *encode(text)][:96] for _, text in texts((140, 120, 150))])
     context = asking.encode_contexts([[row[:48]] for row in tokens], query=tokens[:, 48:80])
-    wanted = asking.nll(tokens[:, 48:], first=32, context=context)[:, 32:].mean()
-    assert cells["query"] == pytest.approx(float(wanted), abs=1e-5)
+    expected = asking.nll(tokens[:, 48:], first=32, context=context)[:, 32:].mean()
+    assert cells["query"] == pytest.approx(float(expected), abs=1e-5)
     memory = dataclasses.replace(model.config.memory, tree=Tree((8, 4)))
     sparse = model.with_method(memory=memory)
-    wanted = sparse.nll(tokens[:, 48:], first=32, context=[[row[:48]] for row in tokens])[:, 32:]
-    assert cells["sparse"] == pytest.approx(float(wanted.mean()), abs=1e-5)
+    expected = sparse.nll(tokens[:, 48:], first=32, context=[[row[:48]] for row in tokens])[:, 32:]
+    assert cells["sparse"] == pytest.approx(float(expected.mean()), abs=1e-5)
     with pytest.raises(InputError, match="multiple of 2\\^5 = 32"):
         ContextSplit(ratios=(1,) * 5).of(model, 96)
     with pytest.raises(InputError, match="trained_context=9 is a setting of Cepe, and this model"):
@@ -344,13 +344,13 @@ def test_consecutive_chunks_are_dealt_to_chunks_of_the_text_as_in_training():
     lm = LanguageModel.load(ModelSection(preset="tiny", memory=section))
     tokens = np.arange(3, 53)[None]
     split = ContextSplit(decoder=20, chunk=6, chunks=3).of(lm, 50)
-    found = split.nll(tokens, first=34, lengths=np.array([50]))
+    actual = split.nll(tokens, first=34, lengths=np.array([50]))
     pieces = [tokens[0, n : n + 6] for n in (12, 18, 24)]
     context = [[pieces[:2], pieces[2:]]]
-    wanted = lm.nll(tokens[:, 30:], first=4, context=context)
-    np.testing.assert_array_equal(found[:, 30:], wanted)
+    expected = lm.nll(tokens[:, 30:], first=4, context=context)
+    np.testing.assert_array_equal(actual[:, 30:], expected)
     assert not np.array_equal(
-        wanted, lm.nll(tokens[:, 30:], first=4, context=[[[p] for p in pieces]])
+        expected, lm.nll(tokens[:, 30:], first=4, context=[[[p] for p in pieces]])
     )
 
 
@@ -460,16 +460,16 @@ def test_a_memory_is_seen_before_it_is_trained():
     extended = types.SimpleNamespace(
         run=types.SimpleNamespace(folder="runs/b"), model=ModelSection(path="runs/a/model")
     )
-    found = {"": training, "b": extended}
-    assert study.has_memory(ModelSection(path="runs/b"), found)
-    assert not study.has_memory(ModelSection(preset="tiny"), found)
+    trainings = {"": training, "b": extended}
+    assert study.has_memory(ModelSection(path="runs/b"), trainings)
+    assert not study.has_memory(ModelSection(preset="tiny"), trainings)
 
 
 def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choices():
-    module, asked = importlib.import_module("lcjax.evaluation.run"), []
+    module, calls = importlib.import_module("lcjax.evaluation.run"), []
 
     def needed(rows, length, context):
-        asked.append((rows, length))
+        calls.append((rows, length))
         return MemoryEstimate(weights=0, cache=10**9)
 
     def said(task):
@@ -485,4 +485,4 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
     assert "(cache 1.0), batch_size=2 of 48 tokens, 6 rows each" in said(Passkey())
     assert "(cache 2.0)" in said(Icl())
     assert "cache" not in said(Perplexity())
-    assert asked == [(12, 48), (12, 48), (2, 48)]
+    assert calls == [(12, 48), (12, 48), (2, 48)]

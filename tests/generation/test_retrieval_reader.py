@@ -243,18 +243,18 @@ def test_every_whole_chunk_of_a_text_reads_what_is_found_for_it():
     lm, store = retro(), Store()
     reader = RetrievalReader(lm, store, 2, "context")
     # The last chunk of the first row ends with the row, and predicts nothing.
-    found = reader.nll(TOKENS, first=FIRST, lengths=np.array([12, 11]))
+    actual = reader.nll(TOKENS, first=FIRST, lengths=np.array([12, 11]))
     parts = [TOKENS[row, n : n + 4] for row in (0, 1) for n in (0, 4)]
     assert store.queries == [lm.tokenizer.decode(part.tolist()) for part in parts]
     hits = [encoded(lm, store.hits(query)[:2], blank=False) for query in store.queries]
     options = {"first": FIRST, "lengths": np.array([12, 11])}
-    wanted = lm.nll(TOKENS, context=[hits[:2], hits[2:]], **options)
-    np.testing.assert_array_equal(found, wanted)
-    assert not np.array_equal(found, lm.nll(TOKENS, **options))
+    expected = lm.nll(TOKENS, context=[hits[:2], hits[2:]], **options)
+    np.testing.assert_array_equal(actual, expected)
+    assert not np.array_equal(actual, lm.nll(TOKENS, **options))
     others = TOKENS[::-1]
     foreign = reader.nll(TOKENS, searched=others, **options)
-    wanted = lm.nll(TOKENS, context=[hits[2:], hits[:2]], **options)
-    np.testing.assert_array_equal(foreign, wanted)
+    expected = lm.nll(TOKENS, context=[hits[2:], hits[:2]], **options)
+    np.testing.assert_array_equal(foreign, expected)
 
 
 def test_generated_chunks_read_what_is_found_for_the_chunk_before():
@@ -283,7 +283,7 @@ def test_generated_chunks_read_what_is_found_for_the_chunk_before():
 def test_passages_may_be_those_of_other_texts(lm):
     for how in METHODS:
         store = Store()
-        found = RetrievalReader(lm, store, 2, how).nll(TOKENS, first=FIRST, searched=TOKENS[::-1])
+        actual = RetrievalReader(lm, store, 2, how).nll(TOKENS, first=FIRST, searched=TOKENS[::-1])
         queries = [lm.tokenizer.decode(row[:FIRST].tolist()) for row in TOKENS[::-1]]
         assert store.queries == queries
 
@@ -292,8 +292,8 @@ def test_passages_may_be_those_of_other_texts(lm):
                 return super().search(queries[::-1], k)
 
         if how != "fid":  # whose chunks have the query
-            wanted = RetrievalReader(lm, Swapped(), 2, how).nll(TOKENS, first=FIRST)
-            np.testing.assert_array_equal(found, wanted)
+            expected = RetrievalReader(lm, Swapped(), 2, how).nll(TOKENS, first=FIRST)
+            np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

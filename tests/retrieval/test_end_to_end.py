@@ -37,7 +37,7 @@ from lcjax.retrieval import (
     build,
     open_encoder,
 )
-from lcjax.retrieval.end_to_end import EndToEndTask, log_prior, lsr_loss, marginal_nll
+from lcjax.retrieval.end_to_end import EndToEndTask, _split_row, log_prior, lsr_loss, marginal_nll
 from lcjax.retrieval.token_batches import LengthLimit
 from lcjax.retrieval.training import TrainedEncoder
 from lcjax.training import batches, run
@@ -117,28 +117,28 @@ def both(ours, naive, scores, nll):
     def total(loss):
         return lambda *x: (loss(*x) * weights).sum()
 
-    found = of(ours, scores, nll)
+    actual = of(ours, scores, nll)
     with jax.enable_x64():
         expected = of(naive, *(jnp.asarray(x, jnp.float64) for x in (scores, nll)))
         assert expected[0].dtype == jnp.float64
-    return found, expected
+    return actual, expected
 
 
-def close(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
 def test_lsr_equals_the_formula_and_has_no_gradient_into_the_language_model(values):
     scores, nll, *masks = values
     temperatures = {"temperature": 0.3, "lm_temperature": 0.2}
-    (loss, (by_scores, by_nll)), (expected, (wanted, _)) = both(
+    (loss, (by_scores, by_nll)), (expected, (expected_by_scores, _)) = both(
         lambda scores, nll: lsr_loss(scores, nll, *masks, **temperatures),
         lambda scores, nll: naive_lsr(scores, nll, *masks, **temperatures),
         scores,
         nll,
     )
-    close((loss, by_scores), (expected, wanted))
+    close((loss, by_scores), (expected, expected_by_scores))
     assert not np.any(by_nll) and loss[2] == 0 and np.all(loss[:2] > 0)
 
 
@@ -151,15 +151,15 @@ def test_marginals_equal_the_formula_with_gradients_into_both_models(values, mar
         return marginal_nll(log_p, nll, scored, marginal=marginal)
 
     naive = {"temperature": 0.7, "marginal": marginal}
-    found, expected = both(
+    actual, expected = both(
         ours, lambda *x: naive_marginal(*x, scored, has_passage, **naive), scores, nll
     )
-    close(found, expected)
-    _, (by_scores, by_nll) = found
+    close(actual, expected)
+    _, (by_scores, by_nll) = actual
     assert np.all(by_scores[:2][has_passage[:2]] != 0) and np.any(by_nll)
     # With one passage it is the language model's own loss, and the encoder learns nothing.
     assert not np.any(by_scores[2])
-    np.testing.assert_allclose(found[0][2], (nll[2, 0] * scored[2]).sum(), rtol=1e-6)
+    np.testing.assert_allclose(actual[0][2], (nll[2, 0] * scored[2]).sum(), rtol=1e-6)
 
 
 def test_the_marginals_differ_with_several_passages_and_tokens(values):
@@ -330,14 +330,14 @@ def passages_of(task, batch, row):
         tuple(task.tokenizer.encode(p.full_text)[:30]): p.id
         for p in task._store.passages(range(task._store.num_rows))
     }
-    found = []
+    passages = []
     for tokens, start, has_passage in zip(
         batch["tokens"][row], batch["starts"][row], batch["has_passage"][row]
     ):
         if has_passage:  # behind BOS, and before a separator of two bytes
             head = int(tokens[0] == task.tokenizer.bos_id)
-            found.append(by_text[tuple(tokens[head : head + start - 2].tolist())])
-    return found
+            passages.append(by_text[tuple(tokens[head : head + start - 2].tolist())])
+    return passages
 
 
 def best_passages(task, queries, vectors, k, documents=()):
@@ -396,6 +396,24 @@ def test_the_query_of_a_conversation_is_the_text_before_the_answer(toy, tmp_path
         np.testing.assert_array_equal(tokens[first + 1 : first + 6], ord(text[9]))
 
 
+@pytest.mark.parametrize(
+    "weights, query, scored",
+    [
+        ("0001110000", [1, 2, 3], [3, 4, 5]),
+        ("1100011000", [3, 4, 5], [5, 6]),  # begins inside an answer
+        ("1111111110", [0, 1, 2], [2, 3, 4, 5, 6, 7, 8]),  # plain text
+        ("1111111111", [0, 1, 2], [2, 3, 4, 5, 6, 7]),  # of 8 tokens
+        ("0000000000", [], []),
+    ],
+)
+def test_a_row_is_split_at_its_first_whole_question(weights, query, scored):
+    length = 8 if weights.endswith("11") else 10
+    segments = np.where(np.arange(10) < length, 1, 2)
+    row = _split_row(np.arange(10), np.array([*map(int, weights)]), segments, 3)
+    assert (row.query, row.length) == (query, length)
+    assert np.flatnonzero(row.scored).tolist() == scored
+
+
 def test_passages_are_chosen_by_vectors_that_are_made_again_after_refresh_steps(toy, tmp_path):
     section = (LSR, {"k": 3, "refresh": 2})
     task, trained, _ = loaded(config(toy, tmp_path, section))
@@ -416,8 +434,8 @@ def test_passages_are_chosen_by_vectors_that_are_made_again_after_refresh_steps(
         params = trained if queries_by is old else {"retriever": other}
         batch = task.prepare(step, rows, params)
         for row in range(4):
-            found = passages_of(task, batch, row)
-            assert found == expected(queries_by, vectors_by, row), (step, row)
+            actual = passages_of(task, batch, row)
+            assert actual == expected(queries_by, vectors_by, row), (step, row)
     assert expected(new, old, 0) != expected(new, new, 0)
     # Step 0 has no checkpoint, and is needed no more.
     assert [file.name for file in sorted((tmp_path / "index").glob("*.bin"))] == [
@@ -521,9 +539,9 @@ def test_the_objective_is_the_formula_over_separate_passes(section, is_plain, to
     ]
     scores = np.zeros(batch["has_passage"].shape)
     for row, query in enumerate(queries):
-        found = [stored[i] for i in passages_of(task, batch, row)]
-        vectors = encoder.encode_passages([p.text for p in found], [p.title for p in found])
-        scores[row, : len(found)] = vectors @ encoder.encode_queries([query])[0]
+        passages = [stored[i] for i in passages_of(task, batch, row)]
+        vectors = encoder.encode_passages([p.text for p in passages], [p.title for p in passages])
+        scores[row, : len(passages)] = vectors @ encoder.encode_queries([query])[0]
     lm = LanguageModel.load(str(toy / "lm"))
     has_y = batch["scored"].any(-1)
     assert has_y.sum() > 4
@@ -559,8 +577,8 @@ def gradients(settings, devices=8):
         loss, count = objective(trained, frozen, placed, jax.random.key(0))
         return loss / count
 
-    loss, found = jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))(trained, frozen)
-    return float(loss), [{path: np.asarray(x) for path, x in flatten(x).items()} for x in found]
+    loss, by_tree = jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))(trained, frozen)
+    return float(loss), [{path: np.asarray(x) for path, x in flatten(x).items()} for x in by_tree]
 
 
 @pytest.mark.parametrize(
@@ -579,22 +597,22 @@ def test_loss_and_gradients_are_those_of_one_device(section, mesh, toy, tmp_path
     assert other == pytest.approx(loss, rel=2e-5)
     for path, gradient in by_trained.items():
         scale = max(np.abs(gradient).max(), 1e-3)
-        found = other_by_trained[path]
-        np.testing.assert_allclose(found, gradient, atol=2e-4 * scale, err_msg=path)
+        actual = other_by_trained[path]
+        np.testing.assert_allclose(actual, gradient, atol=2e-4 * scale, err_msg=path)
 
 
 def test_what_has_a_gradient(toy, tmp_path):
-    def largest(found):
-        return {path: np.abs(gradient).max() for path, gradient in found.items()}
+    def largest(gradients):
+        return {path: np.abs(gradient).max() for path, gradient in gradients.items()}
 
-    _, found = gradients(config(toy, tmp_path / "lsr", LSR_FAST))
-    by_encoder, by_lm = map(largest, found)
+    _, by_part = gradients(config(toy, tmp_path / "lsr", LSR_FAST))
+    by_encoder, by_lm = map(largest, by_part)
     assert all(path.startswith("retriever/") for path in by_encoder)
     assert by_encoder["retriever/layers/mlp/up/kernel"] > 0 and not any(by_lm.values())
 
     options = {"k": 1, "temperature": 0.1}
-    _, (found, _) = gradients(config(toy, tmp_path / "one", (Marginal, options)))
-    by_path = largest(found)
+    _, (by_encoder, _) = gradients(config(toy, tmp_path / "one", (Marginal, options)))
+    by_path = largest(by_encoder)
     assert not any(x for path, x in by_path.items() if path.startswith("retriever/"))
     assert by_path["layers/attention/value/kernel"] > 0
 

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from lcjax.retrieval import (
     StaticEncoder,
     open_encoder,
 )
+from lcjax.retrieval.token_batches import Pool, TokenBatch
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -750,3 +752,16 @@ def test_minilm_gives_the_vectors_of_transformers(minilm):
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     scores = vectors[0] @ vectors[3:].T
     assert scores[0] > 0.5 > scores[1] + 0.3
+
+
+def test_a_vector_of_zeros_stays_zero_and_has_a_finite_gradient():
+    batch = TokenBatch(np.zeros((2, 3), np.int32), np.full(2, 3), np.full(2, 3), np.full(2, 3))
+    hidden = jnp.stack([jnp.zeros((3, 4)), jnp.ones((3, 4))])
+
+    def total(x):
+        vectors = Pool("mean", normalize=True)(None, {}, x, batch)
+        return vectors.sum(), vectors
+
+    gradient, vectors = jax.grad(total, has_aux=True)(hidden)
+    np.testing.assert_allclose(vectors, [[0] * 4, [0.5] * 4])
+    assert np.isfinite(gradient).all()
