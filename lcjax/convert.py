@@ -27,6 +27,8 @@ from lcjax.errors import InputError
 from lcjax.files import check_destination, check_path
 from lcjax.rope import Rope
 
+_SAME_LOGITS = 1e-4  # relative to the largest: float32 in two programs
+
 
 @dataclasses.dataclass(frozen=True)
 class _Method:
@@ -100,20 +102,35 @@ def _run(result: engine_check.Check, length: int) -> engine_check.Check:
         raise InputError(
             f"--run={length} needs {error.name}: pip install torch transformers"
         ) from None
-    from lcjax.generation import LanguageModel
+    from lcjax.generation.language_model import LanguageModel
 
     path = resolve(result.model)
     path = path / "model" if is_run(path) else path
+    if not path.is_dir():
+        raise InputError(f"--run={length}: {path} is no folder that transformers opens")
     ours = LanguageModel.load(str(path), param_dtype="float32", dtype="float32")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    differences = {}
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (KeyError, OSError, ValueError) as error:
+        reason = f"in a run it stops: {' '.join(str(error).split())[:200]}"
+        return engine_check.with_run(result, transformers.__version__, engine_check.REFUSED, reason)
+    theirs.eval()
+    largest = 0.0
     for n in sorted({32, length}):
         tokens = np.random.default_rng(n).integers(ours.config.vocab_size, size=(1, n))
         logits = ours.logits(tokens)
         with torch.no_grad():
             difference = np.abs(logits - theirs(torch.from_numpy(tokens)).logits.numpy())
-        differences[n] = float(difference.max() / np.abs(logits).max())
-    return engine_check.with_logits(result, transformers.__version__, differences)
+        largest = max(largest, float(difference.max() / np.abs(logits).max()))
+    reason = f"in a run, logits of texts of 32 and {length} tokens differ by {largest:.2g} of the"
+    return engine_check.with_run(
+        result,
+        transformers.__version__,
+        engine_check.RIGHT if largest <= _SAME_LOGITS else engine_check.WRONG,
+        f"{reason} largest",
+        largest,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
