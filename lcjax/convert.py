@@ -86,7 +86,11 @@ def _check(words: list[str]) -> int:
         " the logits of a text of 32 and of TOKENS random tokens",
     )
     args = parser.parse_args(words)
-    result = engine_check.check(args.folder, args.engine or engine_check.NAMES)
+    try:
+        result = engine_check.check(args.folder, args.engine or engine_check.NAMES)
+    except InputError as error:
+        hint = "; a source folder of this name is written ./check" if Path("check").is_dir() else ""
+        raise InputError(f"{error}{hint}") from None
     if args.run is not None:
         result = _run(result, args.run)
     print(result.to_json() if args.json else result)

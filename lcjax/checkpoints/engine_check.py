@@ -100,7 +100,7 @@ def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
     name, path = str(path_or_name), resolve(path_or_name, weights=False)
     chosen = [engine for engine in ENGINES if engine.name in engines]
     if is_gguf(path):
-        return _check_gguf(name, GGUFFile(path).config(), chosen)
+        return _check_gguf(name, GGUFFile(path).hf_config, chosen)
     if not is_run(path):
         file = model_file(path)
         return check_config(read_hf_json(file), name, engines, where=str(file))
@@ -223,16 +223,18 @@ def _row(engine: Engine, problems: list[_Problem], difference: float | None = No
     return Row(engine.name, engine.version, verdict, reason, advice, difference, engine.sources)
 
 
-def _check_gguf(name: str, config: ModelConfig, engines: list[Engine]) -> Check:
-    """lcjax reads the metadata of GGUF as llama.cpp does; of the other engines nothing is known."""
+def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
+    """`check` for the metadata of a GGUF file, as lcjax reads it."""
+    model = _Model.read(hf, name)
     convert = f"run python -m lcjax.convert {name} DST, and check DST"
-    rows = [
-        _row(e, [])
-        if e.reads_gguf
-        else _row(e, [_Problem(UNKNOWN, "how it reads GGUF is not in the table", convert)])
-        for e in engines
-    ]
-    return Check(name, _describe(config.rope), f"{config.pattern}", (), tuple(rows))
+    rows = []
+    for engine in engines:
+        problems, difference = [_Problem(UNKNOWN, "how it reads GGUF is not known", convert)], None
+        if engine.gguf is not None:
+            problems, difference = _rope_problems(engine.gguf, _settings(engine, model), model)
+            problems += _window_problems(engine.families[model.hf["model_type"]], model)
+        rows.append(_row(engine, problems, difference))
+    return Check(name, _describe(model.rope), model.pattern, model.lengths, tuple(rows))
 
 
 def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | None]:

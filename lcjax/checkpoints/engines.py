@@ -89,7 +89,7 @@ class Engine:
     landmark: tuple[str, str]
     limit: str = ""  # said where the method is for more than `max_position_embeddings` tokens
     fallback: tuple[str, str] | None = None  # an earlier engine whose code it can run, and how
-    reads_gguf: bool = False
+    gguf: Reading | None = None  # of the metadata of a GGUF file; None: not looked at
 
 
 def _standard(s: Settings) -> Rope:
@@ -163,6 +163,11 @@ def _sglang_yarn(s: Settings) -> Rope:
 def _llama_cpp_yarn(s: Settings) -> Rope:
     """The factor and the trained length; all else is the default."""
     return Yarn(theta=s.theta, factor=float(s.rope["factor"]), original_length=s.original())
+
+
+def _llama_cpp_gguf(s: Settings) -> Rope:
+    rope = {k: v for k, v in s.rope.items() if k not in ("beta_fast", "beta_slow")}
+    return _standard(s._replace(rope=rope))
 
 
 _LIMIT = (
@@ -376,6 +381,10 @@ ENGINES = (
             "its conversion looks at the class alone, LlamaForCausalLM: all tokens are seen and"
             " landmarks are ordinary tokens",
         ),
-        reads_gguf=True,
+        gguf=Reading(
+            _llama_cpp_gguf,
+            "it reads beta_fast and beta_slow for other architectures only (src/models)",
+            "{betas}",
+        ),
     ),
 )
