@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -13,6 +14,7 @@ from gguf_support import write_gguf
 from lcjax.attention import Landmark, Sliding, Streaming
 from lcjax.checkpoints import config_to_hf
 from lcjax.checkpoints.engine_check import NAMES, check, check_config
+from lcjax.checkpoints.engines import ENGINES
 from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.memory import Cepe, RetroSection
@@ -98,6 +100,31 @@ def test_each_engine_has_the_verdict_that_its_source_gives(name):
     for row in result.values():
         assert row.verdict == "right" or (row.reason and row.advice)
         assert "\n" not in row.reason + row.advice
+
+
+def test_the_table_of_the_documentation_is_this_one():
+    docs = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in docs.splitlines() if line.startswith("| ")]
+    table = {cells[0]: cells[1:] for cells in lines if len(cells) == len(NAMES) + 1}
+    versions = table.pop("rope")
+    for engine, column in zip(ENGINES, versions, strict=True):
+        assert column.endswith(engine.version)
+    documented = {
+        "`default`, `ntk`": ("default", "ntk"),
+        "`linear`": ("linear", "e2_llm_fixed"),
+        "`dynamic_ntk`": ("dynamic",),
+        "`yarn`": ("yarn",),
+        "`yarn`, other `beta_fast`, `beta_slow`": ("yarn_betas",),
+        "`yarn`, other `attention_factor` or `truncate: false`": ("yarn_factor", "yarn_exact"),
+        "`yarn`, `ramp: frequency`": ("yarn_turns",),
+        "`llama3`": ("llama3",),
+        "`longrope`": ("longrope",),
+        "`clex`, `e2_llm` by length": ("clex", "e2_llm"),
+    }
+    for row, names in documented.items():
+        for name in names:
+            assert table[row] == VERDICTS[name].split(), row
+    assert set(table) == set(documented)
 
 
 # Formulas of the engines, written again from their sources without the library's ropes.
