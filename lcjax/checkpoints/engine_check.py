@@ -296,8 +296,8 @@ def _rope_problems(
         theirs = reading.compute(settings)
     except KeyError as error:
         return [_Problem(REFUSED, f"rope type {kind} lacks the key {error}")], None
-    except InputError as error:
-        return [_Problem(WRONG, f"{reading.reason}: {error}", advice)], None
+    except (TypeError, ValueError) as error:  # a value that the engine's formula does not take
+        return [_Problem(WRONG, f"{reading.reason}; with these values: {error}", advice)], None
     if ours.learned:
         reason, limit = f"it reads rope {ours.type} as {_describe(theirs)}", ours.hf_limit
         return [_Problem(WRONG, reason + (f", equal up to {limit} tokens" if limit else ""))], None

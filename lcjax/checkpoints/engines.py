@@ -17,17 +17,17 @@ RIGHT, WRONG, REFUSED, UNKNOWN = "right", "wrong", "refused", "not known"
 _ORIGINAL = "original_max_position_embeddings"
 THETA = 10_000.0  # what every engine takes for these families when the config has none
 CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in SUPPORTED}
-_HF_ROPE = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", _ORIGINAL)
+_OTHER_KEYS = ("rope_scaling", "rope_theta", "lcjax_rope")  # of the rope, beside `rope_parameters`
 
 
 class Settings(NamedTuple):
-    """A `config.json` as one engine sees it."""
+    """A `config.json` as one engine reads it."""
 
     hf: dict[str, Any]
     rope: dict[str, Any]  # the dictionary that this engine takes, with `rope_type`
     theta: float
-    trained: int  # tokens
-    target: int  # longest text that the method is for
+    trained: int  # tokens that the model was trained for
+    target: int  # tokens of the longest text that its method is for
 
     @property
     def kind(self) -> str:
@@ -47,7 +47,7 @@ class Reading:
     """What an engine makes of one type of rope.
 
     `compute` is None where the engine refuses the type, or where its source does not tell
-    (`verdict`). `advice` and `note` are formatted with the names of `engine_check.values`.
+    (`verdict`). `advice` and `note` are formatted with the values that `engine_check` has.
     """
 
     compute: Callable[[Settings], Rope] | None
@@ -94,7 +94,7 @@ class Engine:
 
 def _standard(s: Settings) -> Rope:
     """As transformers, whose rules `lcjax.rope.from_hf` follows."""
-    hf = {k: v for k, v in s.hf.items() if k == _ORIGINAL or k not in (*_HF_ROPE, "lcjax_rope")}
+    hf = {k: v for k, v in s.hf.items() if k not in _OTHER_KEYS}
     rope = from_hf(hf | {"rope_parameters": s.rope | {"rope_theta": s.theta}})
     return rope.resolve(theta=s.theta, length=s.max_length)
 
@@ -132,6 +132,8 @@ def _vllm_longrope(s: Settings) -> Rope:
 
 def _tpu_llama3(s: Settings) -> Rope:
     """`apply_rope_scaling`: Llama 3's formula over whatever keys there are, and no scale."""
+    if s.kind == "default" and "factor" not in s.rope:
+        return _plain(s)
     has_length = s.kind in ("llama3", "yarn", "longrope", "su")  # transformers fills it for them
     return Llama3(
         theta=s.theta,
@@ -143,7 +145,7 @@ def _tpu_llama3(s: Settings) -> Rope:
 
 
 def _sglang_yarn(s: Settings) -> Rope:
-    """Reads no `attention_factor` and no `truncate`; `mscale` counts alone."""
+    """Reads no `attention_factor` and no `truncate`; `mscale` counts without `mscale_all_dim`."""
     factor = float(s.rope["factor"])
 
     def mscale(weight: float) -> float:
@@ -217,7 +219,6 @@ _VLLM_BACKEND_ROPES = {
     ),
 }
 _TPU_ROPES = {
-    "default": Reading(_plain),
     "*": Reading(
         _tpu_llama3,
         "its JAX models send every type but default, proportional and mrope through Llama 3's"
