@@ -2,6 +2,9 @@
 
 --rope.type=yarn --rope.factor=8 exports a RoPE method that needs no training with the weights; its
 keys are those of `model.rope` (`python train.py --help`), and --import FILE.py registers your own.
+
+`python -m lcjax.convert check FOLDER` says which inference engines read a model's position method
+and attention pattern right. A source folder of the name check is written ./check.
 """
 
 import argparse
@@ -10,16 +13,21 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax import config as config_lib
+from lcjax.checkpoints import engine_check
 from lcjax.checkpoints.build import untrained_rope
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
+from lcjax.checkpoints.hub import is_run, resolve
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
 from lcjax.files import check_destination, check_path
 from lcjax.rope import Rope
+
+_SAME_LOGITS = 1e-4  # relative to the largest: float32 in two programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +38,12 @@ class _Method:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
     try:
+        if words[:1] == ["check"]:
+            return _check(words[1:])
         parser = _parser()
-        args, words = parser.parse_known_args(arguments)
+        args, words = parser.parse_known_args(words)
         if unknown := [w for w in words if not w.startswith(("--rope.", "--rope=", "--import="))]:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         _convert(args, config_lib.parse(_Method, words))
@@ -43,8 +54,87 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    positional = "SRC DST"
+
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; write {self.prog} SRC DST, and see --help")
+        raise InputError(f"{message}; write {self.prog} {self.positional}, and see --help")
+
+
+class _CheckParser(_Parser):
+    positional = "FOLDER"
+
+
+def _check(words: list[str]) -> int:
+    """Prints the table; 0 if all engines in it are right, 1 if one is not."""
+    parser = _CheckParser(
+        prog="python -m lcjax.convert check",
+        description="Says which inference engines read a model's position method and attention"
+        " pattern right. It reads config.json and no weights. Exit status: 0 if all listed engines"
+        " are right, 1 if one is not, 2 for an error. A folder of the name check, as SRC of a"
+        " conversion, is written ./check.",
+    )
+    parser.add_argument("folder", help="Hugging Face folder, run folder, .gguf, hub id")
+    parser.add_argument(
+        "--engine", action="append", choices=engine_check.NAMES, help="only this one; repeatable"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument(
+        "--run",
+        type=_tokens,
+        metavar="TOKENS",
+        help="also load the weights in lcjax and transformers (float32, on the CPU) and compare"
+        " the logits of a text of 32 and of TOKENS random tokens",
+    )
+    args = parser.parse_args(words)
+    try:
+        result = engine_check.check(args.folder, args.engine or engine_check.NAMES)
+    except InputError as error:
+        hint = "; a source folder of this name is written ./check" if Path("check").is_dir() else ""
+        raise InputError(f"{error}{hint}") from None
+    if args.run is not None:
+        result = _run(result, args.run)
+    print(result.to_json() if args.json else result)
+    return 0 if result.is_right else 1
+
+
+def _run(result: engine_check.Check, length: int) -> engine_check.Check:
+    """Puts what transformers computes in the place of what its source says."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"--run={length} needs {error.name}: pip install torch transformers"
+        ) from None
+    from lcjax.generation.language_model import LanguageModel
+
+    path = resolve(result.model)
+    path = path / "model" if is_run(path) else path
+    if not path.is_dir():
+        raise InputError(f"--run={length}: {path} is no folder that transformers opens")
+    ours = LanguageModel.load(str(path), param_dtype="float32", dtype="float32")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (KeyError, OSError, ValueError) as error:
+        reason = f"in a run it stops: {' '.join(str(error).split())[:200]}"
+        return engine_check.with_run(result, transformers.__version__, engine_check.REFUSED, reason)
+    theirs.eval()
+    largest = 0.0
+    for n in sorted({32, length}):
+        tokens = np.random.default_rng(n).integers(ours.config.vocab_size, size=(1, n))
+        logits = ours.logits(tokens)
+        with torch.no_grad():
+            difference = np.abs(logits - theirs(torch.from_numpy(tokens)).logits.numpy())
+        largest = max(largest, float(difference.max() / np.abs(logits).max()))
+    reason = f"in a run, logits of texts of 32 and {length} tokens differ by {largest:.2g} of the"
+    return engine_check.with_run(
+        result,
+        transformers.__version__,
+        engine_check.RIGHT if largest <= _SAME_LOGITS else engine_check.WRONG,
+        f"{reason} largest",
+        largest,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -33,8 +33,8 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ONLY_IN = {
     "flax": ("lcjax/models/", "lcjax/memory/"),
     "orbax": ("lcjax/checkpoints/orbax_io.py",),
-    "torch": (),
-    "transformers": (),
+    "torch": ("lcjax/convert.py",),  # `check --run`
+    "transformers": ("lcjax/convert.py",),
 }
 # Extras, and what takes seconds to import: only inside the function that needs it.
 LAZY = {
@@ -47,6 +47,8 @@ LAZY = {
     "bm25s",
     "faiss",
     "model2vec",
+    "torch",
+    "transformers",
 }
 KERNELS_NEED = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
 MACHINE = re.compile(r"/(?:work|root|home|tmp|Users|mnt)/|\b(?:TODO|FIXME|XXX)\b")

@@ -13,7 +13,7 @@ _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 a
 _TOP_K = 5  # blocks that both codes retrieve when they evaluate; no config names it
 SUPPORTED = ("llama", "mistral", "qwen2", "phi")
 _THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta
-_DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
+DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
 _MAX_LENGTH = "lcjax_max_length"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 # Sizes by their keys, and what the config of a family holds without a key for it.
@@ -131,7 +131,7 @@ def _phi_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
     """Mistral's window holds in every layer, Qwen2's in those from `max_window_layers` on."""
-    window = hf.get("sliding_window", _DEFAULT_WINDOW)
+    window = hf.get("sliding_window", DEFAULT_WINDOW)
     if window is None or kind not in ("mistral", "qwen2"):
         return Causal()
     if kind == "mistral":

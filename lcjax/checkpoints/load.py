@@ -115,7 +115,7 @@ def _refuse(path: Path, kind: str, **values: Any) -> None:
 
 def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, Tokenizer]:
     """A GGUF file or a Hugging Face folder; its config has the dtype of the weights."""
-    if _is_gguf(path):
+    if is_gguf(path):
         file = GGUFFile(path)
         return file, file.config(), gguf_tokenizer(file)
     check_folder_sums(path)
@@ -201,18 +201,24 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
         from lcjax.checkpoints.run_folder import run_config
 
         return run_config(path).replace(lora=None)
-    if _is_gguf(path):
+    if is_gguf(path):
         return GGUFFile(path).config()
-    file = path / "config.json"
+    file = model_file(path)
+    return config_from_hf(read_hf_json(file), str(file))
+
+
+def model_file(folder: Path) -> Path:
+    """Returns the `config.json` of a folder; raises an InputError if it is no model's."""
+    file = folder / "config.json"
     if not file.is_file():
         reasons = (
             reason.format(matches[0].name)
             for pattern, reason in _NOT_MODELS.items()
-            if (matches := sorted(path.glob(pattern)))
+            if (matches := sorted(folder.glob(pattern)))
         )
         reason = next(reasons, "is this a Hugging Face model folder?")
         raise InputError(f"{file}: no such file; {reason}")
-    return config_from_hf(read_hf_json(file), str(file))
+    return file
 
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
@@ -220,7 +226,7 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     path = resolve(path_or_name, weights=False)
     if is_run(path):
         return hf_tokenizer(path / "tokenizer")
-    return gguf_tokenizer(GGUFFile(path)) if _is_gguf(path) else hf_tokenizer(path)
+    return gguf_tokenizer(GGUFFile(path)) if is_gguf(path) else hf_tokenizer(path)
 
 
 def identity(path_or_name: str | Path, base: str | Path | None = None) -> str:
@@ -270,5 +276,6 @@ def _starts(file: Path, size: int) -> Iterator[int]:
     return map(int, np.linspace(0, max(size - _PART, 0), count))
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is a file: all that are read from a folder are none."""
     return path.is_file()

@@ -1,0 +1,377 @@
+"""Compares what inference engines make of a checkpoint (`engines`) with what lcjax computes."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lcjax.checkpoints.engines import (
+    CLASSES,
+    ENGINES,
+    REFUSED,
+    RIGHT,
+    THETA,
+    UNKNOWN,
+    WRONG,
+    Engine,
+    Family,
+    Reading,
+    Settings,
+)
+from lcjax.checkpoints.gguf_file import GGUFFile
+from lcjax.checkpoints.hf_config import DEFAULT_WINDOW
+from lcjax.checkpoints.hf_config import config_from_hf as read_config
+from lcjax.checkpoints.hf_files import check_types, read_hf_json
+from lcjax.checkpoints.hf_save import config_to_hf
+from lcjax.checkpoints.hub import is_run, resolve
+from lcjax.checkpoints.load import is_gguf, load_config, model_file
+from lcjax.errors import InputError
+from lcjax.memory import Memory
+from lcjax.models.config import ModelConfig
+from lcjax.rope import E2LLM, NTK, DynamicNTK, Linear, Rope, Yarn
+
+NAMES = tuple(engine.name for engine in ENGINES)
+_TOLERANCE = 1e-6  # relative, of frequencies and of the scale: float32 rounds by 6e-8
+_SAME = "position and pattern are as in lcjax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The verdict on one engine."""
+
+    engine: str
+    version: str  # that the facts were read from
+    verdict: str  # right, wrong, refused or not known
+    reason: str
+    advice: str = ""  # what to do
+    difference: float | None = None  # the largest relative one of frequencies and scale
+    sources: tuple[str, ...] = ()  # files of the engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What `check` returns: the model in words, and one row for each engine."""
+
+    model: str
+    position: str
+    pattern: str
+    lengths: tuple[int, ...]  # at which frequencies were compared
+    rows: tuple[Row, ...]
+
+    @property
+    def is_right(self) -> bool:
+        return all(row.verdict == RIGHT for row in self.rows)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        """An aligned table, then a line for each row that needs one."""
+        lines = [f"{self.model}: {self.position}, {self.pattern}"]
+        cells = [("engine", "source read", "verdict", "largest difference")]
+        for row in self.rows:
+            difference = "" if row.difference is None else f"{row.difference:.2g}"
+            cells.append((row.engine, row.version, row.verdict, difference))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        for row in self.rows:
+            if row.verdict != RIGHT or row.advice or row.reason != _SAME:
+                said = filter(None, (row.reason, row.advice))
+                lines.append(f"{row.engine} ({row.verdict}): {'; '.join(said)}")
+        return "\n".join(lines)
+
+
+def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
+    """Says for each engine whether it computes what this checkpoint describes.
+
+    It reads configs, no weights.
+
+    Args:
+      path_or_name: a Hugging Face folder, a run folder, a `.gguf` file or a hub id.
+      engines: names out of `NAMES`.
+
+    Raises:
+      InputError: the path is no checkpoint, or describes no model that lcjax reads.
+    """
+    name, path = str(path_or_name), resolve(path_or_name, weights=False)
+    chosen = [engine for engine in ENGINES if engine.name in engines]
+    if is_gguf(path):
+        return _check_gguf(name, GGUFFile(path).hf_config, chosen)
+    if not is_run(path):
+        file = model_file(path)
+        return check_config(read_hf_json(file), name, engines, where=str(file))
+    config = load_config(path)
+    try:
+        hf = config_to_hf(config)
+    except InputError as error:
+        rows = (_row(e, [_Problem(REFUSED, f"there is nothing to read: {error}")]) for e in chosen)
+        return Check(name, _describe(config.rope), f"{config.pattern}", (), tuple(rows))
+    return check_config(hf, name, engines, where=name)
+
+
+def check_config(
+    hf: dict[str, Any], name: str, engines: Collection[str] = NAMES, where: str = "config.json"
+) -> Check:
+    """`check` for the contents of a `config.json`; `where` is its name in messages."""
+    check_types(hf, where)
+    model = _Model.read(hf, where)
+    by_name: dict[str, Row] = {}
+    for engine in ENGINES:
+        row = _row(engine, *_compare(engine, model))
+        if engine.fallback and row.verdict in (WRONG, REFUSED):
+            other, advice = engine.fallback
+            if by_name[other].verdict == RIGHT:
+                row = dataclasses.replace(row, advice=advice)
+        by_name[engine.name] = row
+    advice = _another_way(model, [n for n, row in by_name.items() if row.verdict == RIGHT])
+    rows = tuple(
+        row if row.advice or row.verdict == RIGHT else dataclasses.replace(row, advice=advice)
+        for row in by_name.values()
+        if row.engine in engines
+    )
+    return Check(name, _describe(model.rope), model.pattern, model.lengths, rows)
+
+
+def with_run(
+    result: Check, version: str, verdict: str, reason: str, difference: float | None = None
+) -> Check:
+    """Puts what a run of transformers gave in the place of what its source says."""
+    row = Row("transformers", f"{version} (run)", verdict, reason, difference=difference)
+    others = (row for row in result.rows if row.engine != "transformers")
+    return dataclasses.replace(result, rows=(row, *others))
+
+
+class _Model(NamedTuple):
+    """What a `config.json` describes, under the rules of transformers and lcjax."""
+
+    hf: dict[str, Any]
+    config: ModelConfig
+    windows: list[int | None]  # of each layer; None: full attention
+    lengths: tuple[int, int]  # one that it was trained for, and one that its method is for
+    has_memory: bool
+
+    @classmethod
+    def read(cls, hf: dict[str, Any], where: str) -> "_Model":
+        # Not needed here, and lcjax loads no model with them (windows in some layers only).
+        plain = {k: v for k, v in hf.items() if k != "quantization_config"}
+        config = read_config(plain | {"use_sliding_window": False}, where)
+        readings = (
+            kind.from_hf(hf, where, read_config) for kind in Memory.get_known_choices().values()
+        )
+        has_memory = any(with_memory is not None for with_memory in readings)
+        return cls(hf, config, _windows(hf), _lengths(config.rope, config.max_length), has_memory)
+
+    @property
+    def rope(self) -> Rope:
+        return self.config.rope
+
+    @property
+    def target(self) -> int:
+        return self.lengths[-1]
+
+    @property
+    def pattern(self) -> str:
+        kinds = sorted({f"a window of {w}" if w else "full attention" for w in self.windows})
+        words = " and ".join(kinds) if self.hf["model_type"] in CLASSES else "landmark attention"
+        return words + (", with a memory" if self.has_memory else "")
+
+
+def _windows(hf: dict[str, Any]) -> list[int | None]:
+    layers, window = hf["num_hidden_layers"], hf.get("sliding_window", DEFAULT_WINDOW)
+    if hf["model_type"] == "mistral":
+        return [window] * layers
+    if hf["model_type"] != "qwen2" or not hf.get("use_sliding_window"):
+        return [None] * layers
+    full = hf.get("max_window_layers", 28)
+    kinds = hf.get("layer_types") or [
+        "full_attention" if i < full else "sliding_attention" for i in range(layers)
+    ]
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _lengths(rope: Rope, max_length: int) -> tuple[int, int]:
+    if (trained := getattr(rope, "original_length", None)) is None:
+        return max_length, max_length
+    target = max(max_length, math.ceil(trained * (getattr(rope, "factor", None) or 1)))
+    if rope.depends_on_length and target <= trained:
+        target = 2 * trained
+    return min(trained, target), target
+
+
+class _Problem(NamedTuple):
+    """A reason for a verdict; with `RIGHT` a remark."""
+
+    verdict: str
+    reason: str
+    advice: str = ""
+
+
+def _row(engine: Engine, problems: list[_Problem], difference: float | None = None) -> Row:
+    """The gravest problems together; without any, the engine is right."""
+    for verdict in (REFUSED, WRONG, UNKNOWN, RIGHT):
+        if these := [p for p in problems if p.verdict == verdict]:
+            break
+    else:
+        these, verdict = [_Problem(RIGHT, _SAME)], RIGHT
+    reason = "; ".join(dict.fromkeys(p.reason for p in these))
+    # Advice on one of several problems does not make the engine right.
+    advice = "; ".join(p.advice for p in these) if all(p.advice for p in these) else ""
+    return Row(engine.name, engine.version, verdict, reason, advice, difference, engine.sources)
+
+
+def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
+    """`check` for the metadata of a GGUF file, as lcjax reads it."""
+    model = _Model.read(hf, name)
+    convert = f"run python -m lcjax.convert {name} DST, and check DST"
+    rows = []
+    for engine in engines:
+        problems, difference = [_Problem(UNKNOWN, "how it reads GGUF is not known", convert)], None
+        if engine.gguf is not None:
+            problems, difference = _rope_problems(engine.gguf, _settings(engine, model), model)
+            problems += _window_problems(engine.families[model.hf["model_type"]], model)
+        rows.append(_row(engine, problems, difference))
+    return Check(name, _describe(model.rope), model.pattern, model.lengths, tuple(rows))
+
+
+def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | None]:
+    """What is not as in the model, and the largest relative difference of the rotation."""
+    hf, config = model.hf, model.config
+    kind = hf["model_type"]
+    if kind not in CLASSES:
+        return [_Problem(*engine.landmark)], None
+    architecture = (hf.get("architectures") or [CLASSES[kind]])[0]
+    if architecture != CLASSES[kind]:
+        verdict, reason = engine.foreign
+        return [_Problem(verdict, reason.format(architecture=architecture))], None
+    family = engine.families[kind]
+    if family is None:
+        return [_Problem(REFUSED, f"it has no model class {architecture}")], None
+    problems = [_Problem(*engine.memory)] if model.has_memory else []
+    if not family.head_dim and config.head_dim * config.num_heads != config.width:
+        problems.append(_Problem(REFUSED, f"it reads no head_dim={config.head_dim}"))
+    for key, verdict in family.biases.items():
+        if hf.get(key):
+            problems.append(_Problem(verdict, f"its class has no biases for {key}=true"))
+    problems += _window_problems(family, model)
+    settings = _settings(engine, model)
+    reading = family.ropes.get(settings.kind) or family.ropes["*"]
+    rope_problems, difference = _rope_problems(reading, settings, model)
+    problems += rope_problems
+    is_multiplied = settings.kind in ("linear", "dynamic")  # the limit, by their factor
+    if engine.limit and settings.max_length < model.target and not is_multiplied:
+        problems.append(_Problem(RIGHT, _SAME, engine.limit.format(**_values(settings, model))))
+    return problems, difference
+
+
+def _settings(engine: Engine, model: _Model) -> Settings:
+    hf = model.hf
+    rope = dict(next((hf[key] for key in engine.keys if hf.get(key)), {}))
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or THETA
+    return Settings(hf, rope, float(theta), *model.lengths)
+
+
+def _window_problems(family: Family, model: _Model) -> list[_Problem]:
+    if family.windows == "uniform" and len(set(model.windows)) > 1:
+        return [_Problem(REFUSED, "it refuses layers with and without a sliding window")]
+    window = min((w for w in model.windows if w is not None), default=model.target)
+    if family.windows != "none" or window >= model.target:
+        return []
+    reason = f"it ignores the sliding window of {window} tokens: every layer sees the whole text"
+    return [_Problem(WRONG, reason, f"keep texts within {window} tokens")]
+
+
+def _rope_problems(
+    reading: Reading, settings: Settings, model: _Model
+) -> tuple[list[_Problem], float | None]:
+    kind, ours, values = settings.kind, model.rope, _values(settings, model)
+    advice, note = reading.advice.format(**values), reading.note.format(**values)
+    if reading.compute is None:
+        return [_Problem(reading.verdict, f"rope type {kind}: {reading.reason}", advice)], None
+    try:
+        theirs = reading.compute(settings)
+    except KeyError as error:
+        return [_Problem(REFUSED, f"rope type {kind} lacks the key {error}")], None
+    except (TypeError, ValueError) as error:  # a value that the engine's formula does not take
+        return [_Problem(WRONG, f"{reading.reason}; with these values: {error}", advice)], None
+    if ours.learned:
+        reason, limit = f"it reads rope {ours.type} as {_describe(theirs)}", ours.hf_limit
+        return [_Problem(WRONG, reason + (f", equal up to {limit} tokens" if limit else ""))], None
+    differences = [_difference(ours, theirs, model.config, n) for n in model.lengths]
+    unequal = [n for n, x in zip(model.lengths, differences, strict=True) if not x <= _TOLERANCE]
+    if not unequal:
+        return [_Problem(RIGHT, _SAME, note)] if note else [], max(differences)
+    at = "" if len(unequal) == len(differences) else f"for texts of {unequal[0]} tokens "
+    reason = "; ".join(filter(None, (reading.reason, f"{at}it computes {_describe(theirs)}")))
+    return [_Problem(WRONG, reason, advice)], max(differences)
+
+
+def _difference(ours: Rope, theirs: Rope, config: ModelConfig, length: int) -> float:
+    """The largest relative difference of frequencies and scale for a text of `length` tokens."""
+    f, scale = ours.frequencies(config.rotary_dim, length)
+    f_theirs, scale_theirs = theirs.frequencies(config.rotary_dim, length)
+    return float(max(np.max(np.abs(f_theirs / f - 1.0)), abs(scale_theirs / scale - 1.0)))
+
+
+def _values(settings: Settings, model: _Model) -> dict[str, Any]:
+    """What the sentences of the table may name."""
+    ours, dim, target = model.rope, model.config.rotary_dim, model.target
+    base, flags, betas = ours.theta, "", ""
+    if isinstance(ours, DynamicNTK):
+        base = NTK(theta=base, alpha=ours.alpha(target)).hf_rope(dim)[0]["rope_theta"]
+    if isinstance(ours, Linear):
+        flags = f" --rope-scaling linear --rope-scale {ours.factor:g}"
+    if isinstance(ours, Yarn):
+        flags = f" --rope-scaling yarn --rope-scale {ours.factor:g}"
+        flags += f" --yarn-orig-ctx {ours.original_length}"
+        if _has_only_betas(ours):
+            betas = f"--yarn-beta-fast {ours.beta_fast:g} --yarn-beta-slow {ours.beta_slow:g}"
+            flags += f" {betas}"
+    return {
+        "trained": settings.trained,
+        "target": target,
+        "max_length": settings.max_length,
+        "scale": 1.0 if ours.learned else ours.frequencies(dim, target)[1],
+        "base": base,
+        "flags": f"start it with --rope-freq-base {base:.8g}{flags}",
+        "betas": f"start it with {betas}" if betas else "",
+    }
+
+
+def _has_only_betas(ours: Yarn) -> bool:
+    """Whether flags for beta_fast and beta_slow make llama.cpp's YaRN equal to this one."""
+    plain = Yarn(
+        theta=ours.theta, factor=ours.factor, original_length=ours.original_length,
+        beta_fast=ours.beta_fast, beta_slow=ours.beta_slow,
+    )  # fmt: skip
+    return ours == plain
+
+
+def _another_way(model: _Model, rights: list[str]) -> str:
+    """What to do where the engine itself has no way out."""
+    ours, target = model.rope, model.target
+    same = f"for texts of {target} tokens alone, python -m lcjax.convert SRC DST"
+    if isinstance(ours, DynamicNTK):
+        return f"{same} --rope.type=ntk --rope.alpha={ours.alpha(target):g} writes an equal one"
+    if isinstance(ours, E2LLM) and ours.factor is None:
+        return f"{same} --rope.type=linear --rope.factor={ours.scale(target):g} writes an equal one"
+    return f"use {' or '.join(rights)}" if rights else "read it with lcjax"
+
+
+def _describe(rope: Rope) -> str:
+    """The type and the fields that tell ropes of it apart."""
+    words = []
+    for field in dataclasses.fields(rope):
+        value = getattr(rope, field.name)
+        if value is None or (value == field.default and field.name != "factor"):
+            continue
+        if isinstance(value, tuple):
+            value = f"[{value[0]:g} ... {value[-1]:g}]"
+        words.append(
+            f"{field.name}={value:g}" if isinstance(value, float) else f"{field.name}={value}"
+        )
+    return f"rope {rope.type} ({', '.join(words)})"
