@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
+from lcjax.data import TextConfig
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.statistics import Record, Records, bootstrap, group_by, wilson
@@ -74,6 +75,8 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     scoring_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
+    # Another corpus than that of the config; null: that one
+    data: TextConfig | None = dataclasses.field(default=None, hash=False)
 
     @property
     def label(self) -> str:
