@@ -104,7 +104,9 @@ class EvalConfig:
 
 def corpus_of(task: Task, config: EvalConfig) -> TextConfig:
     """Returns the corpus that a task reads."""
-    return config.data if task.data is None else task.data
+    if not task.corpus:
+        return config.data
+    return dataclasses.replace(config.data, path=task.corpus, sources=[])
 
 
 def texts(data: TextConfig) -> Iterator[tuple[str, str]]:

@@ -157,8 +157,10 @@ def check(config: EvalConfig) -> Limits:
     random_seed("seed", config.seed)
     limits = limits_of(config)
     for index, task in enumerate(config.tasks):
-        if task.data is not None and not task.needs_data:
-            raise InputError(f"tasks.{index}.data: {task.label} reads no corpus; leave it out")
+        if task.corpus and not task.needs_data:
+            raise InputError(
+                f"tasks.{index}.corpus={task.corpus}: {task.label} reads no text; leave it out"
+            )
         task.check(limits, f"tasks.{index}")
     for index, method in enumerate(config.methods):
         if method.retrieval is not None:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
-from lcjax.data import TextConfig
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.statistics import Record, Records, bootstrap, group_by, wilson
@@ -75,8 +74,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     scoring_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
-    # Another corpus than that of the config; null: that one
-    data: TextConfig | None = dataclasses.field(default=None, hash=False)
+    corpus: str = ""  # path of its own text, read as `data` says; empty: that of `data`
 
     @property
     def label(self) -> str:

@@ -7,11 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
+from lcjax import config as config_lib
 from lcjax.errors import InputError
 from lcjax.evaluation import cli, reproduce, study
+from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.report import published
 from lcjax.evaluation.report.published import Published, Row
-from lcjax.evaluation.run import check
+from lcjax.evaluation.run import check, run
 
 TABLES = [(name, scale) for name in reproduce.names() for scale in reproduce.SCALES]
 
@@ -111,8 +113,8 @@ methods:
   - {name: base}
   - {name: long, path: runs/yarn_7b_32k/model, rope: {type: yarn, factor: 8}}
 tasks:
-  - {type: perplexity, name: books, data: {path: books}}
-  - {type: perplexity, name: code, data: {path: "python:stdlib"}}
+  - {type: perplexity, name: books, corpus: books}
+  - {type: perplexity, name: code, corpus: "python:stdlib"}
 lengths: [4096]
 published:
   - {task: books, source: it, lengths: [4096], rows: [{method: long, values: [5.0]}]}
@@ -152,7 +154,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_or_left_out(table, caps
     assert [[row.method for row in table.rows] for table in config.published] == [["base"]]
     assert "it needs the books of a paper" in capsys.readouterr().err
     with pytest.raises(InputError, match="all of them are left out"):
-        reproduce.parse([table, "--scale=paper", "--skip_missing", "--tasks.1.data.path=nowhere"])
+        reproduce.parse([table, "--scale=paper", "--skip_missing", "--tasks.1.corpus=nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -185,9 +187,6 @@ def test_bad_words_are_one_line(words, match, table):
     ],
 )
 def test_published_numbers_name_tasks_methods_and_lengths_of_the_config(change, match):
-    from lcjax import config as config_lib
-    from lcjax.evaluation.config import EvalConfig
-
     entry = {"task": "perplexity_slide_press", "source": "it", "lengths": [64], "rows": []} | change
     with pytest.raises(InputError, match=match):
         check(config_lib.parse(EvalConfig, [], tree={"published": [entry]}))
@@ -197,3 +196,28 @@ def test_without_a_table_all_are_listed(capsys):
     assert cli.main(["reproduce"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in reproduce.names())
+
+
+def test_a_task_reads_its_own_corpus_as_data_says(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{name} " * 200)
+    tasks = [
+        {"type": "perplexity", "name": name, "corpus": str(tmp_path / name)}
+        for name in ("one", "two")
+    ]
+    tree = {
+        "model": {"preset": "tiny"}, "lengths": [64], "stride": 32, "max_windows": 1, "tasks": tasks,
+        "data": {"path": str(tmp_path / "none")}, "run": {"folder": str(tmp_path / "run")},
+    }  # fmt: skip
+    config = config_lib.parse(EvalConfig, [], tree=tree)
+    report = run(config)
+    assert [cell["task"] for cell in report.cells] == ["one", "two"]
+    assert report.cells[0]["value"] != report.cells[1]["value"]
+    alone = dict(tree, tasks=[{"type": "perplexity"}], data={"path": str(tmp_path / "two")})
+    alone["run"] = {"folder": str(tmp_path / "alone")}
+    again = run(config_lib.parse(EvalConfig, [], tree=alone))
+    assert again.cells[0]["value"] == report.cells[1]["value"]
+    tree["tasks"] = [{"type": "passkey", "corpus": str(tmp_path / "one")}]
+    with pytest.raises(InputError, match="reads no text; leave it out"):
+        check(config_lib.parse(EvalConfig, [], tree=tree))
