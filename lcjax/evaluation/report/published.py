@@ -33,6 +33,7 @@ class Published:
     # twice as many tokens; null: the column has none. Empty: the same lengths.
     run_lengths: tuple[int | None, ...] = ()
     field: str = "value"  # of the task's numbers in its CSV file
+    percent: bool = False  # whether 100 is published for a 1 of the task
 
     def __post_init__(self):
         for row in self.rows:
@@ -78,6 +79,7 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
             if value is None:
                 continue
             run = by_key.get((row.method, run_at), {}).get(table.field)
+            run = 100 * run if table.percent and is_finite(run) else run
             difference = run - value if is_finite(run) else None
             records.append(
                 {
@@ -106,8 +108,10 @@ def same_order(records: Records) -> tuple[int, int]:
     return agreed, count
 
 
-def grid(table: Published, records: Records, decimals: int) -> list[list[str]]:
+def grid(table: Published, records: Records) -> list[list[str]]:
     """A header and one row for each method: `published → run` for each length."""
+    numbers = [repr(value) for row in table.rows for value in row.values if value is not None]
+    decimals = max((len(text.partition(".")[2]) for text in numbers), default=0)
     by_key = {(record["method"], record["published_length"]): record for record in records}
     heads = [
         f"{at:,}" if at == run_at else f"{at:,} → {'–' if run_at is None else f'{run_at:,}'}"
@@ -151,7 +155,7 @@ def tables(
         agreed, count = same_order(records)
         note = f"{agreed} of {count} pairs of methods are in the paper's order." if count else ""
         heading = f"{task.heading}: {table.source} → this run"
-        shown.append(Table(heading, grid(table, records, task.metric.decimals), note))
+        shown.append(Table(heading, grid(table, records), note))
         lines += records
     return shown, lines
 
