@@ -254,7 +254,7 @@ def _config_pages() -> dict[str, str]:
     seen: dict[tuple, str] = {}
     train = _script("train.py") + config_tables("train", TrainConfig, seen)
     evaluate = _script("eval.py") + config_tables("eval", EvalConfig, seen)
-    commands = "report", "score", "compare", "retrieval", "make-data"
+    commands = "reproduce", "report", "score", "compare", "retrieval", "make-data"
     evaluate += "\n## Commands\n\n" + _helps("lcjax.evaluation.cli", commands)
     others = {
         "lcjax.data": {"prepare": PrepareConfig, "teacher": TeacherConfig},

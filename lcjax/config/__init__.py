@@ -93,16 +93,17 @@ def _import(name: str) -> None:
             raise
 
 
-def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
+def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None = None) -> T:
     """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError.
 
-    `--config lcjax:NAME` is a recipe of the library (`recipes`).
+    `--config lcjax:NAME` is a recipe of the library (`recipes`). `tree` is the content of a file
+    that is read already, in place of `--config`.
     """
     words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print(help_text(cls))
         raise SystemExit(0)
-    tree, overrides, file = {}, [], None
+    tree, overrides, file = tree or {}, [], None if tree is None else "the table"
     while words:
         key, equals, value = words.pop(0).partition("=")
         if not key.startswith("--"):

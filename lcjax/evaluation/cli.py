@@ -1,4 +1,6 @@
-"""`python eval.py [run | score | report | compare | make-data | retrieval] ...`; default: run.
+"""`python eval.py [run | reproduce | score | report | compare | make-data | retrieval] ...`.
+
+Without a command: run.
 
 An installed lcjax has it as `lcjax-eval`.
 """
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 from lcjax import config as config_lib
 from lcjax.config.help import command
 from lcjax.errors import InputError, suggestion
-from lcjax.evaluation import results, retrieval
+from lcjax.evaluation import reproduce, results, retrieval
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.export import check_formats, export, make_data
@@ -22,6 +24,8 @@ USAGE = """\
 python eval.py [run] --config FILE [--tasks NAME,NAME] [--KEY=VALUE ...]
     evaluates every method where records are missing, and writes the report; --tasks piqa,hellaswag
     is short for --tasks.0.tasks=[piqa,hellaswag], and --include_path for that of tasks.0
+python eval.py reproduce TABLE --scale paper|smollm2|tiny [--skip_missing] [--KEY=VALUE ...]
+    runs a table of a paper, and shows the published numbers beside; without TABLE it lists them
 python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
     writes tables, figures and report.html again, from the records alone; with --export also
     RUN/export/FORMAT, which the official scorers read
@@ -52,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = words[1:] if words[:1] == ["run"] else words
         return distributed.main(EvalConfig, run, _expand_short_options(words))
     name, *words = words
+    if name == "reproduce" and words and not {"-h", "--help"} & set(words):
+        return distributed.main(EvalConfig, run, words, parse=reproduce.parse)
     if {"-h", "--help"} & set(words):
         print(USAGE.replace("python eval.py", command()))
         return 0
@@ -154,6 +160,7 @@ def _print(text: str, files: Sequence[object]) -> None:
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "reproduce": lambda words: _print(reproduce.overview(), ()),
     "report": _report,
     "score": _score,
     "compare": _compare,

@@ -13,6 +13,8 @@ from lcjax.checkpoints.load import identity
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig, documents
 from lcjax.errors import InputError
+from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.report.published import Published
 from lcjax.evaluation.retrieval import Knn, Reading
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
@@ -96,12 +98,27 @@ class EvalConfig:
     max_windows: int | None = None  # perplexity windows per length; null: all
     batch_size: int = 1  # windows per batch; like mesh, may change when a run is resumed
     seed: int = 0  # of random keys, depths and choices of windows
+    published: tuple[Published, ...] = ()  # numbers of papers, shown beside those of the run
     run: RunSection = dataclasses.field(default_factory=RunSection)
 
 
-def texts(config: EvalConfig) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of the corpus that is evaluated."""
-    return documents(config.data, "validation" if config.data.holdout else "train")
+def corpus_of(task: Task, config: EvalConfig) -> TextConfig:
+    """Returns the corpus that a task reads."""
+    if not task.corpus:
+        return config.data
+    return dataclasses.replace(config.data, path=task.corpus, sources=[])
+
+
+def texts(data: TextConfig) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of a corpus that is evaluated."""
+    return documents(data, "validation" if data.holdout else "train")
+
+
+def corpora(config: EvalConfig, tokenizer: Any) -> dict[str, TokenizedCorpus]:
+    """Returns the corpus of each task by its label; tasks with the same data share one."""
+    data = {task.label: corpus_of(task, config) for task in config.tasks}
+    opened = {str(d): TokenizedCorpus(texts(d), tokenizer) for d in data.values()}
+    return {label: opened[str(d)] for label, d in data.items()}
 
 
 def sections(config: EvalConfig) -> list[ModelSection]:

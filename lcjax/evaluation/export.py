@@ -23,8 +23,7 @@ import numpy as np
 from lcjax.checkpoints.load import load_tokenizer
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import study
-from lcjax.evaluation.config import EvalConfig, texts, tokenizer_of
-from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.config import EvalConfig, corpora, tokenizer_of
 from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results
@@ -269,10 +268,10 @@ def make_data(
     if not tasks:
         raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
     out = Path(out) if out is not None else Path(config.run.folder) / "data"
-    source = texts(config) if any(task.needs_data for task in tasks) else ()
-    corpus = TokenizedCorpus(source, tokenizer_of(study.with_trained(config).model, tokenizer))
+    by_task = corpora(config, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []
     for task in tasks:
+        corpus = by_task[task.label]
         for length in limits.lengths:
             units = task.plan(corpus, length, limits)
             if not units:

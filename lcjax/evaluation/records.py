@@ -54,7 +54,8 @@ RUN_FOLDER = FolderFormat(
 )
 # Fields that are read as float32 arrays; lists take eight times the memory.
 COMPACT = frozenset({"position_nll"})
-_FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
+# Keys that may change when a run is continued.
+_FREE = ("run", "batch_size", "mesh", "distributed", "published")
 
 Key = tuple[str, int, int]  # method, length, index of the unit
 

@@ -138,6 +138,7 @@ def rebuild(run: Results) -> report.Report:
         run.settings,
         run.tasks,
         order=run.order,
+        published=run.config.published,
         notes=run.notes,
         environment=run.environment,
     )

@@ -22,6 +22,8 @@ from lcjax.evaluation.config import (
     EvalConfig,
     Method,
     apply_method,
+    corpora,
+    corpus_of,
     datastores,
     method_settings,
     sections,
@@ -76,7 +78,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     if trainings:
         settings["trainings"] = study.settings(trainings)
     folder = Path(config.run.folder)
-    check_outside_data("run.folder", folder, config.data)
+    for task in config.tasks:
+        check_outside_data("run.folder", folder, corpus_of(task, config))
     with RunLock(folder):
         store = Store(config, settings)
         study.check_paths(config, trainings)
@@ -96,11 +99,28 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         notes = study.table(trainings) if trainings else ""
         environment = {**report.current_environment(), "models": runner.models}
         result = report.write(
-            store.folder, settings, records, order=order, notes=notes, environment=environment
+            store.folder,
+            settings,
+            records,
+            order=order,
+            published=config.published,
+            notes=notes,
+            environment=environment,
         )
         print(f"\n{result.text}\nWritten:")
         print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
         return result
+
+
+def limits_of(config: EvalConfig) -> Limits:
+    """Returns the settings that planning depends on."""
+    return Limits(
+        tuple(sorted(config.lengths)),
+        config.stride,
+        config.max_documents,
+        config.max_windows,
+        config.seed,
+    )
 
 
 def check(config: EvalConfig) -> Limits:
@@ -135,14 +155,12 @@ def check(config: EvalConfig) -> Limits:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
     whole_numbers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
     random_seed("seed", config.seed)
-    limits = Limits(
-        tuple(sorted(config.lengths)),
-        config.stride,
-        config.max_documents,
-        config.max_windows,
-        config.seed,
-    )
+    limits = limits_of(config)
     for index, task in enumerate(config.tasks):
+        if task.corpus and not task.needs_data:
+            raise InputError(
+                f"tasks.{index}.corpus={task.corpus}: {task.label} reads no text; leave it out"
+            )
         task.check(limits, f"tasks.{index}")
     for index, method in enumerate(config.methods):
         if method.retrieval is not None:
@@ -150,6 +168,8 @@ def check(config: EvalConfig) -> Limits:
         if method.knn is not None:
             method.knn.check(f"methods.{index}.knn")
     cut = [m for m in config.methods if m.retrieval is not None and m.retrieval.decoder is not None]
+    for index, table in enumerate(config.published):
+        table.check(config.tasks, [m.name for m in config.methods], f"published.{index}")
     _check_splits(config, limits, [m for m in config.methods if m.context or m.replug or m in cut])
     return limits
 
@@ -203,10 +223,9 @@ class _Runner:
 
     def records(self) -> dict[Task, list[Record]]:
         """All records of the run, by task; those of a batch are written before the next batch."""
-        if any(task.needs_data for task in self._config.tasks):
-            next(
-                texts(self._config)
-            )  # fails before a large model is loaded if the corpus has no text
+        for task in self._config.tasks:
+            if task.needs_data:  # fails before a large model is loaded if its corpus has no text
+                next(texts(corpus_of(task, self._config)))
         model_sections = sections(self._config)
         pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
@@ -297,14 +316,14 @@ class _Runner:
         """All units for a tokenizer; `bar` shows the progress."""
         name = self._plan_key(tokenizer)
         if name not in self._plans:
-            corpus, plan = TokenizedCorpus(texts(self._config), tokenizer), {}
+            by_task, plan = corpora(self._config, tokenizer), {}
             for task, length in itertools.product(self._config.tasks, self._limits.lengths):
                 if bar is not None:  # long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")
-                plan[task.label, length] = task.plan(corpus, length, self._limits)
+                plan[task.label, length] = task.plan(by_task[task.label], length, self._limits)
                 self._check_same_units(task, length, plan[task.label, length])
             for task in self._config.tasks:
-                self._check_not_empty(task, corpus, plan)
+                self._check_not_empty(task, by_task[task.label], plan)
             self._plans[name] = plan
         return self._plans[name]
 

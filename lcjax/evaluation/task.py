@@ -74,6 +74,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     scoring_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
+    corpus: str = ""  # path of its own text, read as `data` says; empty: that of `data`
 
     @property
     def label(self) -> str:

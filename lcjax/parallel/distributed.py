@@ -64,6 +64,7 @@ def main(
     run: Callable[[Any], object],
     argv: Sequence[str] | None = None,
     *,
+    parse: Callable[[Sequence[str] | None], Any] | None = None,
     agreed_stop: bool = False,
 ) -> int:
     """`lcjax.config.main` for a script that may be one of many processes; ends them cleanly.
@@ -72,12 +73,14 @@ def main(
       cls: the config, with a field `distributed`.
       run: the script's body, which takes the config.
       argv: words of the command line; None: those of the process.
+      parse: makes the config of the words; None: `lcjax.config.parse`.
       agreed_stop: see `start`.
     """
     report = config_lib.ErrorReport()
     try:
         with report:
-            config = report.config = config_lib.parse(cls, argv)
+            config = config_lib.parse(cls, argv) if parse is None else parse(argv)
+            report.config = config
             start(config.distributed, agreed_stop=agreed_stop)
             _check_same_config(config)
             run(config)

@@ -14,7 +14,7 @@ import importlib, runpy, sys
 run = importlib.import_module("lcjax.evaluation.run")
 texts = run.texts
 if "--distributed.process=1" in sys.argv:
-    run.texts = lambda config: ((name, text[::-1]) for name, text in texts(config))
+    run.texts = lambda data: ((name, text[::-1]) for name, text in texts(data))
 runpy.run_path("eval.py", run_name="__main__")
 """
 CONFIG = """

@@ -15,6 +15,7 @@ import yaml
 from lcjax.evaluation.plots import COLOURS, GREY
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
+from lcjax.evaluation.report.published import Table
 from lcjax.evaluation.report.tables import format_aggregates, table_entries
 from lcjax.evaluation.statistics import at_longest, group_by
 from lcjax.evaluation.task import Record, Records, Task
@@ -89,6 +90,7 @@ def write(
     *,
     figures: Sequence[Path] = (),
     cost_figure: Path,
+    published: Sequence[Table] = (),
     notes: str = "",
 ) -> Path:
     """Writes the page of a run.
@@ -99,6 +101,7 @@ def write(
       summary: The content of summary.json.
       figures: Figures of several tasks together.
       cost_figure: The figure of `plots.cost_bars`.
+      published: Tables of papers beside the run.
       notes: Markdown table of the trainings of a study.
 
     Returns:
@@ -116,6 +119,7 @@ def write(
         "cost": {"rows": costs(cells), "figures": figures_of([cost_figure], "cost")},
         "details": _run_details(summary, cells),
         "config": yaml.safe_dump(summary["config"], sort_keys=False, allow_unicode=True),
+        "published": published,
         "notes": _notes(notes),
     }
     write_whole(path, render("run", page))

