@@ -65,7 +65,7 @@ class Request:
       mixture: several prompts are one text: their probabilities are mixed, and all read the token
         that is picked.
       prefix: what all prompts begin with, read before. Not with `memory`.
-      top_logprobs: pieces have log p of their tokens, and so many of the most probable tokens; None:
+      top_logprobs: pieces have log p of their tokens, and so many of the most probable ones; None:
         they have none.
     """
 
@@ -145,9 +145,8 @@ class Request:
             logprobs = jax.tree.map(distributed.gather, logprobs)
             for row, picked in zip(rows, distributed.gather(token)[: len(rows)], strict=True):
                 if row.finish is None:
-                    piece = row.add(
-                        int(picked), jax.tree.map(lambda x, n=row.index: x[n], logprobs)
-                    )
+                    entry = logprobs and TokenLogprobs(*(x[row.index] for x in logprobs))
+                    piece = row.add(int(picked), entry)
                     if piece is not None:
                         yield piece
             if all(row.finish for row in rows):

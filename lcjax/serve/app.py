@@ -214,8 +214,10 @@ class Server:
                     options = {"top": plan.top, "context": plan.context}
                     rows.append(Row(call, choice, ids, plan.sampling, seed, **options))
             self._engine.submit(*rows)
-            while not all(row.is_finished for row in rows):
+            num_left = len(rows)
+            while num_left:
                 choice, piece = await call.get()
+                num_left -= piece.finish is not None
                 answer.completion_tokens += len(piece.ids)
                 yield Delta(choice, piece.text, piece.ids, piece.logprobs, piece.finish)
 

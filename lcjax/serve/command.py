@@ -23,8 +23,8 @@ class ServeConfig:
     host: str = "127.0.0.1"  # 0.0.0.0: other machines may ask, too; then set api_key
     port: int = 8000  # 0: any that is free
     api_key: str | None = None  # that requests must have; null: none
-    # Most tokens of a request, prompt and answer together. Rotations that follow the length are made
-    # for it. null: the trained length, and rotations for the length of each request.
+    # Most tokens of a request, prompt and answer together. Rotations that follow the length are
+    # made for it. null: the trained length, and rotations for the length of each request.
     length: int | None = None
     max_batch: int = 8  # texts that are scored or generated together
     max_queue: int = 64  # requests that wait or run; more are refused with status 503

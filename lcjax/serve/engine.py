@@ -1,8 +1,8 @@
 """The one thread that runs the model: it takes waiting texts, those that fit together as a batch.
 
-Requests wait in the order in which they came. The first of them runs with all others that may share
-a batch: scored alike, or sampled with the same settings (each text has a seed of its own) beside the
-same context. A text has the results that it has alone.
+Texts wait in the order in which they came. The first of them runs with all others that may share a
+batch: they are scored alike, or sampled with the same settings (each text has a seed of its own),
+beside the same context. A text has the results that it has alone.
 """
 
 import asyncio
