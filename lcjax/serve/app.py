@@ -43,9 +43,6 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_
 class Server:
     """A model behind `app`, an ASGI application."""
 
-    # Of uvicorn. Connections of clients that wait between requests stay open for a while.
-    options = {"log_level": "warning", "access_log": False, "timeout_keep_alive": 75}  # noqa: RUF012
-
     def __init__(self, lm: LanguageModel, config: ServeConfig):
         self._lm = lm if config.length is None else lm.for_length(config.length)
         self._config, self._created = config, int(time.time())

@@ -1,6 +1,7 @@
 """`python -m lcjax.serve --model PATH [--port=8000] [--rope.type=yarn ...]`, or `lcjax-serve`."""
 
 import dataclasses
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -8,6 +9,9 @@ from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection, Settings, check_source
 from lcjax.errors import InputError, is_finite_number, missing_extra, whole_number
 from lcjax.parallel.sharding import Mesh
+
+# Of uvicorn. Connections of clients that wait between their requests stay open for a while.
+OPTIONS = {"log_level": "warning", "access_log": False, "timeout_keep_alive": 75}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +69,30 @@ def serve(config: ServeConfig) -> None:
     from lcjax.generation.language_model import LanguageModel
 
     check_source(config.model)
-    lm = LanguageModel.load(config.model, mesh=config.mesh)
-    server = Server(lm, config)
-    print(f"{lm}\nat http://{config.host}:{config.port}/v1 as {config.model_name}", flush=True)
+    with bind(
+        config.host, config.port
+    ) as listener:  # before the weights are read, which takes time
+        lm = LanguageModel.load(config.model, mesh=config.mesh)
+        app = Server(lm, config).app
+        url = f"http://{config.host}:{listener.getsockname()[1]}/v1"
+        print(f"{lm}\nat {url} as {config.model_name}", flush=True)
+        try:
+            uvicorn.Server(uvicorn.Config(app, **OPTIONS)).run([listener])
+        except KeyboardInterrupt:  # uvicorn has finished the requests, and raises the signal again
+            print("stopped", flush=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address; clients are refused until a server listens at it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
     try:
-        uvicorn.run(server.app, host=config.host, port=config.port, **server.options)
-    except KeyboardInterrupt:  # uvicorn has finished the requests, and raises the signal again
-        print("stopped", flush=True)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise InputError(f"host={host}, port={port}: {error.strerror}; choose others") from None
+    return listener
 
 
 def _expand_model_options(words: Sequence[str]) -> list[str]:

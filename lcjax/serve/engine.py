@@ -23,7 +23,7 @@ from lcjax.generation.sampling import Sampling, TokenLogprobs, token_logprobs
 from lcjax.models.loss import over_chunks
 from lcjax.serve.contexts import Context
 
-_TOPS = (0, 1, 5, 20)  # numbers of most probable tokens that are compiled
+_TOPS = (1, 5, 20)  # numbers of most probable tokens that are compiled
 MAX_TOP = _TOPS[-1]
 
 
