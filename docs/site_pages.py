@@ -249,6 +249,7 @@ def _config_pages() -> dict[str, str]:
     from lcjax.evaluation.config import EvalConfig
     from lcjax.pictures.command import AttentionPicture, MaskPicture, RopePicture
     from lcjax.retrieval import BuildConfig, ChunksConfig, TokenConfig
+    from lcjax.serve.command import ServeConfig
     from lcjax.training import TrainConfig
 
     seen: dict[tuple, str] = {}
@@ -269,6 +270,8 @@ def _config_pages() -> dict[str, str]:
             "attention": AttentionPicture,
         },
     }
+    serve = f"\n## python -m lcjax.serve\n\n{ServeConfig.__doc__}\n"
+    serve += config_tables("serve", ServeConfig, seen, level=2)
     text = "# Other commands\n\nKeys and options of other commands, as `--help` prints them.\n"
     for module, configs in others.items():
         text += f"\n## python -m {module}\n\n"
@@ -278,7 +281,7 @@ def _config_pages() -> dict[str, str]:
         if module == "lcjax.retrieval":
             text += "\n### search, check, append, delete\n\n"
             text += _helps(f"{module}.__main__", ("search", "check", "append", "delete"))
-    text += "\n## python -m lcjax.convert\n\n" + _helps("lcjax.convert", [""])
+    text += serve + "\n## python -m lcjax.convert\n\n" + _helps("lcjax.convert", [""])
     text += "\n## python -m lcjax.cost\n\n" + _block(_doc("lcjax/cost/__main__.py"))
     return {"train.md": train, "eval.md": evaluate, "commands.md": text}
 

@@ -249,7 +249,9 @@ class Reader:
         tokenizer = self.lm.tokenizer
         if not isinstance(prompt, str):  # token ids are read as they are
             if not isinstance(prompt, list):
-                raise InputError(f"prompt: {prompt!r:.80} is neither a text nor a list of token ids")
+                raise InputError(
+                    f"prompt: {prompt!r:.80} is neither a text nor a list of token ids"
+                )
             ids = check_token_ids("prompt", prompt, self.lm.config.vocab_size).tolist()
             return self._behind(context, ids, None, 0)
         if context is not None and context.precedes_text:
