@@ -1,4 +1,8 @@
-"""Serves a model with OpenAI's HTTP API: python -m lcjax.serve --model smollm2-135m-instruct"""
+"""Serves a model with OpenAI's HTTP API: python -m lcjax.serve --model smollm2-135m-instruct
+
+--model PATH is short for --model.path=PATH, and --rope.type=yarn for --model.rope.type=yarn: keys
+of the section `model` may leave out its name.
+"""
 
 import sys
 

@@ -20,7 +20,8 @@ from lcjax.errors import InputError
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs, token_logprobs
-from lcjax.models.loss import over_chunks
+from lcjax.generation.scoring import score_behind
+from lcjax.generation.session import score_of_logits
 from lcjax.serve.contexts import Context
 
 _TOPS = (1, 5, 20)  # numbers of most probable tokens that are compiled
@@ -199,18 +200,24 @@ class Engine:
                 return
 
     def _score(self, rows: list[Row]) -> None:
-        batch, first = self._fill(rows), rows[0].first
+        batch, first, context = self._fill(rows), rows[0].first, rows[0].context
+        of_logits = _logprobs_of_logits(_compiled_top(rows[0].top))
         # The most probable token after a text is that beside a token after it, whatever it is.
-        lengths = np.array([len(row.ids) + row.scores_next for row in batch])
-        tokens = np.zeros((len(batch), max(first + 1, *lengths)), np.int32)
-        for row, ids in zip(batch, tokens, strict=True):
-            ids[: len(row.ids)] = row.ids
-        context = rows[0].context
-        options = {"context": context.encoded} if context and context.encoded is not None else {}
-        score = _score_function(_compiled_top(rows[0].top))
-        scores = self.lm.score(score, tokens, first=first, lengths=lengths, **options)
-        for number, (row, length) in enumerate(zip(rows, lengths, strict=False)):
-            columns = (x[number, first:length] for x in scores)
+        texts = [[*row.ids, 0] if row.scores_next else list(row.ids) for row in batch]
+        if context is not None and context.prefix is not None:
+            behind = [text[first:] for text in texts]
+            scores, start = score_behind(self.lm, of_logits, context.ids, behind, context.prefix), 0
+        else:
+            lengths = np.array([len(text) for text in texts])
+            tokens = np.zeros((len(batch), max(first + 1, *lengths)), np.int32)
+            for row, text in zip(tokens, texts, strict=True):
+                row[: len(text)] = text
+            options = {"context": context.encoded} if context and context.encoded else {}
+            score = score_of_logits(of_logits)
+            scores = self.lm.score(score, tokens, first=first, lengths=lengths, **options)
+            start = first
+        for number, (row, text) in enumerate(zip(rows, texts, strict=False)):
+            columns = (x[number, start : start + len(text) - first] for x in scores)
             logprobs = [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
             following = self._following(logprobs.pop()) if row.scores_next else None
             row.put(Scores(tuple(logprobs), following), finished=True)
@@ -227,13 +234,9 @@ def _compiled_top(top: int) -> int:
 
 
 @functools.cache
-def _score_function(top: int) -> Callable[..., TokenLogprobs]:
-    """A `score` of `LanguageModel.score`; one function for each `top`, as it is compiled."""
-
-    def of_chunk(hidden, projection, targets) -> TokenLogprobs:
-        return token_logprobs(projection(hidden), targets, top)
-
-    return functools.partial(over_chunks, of_chunk)
+def _logprobs_of_logits(top: int) -> Callable[..., TokenLogprobs]:
+    """`token_logprobs` with so many alternatives; one function for each, as it is compiled."""
+    return functools.partial(token_logprobs, top=top)
 
 
 def _report(error: Exception) -> None:

@@ -21,6 +21,7 @@ from serve_support import serving, tiny
 
 from lcjax.attention import Landmark
 from lcjax.errors import InputError
+from lcjax.generation import session
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import BeaconSection, CepeSection, SharedLlmSection
 from lcjax.rope import DynamicNTK
@@ -232,14 +233,21 @@ def test_a_key_is_asked_of_all_but_health(lm):
 # Contexts
 
 
-def test_a_context_is_read_once_before_any_prompt(client):
+def test_a_context_is_read_once_before_any_prompt(client, monkeypatch):
     lm, text = client.server._lm, ids(5, 2000)
     context = client.post("contexts", tokens=text, name="a book")
     assert context["cached"] and context["tokens"] == 2000 and context["name"] == "a book"
     assert client.ask("GET", f"/v1/contexts/{context['id']}")[1] == context
+    read = []  # tokens of each call of the model
+    step, score = session._read, session._score
+    monkeypatch.setattr(session, "_read", lambda *a, **k: read.append(a[3].shape) or step(*a, **k))
+    monkeypatch.setattr(
+        session, "_score", lambda *a, **k: read.append(a[3].shape) or score(*a, **k)
+    )
     prompts = [ids(6, 9), ids(7, 3)]
     options = {"max_tokens": 5, "context": context["id"], "logprobs": 1, "echo": True}
     answer = client.complete(prompts, **options)
+    assert sum(shape[1] for shape in read if len(shape) == 2) < 300
     wanted = lm.generate([text + prompt for prompt in prompts], Sampling(max_new_tokens=5))
     for prompt, choice, new in zip(prompts, answer["choices"], wanted, strict=True):
         assert choice["text"] == lm.tokenizer.decode(prompt) + new
