@@ -249,7 +249,6 @@ def _config_pages() -> dict[str, str]:
     from lcjax.evaluation.config import EvalConfig
     from lcjax.pictures.command import AttentionPicture, MaskPicture, RopePicture
     from lcjax.retrieval import BuildConfig, ChunksConfig, TokenConfig
-    from lcjax.serve.command import ServeConfig
     from lcjax.training import TrainConfig
 
     seen: dict[tuple, str] = {}
@@ -270,9 +269,6 @@ def _config_pages() -> dict[str, str]:
             "attention": AttentionPicture,
         },
     }
-    serve = f"\n## python -m lcjax.serve\n\n{ServeConfig.__doc__}\n"
-    serve += config_tables("serve", ServeConfig, seen, level=2)
-    text = "# Other commands\n\nKeys and options of other commands, as `--help` prints them.\n"
     for module, configs in others.items():
         text += f"\n## python -m {module}\n\n"
         text += _helps(f"{module}.__main__", [""])
@@ -281,8 +277,12 @@ def _config_pages() -> dict[str, str]:
         if module == "lcjax.retrieval":
             text += "\n### search, check, append, delete\n\n"
             text += _helps(f"{module}.__main__", ("search", "check", "append", "delete"))
-    text += serve + "\n## python -m lcjax.convert\n\n" + _helps("lcjax.convert", [""])
+    text += "\n## python -m lcjax.convert\n\n" + _helps("lcjax.convert", [""])
     text += "\n## python -m lcjax.cost\n\n" + _block(_doc("lcjax/cost/__main__.py"))
+    from lcjax.serve.command import ServeConfig
+
+    text += f"\n## python -m lcjax.serve\n\n{ServeConfig.__doc__}\n"
+    text += config_tables("serve", ServeConfig, seen, level=2)
     return {"train.md": train, "eval.md": evaluate, "commands.md": text}
 
 

@@ -12,7 +12,7 @@ import types
 
 import numpy as np
 import pytest
-from tiny_lm import ids
+from tiny_lm import ids, sharper
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -20,10 +20,13 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 from serve_support import serving, tiny
 
 from lcjax.attention import Landmark
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation import session
+from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import BeaconSection, CepeSection, SharedLlmSection
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import DynamicNTK
 from lcjax.serve.command import ServeConfig, _expand_model_options, main
 from lcjax.serve.engine import Task
@@ -344,6 +347,22 @@ def test_methods_that_cannot_share_a_cache_read_the_context_with_each_prompt(set
             np.testing.assert_allclose(scores, -lm.nll([prompt])[0, 1:], atol=2e-5)
 
 
+def test_eight_devices_give_the_answers_of_one(client):
+    lm = client.server._lm
+    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
+    section = ModelSection(preset="tiny")
+    with serving(sharper(LanguageModel.load(section, mesh=mesh)), length=LENGTH) as spread:
+        context = spread.post("contexts", tokens=ids(1, 300))["id"]
+        prompts = [ids(2, 9), ids(3, 4), ids(4, 6)]
+        wanted = lm.generate([ids(1, 300) + p for p in prompts], Sampling(max_new_tokens=5))
+        options = {"echo": True, "logprobs": 1, "context": context, "max_tokens": 5}
+        answer = spread.complete(prompts, **options)
+        for prompt, choice, text in zip(prompts, answer["choices"], wanted, strict=True):
+            assert choice["text"] == lm.tokenizer.decode(prompt) + text
+            scores = lm.nll([[*ids(1, 300), *prompt, *text.ids]], first=300)[0, 300:]
+            np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], -scores, atol=5e-5)
+
+
 # The command
 
 
@@ -374,8 +393,6 @@ def test_a_wrong_command_is_one_line(words, message, capsys):
 
 
 def test_a_config_needs_sensible_limits():
-    from lcjax.checkpoints.build import ModelSection
-
     for wrong in ({"max_batch": 0}, {"length": 1}, {"max_context_gb": 0.0}, {"max_queue": -1}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             ServeConfig(ModelSection(preset="tiny"), **wrong)
