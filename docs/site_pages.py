@@ -269,6 +269,7 @@ def _config_pages() -> dict[str, str]:
             "attention": AttentionPicture,
         },
     }
+    text = "# Other commands\n\nKeys and options of other commands, as `--help` prints them.\n"
     for module, configs in others.items():
         text += f"\n## python -m {module}\n\n"
         text += _helps(f"{module}.__main__", [""])
