@@ -6,7 +6,6 @@ beside the same context. A text has the results that it has alone.
 """
 
 import asyncio
-import collections
 import dataclasses
 import functools
 import threading
@@ -112,7 +111,7 @@ class Engine:
 
     def __init__(self, lm: LanguageModel, max_batch: int = 8):
         self.lm, self.max_batch = lm, max_batch
-        self._waiting: collections.deque[Row | Task] = collections.deque()
+        self._waiting: list[Row | Task] = []
         self._changed, self._stops = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="lcjax.serve", daemon=True)
         self._thread.start()
@@ -144,14 +143,13 @@ class Engine:
         """The first job that waits, and the rows that share its batch; None: the engine stops."""
         with self._changed:
             while True:
-                while self._waiting and self._waiting[0].call.is_cancelled:
-                    self._waiting.popleft()
+                self._waiting = [job for job in self._waiting if not job.call.is_cancelled]
                 if self._stops:
                     return None
                 if self._waiting:
                     break
                 self._changed.wait()
-            first, jobs, rest = self._waiting[0], [], collections.deque()
+            first, jobs, rest = self._waiting[0], [], []
             for job in self._waiting:
                 fits = job is first or (
                     isinstance(job, Row) and isinstance(first, Row) and job.key == first.key

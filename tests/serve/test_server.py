@@ -347,6 +347,7 @@ def test_methods_that_cannot_share_a_cache_read_the_context_with_each_prompt(set
             np.testing.assert_allclose(scores, -lm.nll([prompt])[0, 1:], atol=2e-5)
 
 
+@pytest.mark.slow  # half a minute of compiling
 def test_eight_devices_give_the_answers_of_one(client):
     lm = client.server._lm
     mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
