@@ -281,6 +281,10 @@ def _config_pages() -> dict[str, str]:
             text += f"\n### {', '.join(options)}\n\n" + _helps(f"{module}.__main__", options)
     text += "\n## python -m lcjax.convert\n\n" + _helps("lcjax.convert", [""])
     text += "\n## python -m lcjax.cost\n\n" + _block(_doc("lcjax/cost/__main__.py"))
+    from lcjax.serve.command import ServeConfig
+
+    text += f"\n## python -m lcjax.serve\n\n{ServeConfig.__doc__}\n"
+    text += config_tables("serve", ServeConfig, seen, level=2)
     return {"train.md": train, "eval.md": evaluate, "commands.md": text}
 
 

@@ -26,6 +26,7 @@ ORDER = [
     {"retrieval"},
     {"evaluation"},
     {"pictures"},
+    {"serve"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 

@@ -97,7 +97,7 @@ def test_the_gpu_benchmarks_check_kernels_in_processes_of_an_installed_wheel(ins
 
 def test_console_scripts_are_functions():
     scripts = PYPROJECT["project"]["scripts"]
-    assert scripts.keys() == {"lcjax-train", "lcjax-eval"}
+    assert scripts.keys() == {"lcjax-train", "lcjax-eval", "lcjax-serve"}
     for place in scripts.values():
         module, _, name = place.partition(":")
         assert callable(getattr(import_module(module), name))

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +16,7 @@ from lcjax.attention.landmark import Landmark
 from lcjax.attention.landmark.tokens import Landmarks, in_prompt
 from lcjax.checkpoints.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
-from lcjax.generation.sampling import Mixture, Sampling, pick
+from lcjax.generation.sampling import Mixture, Sampling, TokenLogprobs, pick, token_logprobs
 from lcjax.generation.session import (
     CachedPrefix,
     check_token_ids,
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
 class Piece:
     """New text of one row, and the tokens picked since its last piece.
 
-    `finish` is "stop", "length" or, while the row goes on, None.
+    `finish` is "stop", "length" or, while the row goes on, None. `logprobs` are those of `ids`,
+    where the request has `top_logprobs`.
     """
 
     row: int
     text: str
     ids: tuple[int, ...]
     finish: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Request:
       mixture: several prompts are one text: their probabilities are mixed, and all read the token
         that is picked.
       prefix: what all prompts begin with, read before. Not with `memory`.
+      top_logprobs: pieces have log p of their tokens, and so many of the most probable ones; None:
+        they have none.
     """
 
     lm: "LanguageModel"
@@ -72,6 +77,7 @@ class Request:
     memory: EncodedContext | None = None
     mixture: Mixture | None = None
     prefix: CachedPrefix | None = None
+    top_logprobs: int | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """Yields pieces of text for every prompt until all have finished.
@@ -120,19 +126,27 @@ class Request:
         rows = [RowText(index, lm.tokenizer, sampling) for index in range(mixture.texts)]
         mixed = mixture.logits(logits)
         key = sampling.key(len(mixed))
-        next_token = pick(mixed, key, 0, eos, sampling)
+
+        def pick_next(mixed, step: int) -> tuple[jax.Array, TokenLogprobs | None]:
+            token = pick(mixed, key, step, eos, sampling)
+            top = self.top_logprobs
+            return token, None if top is None else token_logprobs(mixed, token, top)
+
+        following = pick_next(mixed, 0)
         for step in range(max_new):
-            token = next_token
+            token, logprobs = following
             if step + 1 < max_new:
                 if self.exact:
                     session.rotation = lm.rotations(lengths + step + 1)
                 mixture = mixture.after(logits, token)
                 places = _places(num_tokens + step, landmarks)
                 logits = session.read(mixture.read_by(token, len(prompts)), *places)
-                next_token = pick(mixture.logits(logits), key, step + 1, eos, sampling)
+                following = pick_next(mixture.logits(logits), step + 1)
+            logprobs = jax.tree.map(distributed.gather, logprobs)
             for row, picked in zip(rows, distributed.gather(token)[: len(rows)], strict=True):
                 if row.finish is None:
-                    piece = row.add(int(picked))
+                    entry = logprobs and TokenLogprobs(*(x[row.index] for x in logprobs))
+                    piece = row.add(int(picked), entry)
                     if piece is not None:
                         yield piece
             if all(row.finish for row in rows):
@@ -173,17 +187,19 @@ class RowText:
 
     def __init__(self, index: int, tokenizer: Tokenizer, sampling: Sampling):
         self.finish: str | None = None
-        self._index, self._sampling, self._eos = index, sampling, tokenizer.eos_ids
+        self.index, self._sampling, self._eos = index, sampling, tokenizer.eos_ids
         self._decoder, self._count = TextStream(tokenizer), 0
         self._ids, self._text = [], ""  # picked, and decoded, but not yet in a piece
+        self._logprobs = []  # of `_ids`, if there are any
 
-    def add(self, token: int) -> Piece | None:
+    def add(self, token: int, logprobs: TokenLogprobs | None = None) -> Piece | None:
         """Returns the text that can be emitted after `token`, or the last piece of the row.
 
         None while the text may still become part of a stop string.
         """
         self._count += 1
         self._ids.append(token)
+        self._logprobs += [] if logprobs is None else [logprobs]
         if token in self._eos:
             self.finish = "stop"
         else:
@@ -200,8 +216,9 @@ class RowText:
             size -= _overlap(self._text, self._sampling.stop)
         if not size and not self.finish:
             return None
-        piece = Piece(self._index, self._text[:size], tuple(self._ids), self.finish)
-        self._ids, self._text = [], self._text[size:]
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        piece = Piece(self.index, self._text[:size], ids, self.finish, logprobs)
+        self._ids, self._logprobs, self._text = [], [], self._text[size:]
         return piece
 
 

@@ -548,12 +548,16 @@ class LanguageModel(Scorer):
         prefill_chunk: int | None = None,
         mixture: Mixture | None = None,
         prefix: CachedPrefix | None = None,
+        top_logprobs: int | None = None,
     ) -> Iterator[Piece]:
         """Yields the text of `generate` piece by piece; the arguments are checked at once.
 
         With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is
-        what all prompts begin with, read before (`lcjax.generation.shared_prefix`).
+        what all prompts begin with, read before (`lcjax.generation.shared_prefix`). With
+        `top_logprobs` (0 or more) pieces have log p of their tokens, and of so many alternatives.
         """
+        if top_logprobs is not None:
+            whole_number("top_logprobs", top_logprobs, 0, "None leaves them out")
         check_rows("prompts", prompts, '["a prompt"]')
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling={sampling!r:.60} must be a Sampling(max_new_tokens=...)")
@@ -566,8 +570,9 @@ class LanguageModel(Scorer):
         exact = exact and self.follows_length
         if prefix is not None:
             prefix.check(self.config.pattern, ids, context=context, exact=exact)
+        memory = self._memory(context, ids)
         return Request(
-            self, ids, sampling, exact, prefill_chunk, self._memory(context, ids), mixture, prefix
+            self, ids, sampling, exact, prefill_chunk, memory, mixture, prefix, top_logprobs
         ).pieces()
 
     def chat(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,27 @@ def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
         jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
     )
     return jnp.where(is_kept, logits, -jnp.inf)
+
+
+class TokenLogprobs(NamedTuple):
+    """log p of a token under the model, and the most probable tokens in its place.
+
+    Temperature, top-k and top-p leave them as they are.
+    """
+
+    logprob: np.ndarray | jax.Array  # float32 [...], of the token
+    top_ids: np.ndarray | jax.Array  # int32 [..., k], the most probable first
+    top_logprobs: np.ndarray | jax.Array  # float32 [..., k]
+
+
+@functools.partial(jax.jit, static_argnames="top")
+def token_logprobs(logits: jax.Array, tokens: jax.Array, top: int) -> TokenLogprobs:
+    """Returns log p of `tokens` int32 [...] from logits [..., V], and the `top` most probable."""
+    lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    picked = jnp.take_along_axis(logits, tokens[..., None], -1) - lse
+    # The same difference as above: a token that is the most probable one has exactly its log p.
+    values, ids = jax.lax.top_k(logits, min(top, logits.shape[-1]))
+    return TokenLogprobs(picked[..., 0], ids, values - lse)
 
 
 class GeneratedText(str):

@@ -34,6 +34,7 @@ from lcjax.generation.session import (
     prefill_chunk_size,
     read_prompts,
     round_up_to_bucket,
+    score_of_logits,
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
@@ -329,6 +330,37 @@ def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefi
     ]
 
 
+def score_behind(
+    lm: "LanguageModel",
+    of_logits: Callable[..., Any],
+    prompt: Ids,
+    texts: Sequence[Ids],
+    prefix: CachedPrefix,
+) -> Any:
+    """Scores texts that follow one prompt, of which all but the last tokens were read before.
+
+    Args:
+      lm: the model; its rotation is the same for all lengths of the texts.
+      of_logits: `of_logits(logits, targets)` gives a tree of [B, m, ...] for logits [B, m, V] and
+        targets int32 [B, m]. It is compiled: use one function, not a new one for each call.
+      prompt: token ids.
+      texts: token ids, none empty.
+      prefix: what the prompt begins with.
+
+    Returns:
+      A tree of arrays [B, m, ...], whose rows are as long as the longest text or longer.
+    """
+    rows = fill_rows(lm.model, texts)
+    ((ids, sizes),) = batch_continuations([[text] for text in rows])
+    lengths, chunk = np.full(len(rows), len(prompt)), prefill_chunk_size(None)
+    logits, session = read_prompts(
+        lm, [prompt] * len(rows), lm.rotations(lengths + sizes), chunk=chunk, prefix=prefix,
+        num_new=max(_MIN_NEW, ids.shape[1] - 1),
+    )  # fmt: skip
+    scores = _score_round(session, logits, lengths, ids, sizes, chunk, of_logits)
+    return jax.tree.map(lambda x: x[: len(texts)], scores)
+
+
 def batch_continuations(
     continuations: Sequence[Sequence[Ids]],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -350,21 +382,29 @@ def batch_continuations(
 
 
 def _score_round(
-    session: Session, logits: jax.Array, lengths, ids, sizes, chunk: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """-log p and whether it is the most probable, [B, m] each, of one continuation per prompt.
+    session: Session, logits: jax.Array, lengths, ids, sizes, chunk: int,
+    of_logits: Callable[..., Any] = nll_and_match_of_logits,
+) -> Any:  # fmt: skip
+    """The scores of one continuation per prompt, arrays [B, m, ...].
 
-    `logits` [B, V] follow the prompts that `session` has read.
+    By default these are -log p and whether it is the most probable. `logits` [B, V] follow the
+    prompts that `session` has read.
     """
-    first = [distributed.gather(x)[:, None] for x in _score_first(logits, ids[:, 0])]
+    first = _score_first(logits, ids[:, 0], of_logits)
+    first = jax.tree.map(lambda x: distributed.gather(x)[:, None], first)
     if ids.shape[1] == 1:
-        return tuple(first)
+        return first
     branch = copy.copy(session)
     places = np.arange(ids.shape[1] - 1)[None]
     segments = (places < sizes[:, None] - 1).astype(np.int32)
     positions = lengths[:, None] + places
-    rest = branch.score(ids[:, :-1], ids[:, 1:], segments, positions, chunk=chunk, in_place=False)
-    return tuple(np.concatenate(pair, 1) for pair in zip(first, rest, strict=True))
+    rest = branch.score(
+        ids[:, :-1], ids[:, 1:], segments, positions, chunk=chunk, in_place=False,
+        score=score_of_logits(of_logits),
+    )  # fmt: skip
+    return jax.tree.map(lambda *pair: np.concatenate(pair, 1), first, rest)
 
 
-_score_first = jax.jit(nll_and_match_of_logits)
+@functools.partial(jax.jit, static_argnums=2)
+def _score_first(logits: jax.Array, targets: jax.Array, of_logits: Callable[..., Any]) -> Any:
+    return of_logits(logits, targets)

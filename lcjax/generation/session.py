@@ -314,11 +314,20 @@ def nll_and_match(
 
     Returns -log p float32 [B, m], and bool [B, m]: whether each target is the most probable token.
     """
+    return score_of_logits(nll_and_match_of_logits)(hidden, projection, targets)
+
+
+@functools.cache
+def score_of_logits(of_logits: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of (hidden, projection, targets), as in `nll_and_match`, of one of logits.
+
+    It is the same object in each call, because `score_texts` and `Session.score` compile it.
+    """
 
     def of_chunk(hidden, projection, targets):
-        return nll_and_match_of_logits(projection(hidden), targets)
+        return of_logits(projection(hidden), targets)
 
-    return over_chunks(of_chunk, hidden, projection, targets)
+    return functools.partial(over_chunks, of_chunk)
 
 
 def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

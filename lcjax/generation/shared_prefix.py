@@ -25,7 +25,13 @@ from lcjax.errors import whole_number
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
 from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import CachedPrefix, Session, prefill_chunk_size, prefix_tokens_reused
+from lcjax.generation.session import (
+    CachedPrefix,
+    Session,
+    check_token_ids,
+    prefill_chunk_size,
+    prefix_tokens_reused,
+)
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
 
@@ -74,6 +80,23 @@ def _key(a: np.ndarray, b: np.ndarray) -> int:
 
 def _worth(tokens: int, length: int, least: int) -> bool:
     return tokens >= least and tokens * _MIN_SHARE >= length
+
+
+def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:
+    """Reads a text once, as the `prefix` of any number of prompts that begin with it.
+
+    Returns None where prompts have to be read in full: a model without `shares_prefixes`, or one
+    whose rotation follows the length of each prompt.
+    """
+    follows_each = lm.follows_length and lm.length is None
+    if not lm.shares_prefixes or follows_each or not len(ids):
+        return None
+    array = check_token_ids("prefix", ids, lm.config.vocab_size)
+    slots = cache_lib.whole_blocks(len(array))
+    cache = cache_lib.create(lm.model.config, 1, slots, mesh=lm.mesh)
+    session = Session(lm.model, lm.params, cache, lm.rotation(len(array)))
+    session.read_ids(array, 0, prefill_chunk_size(None))
+    return CachedPrefix(session.cache, array)
 
 
 class PrefixReader(WrappedScorer):

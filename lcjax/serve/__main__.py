@@ -1,0 +1,12 @@
+"""Serves a model with OpenAI's HTTP API: python -m lcjax.serve --model smollm2-135m-instruct
+
+--model PATH is short for --model.path=PATH, and --rope.type=yarn for --model.rope.type=yarn: keys
+of the section `model` may leave out its name.
+"""
+
+import sys
+
+from lcjax.serve.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

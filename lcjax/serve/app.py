@@ -1,0 +1,377 @@
+"""The HTTP routes, on Starlette and uvicorn.
+
+The standard library's ThreadingHTTPServer would do for one client. These two also see a client
+leave while its answer is computed, finish running answers when the server is stopped, and read
+requests in pieces with limits, all in a few lines here; both are small and have no compiled parts.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from lcjax.errors import InputError
+from lcjax.generation.language_model import LanguageModel
+from lcjax.serve.command import ServeConfig
+from lcjax.serve.contexts import Context, ContextStore, NotFoundError, make_context
+from lcjax.serve.engine import Call, Engine, Row, Task
+from lcjax.serve.protocol import (
+    Answer,
+    Delta,
+    Plan,
+    Reader,
+    Vocabulary,
+    read_json,
+    write_json,
+)
+
+MAX_BODY = 256 * 2**20  # bytes
+_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+class Server:
+    """A model behind `app`, an ASGI application."""
+
+    def __init__(self, lm: LanguageModel, config: ServeConfig):
+        self._lm = lm if config.length is None else lm.for_length(config.length)
+        self._config, self._created = config, int(time.time())
+        length = config.length or lm.config.max_length
+        self._contexts = ContextStore(config.max_contexts, config.max_context_gb * 1e9)
+        self._reader = Reader(self._lm, config.model_name, length, self._contexts.get)
+        self._vocabulary = Vocabulary(lm.tokenizer, lm.config.vocab_size)
+        self._engine = Engine(self._lm, config.max_batch)
+        self._num_running = 0  # requests that wait or run
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            yield
+            await asyncio.to_thread(self._engine.stop)
+
+        reader = self._reader
+        self.app = Starlette(
+            lifespan=lifespan,
+            routes=[
+                self._route("GET", "/health", self._health, is_open=True),
+                self._route("GET", "/v1/models", self._models),
+                self._route("GET", "/v1/models/{model:path}", self._model),
+                self._route(
+                    "POST", "/v1/completions", functools.partial(self._answer, reader.completions)
+                ),
+                self._route(
+                    "POST", "/v1/chat/completions", functools.partial(self._answer, reader.chat)
+                ),
+                self._route("GET", "/v1/contexts", self._list_contexts),
+                self._route("POST", "/v1/contexts", self._add_context),
+                self._route("GET", "/v1/contexts/{id}", self._get_context),
+                self._route("DELETE", "/v1/contexts/{id}", self._delete_context),
+            ],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    def _route(
+        self,
+        method: str,
+        path: str,
+        handle: Callable[[Request], Awaitable[Response]],
+        is_open: bool = False,
+    ) -> Route:
+        """A route whose errors are JSON, and which logs a line for each request."""
+
+        async def endpoint(request: Request) -> Response:
+            request.state.start, request.state.note = time.monotonic(), ""
+            try:
+                if not is_open:
+                    self._authorize(request)
+                response = await handle(request)
+            except Exception as error:
+                response = _error_response(error)
+                request.state.note = f" {' '.join(str(error).split())[:200]}"
+            if not isinstance(response, StreamingResponse) and not is_open:
+                _log(request, response.status_code)
+            return response
+
+        return Route(path, endpoint, methods=[method])
+
+    def _authorize(self, request: Request) -> None:
+        key = self._config.api_key
+        if key is None:
+            return
+        header = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(header, f"Bearer {key}".encode()):
+            raise HTTPException(
+                401, "the header `Authorization: Bearer KEY` lacks this server's key"
+            )
+
+    async def _health(self, request: Request) -> Response:
+        is_alive = self._engine.is_alive
+        status = {"status": "ok" if is_alive else "failed", "running": self._num_running}
+        return _json(status, 200 if is_alive else 503)
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_json()]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["model"]) != self._config.model_name:
+            raise NotFoundError(
+                f"model={name!r:.80} does not exist; this server has {self._config.model_name}"
+            )
+        return _json(self._model_json())
+
+    def _model_json(self) -> dict[str, Any]:
+        model = {"id": self._config.model_name, "object": "model", "created": self._created}
+        return model | {"owned_by": "lcjax", "max_model_len": self._reader.length}
+
+    # Contexts
+
+    async def _list_contexts(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [c.as_json() for c in self._contexts]})
+
+    async def _get_context(self, request: Request) -> Response:
+        return _json(self._contexts.get(request.path_params["id"]).as_json())
+
+    async def _delete_context(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        self._contexts.delete(name)
+        return _json({"id": name, "object": "context", "deleted": True})
+
+    async def _add_context(self, request: Request) -> Response:
+        source, name = self._reader.tokens_or_text(read_json(await _read_body(request)))
+        make = functools.partial(make_context, self._lm, source, name, self._reader.length)
+        with self._running() as call:
+            self._engine.submit(Task(call, make))
+            context: Context = await _unless_disconnected(request, call.get())
+        self._contexts.add(context)
+        request.state.note = f" {context.tokens} tokens"
+        return _json(context.as_json())
+
+    # Answers
+
+    @contextlib.contextmanager
+    def _running(self):
+        """A call of a request; raises 503 where too many run."""
+        if self._num_running >= self._config.max_queue:
+            raise HTTPException(
+                503,
+                f"{self._num_running} requests wait or run, and this server takes no more at once"
+                " (--max_queue); try again later",
+                headers={"Retry-After": "1"},
+            )
+        self._num_running += 1
+        call = Call()
+        try:
+            yield call
+        finally:
+            call.is_cancelled = True
+            self._num_running -= 1
+
+    async def _answer(self, read: Callable[[dict], Plan], request: Request) -> Response:
+        body = read_json(await _read_body(request))
+        plan = await asyncio.to_thread(read, body)  # long texts take a second to tokenise
+        answer = Answer(plan, self._config.model_name, self._vocabulary)
+        deltas = self._deltas(plan, answer)
+        if not plan.stream:
+            parts = await _unless_disconnected(request, _collect(deltas))
+            whole = answer.whole(parts)
+            request.state.note = _usage_note(answer)
+            return _json(whole)
+        # What is wrong with a request shows before its first token, and sets the status.
+        first = await _unless_disconnected(request, anext(deltas, None))
+        events = self._events(plan, answer, first, deltas, request)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    async def _deltas(self, plan: Plan, answer: Answer) -> AsyncIterator[Delta]:
+        """Runs a plan: the text of the prompts with `echo`, then that of the model."""
+        with self._running() as call:
+            following: dict[int, Delta] = {}  # the token that scoring a prompt has found
+            if plan.echo:
+                async for delta in self._echo(plan, call, following):
+                    yield delta
+            rows = []
+            for choice in range(len(plan.prompts) * plan.n):
+                if (delta := following.get(choice)) is not None:
+                    answer.completion_tokens += len(delta.ids)
+                    yield delta
+                elif plan.sampling is None:
+                    if not plan.echo:
+                        yield Delta(choice, "", finish="length")
+                else:
+                    ids, seed = plan.prompts[choice // plan.n].ids, (plan.seed + choice) % 2**32
+                    options = {"top": plan.top, "context": plan.context}
+                    rows.append(Row(call, choice, ids, plan.sampling, seed, **options))
+            self._engine.submit(*rows)
+            num_left = len(rows)
+            while num_left:
+                choice, piece = await call.get()
+                num_left -= piece.finish is not None
+                answer.completion_tokens += len(piece.ids)
+                yield Delta(choice, piece.text, piece.ids, piece.logprobs, piece.finish)
+
+    async def _echo(
+        self, plan: Plan, call: Call, following: dict[int, Delta]
+    ) -> AsyncIterator[Delta]:
+        """Yields the prompts, scored where the plan has log-probabilities.
+
+        Where only the most probable token is generated, it is that after the scored prompt.
+        """
+        finish = None if plan.sampling else "length"
+        scores: list[Any] = [None] * len(plan.prompts)
+        if plan.top is not None:
+            rows = [
+                Row(
+                    call, number, prompt.ids, top=plan.top, first=max(prompt.num_added, 1),
+                    scores_next=self._scores_next(plan), context=plan.context,
+                )
+                for number, prompt in enumerate(plan.prompts)
+            ]  # fmt: skip
+            self._engine.submit(*rows)
+            for _ in rows:
+                number, result = await call.get()
+                scores[number] = result
+        for choice in range(len(plan.prompts) * plan.n):
+            prompt, score = plan.prompts[choice // plan.n], scores[choice // plan.n]
+            ids, logprobs = prompt.ids[prompt.num_added :], ()
+            if score is not None:
+                logprobs = (*[None] * (len(ids) - len(score.logprobs)), *score.logprobs)
+                if (next_ := score.following) is not None:
+                    following[choice] = Delta(
+                        choice, next_.text, next_.ids, next_.logprobs, next_.finish
+                    )
+            yield Delta(choice, prompt.text, ids, logprobs, finish)
+
+    def _scores_next(self, plan: Plan) -> bool:
+        """Whether the one token that is generated is the most probable one after the prompt.
+
+        Rotations that follow the length would be others with a token more.
+        """
+        sampling, lm = plan.sampling, self._lm
+        return (
+            sampling is not None
+            and sampling.max_new_tokens == 1
+            and not (sampling.temperature or sampling.min_new_tokens or sampling.stop)
+            and (not lm.follows_length or lm.length is not None)
+        )
+
+    async def _events(
+        self,
+        plan: Plan,
+        answer: Answer,
+        first: Delta | None,
+        deltas: AsyncIterator[Delta],
+        request: Request,
+    ) -> AsyncIterator[bytes]:
+        """The server-sent events of a stream."""
+        status: int | str = "left"
+        try:
+            delta = first
+            while delta is not None:
+                for chunk in answer.chunks(delta):
+                    yield _event(write_json(chunk))
+                delta = await anext(deltas, None)
+            if plan.include_usage:
+                yield _event(write_json(answer.usage_chunk()))
+            yield _event(b"[DONE]")
+            status = 200
+        except Exception as error:  # the status has been sent
+            response = _error_response(error)
+            status = response.status_code
+            yield _event(response.body)
+        finally:
+            await deltas.aclose()
+            request.state.note = _usage_note(answer)
+            _log(request, status)
+
+
+async def _collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    async with contextlib.aclosing(deltas):
+        return [delta async for delta in deltas]
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY // 2**20} MiB")
+    return bytes(body)
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`, which is cancelled when the client leaves."""
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    client = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({task, client}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect()
+        return task.result()
+    finally:
+        client.cancel()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(write_json(value), status, headers, media_type="application/json")
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _error_response(error: Exception) -> Response:
+    """OpenAI's JSON of an error; the traceback of what is not the client's error is printed."""
+    headers = None
+    if isinstance(error, InputError):
+        status, message = 400, str(error)
+    elif isinstance(error, NotFoundError):
+        status, message = 404, str(error)
+    elif isinstance(error, HTTPException):
+        status, message, headers = error.status_code, error.detail, error.headers
+    elif isinstance(error, ClientDisconnect):
+        status, message = 499, "the client has left"
+    elif "RESOURCE_EXHAUSTED" in str(error):
+        status = 503
+        message = "the device has too little memory for this request; shorten it or send fewer"
+    else:
+        traceback.print_exception(error)
+        status, message = 500, f"{type(error).__name__}: {error}"
+    message = " ".join(message.split())[:1000]
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    content = {"message": message, "type": kind, "param": None, "code": None}
+    return _json({"error": content}, status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    if error.status_code == 404:
+        error = NotFoundError(f"{request.url.path[:80]} is no path of this server; see /v1/models")
+    return _error_response(error)
+
+
+def _usage_note(answer: Answer) -> str:
+    usage = answer.usage
+    return f" prompt={usage['prompt_tokens']} completion={usage['completion_tokens']}"
+
+
+def _log(request: Request, status: int | str) -> None:
+    seconds = time.monotonic() - request.state.start
+    words = f"{request.method} {request.url.path[:80]} {status}{request.state.note}"
+    print(f"{time.strftime('%H:%M:%S')} {words} {seconds:.2f} s", file=sys.stderr, flush=True)

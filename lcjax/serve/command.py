@@ -1,0 +1,109 @@
+"""`python -m lcjax.serve --model PATH [--port=8000] [--rope.type=yarn ...]`, or `lcjax-serve`."""
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Sequence
+
+from lcjax import config as config_lib
+from lcjax.checkpoints.build import ModelSection, Settings, check_source
+from lcjax.errors import InputError, is_finite_number, missing_extra, whole_number
+from lcjax.parallel.sharding import Mesh
+
+# Of uvicorn. Connections of clients that wait between their requests stay open for a while.
+OPTIONS = {"log_level": "warning", "access_log": False, "timeout_keep_alive": 75}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """A server of one model with OpenAI's HTTP API.
+
+    `--model PATH` is short for `--model.path=PATH`, and the other keys of `model` may leave out
+    `model.`: `--rope.type=yarn --rope.factor=4`.
+    """
+
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    name: str | None = None  # of the model in requests; null: its path
+    host: str = "127.0.0.1"  # 0.0.0.0: other machines may ask, too; then set api_key
+    port: int = 8000  # 0: any that is free
+    api_key: str | None = None  # that requests must have; null: none
+    # Most tokens of a request, prompt and answer together. Rotations that follow the length are
+    # made for it. null: the trained length, and rotations for the length of each request.
+    length: int | None = None
+    max_batch: int = 8  # texts that are scored or generated together
+    max_queue: int = 64  # requests that wait or run; more are refused with status 503
+    max_contexts: int = 16  # contexts by id; of more, the least recently used is dropped
+    max_context_gb: float = 8.0  # memory of all of these on the devices
+    mesh: Mesh | None = None  # devices that share the model; null: one device
+
+    def __post_init__(self):
+        if self.model.path is None and self.model.preset is None:
+            raise InputError("model.path is missing; name a checkpoint: --model PATH")
+        whole_number("port", self.port, 0, most=65535)
+        for name in ("max_batch", "max_queue", "max_contexts"):
+            whole_number(name, getattr(self, name), 1)
+        if self.length is not None:
+            whole_number("length", self.length, 2, "null takes the trained length")
+        if not is_finite_number(self.max_context_gb) or self.max_context_gb <= 0:
+            raise InputError(f"max_context_gb={self.max_context_gb} must be above 0")
+
+    @property
+    def model_name(self) -> str:
+        return self.name or self.model.path or self.model.preset
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is interrupted; returns the exit code."""
+    words = _expand_model_options(sys.argv[1:] if argv is None else argv)
+    return config_lib.main(ServeConfig, serve, words)
+
+
+def serve(config: ServeConfig) -> None:
+    """Loads the model and answers requests until SIGINT or SIGTERM; running ones are finished."""
+    try:
+        import uvicorn
+
+        from lcjax.serve.app import Server
+    except ImportError as error:
+        raise missing_extra("lcjax.serve", "starlette and uvicorn", "serve", error) from None
+    from lcjax.generation.language_model import LanguageModel
+
+    check_source(config.model)
+    with bind(
+        config.host, config.port
+    ) as listener:  # before the weights are read, which takes time
+        lm = LanguageModel.load(config.model, mesh=config.mesh)
+        app = Server(lm, config).app
+        url = f"http://{config.host}:{listener.getsockname()[1]}/v1"
+        print(f"{lm}\nat {url} as {config.model_name}", flush=True)
+        try:
+            uvicorn.Server(uvicorn.Config(app, **OPTIONS)).run([listener])
+        except KeyboardInterrupt:  # uvicorn has finished the requests, and raises the signal again
+            print("stopped", flush=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address; clients are refused until a server listens at it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise InputError(f"host={host}, port={port}: {error.strerror}; choose others") from None
+    return listener
+
+
+def _expand_model_options(words: Sequence[str]) -> list[str]:
+    """Writes --model PATH and --rope.type=yarn as --model.path=PATH and --model.rope.type=yarn."""
+    expanded = []
+    for number, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        following = value if equals else "".join(words[number + 1 : number + 2])
+        if key == "--model" and not following.lstrip().startswith("{"):
+            key = "--model.path"
+        elif key[2:].partition(".")[0] in Settings.__annotations__ and key.startswith("--"):
+            key = f"--model.{key[2:]}"
+        expanded.append(f"{key}{equals}{value}")
+    return expanded

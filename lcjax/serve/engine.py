@@ -1,0 +1,243 @@
+"""The one thread that runs the model: it takes waiting texts, those that fit together as a batch.
+
+Texts wait in the order in which they came. The first of them runs with all others that may share a
+batch: they are scored alike, or sampled with the same settings (each text has a seed of its own),
+beside the same context. A text has the results that it has alone.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lcjax.errors import InputError
+from lcjax.generation.generate import Piece, RowText
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling, TokenLogprobs, token_logprobs
+from lcjax.generation.scoring import score_behind
+from lcjax.generation.session import score_of_logits
+from lcjax.serve.contexts import Context
+
+_TOPS = (1, 5, 20)  # numbers of most probable tokens that are compiled
+MAX_TOP = _TOPS[-1]
+
+
+class Call:
+    """The results of one request, on their way from the engine's thread to the event loop."""
+
+    def __init__(self):
+        self._loop, self._results = asyncio.get_running_loop(), asyncio.Queue()
+        self.is_cancelled = False  # nobody waits for more
+
+    def put(self, result: Any) -> None:
+        """Adds a result, in any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._results.put_nowait, result)
+
+    async def get(self) -> Any:
+        """Returns the next result; raises it if it is an exception."""
+        result = await self._results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A text of a request that is scored, or continued where it has a `sampling`.
+
+    Results are `(index, Piece)` of new text, the last one with a `finish`; of a scored text one
+    `(index, Scores)`.
+
+    Attributes:
+      ids: token ids, those of a context before the prompt included.
+      sampling: how the text is continued, without its seed; None: it is scored.
+      top: number of most probable tokens beside each; None: no log-probabilities.
+      first: the first token that is scored.
+      scores_next: whether the most probable token after the text is scored, too.
+    """
+
+    call: Call
+    index: int
+    ids: Sequence[int]
+    sampling: Sampling | None = None
+    seed: int = 0
+    top: int | None = None
+    first: int = 1
+    scores_next: bool = False
+    context: Context | None = None
+    has_results: bool = False
+    is_finished: bool = False
+
+    @property
+    def key(self) -> tuple:
+        """Equal for texts that may share a batch."""
+        top = None if self.top is None else _compiled_top(self.top)
+        context = self.context and self.context.id
+        return self.sampling, top, self.first, self.scores_next, context
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_finished or self.call.is_cancelled
+
+    def put(self, result: Any, finished: bool) -> None:
+        self.has_results, self.is_finished = True, finished
+        self.call.put(result if isinstance(result, Exception) else (self.index, result))
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """A function that the engine's thread calls; its result is a result of the call."""
+
+    call: Call
+    function: Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """log p of the tokens of a text from the first scored one on, and the token after them."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+    following: Piece | None = None
+
+
+class Engine:
+    """Runs the model in a thread, for requests of an event loop."""
+
+    def __init__(self, lm: LanguageModel, max_batch: int = 8):
+        self.lm, self.max_batch = lm, max_batch
+        self._waiting: list[Row | Task] = []
+        self._changed, self._stops = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="lcjax.serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, *jobs: Row | Task) -> None:
+        with self._changed:
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Ends the thread after the batch that runs."""
+        with self._changed:
+            self._stops = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (jobs := self._next_jobs()) is not None:
+            if isinstance(jobs[0], Task):
+                self._run_task(jobs[0])
+            else:
+                self._run_rows(jobs)
+
+    def _next_jobs(self) -> list[Any] | None:
+        """The first job that waits, and the rows that share its batch; None: the engine stops."""
+        with self._changed:
+            while True:
+                self._waiting = [job for job in self._waiting if not job.call.is_cancelled]
+                if self._stops:
+                    return None
+                if self._waiting:
+                    break
+                self._changed.wait()
+            first, jobs, rest = self._waiting[0], [], []
+            for job in self._waiting:
+                fits = job is first or (
+                    isinstance(job, Row) and isinstance(first, Row) and job.key == first.key
+                )
+                (jobs if fits and len(jobs) < self.max_batch else rest).append(job)
+            self._waiting = rest
+            return jobs
+
+    def _run_task(self, task: Task) -> None:
+        try:
+            task.call.put(task.function())
+        except Exception as error:
+            _report(error)
+            task.call.put(error)
+
+    def _run_rows(self, rows: list[Row]) -> None:
+        try:
+            (self._score if rows[0].sampling is None else self._generate)(rows)
+        except Exception as error:
+            if len(rows) > 1 and not any(row.has_results for row in rows):
+                for row in rows:  # the error of one text, or of so many, is not that of the others
+                    self._run_rows([row])
+                return
+            _report(error)
+            for row in rows:
+                if not row.is_done:
+                    row.put(error, finished=True)
+
+    def _fill(self, rows: list[Row]) -> list[Row]:
+        """`rows`, and the first one again up to a power of two: few programs are compiled."""
+        return [*rows, *[rows[0]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
+
+    def _generate(self, rows: list[Row]) -> None:
+        batch = self._fill(rows)
+        seeds = tuple(row.seed for row in batch)
+        sampling = dataclasses.replace(rows[0].sampling, seed=seeds)
+        options: dict[str, Any] = rows[0].context.options if rows[0].context else {}
+        if rows[0].top is not None:
+            options = options | {"top_logprobs": _compiled_top(rows[0].top)}
+        pieces = self.lm.stream([row.ids for row in batch], sampling, **options)
+        for piece in pieces:
+            if piece.row < len(rows) and not rows[piece.row].is_done:
+                rows[piece.row].put(piece, finished=piece.finish is not None)
+            if all(row.is_done for row in rows):
+                pieces.close()
+                return
+
+    def _score(self, rows: list[Row]) -> None:
+        batch, first, context = self._fill(rows), rows[0].first, rows[0].context
+        of_logits = _logprobs_of_logits(_compiled_top(rows[0].top))
+        # The most probable token after a text is that beside a token after it, whatever it is.
+        texts = [[*row.ids, 0] if row.scores_next else list(row.ids) for row in batch]
+        if context is not None and context.prefix is not None:
+            behind = [text[first:] for text in texts]
+            scores, start = score_behind(self.lm, of_logits, context.ids, behind, context.prefix), 0
+        else:
+            lengths = np.array([len(text) for text in texts])
+            tokens = np.zeros((len(batch), max(first + 1, *lengths)), np.int32)
+            for row, text in zip(tokens, texts, strict=True):
+                row[: len(text)] = text
+            options = {"context": context.encoded} if context and context.encoded else {}
+            score = score_of_logits(of_logits)
+            scores = self.lm.score(score, tokens, first=first, lengths=lengths, **options)
+            start = first
+        for number, (row, text) in enumerate(zip(rows, texts, strict=False)):
+            columns = (x[number, start : start + len(text) - first] for x in scores)
+            logprobs = [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
+            following = self._following(logprobs.pop()) if row.scores_next else None
+            row.put(Scores(tuple(logprobs), following), finished=True)
+
+    def _following(self, logprobs: TokenLogprobs) -> Piece:
+        """The piece of the most probable token, of which `logprobs` has the alternatives."""
+        best = logprobs._replace(logprob=logprobs.top_logprobs[0])
+        text = RowText(0, self.lm.tokenizer, Sampling(max_new_tokens=1))
+        return text.add(int(best.top_ids[0]), best)
+
+
+def _compiled_top(top: int) -> int:
+    return next(size for size in _TOPS if size >= top)
+
+
+@functools.cache
+def _logprobs_of_logits(top: int) -> Callable[..., TokenLogprobs]:
+    """`token_logprobs` with so many alternatives; one function for each, as it is compiled."""
+    return functools.partial(token_logprobs, top=top)
+
+
+def _report(error: Exception) -> None:
+    """Prints the traceback of an error that is not the client's."""
+    if not isinstance(error, InputError):
+        traceback.print_exception(error)

@@ -1,0 +1,431 @@
+"""What a server refuses, keeps, forgets and ends: errors, contexts, queues, clients that leave."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+from serve_support import serving, tiny
+
+from lcjax.attention import Landmark
+from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError
+from lcjax.generation import session
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
+from lcjax.memory import BeaconSection, CepeSection, SharedLlmSection
+from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.rope import DynamicNTK
+from lcjax.serve.command import ServeConfig, _expand_model_options, main
+from lcjax.serve.engine import Task
+
+LENGTH = 4096
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def client(lm):
+    with serving(lm, length=LENGTH, max_contexts=2) as client:
+        yield client
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+        (b"[" * 100_000, "no JSON"),
+        ({}, "missing or empty"),
+        ({"prompt": ""}, None),  # BOS alone
+        ({"prompt": []}, "missing or empty"),
+        ({"prompt": [[]]}, "empty"),
+        ({"prompt": ["a", 1]}, "neither a text nor a list"),
+        ({"prompt": [1, "a"]}, "token='a'"),
+        ({"prompt": [1, 259]}, "token=259 must lie between 0 and 258"),
+        ({"prompt": [10**30]}, "an integer of|must be a whole number"),
+        ({"prompt": [True]}, "whole number"),
+        ({"prompt": {"a": 1}}, "prompt must be a text"),
+        ({"prompt": "\ud800"}, "lone surrogate"),
+        ({"prompt": "a", "max_tokns": 3}, "did you mean max_tokens?"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens=-1"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens=1.5"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1"),
+        ({"prompt": "a", "temperature": 10**400}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "stop": 3}, "stop"),
+        ({"prompt": "a", "echo": 1}, "echo=1 must be true or false"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs=21"),
+        ({"prompt": "a", "best_of": 2}, "best_of=2 is not supported; leave it at 1"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty=0.5"),
+        ({"prompt": "a", "n": 0}, "n=0"),
+        ({"prompt": ["a"] * 100, "n": 100}, "more than the 1024 texts"),
+        ({"prompt": "a" * 5000}, "5001 tokens and max_tokens is 16: together 5017.*--length=5017"),
+        ({"prompt": "a", "max_tokens": 5000}, "together 5002, more than the 4096"),
+    ],
+)
+def test_a_bad_body_is_one_line_and_status_400(client, body, message):
+    status, answer = client.ask("POST", "/v1/completions", body)
+    if message is None:
+        assert status == 200
+        return
+    assert status == 400
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error["message"])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], "hi", [{"role": "user"}], [{"role": 1, "content": "a"}], [1],
+     [{"role": "user", "content": [{"type": "image_url"}]}]],
+)  # fmt: skip
+def test_a_bad_chat_has_status_400(client, messages):
+    status, answer = client.ask("POST", "/v1/chat/completions", {"messages": messages})
+    assert status == 400 and "messages" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404),
+        ("POST", "/v1/completions", {"prompt": "a", "context": "ctx-0"}, 404),
+        ("GET", "/v1/models/other", None, 404),
+        ("GET", "/v1/contexts/ctx-0", None, 404),
+        ("DELETE", "/v1/contexts/ctx-0", None, 404),
+        ("GET", "/v1/nothing", None, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/v1/models/tiny", None, 200),
+        ("GET", "/health", None, 200),
+    ],
+)
+def test_every_answer_is_json(client, method, path, body, status):
+    found, answer = client.ask(method, path, body)
+    assert found == status and ("error" in answer) == (status != 200)
+
+
+def test_fields_that_change_nothing_may_be_sent(client):
+    neutral = {"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "user": "me",
+               "logit_bias": {}, "min_p": 0, "stop": None, "top_k": -1, "suffix": None}  # fmt: skip
+    assert client.complete("a", max_tokens=1, **neutral)["choices"]
+
+
+def test_an_error_of_one_text_of_a_batch_is_not_that_of_the_others(client, monkeypatch):
+    lm, stream = client.server._lm, client.server._lm.stream
+
+    def failing(prompts, *rest, **options):
+        if any(list(prompt[:2]) == [7, 7] for prompt in prompts):
+            raise RuntimeError("RESOURCE_EXHAUSTED: too large")
+        return stream(prompts, *rest, **options)
+
+    monkeypatch.setattr(lm, "stream", failing)
+    answers = ask_together(client, [[1, 2], [7, 7], [3, 4]])
+    assert sorted(status for status, _ in answers) == [200, 200, 503]
+
+
+def ask_together(client, prompts, **body):
+    """Answers to requests that wait together: the engine is busy until all are there."""
+    release, body = threading.Event(), {"max_tokens": 4, "temperature": 0, **body}
+    nobody = types.SimpleNamespace(is_cancelled=False, put=lambda result: None)
+    client.server._engine.submit(Task(nobody, lambda: release.wait(60)))
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        jobs = [
+            pool.submit(client.ask, "POST", "/v1/completions", {"prompt": prompt, **body})
+            for prompt in prompts
+        ]
+        try:
+            while len(client.server._engine._waiting) < len(prompts):
+                assert not any(job.done() for job in jobs)
+                time.sleep(0.01)
+        finally:
+            release.set()
+        return [job.result() for job in jobs]
+
+
+# Batches and queues
+
+
+def test_requests_that_wait_share_a_batch_and_have_the_texts_of_single_ones(client, monkeypatch):
+    lm = client.server._lm
+    batches, stream = [], lm.stream
+
+    def counted(prompts, *rest, **options):
+        batches.append(len(prompts))
+        return stream(prompts, *rest, **options)
+
+    prompts = [ids(n, 5 + n) for n in range(3)]
+    wanted = list(map(str, lm.generate(prompts, Sampling(max_new_tokens=4))))
+    monkeypatch.setattr(lm, "stream", counted)
+    answers = ask_together(client, prompts)
+    assert [answer["choices"][0]["text"] for _, answer in answers] == wanted
+    assert batches[-1] == 4  # three, and a copy up to a power of two
+
+
+def test_more_requests_than_the_queue_holds_are_told_to_come_later(lm):
+    with serving(lm, max_queue=1) as client:
+        with (
+            client.server._running_for_test()
+            if hasattr(client.server, "_running_for_test")
+            else contextlib.nullcontext()
+        ):
+            client.server._num_running += 1
+        status, answer = client.ask("POST", "/v1/completions", {"prompt": "a"})
+        assert status == 503 and "--max_queue" in answer["error"]["message"]
+        client.server._num_running -= 1
+        assert client.complete("a", max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_text_of_a_client_that_leaves_is_not_generated(lm, stream):
+    with serving(lm, length=LENGTH) as client:
+        client.complete([1, 2], max_tokens=2)
+        body = {"prompt": [1, 2], "max_tokens": 4000, "temperature": 0, "stream": stream}
+        body["min_tokens"] = 4000
+        connection, response = None, None
+        if stream:
+            connection, response = client.open("POST", "/v1/completions", body)
+            response.read(10)
+            response.close()
+        else:
+            import http.client
+            import json
+
+            connection = http.client.HTTPConnection("127.0.0.1", client.port)
+            connection.request("POST", "/v1/completions", json.dumps(body).encode())
+            while not client.server._num_running:
+                time.sleep(0.01)
+            time.sleep(0.3)
+        connection.close()
+        start = time.monotonic()
+        client.complete([1, 2], max_tokens=2)  # waits for what runs
+        assert time.monotonic() - start < 5
+        assert client.server._num_running == 0
+
+
+def test_a_key_is_asked_of_all_but_health(lm):
+    with serving(lm, api_key="s3cret") as client:
+        assert client.ask("GET", "/v1/models")[0] == 401
+        assert client.ask("GET", "/v1/models", headers={"Authorization": "Bearer no"})[0] == 401
+        assert client.ask("GET", "/v1/models", headers={"Authorization": "Bearer s3cret"})[0] == 200
+        assert client.ask("GET", "/health")[0] == 200
+
+
+# Contexts
+
+
+def test_a_context_is_read_once_before_any_prompt(client, monkeypatch):
+    lm, text = client.server._lm, ids(5, 2000)
+    context = client.post("contexts", tokens=text, name="a book")
+    assert context["cached"] and context["tokens"] == 2000 and context["name"] == "a book"
+    assert client.ask("GET", f"/v1/contexts/{context['id']}")[1] == context
+    read = []  # tokens of each call of the model
+    step, score = session._read, session._score
+    monkeypatch.setattr(session, "_read", lambda *a, **k: read.append(a[3].shape) or step(*a, **k))
+    monkeypatch.setattr(
+        session, "_score", lambda *a, **k: read.append(a[3].shape) or score(*a, **k)
+    )
+    prompts = [ids(6, 9), ids(7, 3)]
+    options = {"max_tokens": 5, "context": context["id"], "logprobs": 1, "echo": True}
+    answer = client.complete(prompts, **options)
+    assert sum(shape[1] for shape in read if len(shape) == 2) < 300
+    wanted = lm.generate([text + prompt for prompt in prompts], Sampling(max_new_tokens=5))
+    for prompt, choice, new in zip(prompts, answer["choices"], wanted, strict=True):
+        assert choice["text"] == lm.tokenizer.decode(prompt) + new
+        row = [*text, *prompt, *new.ids]
+        scores = -lm.nll([row], first=2000)[0, 2000:]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], scores, atol=5e-5)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * 1999
+    assert client.ask("DELETE", f"/v1/contexts/{context['id']}")[1]["deleted"]
+    assert client.ask("POST", "/v1/completions", {"prompt": "a", **options})[0] == 404
+
+
+def test_the_text_behind_a_context_has_no_bos_of_its_own(client):
+    lm = client.server._lm
+    context = client.post("contexts", text="It was a dark night.")["id"]
+    wanted = lm.generate(["It was a dark night. And"], Sampling(max_new_tokens=6))[0]
+    assert client.complete(" And", max_tokens=6, context=context)["choices"][0]["text"] == wanted
+    chat = client.post(
+        "chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=6,
+        temperature=0, context=context,
+    )  # fmt: skip
+    text = "It was a dark night." + lm.tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+    wanted = lm.generate([text], Sampling(max_new_tokens=6))[0]
+    assert chat["choices"][0]["message"]["content"] == wanted
+
+
+def test_the_context_that_was_not_used_for_longest_makes_way(client):
+    first, second = (client.post("contexts", text=text)["id"] for text in ("one", "two"))
+    client.complete("a", max_tokens=1, context=first)
+    third = client.post("contexts", text="three")["id"]
+    listed = client.ask("GET", "/v1/contexts")[1]["data"]
+    assert {context["id"] for context in listed} == {first, third}
+    status, answer = client.ask("POST", "/v1/completions", {"prompt": "a", "context": second})
+    assert status == 404 and "POST it to /v1/contexts again" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"text": ""}, {"text": "a", "tokens": [1]}, {"tokens": "a"}, {"text": [1]}, {"text": 1},
+     {"tokens": [999]}, {"tokens": [[1], [2]]}, {"text": ["a", "b"]}, {"txt": "a"},
+     {"text": "a" * LENGTH}, {"text": "a", "name": 1}, {"text": "\ud800"}, {"tokens": [True, 1.5]}],
+)  # fmt: skip
+def test_a_bad_context_has_status_400(client, body):
+    status, answer = client.ask("POST", "/v1/contexts", body)
+    if body == {"text": ""}:  # BOS alone
+        assert status == 200
+    else:
+        assert status == 400, answer
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        CepeSection(encoder="tiny-encoder", output_share=1.0),
+        SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0),
+        BeaconSection(chunk=16, ratio=4, ratios=(2, 4)),
+    ],
+    ids=["cepe", "shared_llm", "beacon"],
+)
+def test_a_memory_reads_a_context_beside_the_prompt(section):
+    lm = tiny(memory=section)
+    text = "the harbour master of the town is a quiet man"
+    with serving(lm, length=LENGTH) as client:
+        context = client.post("contexts", text=[text, "another passage"])
+        assert context["kind"] == "memory" and context["bytes"] > 0
+        encoded = lm.encode_contexts([[text, "another passage"]])
+        answer = client.complete(["Who", "What is"], max_tokens=6, context=context["id"])
+        found = [choice["text"] for choice in answer["choices"]]
+        wanted = lm.generate(["Who", "What is"], Sampling(max_new_tokens=6), context=encoded)
+        assert found == list(map(str, wanted))
+        prompt = ids(1, 12)
+        options = {"echo": True, "logprobs": 1, "max_tokens": 0, "context": context["id"]}
+        scores = client.complete(prompt, **options)["choices"][0]["logprobs"]["token_logprobs"]
+        nll = lm.nll([prompt], context=encoded)[0, 1:]
+        np.testing.assert_allclose(scores[1:], -nll, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rope": DynamicNTK(factor=2.0)}, {"pattern": Landmark(block=8, top_k=2, token=258)}],
+    ids=["dynamic_ntk", "landmark"],
+)
+def test_methods_that_cannot_share_a_cache_read_the_context_with_each_prompt(settings):
+    lm = tiny(**settings)
+    with serving(lm) as client:
+        context = client.post("contexts", tokens=ids(1, 50))
+        assert not context["cached"] and context["bytes"] == 0
+        answer = client.complete(ids(2, 5), max_tokens=4, context=context["id"])
+        wanted = lm.generate([ids(1, 50) + ids(2, 5)], Sampling(max_new_tokens=4))[0]
+        assert answer["choices"][0]["text"] == wanted
+        prompt = ids(3, 20)
+        for max_tokens in (0, 1):
+            answer = client.complete(prompt, echo=True, logprobs=1, max_tokens=max_tokens)
+            scores = answer["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt)]
+            np.testing.assert_allclose(scores, -lm.nll([prompt])[0, 1:], atol=2e-5)
+
+
+@pytest.mark.slow  # half a minute of compiling
+def test_eight_devices_give_the_answers_of_one(client):
+    lm = client.server._lm
+    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
+    section = ModelSection(preset="tiny")
+    with serving(sharper(LanguageModel.load(section, mesh=mesh)), length=LENGTH) as spread:
+        context = spread.post("contexts", tokens=ids(1, 300))["id"]
+        prompts = [ids(2, 9), ids(3, 4), ids(4, 6)]
+        wanted = lm.generate([ids(1, 300) + p for p in prompts], Sampling(max_new_tokens=5))
+        options = {"echo": True, "logprobs": 1, "context": context, "max_tokens": 5}
+        answer = spread.complete(prompts, **options)
+        for prompt, choice, text in zip(prompts, answer["choices"], wanted, strict=True):
+            assert choice["text"] == lm.tokenizer.decode(prompt) + text
+            scores = lm.nll([[*ids(1, 300), *prompt, *text.ids]], first=300)[0, 300:]
+            np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], -scores, atol=5e-5)
+
+
+# The command
+
+
+def test_keys_of_the_model_may_leave_out_their_section():
+    words = ["--model", "x", "--rope.type=yarn", "--memory", "{type: cepe}", "--port=1"]
+    assert _expand_model_options(words) == [
+        "--model.path", "x", "--model.rope.type=yarn", "--model.memory", "{type: cepe}", "--port=1"
+    ]  # fmt: skip
+    assert _expand_model_options(["--model=x", "--model.dtype=float32"]) == [
+        "--model.path=x", "--model.dtype=float32"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "model.path is missing"),
+        (["--model=nowhere/at/all"], "nowhere/at/all"),
+        (["--model.preset=tiny", "--prt=1"], "did you mean port?"),
+        (["--model.preset=tiny", "--port=70000"], "port=70000"),
+        (["--model.preset=tiny", "--rope.type=yan"], "did you mean yarn?"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_config_needs_sensible_limits():
+    for wrong in ({"max_batch": 0}, {"length": 1}, {"max_context_gb": 0.0}, {"max_queue": -1}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            ServeConfig(ModelSection(preset="tiny"), **wrong)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_an_interrupt_ends_the_server_after_the_running_answer():
+    words = ["-m", "lcjax.serve", "--model.preset=tiny", "--port=0", "--length=512"]
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert "LanguageModel" in process.stdout.readline()
+        port = int(process.stdout.readline().split("/v1")[0].rpartition(":")[2])
+        from serve_support import Client
+
+        client = Client(port, None, None)
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                client.ask("GET", "/health")
+                break
+            time.sleep(0.1)
+        body = {"prompt": "a", "max_tokens": 200, "min_tokens": 200, "stream": True}
+        connection, response = client.open("POST", "/v1/completions", body)
+        response.read(10)
+        process.send_signal(signal.SIGINT)
+        rest = response.read().decode()
+        connection.close()
+        assert rest.rstrip().endswith("data: [DONE]") and '"finish_reason":"length"' in rest
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0 and output.rstrip().endswith("stopped")
+        assert "Traceback" not in errors and "prompt=2 completion=200" in errors
+    finally:
+        process.kill()
+        process.wait()
