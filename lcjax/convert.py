@@ -13,21 +13,18 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax import config as config_lib
 from lcjax.checkpoints import engine_check
 from lcjax.checkpoints.build import untrained_rope
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
-from lcjax.checkpoints.hub import is_run, resolve
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
 from lcjax.files import check_destination, check_path
 from lcjax.rope import Rope
-
-_SAME_LOGITS = 1e-4  # relative to the largest: float32 in two programs
+from lcjax.storage import URLPath, check_writable, to_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         args, words = parser.parse_known_args(words)
         if unknown := [w for w in words if not w.startswith(("--rope.", "--rope=", "--import="))]:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.dst = to_path(args.dst)
         _convert(args, config_lib.parse(_Method, words))
     except (InputError, OSError) as error:  # a full disk, a file where a folder should be
         print(f"error: {error}", file=sys.stderr)
@@ -92,49 +90,11 @@ def _check(words: list[str]) -> int:
         hint = "; a source folder of this name is written ./check" if Path("check").is_dir() else ""
         raise InputError(f"{error}{hint}") from None
     if args.run is not None:
-        result = _run(result, args.run)
+        from lcjax.generation.language_model import LanguageModel
+
+        result = engine_check.run(result, args.run, LanguageModel.load)
     print(result.to_json() if args.json else result)
     return 0 if result.is_right else 1
-
-
-def _run(result: engine_check.Check, length: int) -> engine_check.Check:
-    """Puts what transformers computes in the place of what its source says."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            f"--run={length} needs {error.name}: pip install torch transformers"
-        ) from None
-    from lcjax.generation.language_model import LanguageModel
-
-    path = resolve(result.model)
-    path = path / "model" if is_run(path) else path
-    if not path.is_dir():
-        raise InputError(f"--run={length}: {path} is no folder that transformers opens")
-    ours = LanguageModel.load(str(path), param_dtype="float32", dtype="float32")
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (KeyError, OSError, ValueError) as error:
-        reason = f"in a run it stops: {' '.join(str(error).split())[:200]}"
-        return engine_check.with_run(result, transformers.__version__, engine_check.REFUSED, reason)
-    theirs.eval()
-    largest = 0.0
-    for n in sorted({32, length}):
-        tokens = np.random.default_rng(n).integers(ours.config.vocab_size, size=(1, n))
-        logits = ours.logits(tokens)
-        with torch.no_grad():
-            difference = np.abs(logits - theirs(torch.from_numpy(tokens)).logits.numpy())
-        largest = max(largest, float(difference.max() / np.abs(logits).max()))
-    reason = f"in a run, logits of texts of 32 and {length} tokens differ by {largest:.2g} of the"
-    return engine_check.with_run(
-        result,
-        transformers.__version__,
-        engine_check.RIGHT if largest <= _SAME_LOGITS else engine_check.WRONG,
-        f"{reason} largest",
-        largest,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("src", help="Hugging Face folder, adapters, .gguf, run folder, hub id")
-    parser.add_argument("dst", type=Path, help="folder to write: config, safetensors, tokenizer")
+    parser.add_argument("dst", help="folder to write: config, safetensors, tokenizer")
     parser.add_argument("--base", help="of SRC with adapters only (LoRA); default: what it names")
     parser.add_argument(
         "--context",
@@ -198,21 +158,27 @@ def _check_destination(args: argparse.Namespace) -> None:
     """Refuses a destination that cannot be written or that holds the source, before loading."""
     dst = args.dst
     check_path("DST", dst)
-    nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
-    if not nearest.is_dir():
-        raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
+    if isinstance(dst, Path):
+        nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
+        if not nearest.is_dir():
+            raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
     for key, name in (("SRC", args.src), ("--base", args.base)):
-        source = Path(name or "").expanduser()
-        if name and source.exists() and _overlap(source.resolve(), dst.resolve()):
+        source = to_path(name or "").expanduser()
+        is_there = name and type(source) is type(dst) and source.exists()
+        if is_there and _overlap(source.resolve(), dst.resolve()):
             raise InputError(
                 f"{dst} is, holds or lies in {key}={name}, which is never replaced; choose another"
                 " folder"
             )
     check_destination(dst, HF_FOLDER, args.force, "--force")
+    if isinstance(dst, URLPath):
+        check_writable(dst)
 
 
 def _overlap(source: Path, dst: Path) -> bool:
     """Whether `dst` is `source`, lies in it, or holds it and other files."""
+    if isinstance(dst, URLPath):
+        return source in (dst, *dst.parents) or dst in source.parents
     if any(parent.exists() and parent.samefile(source) for parent in (dst, *dst.parents)):
         return True
     return dst.is_dir() and any(parent.samefile(dst) for parent in source.parents)

@@ -1,9 +1,15 @@
 """The one error that scripts turn into a single line and exit code 2; checks that raise it."""
 
+import contextlib
 import difflib
+import importlib
+import importlib.metadata
 import math
 import numbers
+import re
+import shlex
 from collections.abc import Collection, Iterable
+from types import ModuleType
 
 _CLOSE = 0.65  # of difflib: `trian` is close to `train`, `nope` is not to `longrope_7b`
 _MAX_NAMES = 16  # known names that an error lists; of more it lists only similar ones
@@ -77,7 +83,38 @@ def one_of(key: str, value: object, known: Collection) -> None:
 
 def missing_extra(what: str, package: str, extra: str, error: ImportError) -> InputError:
     """Returns the error of `what` without `package`, which the extra `extra` of lcjax brings."""
-    return InputError(f"{what} needs {package}: pip install 'lcjax[{extra}]' ({error})")
+    return InputError(f"{what} needs {package}: {install_command(extra)} ({error})")
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs the packages of an extra: lcjax itself is on no index."""
+    ending = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        required = importlib.metadata.requires("lcjax") or []
+        packages = {line.partition(";")[0].strip() for line in required if ending.search(line)}
+        if packages:
+            return shlex.join(["pip", "install", *sorted(packages)])
+    return f"pip install -e '.[{extra}]'"  # in a clone that was never installed, or long ago
+
+
+def import_package(package: str, what: str, extra: str = "") -> ModuleType:
+    """Imports a package that only `what` needs.
+
+    Args:
+      package: its name, or that of one of its modules.
+      what: the file or command that needs it, for the error.
+      extra: the extra of lcjax that brings it; empty: none does.
+
+    Raises:
+      InputError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        if extra:
+            raise missing_extra(what, package, extra, error) from None
+        install = f"pip install {package.partition('.')[0]}"
+        raise InputError(f"{what} needs {package}: {install} ({error})") from None
 
 
 def suggestion(word: object, known: Iterable[str], ending: str = "") -> str:

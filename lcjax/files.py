@@ -4,6 +4,9 @@ Both are written under another name and renamed when their content is on the dis
 stops leaves no empty file under the final name either. A folder is replaced only where this library
 wrote every file in it: `FolderFormat` says what one kind of writer puts into its folder.
 
+At a URL (`lcjax.storage`) a file is complete or absent as well. A folder there is marked as partial
+until its last file is written, and has its config file from then on.
+
 SHA-256 sums beside files find bits that were flipped later: `write_sums` and `check_sums`.
 """
 
@@ -27,31 +30,56 @@ from typing import IO, Any
 import yaml
 
 from lcjax.errors import InputError
+from lcjax.storage import StorageError, URLPath, is_running, to_path
 
 CHECKSUMS = "checksums.sha256"  # in a folder: the sums of its other files
+PARTIAL = "lcjax.partial"  # in a folder at a URL that is not written to its end
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line of `sha256sum`
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
+# FUSE and network file systems, such as a mounted Google Drive, may not be able to sync.
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_REPLACE = (*_NO_SYNC, errno.EEXIST, errno.ENOTEMPTY)  # to rename onto what exists
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
+def atomic_file(path: str | os.PathLike | URLPath, mode: str = "w") -> Iterator[IO]:
     """A file `<path>.tmp` to write to, which becomes `path` when the block ends without an error.
 
     Args:
       path: is replaced if it exists; its folder is created.
       mode: "w" (UTF-8) or "wb".
     """
-    path = Path(path)
+    path = to_path(path)
+    if isinstance(path, URLPath):
+        with path.open(mode) as file:
+            yield file
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
     with open(draft, mode, encoding=None if "b" in mode else "utf-8") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+        sync_file(file)
+    _replace(draft, path)
     _sync(path.parent)
+
+
+def _replace(draft: Path, path: Path) -> None:
+    """Renames a file; where that cannot replace one, the old one is deleted before."""
+    try:
+        draft.replace(path)
+    except OSError as error:
+        if error.errno not in _NO_REPLACE or not path.is_file():
+            raise
+        path.unlink()
+        draft.rename(path)
+
+
+def sync_file(file: IO) -> None:
+    """Returns when what was written to an open file is on the disk."""
+    file.flush()
+    _fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
@@ -60,12 +88,17 @@ def _sync(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE and network file systems
-            raise
+        _fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _fsync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:
@@ -137,6 +170,8 @@ def read_json(path: Path, default: Any = None) -> Any:
         return default
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
+    except InputError:  # of a store
+        raise
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; is this a Hugging Face model folder?") from error
     except ValueError as error:
@@ -147,9 +182,9 @@ def read_json(path: Path, default: Any = None) -> Any:
 
 
 def check_path(key: str, path: str | os.PathLike) -> None:
-    """Raises an InputError for a path that no file system can hold."""
+    """Raises an InputError for a path that no file system can hold, or a URL of unknown scheme."""
     try:
-        parts = [os.fsencode(part) for part in Path(path).parts]
+        parts = [os.fsencode(part) for part in Path(str(to_path(path))).parts]
         holds = all(len(part) <= _MAX_NAME and b"\0" not in part for part in parts)
     except (TypeError, UnicodeEncodeError):  # not a path; lone surrogates
         holds = False
@@ -206,6 +241,14 @@ class FolderFormat:
     def _unknown(
         self, folder: Path, parents: tuple[str, ...], names: Collection[str] | None = None
     ) -> Iterator[str]:
+        if isinstance(folder, URLPath):
+            for file in folder.files():
+                path = file.relative_to(folder).parts
+                is_named = names is None or path[0] in names
+                if is_named and path != (PARTIAL,) and not self._is_known(path, is_file=True):
+                    yield _printable("/".join(path))
+            return
+
         def is_folder(entry: os.DirEntry) -> bool:
             return entry.is_dir(follow_symlinks=False)
 
@@ -244,13 +287,17 @@ class FolderFormat:
         return [tuple(pattern.split("/")) for pattern in self.files]
 
     def has_config(self, folder: Path) -> bool:
-        """Whether the config exists as this library writes it."""
+        """Whether the config exists as this library writes it, or will when a folder is whole."""
+        if isinstance(folder, URLPath) and (folder / PARTIAL).is_file():
+            return True
         file = folder / self.config
         if file.is_symlink() or not file.is_file():
             return False
         try:
             text = file.read_text(encoding="utf-8")
             values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except StorageError:
+            raise
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return False
         if not isinstance(values, dict):
@@ -335,7 +382,13 @@ def atomic_folder(
     `check_destination` is applied again when the new folder is complete, so that files that were
     added to `folder` meanwhile survive as well. With `checksums` the sums of its files are written
     to `CHECKSUMS`, which `contents` must list.
+
+    At a URL the block writes into `folder` itself, and must write the config of `contents` last: a
+    folder without it is no folder of this format. What was there before is deleted first.
     """
+    if isinstance(folder, URLPath):
+        yield from _folder_at_url(folder, contents, overwrite, checksums)
+        return
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
@@ -358,6 +411,21 @@ def atomic_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _folder_at_url(
+    folder: URLPath, contents: FolderFormat, overwrite: bool, checksums: bool
+) -> Iterator[URLPath]:
+    check_destination(folder, contents, overwrite)
+    (folder / PARTIAL).write_text("This folder is being written, or its writer was killed.\n")
+    (folder / contents.config).unlink(missing_ok=True)
+    for file in folder.files():
+        if file.name != PARTIAL:
+            file.unlink(missing_ok=True)
+    yield folder
+    if checksums:
+        write_sums(folder / CHECKSUMS, [f for f in folder.files() if f.name != PARTIAL])
+    (folder / PARTIAL).unlink()
+
+
 def _sweep(folder: Path, contents: FolderFormat) -> None:
     """Removes the hidden folders of killed processes, not those of running ones."""
     kinds = ["partial"]
@@ -375,17 +443,7 @@ def _sweep(folder: Path, contents: FolderFormat) -> None:
 
 def _is_another_running(pid: int) -> bool:
     """Whether `pid` runs and is not this process, whose number an earlier one may have had."""
-    if pid == os.getpid():
-        return False
-    if os.name != "posix":  # elsewhere signal 0 would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+    return pid != os.getpid() and is_running(pid)
 
 
 def _publish(partial: Path, folder: Path, contents: FolderFormat, overwrite: bool) -> None:
@@ -396,7 +454,13 @@ def _publish(partial: Path, folder: Path, contents: FolderFormat, overwrite: boo
     try:
         if replaces and any(old.iterdir()):  # under this name no other program adds files
             check_replaceable(old, contents, label=folder)
-        partial.rename(folder)  # also onto an empty folder
+        try:
+            partial.rename(folder)  # also onto an empty folder
+        except OSError as error:
+            if error.errno not in _NO_REPLACE or not folder.is_dir():
+                raise
+            folder.rmdir()
+            partial.rename(folder)
         _sync(folder.parent)
     except BaseException:
         if replaces:

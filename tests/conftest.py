@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,17 @@ def optimised(compiled_quickly):
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """The URL of an object store whose writers can be killed."""
+    from storage_support import ROOT
+
+    from lcjax.storage import to_path
+
+    monkeypatch.setenv(ROOT, str(tmp_path / "store"))
+    (tmp_path / "store").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # universal_pathlib does not know the scheme
+        yield to_path("store://bucket")

@@ -171,6 +171,20 @@ def test_sections_are_included_relative_to_the_including_file(tmp_path):
     assert job.model == Model("bigger", Linear(scale=4.0))
 
 
+def test_the_recipes_are_listed_with_the_first_lines_of_their_comments(capsys):
+    with pytest.raises(SystemExit) as end:
+        config.parse(Job, ["--config", "lcjax:"])
+    *lines, parts = capsys.readouterr().out.splitlines()
+    names = [name for name in config.recipes() if "/" not in name]
+    assert end.value.code == 0 and len(lines) == len(names)
+    for name, line in zip(names, lines):
+        recipe, _, comment = line.partition("  # ")
+        assert recipe == f"lcjax:{name}" and config.recipes()[name].read_text()[2:].startswith(
+            comment
+        )
+    assert "lcjax:model/" in parts
+
+
 @pytest.mark.parametrize("name", ["quickstart_train", "data/cepe_sources"])
 def test_a_recipe_of_the_library_is_read_by_its_name_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,9 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.config.help import key_lines
+from lcjax.evaluation import reproduce
 from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.run import check
 from lcjax.evaluation.task import Task
 from lcjax.memory import CepeSection, Memory, MemorySection
 from lcjax.rope import Rope
@@ -32,7 +34,16 @@ PAGES = {
     file.relative_to(ROOT).as_posix(): file.read_text()
     for file in [ROOT / "README.md", ROOT / "launch/README.md", *sorted(ROOT.glob("docs/*.md"))]
 }
-FOLDERS = ("lcjax", "pallas_kernels", "benchmarks", "configs", "docs", "launch", "tests")
+FOLDERS = (
+    "lcjax",
+    "pallas_kernels",
+    "benchmarks",
+    "configs",
+    "docs",
+    "launch",
+    "notebooks",
+    "tests",
+)
 EXAMPLE = re.compile(
     r"^(?:<!-- not run: ([^\n]+) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE
 )
@@ -163,6 +174,7 @@ def test_every_page_is_in_the_contents_of_the_site():
     entries = re.findall(r"^(?:[^:\n]*<)?([\w./]+)>?$", "\n".join(trees), re.MULTILINE)
     targets = {entry[1:] if entry[0] == "/" else f"docs/{entry}" for entry in entries}
     pages = {page.removesuffix(".md") for page in [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md"]}
+    pages |= {f"notebooks/{file.stem}" for file in ROOT.glob("notebooks/*.ipynb")}
     generated = {target for target in targets if target.startswith("docs/reference/")}
     assert targets - generated == pages - {"docs/index"}
     assert len(targets) == len(entries)
@@ -231,8 +243,17 @@ def test_trainings_and_evaluations_of_a_page_have_valid_options(page, monkeypatc
     kinds |= {"lcjax-train": TrainConfig, "lcjax-eval": EvalConfig}
     for words in commands(PAGES[page]):
         script, *words = words[words[:1] == ["python"] :] or [""]
+        words = [word.replace("gs://", "memory://") for word in words]  # gcsfs is an extra
         if script in kinds and "--config" in words:
             assert isinstance(config.parse(kinds[script], words), kinds[script])
+
+
+def test_the_table_of_ones_own_in_the_page_is_a_whole_file(tmp_path):
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGES["docs/reproduce.md"], re.M | re.S)
+    (tmp_path / "mine.yaml").write_text(example)
+    for scale in ("paper", "tiny"):
+        reproduce.config_at(str(tmp_path / "mine.yaml"), scale)
+    check(reproduce.config_at(str(tmp_path / "mine.yaml"), "tiny"))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -240,3 +261,19 @@ def test_extras_that_a_page_installs_exist(page):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"\.\[([\w,]+)\]'", PAGES[page]):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_the_extra_all_has_every_extra_that_a_user_of_any_machine_may_need():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    machines, developers = {"cuda", "tpu", "aot"}, {"test", "docs", "notebooks", "dev"}
+    (everything,) = extras["all"]
+    names = set(everything.removeprefix("lcjax[").removesuffix("]").split(","))
+    assert names == extras.keys() - machines - developers - {"all"}
+
+
+def test_no_hint_names_lcjax_as_a_package_of_an_index():
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]
+    texts = {file: file.read_text() for file in files if file.suffix in (".py", ".yaml", ".md")}
+    hint = re.compile(r"pip install (-\S+ )*[\"']?lcjax")
+    assert texts and not [file for file, text in texts.items() if hint.search(text)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lcjax.errors import InputError, random_seed, whole_number
+from lcjax.errors import InputError, install_command, random_seed, whole_number
 from lcjax.parallel.sharding import Mesh
 from lcjax.training.config import Profile, TrainSection
 
@@ -58,3 +58,11 @@ def test_seeds_have_32_bits():
 def test_settings_out_of_bounds_are_errors(make, match):
     with pytest.raises(InputError, match=match):
         make()
+
+
+def test_hints_install_the_packages_of_an_extra_as_lcjax_is_on_no_index(monkeypatch):
+    requires = ["grain>=0.2", "bm25s>=0.3,<1 ; extra == 'search'", 'jax[tpu]; extra == "tpu"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
+    assert install_command("search") == "pip install 'bm25s>=0.3,<1'"
+    assert install_command("tpu") == "pip install 'jax[tpu]'"
+    assert install_command("new") == "pip install -e '.[new]'"  # installed before it was there

@@ -15,6 +15,7 @@ SCRIPTS = [ROOT / "train.py", ROOT / "eval.py"]
 # A folder (or file) of lcjax imports from the lines above its own only: no two import each other.
 ORDER = [
     {"errors", "tree"},
+    {"storage"},
     {"files"},
     {"config", "rope"},
     {"parallel", "attention"},
@@ -34,8 +35,8 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ONLY_IN = {
     "flax": ("lcjax/models/", "lcjax/memory/"),
     "orbax": ("lcjax/checkpoints/orbax_io.py",),
-    "torch": ("lcjax/convert.py",),  # `check --run`
-    "transformers": ("lcjax/convert.py",),
+    "torch": ("lcjax/checkpoints/engine_check.py",),  # `check --run`
+    "transformers": ("lcjax/checkpoints/engine_check.py",),
 }
 # Extras, and what takes seconds to import: only inside the function that needs it.
 LAZY = {
@@ -45,6 +46,11 @@ LAZY = {
     "tensorboardX",
     "matplotlib",
     "gguf",
+    "pyarrow",
+    "sentencepiece",
+    "scipy",
+    "huggingface_hub",
+    "tokenizers",
     "bm25s",
     "faiss",
     "model2vec",

@@ -29,10 +29,10 @@ PUBLISHED = [file for file in RECIPES if not file.stem.startswith(("quickstart",
 # The trainings of the rows of LCEG's tables.
 STUDIED = [
     ROOT / "configs" / f"{Path(row['path']).parts[1]}.yaml"
-    for row in config.read_yaml(ROOT / "configs/study/lceg_llama2.yaml")["methods"]
+    for rows in ("lceg_llama2", "lceg_phi2")
+    for row in config.read_yaml(ROOT / f"configs/study/{rows}.yaml")["methods"]
     if "path" in row
 ]
-STUDIED += [file for file in TRAININGS if "phi2" in file.stem]
 MEASURED = [
     file for file in TRAININGS if file in PUBLISHED and "python eval.py" in file.read_text()
 ]
@@ -78,6 +78,8 @@ def ropes(file: Path) -> list[Rope]:
 
 
 def architecture(file: Path) -> ModelConfig:
+    if "13b" in file.stem:
+        return preset("llama2-13b")
     return PHI if "phi2" in file.stem else LLAMA
 
 
@@ -183,6 +185,8 @@ def test_the_ropes_of_a_recipe_become_frequencies(file):
         # Phi-2, 32 channels turn: theta^(-30/32) over 121 and 249.
         ("ntk_phi2_32k", 2_048, 1, 1.778279e-4 / 121, 1.0),
         ("ntk_phi2_32k", 65_536, 1, 1.778279e-4 / 249, 1.0),
+        ("ntk_phi2_64k", 2_048, 1, 1.778279e-4 / 497, 1.0),
+        ("pi_phi2_32k", 2_048, 1 / 16, 1.778279e-4 / 16, 1.0),
     ],
 )
 def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, scale):
@@ -263,6 +267,19 @@ def test_the_controlled_study_gives_every_method_the_same_training(file):
     )
     assert (train.weight_decay, train.ema, recipe.data.document_mask) == (0.0, None, False)
     assert (train.lora is None) == ("longlora" not in file.stem)
+
+
+def test_every_training_for_phi_2_is_a_row_of_the_study():
+    assert {file for file in TRAININGS if "phi2" in file.stem} <= set(STUDIED)
+    assert len(STUDIED) == len(set(STUDIED)) == 11
+
+
+@pytest.mark.parametrize("file", STUDIED, ids=stem)
+def test_an_average_of_the_weights_is_a_switch_of_the_study(file):
+    assert read(file, "--train.ema=0.999").train.ema == 0.999
+    assert "--train.ema=0.999" in header(file)["Choices"] or file.stem in (
+        *("longlora_lceg_7b_32k", "landmark_7b"),  # refer to the choices of the others
+    )
 
 
 def hardware(said: str) -> tuple[int, float]:
@@ -449,6 +466,6 @@ def test_the_small_study_covers_every_rope_type():
     evaluation = read(ROOT / "configs" / "study_tiny.yaml")
     _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
     types = {t.model.rope.type for t in trained.values() if t.model.rope is not None}
-    assert types == set(Rope.get_known_choices()) - {"default"}
+    assert types == set(Rope.get_known_choices()) - {"default", "none"}
     patterns = {type(m.pattern) for m in evaluation.methods if m.pattern is not None}
     assert len(patterns) == 6

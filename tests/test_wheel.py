@@ -10,6 +10,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from lcjax import config
 
@@ -106,3 +109,25 @@ def test_console_scripts_are_functions():
 def test_the_changelog_begins_with_the_version():
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert first[1] == PYPROJECT["project"]["version"]
+
+
+def test_floors_are_the_versions_that_were_tried_and_reach_colab():
+    """`.ci/floors.txt` has the lower bounds of pyproject.toml, and no pin of Colab's is below."""
+
+    def pins(name: str) -> dict[str, Version]:
+        lines = (ROOT / ".ci" / name).read_text().splitlines()
+        pairs = [line.split()[0].split("==") for line in lines if "==" in line and line[0] != "#"]
+        return {canonicalize_name(package): Version(version) for package, version in pairs}
+
+    project = PYPROJECT["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["parquet"]]
+    floors, colab = pins("floors.txt"), pins("colab.txt")
+    for requirement in map(Requirement, needs):
+        package = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({"python_version": "3.11"}):
+            continue
+        (floor,) = [Version(s.version) for s in requirement.specifier if s.operator == ">="]
+        # transformers 5, to which the suite compares, needs newer ones of these two.
+        is_same = floor == floors[package] or package in ("huggingface-hub", "tokenizers")
+        assert is_same and floor <= floors[package], package
+        assert colab.get(package, floor) >= floor, package

@@ -2,12 +2,13 @@
 
 from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, order_indices
 from lcjax.attention.bigbird import BigBird
-from lcjax.attention.causal import Bidirectional, Causal, Sliding
+from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.inf_llm import InfLLM
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
+from lcjax.attention.relative import Disentangled, TransformerXL
 from lcjax.attention.s2 import ShiftedSparse
 from lcjax.attention.self_extend import SelfExtend
 from lcjax.attention.sparse_transformer import SparseTransformer
@@ -15,7 +16,8 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "POSITIONS", "AttentionMetadata", "BigBird", "Bidirectional", "Causal", "DualChunk", "InfLLM",
-    "LMInfinite", "Landmark", "Longformer", "Pass", "Pattern", "ReRoPE", "SelfExtend",
-    "ShiftedSparse", "Sliding", "SparseTransformer", "Streaming", "VerticalSlash", "order_indices",
+    "POSITIONS", "AttentionMetadata", "BigBird", "Bidirectional", "Causal", "Chunked",
+    "Disentangled", "DualChunk", "InfLLM", "LMInfinite", "Landmark", "Longformer", "Pass",
+    "Pattern", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding", "SparseTransformer",
+    "Streaming", "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError
 from lcjax.rope.rotation import Rotation, no_rotation, rotate
 from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.
-POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")
+POSITIONS = ("rope", "alibi", "t5", "transformer_xl", "deberta", "sinusoidal", "learned")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class AttentionMetadata:
     # document their differences are those of order indices. None if slots are not in text order.
     row_indices: tuple[Int[Array, " T"] | None, Int[Array, " S"] | None] | None = None
     num_heads: int = 1  # query heads, for masks that differ between heads; `attend` sets it
-    bias: Bias | None = None  # added to the logits, by the distance of order indices
+    # Added to the logits, by the distance of order indices, or terms that depend on content, too
+    bias: Bias | RelativeTerms | None = None
     keys_rotated: bool = False  # keys are already rotated to `Pattern.key_positions` (a cache)
     # Partials (out, lse) of the same queries over other keys, in one softmax with these keys.
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
@@ -117,6 +119,8 @@ def partial_attention(
     Returns:
       The output, and the float32 log-sum-exp of the logits.
     """
+    if isinstance(metadata.bias, RelativeTerms):
+        return metadata.bias.attend(q, k, v, attention_pass, metadata)
     q, k = rotate_qk(q, k, metadata, attention_pass)
     q_index, k_index = metadata.mask_indices(attention_pass.mask)
     bias, lse_shift = pass_bias(attention_pass, metadata)

@@ -1,4 +1,4 @@
-"""Attention without options but a window: causal, bidirectional and sliding-window."""
+"""Attention without options but a size: causal, bidirectional, sliding-window and chunked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import whole_number
-from pallas_kernels import causal, everything, window
+from pallas_kernels import causal, chunks, everything, window
 
 
 @Pattern.register_subclass("causal")
@@ -50,3 +50,26 @@ class Sliding(Pattern):
 
     def cache_window(self) -> tuple[int, int]:
         return 0, self.window
+
+
+@Pattern.register_subclass("chunked")
+@dataclass(frozen=True)
+class Chunked(Pattern):
+    """Every token sees itself and the tokens before it in its chunk of `size` tokens.
+
+    A text is read as if it were cut into chunks, as in Llama 4's local layers. LCEG's figure 3 has
+    a base model in chunks of its trained length as reference.
+    """
+
+    examples = ({"size": 6}, {"size": 1})
+
+    size: int  # tokens of a chunk; the first one begins at the first token
+
+    def __post_init__(self):
+        whole_number("pattern.size", self.size, 1)
+
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        return [Pass(metadata.q_positions, metadata.k_positions, causal() & chunks(self.size))]
+
+    def cache_window(self) -> tuple[int, int]:
+        return 0, self.size

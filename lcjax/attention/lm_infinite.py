@@ -38,7 +38,8 @@ class LMInfinite(Pattern):
     the greatest logits at the distance `top_k_position`, with these logits, but only if there are
     at least `top_k` of them. In the released code only the last query of a call chooses keys, and
     only from the fifth layer on. Here every query does, so that a prompt that is read at once
-    equals one that is read token by token, and in every layer, since all layers are one program.
+    equals one that is read token by token, and in every layer that has this pattern: `model.layers`
+    can leave it out of the first four.
     This needs the logits of all keys and a cache of the whole text.
     """
 

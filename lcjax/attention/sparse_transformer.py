@@ -20,7 +20,8 @@ class SparseTransformer(Pattern):
     code; the formula of the paper has l + 1. `columns` gives heads different summaries, as in that
     code: head h sees group h mod columns of `summary` tokens, counted from the end of the segment.
 
-    All layers have the same pattern here; the paper also alternates the two sets between layers.
+    The paper also alternates the two sets between layers. `model.layers` alternates this pattern
+    with others, such as full attention (GPT-3, Brown et al. 2020, sec. 2.1).
     """
 
     examples = (

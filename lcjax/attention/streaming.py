@@ -28,7 +28,8 @@ class Streaming(Pattern):
     """
 
     examples = ({"sinks": 2, "recent": 5}, {"sinks": 3, "recent": 4, "stride": 5, "first": 9})
-    encodings = ("rope", "alibi")  # ALiBi's distances count places in the cache, too (sec. 3.2)
+    # ALiBi's distances count places in the cache, too (sec. 3.2).
+    encodings = ("rope", "alibi", "transformer_xl")
 
     sinks: int = 4  # first tokens that stay visible (sec. 3.1)
     recent: int = 2044  # keys kept beside the sinks; sinks + recent + stride <= the trained length

@@ -15,8 +15,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
@@ -33,9 +34,12 @@ from lcjax.files import (
     write_json,
 )
 from lcjax.models.config import ModelConfig
+from lcjax.models.layer_groups import stack_layers
+from lcjax.models.lora import is_adapter
 from lcjax.parallel import distributed
 from lcjax.rope import Default, DynamicNTK, Linear, Rope
-from lcjax.tree import lookup
+from lcjax.storage import URLPath, to_path
+from lcjax.tree import flatten, split
 
 CONFIG, ADAPTERS, TRAINABLE = "adapter_config.json", "adapter_model", "trainable_params"
 _PREFIX = "base_model.model."
@@ -376,8 +380,8 @@ def save_peft(
     """Writes `adapter_model.safetensors` and `adapter_config.json`, float32.
 
     Args:
-      params: a tree with stacked layers that holds `lora_a` [L, in..., r] and `lora_b`
-        [L, r, out...]; the base weights may be left out.
+      params: with the arrays `lora_a` and `lora_b` of all layers, stacked or one branch per layer;
+        the base weights may be left out.
       base: the checkpoint that the adapters were trained on. Its name is written where `peft`
         can open it (see `base_name`), else null: then give the model to
         `PeftModel.from_pretrained(model, folder)`.
@@ -387,7 +391,7 @@ def save_peft(
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
-    folder = Path(folder)
+    folder = to_path(folder)
     tensors = _tensors(params, config)  # of all processes, gathered for the one that writes
     if not distributed.is_main_process():
         return folder
@@ -406,7 +410,8 @@ def save_peft(
         "inference_mode": True,
     }
     with atomic_folder(folder, PEFT_FOLDER, overwrite, checksums=checksums) as partial:
-        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        data = save(tensors, metadata={"format": "pt"})
+        (partial / "adapter_model.safetensors").write_bytes(data)
         write_json(partial / "adapter_config.json", settings)
     return folder
 
@@ -414,13 +419,16 @@ def save_peft(
 def base_name(base: str | None) -> str | None:
     """Returns `base` as a hub id or a Hugging Face folder, which transformers can open.
 
-    Of a run folder it is the model that the run exported; None for GGUF files and random weights.
+    Of a run folder it is the model that the run exported; None for GGUF files, URLs and random
+    weights.
     """
     if base is None or base == SMOLLM2:
         return base and _SMOLLM2_HUB
-    path = Path(base).expanduser()
+    path = to_path(base).expanduser()
     if not path.exists():
         return base if is_hub_id(base) else None
+    if isinstance(path, URLPath):
+        return None
     if is_run(path):
         path /= "model"
     return str(path.resolve()) if (path / "config.json").is_file() else None
@@ -429,12 +437,15 @@ def base_name(base: str | None) -> str | None:
 def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
     """`peft`'s names and layouts: A is [r, in], B is [out, r]."""
     rank, tensors = config.lora.rank, {}
+    adapters = jax.tree.map(distributed.gather, split(params, is_adapter)[0])
+    if "layers" not in adapters:
+        adapters = stack_layers(adapters, config)
+    leaves = flatten(adapters)
     for entry in hf_names.entries(config):
-        parent, _, leaf = entry.path.rpartition("/")
-        if leaf != "kernel" or parent.rpartition("/")[2] not in config.lora.targets:
+        module = entry.path.removesuffix("kernel")
+        if f"{module}lora_a" not in leaves:
             continue
-        node = lookup(params, parent)
-        pair = (distributed.gather(node[half]) for half in ("lora_a", "lora_b"))
+        pair = leaves[f"{module}lora_a"], leaves[f"{module}lora_b"]
         for name, a, b in zip(entry.names, *pair, strict=True):
             module = _PREFIX + name.removesuffix(".weight")
             for part, matrix in (

@@ -39,6 +39,7 @@ from lcjax.files import (
 )
 from lcjax.models.bert import BertConfig
 from lcjax.parallel import distributed
+from lcjax.storage import to_path
 
 POOLINGS = ("mean", "cls", "max")
 _POOLING_KEYS = {
@@ -97,7 +98,7 @@ class BertFolder:
         Raises:
           InputError: the folder holds no BERT, or is damaged.
         """
-        root = self.path = Path(folder)
+        root = self.path = to_path(folder)
         check_folder_sums(root)
         self._module_list = read_modules(root)
         if self._module_list:
@@ -273,7 +274,7 @@ def save_bert(
       The folder.
     """
     check_path("folder", folder)
-    folder = Path(folder)
+    folder = to_path(folder)
     one_of("dtype", dtype, DTYPES)
     berts = {"": berts} if isinstance(berts, BertWeights) else berts
     weights = {name: WeightStream(bert.params, bert.config, dtype) for name, bert in berts.items()}
@@ -289,11 +290,11 @@ def save_bert(
             path = partial / name
             for inner in ("", "1_Pooling", *(["2_Normalize"] if modules.normalize else [])):
                 (path / inner).mkdir(exist_ok=True)
-            write_json(path / "config.json", _config_to_hf(bert, dtype))
             for file, content in bert.origin.tokenizer_files.items():
                 (path / file).write_bytes(content)
             _write_modules(path, modules, bert, max_tokens)
             weights[name].write(path)
+            write_json(path / "config.json", _config_to_hf(bert, dtype))
     return folder
 
 

@@ -14,7 +14,14 @@ from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
 from lcjax.errors import InputError, random_seed
 from lcjax.memory import Memory, MemorySection
-from lcjax.models import PRESETS, Decoder, ModelConfig, preset, unstack_layers
+from lcjax.models import (
+    PRESETS,
+    Decoder,
+    LayerKind,
+    ModelConfig,
+    arrange_layers,
+    preset,
+)
 from lcjax.models.config import check_choice
 from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
@@ -30,6 +37,9 @@ class ModelSection:
     preset: str | None = None  # instead of path: an architecture with random weights
     rope: Rope | None = None  # position method; null: the checkpoint's own
     pattern: Pattern | None = None  # attention pattern; null: the checkpoint's own
+    # Layers that differ, from the first one on, again and again: each entry is for `repeat` layers
+    # that fix their pattern or rope, and others have those above; null: the checkpoint's own.
+    layers: tuple[LayerKind, ...] | None = None
     memory: MemorySection | None = None  # a context beside the window; null: the checkpoint's own
     # An encoder for a memory out of the first so many layers of path, to be trained with
     # data.masking; null: the model as it is.
@@ -49,6 +59,12 @@ class ModelSection:
     def __post_init__(self):
         for field, base in (("rope", Rope), ("pattern", Pattern), ("memory", MemorySection)):
             check_instance(f"model.{field}", getattr(self, field), base)
+        for kind in self.layers or ():
+            if not isinstance(kind, LayerKind):
+                raise InputError(
+                    f"model.layers={kind!r:.60} must hold instances of LayerKind; pass"
+                    " [lcjax.models.LayerKind(repeat=5, pattern=...), lcjax.models.LayerKind()]"
+                )
         if self.path is not None and self.preset is not None:
             raise InputError(
                 f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
@@ -76,6 +92,7 @@ class Settings(TypedDict, total=False):
     preset: str | None
     rope: Rope | None
     pattern: Pattern | None
+    layers: tuple[LayerKind, ...] | None
     memory: MemorySection | None
     encoder_layers: int | None
     position: str | None
@@ -98,6 +115,12 @@ def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
         changes["rope"] = resolve_rope(section.rope, config)
     if section.pattern is not None:
         changes["pattern"] = section.pattern
+    if section.layers is not None:
+        changes["layers"] = tuple(
+            kind if kind.rope is None
+            else dataclasses.replace(kind, rope=resolve_rope(kind.rope, config))
+            for kind in section.layers
+        )  # fmt: skip
     if section.position is not None:
         if section.path is not None and section.position != config.position:
             raise InputError(
@@ -146,21 +169,24 @@ def untrained_rope(rope: Rope, config: ModelConfig, params: dict) -> Rope:
     return resolve_rope(rope, config)
 
 
-def check_source(section: ModelSection) -> None:
-    """Refuses a section that names no model, or one that is not there; reads no weights."""
+def check_source(section: ModelSection, key: str = "model") -> None:
+    """Refuses a section that names no model, or one that is not there; reads no weights.
+
+    `key` is the place of the section in the config, for errors.
+    """
     if section.path is None and section.preset is None:
         raise InputError(
-            "model.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
-            " smollm2-135m-instruct), or model.preset for random weights"
+            f"{key}.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
+            f" smollm2-135m-instruct), or {key}.preset for random weights"
         )
     if section.preset is not None:
         preset(section.preset)
-    for key in ("path", "base", "tokenizer"):
-        if (name := getattr(section, key)) is not None:
-            _check_there(f"model.{key}", name)
+    for field in ("path", "base", "tokenizer"):
+        if (name := getattr(section, field)) is not None:
+            _check_there(f"{key}.{field}", name)
     encoder = section.memory and section.memory.encoder
     if encoder is not None and encoder not in PRESETS:
-        _check_there("model.memory.encoder", encoder)
+        _check_there(f"{key}.memory.encoder", encoder)
 
 
 def _check_there(key: str, name: str) -> None:
@@ -185,46 +211,51 @@ def build(
             base=section.base,
             mesh=mesh,
             param_dtype=section.param_dtype,
-            host=host and section.memory is None and section.encoder_layers is None,
+            host=host and section.memory is section.encoder_layers is section.layers is None,
         )
         config = resolve(section, config)
-        if section.encoder_layers is not None:
-            params = encoder_params(params, config, mesh)
-        params = with_learned_rope(params, config, section.seed)
     else:
         config = resolve(section, preset(section.preset))
-        plain = config.replace(memory=None)
-        params, tokenizer = random_params(plain, section.seed, mesh), ByteTokenizer()
-    if section.memory is not None:
-        params = add_memory(params, config, section.memory, section.seed, mesh)
+        params, tokenizer = None, ByteTokenizer()
+    params = init_params(section, config, params, mesh)
     if section.tokenizer is not None:
         tokenizer = checkpoints.load_tokenizer(section.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")
     return Decoder(config, mesh), params, tokenizer
 
 
-def add_memory(
-    params: dict,
+def init_params(
+    section: ModelSection,
     config: ModelConfig,
-    section: MemorySection,
-    seed: int,
+    params: dict | None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict:
-    """Returns `params` with the initial weights of the memory that `resolve` gave `config`.
+    """Returns the parameters with which the model of a section begins, on `mesh` if given.
 
     Args:
-      params: of the decoder.
-      config: of the decoder, its memory included.
-      section: the `model.memory` section.
-      seed: of the model; random weights of an encoder have the next one.
-      mesh: the devices of the new weights.
+      section: the `model:` section; its seed is that of random weights, and the next one that of
+        random weights of a memory's encoder.
+      config: of the model, as `resolve` returns it.
+      params: of the checkpoint `section.path`, without other references; None: random weights.
+      mesh: the devices.
     """
-    if not config.stacked and "layers" in params:
-        params = unstack_layers(params, config)
+    if params is None:
+        params = random_params(config.replace(memory=None), section.seed, mesh)
+    elif section.encoder_layers is not None:
+        params = encoder_params(params, config, mesh)
+    params = arrange_layers(with_learned_rope(params, config, section.seed), config)
+    return params if section.memory is None else _add_memory(section, config, params, mesh)
+
+
+def _add_memory(
+    section: ModelSection, config: ModelConfig, params: dict, mesh: jax.sharding.Mesh | None
+) -> dict:
+    """Returns `params` with the initial weights of the memory."""
+    name = section.memory.encoder
     encoder = None
-    if section.encoder in PRESETS:
+    if name in PRESETS:
         encoder_config = config.memory.encoder_config.replace(param_dtype=config.param_dtype)
-        encoder = random_params(encoder_config, seed + 1, mesh)
-    elif section.encoder is not None:
-        encoder, _, _ = checkpoints.load(section.encoder, mesh=mesh, param_dtype=config.param_dtype)
-    return section.init_params(params, config, encoder, mesh)
+        encoder = random_params(encoder_config, section.seed + 1, mesh)
+    elif name is not None:
+        encoder, _, _ = checkpoints.load(name, mesh=mesh, param_dtype=config.param_dtype)
+    return section.memory.init_params(params, config, encoder, mesh)

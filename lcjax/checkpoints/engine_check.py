@@ -3,18 +3,16 @@
 import dataclasses
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lcjax.checkpoints.engines import (
-    CLASSES,
     ENGINES,
     REFUSED,
     RIGHT,
-    THETA,
     UNKNOWN,
     WRONG,
     Engine,
@@ -23,7 +21,7 @@ from lcjax.checkpoints.engines import (
     Settings,
 )
 from lcjax.checkpoints.gguf_file import GGUFFile
-from lcjax.checkpoints.hf_config import DEFAULT_WINDOW
+from lcjax.checkpoints.hf_config import CLASSES, default_theta, windows
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
 from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
@@ -32,10 +30,12 @@ from lcjax.checkpoints.load import is_gguf, load_config, model_file
 from lcjax.errors import InputError
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
-from lcjax.rope import E2LLM, NTK, DynamicNTK, Linear, Rope, Yarn
+from lcjax.rope import E2LLM, NTK, DynamicNTK, Linear, NoRotation, Rope, Yarn
+from lcjax.storage import URLPath
 
 NAMES = tuple(engine.name for engine in ENGINES)
 _TOLERANCE = 1e-6  # relative, of frequencies and of the scale: float32 rounds by 6e-8
+_SAME_LOGITS = 1e-4  # relative to the largest: float32 in two programs
 _SAME = "position and pattern are as in lcjax"
 
 
@@ -80,8 +80,8 @@ class Check:
         lines += ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
         for row in self.rows:
             if row.verdict != RIGHT or row.advice or row.reason != _SAME:
-                said = filter(None, (row.reason, row.advice))
-                lines.append(f"{row.engine} ({row.verdict}): {'; '.join(said)}")
+                notes = filter(None, (row.reason, row.advice))
+                lines.append(f"{row.engine} ({row.verdict}): {'; '.join(notes)}")
         return "\n".join(lines)
 
 
@@ -109,7 +109,8 @@ def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
         hf = config_to_hf(config)
     except InputError as error:
         rows = (_row(e, [_Problem(REFUSED, f"there is nothing to read: {error}")]) for e in chosen)
-        return Check(name, _describe(config.rope), f"{config.pattern}", (), tuple(rows))
+        patterns = " and ".join(map(str, config.patterns))
+        return Check(name, _position(config), patterns, (), tuple(rows))
     return check_config(hf, name, engines, where=name)
 
 
@@ -133,13 +134,59 @@ def check_config(
         for row in by_name.values()
         if row.engine in engines
     )
-    return Check(name, _describe(model.rope), model.pattern, model.lengths, rows)
+    return Check(name, _position(model.config), model.pattern, model.lengths, rows)
 
 
-def with_run(
+def run(result: Check, length: int, load: Callable[..., Any]) -> Check:
+    """Compares logits of lcjax and transformers, of texts of 32 and of `length` random tokens.
+
+    Args:
+      result: of `check`.
+      length: in tokens.
+      load: `LanguageModel.load`.
+
+    Returns:
+      `result` with what transformers computes in the place of what its source says.
+
+    Raises:
+      InputError: a package is missing, or the model is no folder that transformers opens.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"--run={length} needs {error.name}: pip install torch transformers"
+        ) from None
+    path = resolve(result.model)
+    path = path / "model" if is_run(path) else path
+    if isinstance(path, URLPath):
+        raise InputError(f"--run={length}: transformers opens local folders; copy {path} to a disk")
+    if not path.is_dir():
+        raise InputError(f"--run={length}: {path} is no folder that transformers opens")
+    model = load(str(path), param_dtype="float32", dtype="float32")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (KeyError, OSError, ValueError) as error:
+        reason = f"in a run it stops: {' '.join(str(error).split())[:200]}"
+        return _with_run(result, transformers.__version__, REFUSED, reason)
+    reference.eval()
+    largest = 0.0
+    for n in sorted({32, length}):
+        tokens = np.random.default_rng(n).integers(model.config.vocab_size, size=(1, n))
+        logits = model.logits(tokens)
+        with torch.no_grad():
+            difference = np.abs(logits - reference(torch.from_numpy(tokens)).logits.numpy())
+        largest = max(largest, float(difference.max() / np.abs(logits).max()))
+    reason = f"in a run, logits of texts of 32 and {length} tokens differ by {largest:.2g} of the"
+    verdict = RIGHT if largest <= _SAME_LOGITS else WRONG
+    return _with_run(result, transformers.__version__, verdict, f"{reason} largest", largest)
+
+
+def _with_run(
     result: Check, version: str, verdict: str, reason: str, difference: float | None = None
 ) -> Check:
-    """Puts what a run of transformers gave in the place of what its source says."""
     row = Row("transformers", f"{version} (run)", verdict, reason, difference=difference)
     others = (row for row in result.rows if row.engine != "transformers")
     return dataclasses.replace(result, rows=(row, *others))
@@ -156,14 +203,15 @@ class _Model(NamedTuple):
 
     @classmethod
     def read(cls, hf: dict[str, Any], where: str) -> "_Model":
-        # Not needed here, and lcjax loads no model with them (windows in some layers only).
-        plain = {k: v for k, v in hf.items() if k != "quantization_config"}
-        config = read_config(plain | {"use_sliding_window": False}, where)
+        plain = {k: v for k, v in hf.items() if k != "quantization_config"}  # not needed here
+        config = read_config(plain, where)
         readings = (
             kind.from_hf(hf, where, read_config) for kind in Memory.get_known_choices().values()
         )
         has_memory = any(with_memory is not None for with_memory in readings)
-        return cls(hf, config, _windows(hf), _lengths(config.rope, config.max_length), has_memory)
+        return cls(
+            hf, config, windows(config), _lengths(config.rope, config.max_length), has_memory
+        )
 
     @property
     def rope(self) -> Rope:
@@ -178,19 +226,6 @@ class _Model(NamedTuple):
         kinds = sorted({f"a window of {w}" if w else "full attention" for w in self.windows})
         words = " and ".join(kinds) if self.hf["model_type"] in CLASSES else "landmark attention"
         return words + (", with a memory" if self.has_memory else "")
-
-
-def _windows(hf: dict[str, Any]) -> list[int | None]:
-    layers, window = hf["num_hidden_layers"], hf.get("sliding_window", DEFAULT_WINDOW)
-    if hf["model_type"] == "mistral":
-        return [window] * layers
-    if hf["model_type"] != "qwen2" or not hf.get("use_sliding_window"):
-        return [None] * layers
-    full = hf.get("max_window_layers", 28)
-    kinds = hf.get("layer_types") or [
-        "full_attention" if i < full else "sliding_attention" for i in range(layers)
-    ]
-    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _lengths(rope: Rope, max_length: int) -> tuple[int, int]:
@@ -234,7 +269,7 @@ def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
             problems, difference = _rope_problems(engine.gguf, _settings(engine, model), model)
             problems += _window_problems(engine.families[model.hf["model_type"]], model)
         rows.append(_row(engine, problems, difference))
-    return Check(name, _describe(model.rope), model.pattern, model.lengths, tuple(rows))
+    return Check(name, _position(model.config), model.pattern, model.lengths, tuple(rows))
 
 
 def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | None]:
@@ -247,6 +282,8 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
     if architecture != CLASSES[kind]:
         verdict, reason = engine.foreign
         return [_Problem(verdict, reason.format(architecture=architecture))], None
+    if kind not in engine.families:
+        return [_Problem(UNKNOWN, f"how it reads {architecture} is not known")], None
     family = engine.families[kind]
     if family is None:
         return [_Problem(REFUSED, f"it has no model class {architecture}")], None
@@ -271,7 +308,7 @@ def _settings(engine: Engine, model: _Model) -> Settings:
     hf = model.hf
     rope = dict(next((hf[key] for key in engine.keys if hf.get(key)), {}))
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or THETA
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or default_theta(hf["model_type"])
     return Settings(hf, rope, float(theta), *model.lengths)
 
 
@@ -288,78 +325,86 @@ def _window_problems(family: Family, model: _Model) -> list[_Problem]:
 def _rope_problems(
     reading: Reading, settings: Settings, model: _Model
 ) -> tuple[list[_Problem], float | None]:
-    kind, ours, values = settings.kind, model.rope, _values(settings, model)
+    kind, rope = settings.kind, model.rope
+    if isinstance(rope, NoRotation):  # `no_rope_layers` is 0 for all: the rope is not used
+        return [], None
+    values = _values(settings, model)
     advice, note = reading.advice.format(**values), reading.note.format(**values)
     if reading.compute is None:
         return [_Problem(reading.verdict, f"rope type {kind}: {reading.reason}", advice)], None
     try:
-        theirs = reading.compute(settings)
+        engine_rope = reading.compute(settings)
     except KeyError as error:
         return [_Problem(REFUSED, f"rope type {kind} lacks the key {error}")], None
     except (TypeError, ValueError) as error:  # a value that the engine's formula does not take
         return [_Problem(WRONG, f"{reading.reason}; with these values: {error}", advice)], None
-    if ours.learned:
-        reason, limit = f"it reads rope {ours.type} as {_describe(theirs)}", ours.hf_limit
+    if rope.learned:
+        reason, limit = f"it reads rope {rope.type} as {_describe(engine_rope)}", rope.hf_limit
         return [_Problem(WRONG, reason + (f", equal up to {limit} tokens" if limit else ""))], None
-    differences = [_difference(ours, theirs, model.config, n) for n in model.lengths]
+    differences = [_difference(rope, engine_rope, model.config, n) for n in model.lengths]
     unequal = [n for n, x in zip(model.lengths, differences, strict=True) if not x <= _TOLERANCE]
     if not unequal:
         return [_Problem(RIGHT, _SAME, note)] if note else [], max(differences)
     at = "" if len(unequal) == len(differences) else f"for texts of {unequal[0]} tokens "
-    reason = "; ".join(filter(None, (reading.reason, f"{at}it computes {_describe(theirs)}")))
+    reason = "; ".join(filter(None, (reading.reason, f"{at}it computes {_describe(engine_rope)}")))
     return [_Problem(WRONG, reason, advice)], max(differences)
 
 
-def _difference(ours: Rope, theirs: Rope, config: ModelConfig, length: int) -> float:
+def _difference(rope: Rope, engine_rope: Rope, config: ModelConfig, length: int) -> float:
     """The largest relative difference of frequencies and scale for a text of `length` tokens."""
-    f, scale = ours.frequencies(config.rotary_dim, length)
-    f_theirs, scale_theirs = theirs.frequencies(config.rotary_dim, length)
-    return float(max(np.max(np.abs(f_theirs / f - 1.0)), abs(scale_theirs / scale - 1.0)))
+    f, scale = rope.frequencies(config.rotary_dim, length)
+    engine_f, engine_scale = engine_rope.frequencies(config.rotary_dim, length)
+    return float(max(np.max(np.abs(engine_f / f - 1.0)), abs(engine_scale / scale - 1.0)))
 
 
 def _values(settings: Settings, model: _Model) -> dict[str, Any]:
     """What the sentences of the table may name."""
-    ours, dim, target = model.rope, model.config.rotary_dim, model.target
-    base, flags, betas = ours.theta, "", ""
-    if isinstance(ours, DynamicNTK):
-        base = NTK(theta=base, alpha=ours.alpha(target)).hf_rope(dim)[0]["rope_theta"]
-    if isinstance(ours, Linear):
-        flags = f" --rope-scaling linear --rope-scale {ours.factor:g}"
-    if isinstance(ours, Yarn):
-        flags = f" --rope-scaling yarn --rope-scale {ours.factor:g}"
-        flags += f" --yarn-orig-ctx {ours.original_length}"
-        if _has_only_betas(ours):
-            betas = f"--yarn-beta-fast {ours.beta_fast:g} --yarn-beta-slow {ours.beta_slow:g}"
+    rope, dim, target = model.rope, model.config.rotary_dim, model.target
+    base, flags, betas = rope.theta, "", ""
+    if isinstance(rope, DynamicNTK):
+        base = NTK(theta=base, alpha=rope.alpha(target)).hf_rope(dim)[0]["rope_theta"]
+    if isinstance(rope, Linear):
+        flags = f" --rope-scaling linear --rope-scale {rope.factor:g}"
+    if isinstance(rope, Yarn):
+        flags = f" --rope-scaling yarn --rope-scale {rope.factor:g}"
+        flags += f" --yarn-orig-ctx {rope.original_length}"
+        if _has_only_betas(rope):
+            betas = f"--yarn-beta-fast {rope.beta_fast:g} --yarn-beta-slow {rope.beta_slow:g}"
             flags += f" {betas}"
     return {
         "trained": settings.trained,
         "target": target,
         "max_length": settings.max_length,
-        "scale": 1.0 if ours.learned else ours.frequencies(dim, target)[1],
+        "scale": 1.0 if rope.learned else rope.frequencies(dim, target)[1],
         "base": base,
         "flags": f"start it with --rope-freq-base {base:.8g}{flags}",
         "betas": f"start it with {betas}" if betas else "",
     }
 
 
-def _has_only_betas(ours: Yarn) -> bool:
+def _has_only_betas(rope: Yarn) -> bool:
     """Whether flags for beta_fast and beta_slow make llama.cpp's YaRN equal to this one."""
     plain = Yarn(
-        theta=ours.theta, factor=ours.factor, original_length=ours.original_length,
-        beta_fast=ours.beta_fast, beta_slow=ours.beta_slow,
+        theta=rope.theta, factor=rope.factor, original_length=rope.original_length,
+        beta_fast=rope.beta_fast, beta_slow=rope.beta_slow,
     )  # fmt: skip
-    return ours == plain
+    return rope == plain
 
 
 def _another_way(model: _Model, rights: list[str]) -> str:
     """What to do where the engine itself has no way out."""
-    ours, target = model.rope, model.target
+    rope, target = model.rope, model.target
     same = f"for texts of {target} tokens alone, python -m lcjax.convert SRC DST"
-    if isinstance(ours, DynamicNTK):
-        return f"{same} --rope.type=ntk --rope.alpha={ours.alpha(target):g} writes an equal one"
-    if isinstance(ours, E2LLM) and ours.factor is None:
-        return f"{same} --rope.type=linear --rope.factor={ours.scale(target):g} writes an equal one"
+    if isinstance(rope, DynamicNTK):
+        return f"{same} --rope.type=ntk --rope.alpha={rope.alpha(target):g} writes an equal one"
+    if isinstance(rope, E2LLM) and rope.factor is None:
+        return f"{same} --rope.type=linear --rope.factor={rope.scale(target):g} writes an equal one"
     return f"use {' or '.join(rights)}" if rights else "read it with lcjax"
+
+
+def _position(config: ModelConfig) -> str:
+    """The RoPE methods of all layers, each once."""
+    return " and ".join(dict.fromkeys(_describe(layer.rope) for layer, _ in config.layer_counts))
 
 
 def _describe(rope: Rope) -> str:
@@ -374,4 +419,4 @@ def _describe(rope: Rope) -> str:
         words.append(
             f"{field.name}={value:g}" if isinstance(value, float) else f"{field.name}={value}"
         )
-    return f"rope {rope.type} ({', '.join(words)})"
+    return f"rope {rope.type}" + (f" ({', '.join(words)})" if words else "")

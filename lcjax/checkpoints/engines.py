@@ -10,13 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lcjax.checkpoints.hf_config import SUPPORTED
 from lcjax.rope import NTK, Default, Llama3, LongRope, Rope, Yarn, from_hf
 
 RIGHT, WRONG, REFUSED, UNKNOWN = "right", "wrong", "refused", "not known"
 _ORIGINAL = "original_max_position_embeddings"
-THETA = 10_000.0  # what every engine takes for these families when the config has none
-CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in SUPPORTED}
 _OTHER_KEYS = ("rope_scaling", "rope_theta", "lcjax_rope")  # of the rope, beside `rope_parameters`
 
 
@@ -278,6 +275,8 @@ ENGINES = (
             "mistral": Family(_TRANSFORMERS_ROPES),
             "qwen2": Family(_TRANSFORMERS_ROPES),
             "phi": Family(_TRANSFORMERS_ROPES),
+            "ministral": Family(_TRANSFORMERS_ROPES),
+            "smollm3": Family(_TRANSFORMERS_ROPES),
         },
         foreign=(WRONG, "it picks the class by model_type and leaves the memory's weights out"),
         memory=(WRONG, "it leaves the memory's weights out, with a warning"),

@@ -22,9 +22,10 @@ import numpy as np
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hf_config import config_from_hf
 from lcjax.checkpoints.weights import TensorInfo
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, import_package, whole_number
 from lcjax.models.config import ModelConfig
 from lcjax.rope import Yarn
+from lcjax.storage import map_file, to_path
 
 # struct formats of the scalar value types; 8 is a string, 9 an array
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -128,8 +129,8 @@ class GGUFFile:
 
     def __init__(self, path: str | Path):
         self.path = str(path)
-        self.metadata, self.stored = read_index(Path(path))
-        _check_kinds(Path(path), self.metadata)
+        self.metadata, self.stored = read_index(to_path(path))
+        _check_kinds(to_path(path), self.metadata)
         self.architecture = self.metadata.get("general.architecture")
         if self.architecture not in _FAMILIES:
             raise InputError(
@@ -276,8 +277,7 @@ def dequantize(tensor: Tensor, start: int, stop: int) -> np.ndarray:
     data = tensor.data[start:stop]
     if tensor.kind in _PLAIN:
         return data.view(_PLAIN[tensor.kind])
-    import gguf
-
+    gguf = import_package("gguf", tensor.name)
     kind = gguf.GGMLQuantizationType[tensor.kind]
     out = np.empty((len(data), tensor.shape[-1]), np.float32)
     # gguf works on 16 rows at a time; blocks are independent, so longer rows save its overhead.
@@ -434,7 +434,7 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     size = path.stat().st_size
-    data = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
+    data = np.frombuffer(map_file(path) if size else b"", np.uint8)
     if bytes(data[:4]) != b"GGUF":
         raise InputError(
             f"{path}: not a GGUF file (it does not start with GGUF); of a Hugging Face model give "
@@ -493,15 +493,14 @@ def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tens
 
 def _layout(path: Path, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int, int]:
     """The quantisation of a tensor, its rows, and the bytes of a row."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    if kind not in set(GGMLQuantizationType):
+    gguf = import_package("gguf", str(path))
+    if kind not in set(gguf.GGMLQuantizationType):
         raise InputError(
             f"{path}: tensor {name} has quantisation type {kind}, which the installed package gguf "
             "does not know; upgrade gguf (pip install -U gguf), or use a file in F16, Q8_0 or Q4_K"
         )
-    quantisation = GGMLQuantizationType(kind)
-    block, block_bytes = GGML_QUANT_SIZES[quantisation]
+    quantisation = gguf.GGMLQuantizationType(kind)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
     if shape[-1] % block:
         raise ValueError(f"{name} has rows of {shape[-1]}, no multiple of {block}")
     return quantisation.name, math.prod(shape[:-1]), shape[-1] // block * block_bytes

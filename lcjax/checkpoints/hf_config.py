@@ -2,18 +2,21 @@
 
 from typing import Any
 
-from lcjax.attention import Causal, Landmark, Pattern, Sliding
+from lcjax.attention import Causal, Landmark, Sliding
 from lcjax.checkpoints.hf_files import check_types
 from lcjax.checkpoints.hf_names import is_phi
 from lcjax.errors import InputError
-from lcjax.models.config import ModelConfig
-from lcjax.rope import from_hf
+from lcjax.models.config import LayerKind, ModelConfig, repeating
+from lcjax.rope import NoRotation, Rope, from_hf
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
 _TOP_K = 5  # blocks that both codes retrieve when they evaluate; no config names it
-SUPPORTED = ("llama", "mistral", "qwen2", "phi")
-_THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta
-DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
+SUPPORTED = ("llama", "mistral", "qwen2", "phi", "ministral", "smollm3")
+CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in SUPPORTED}
+CLASSES["smollm3"] = "SmolLM3ForCausalLM"
+# What transformers takes of all but smollm3 for an absent `sliding_window`; null means none.
+DEFAULT_WINDOW = 4_096
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
 _MAX_LENGTH = "lcjax_max_length"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 # Sizes by their keys, and what the config of a family holds without a key for it.
@@ -77,6 +80,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
             f"{where}: partial_rotary_factor={fraction} is not supported for model_type={kind!r}, "
             "whose heads are rotated whole; remove it if the weights were trained so"
         )
+    rope = from_hf(hf).resolve(theta=default_theta(kind), length=get("max_position_embeddings"))
     return ModelConfig(
         **{field: get(key) for key, field in _SIZES.items()},
         # transformers reads null as absent.
@@ -84,12 +88,16 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         head_dim=hf.get("head_dim") or get("hidden_size") // heads,
         max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
         rotary_fraction=fraction,
-        tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
-        pattern=_pattern(hf, kind, where),
+        tie_embeddings=bool(_or_default(hf.get("tie_word_embeddings"), kind == "smollm3")),
         param_dtype=stated_dtype(hf) or "float32",
+        **{"rope": rope} | _layer_fields(hf, kind, where),
         **(_phi_fields(hf, where) if kind == "phi" else _llama_fields(hf, kind, where)),
     )
+
+
+def default_theta(model_type: str) -> float:
+    """Returns the base of rotations that transformers takes for a config without `rope_theta`."""
+    return 2_000_000.0 if model_type == "smollm3" else 10_000.0
 
 
 def stated_dtype(hf: dict[str, Any]) -> str | None:
@@ -113,12 +121,13 @@ def _or_default(value: Any, default: Any) -> Any:
 
 def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "silu", ("silu", "swish"))
-    attention_bias = kind == "llama" and bool(hf.get("attention_bias"))
+    has_flags = kind in ("llama", "smollm3")
+    attention_bias = has_flags and bool(hf.get("attention_bias"))
     return {
         "norm_epsilon": _or_default(hf.get("rms_norm_eps"), 1e-6),
         "qkv_bias": attention_bias or kind == "qwen2",  # Qwen2 has them without a key for them
         "out_bias": attention_bias,
-        "mlp_bias": kind == "llama" and bool(hf.get("mlp_bias")),
+        "mlp_bias": has_flags and bool(hf.get("mlp_bias")),
     }
 
 
@@ -129,26 +138,43 @@ def _phi_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
     return _PHI | {"norm_epsilon": _or_default(hf.get("layer_norm_eps"), 1e-5)}
 
 
-def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
-    """Mistral's window holds in every layer, Qwen2's in those from `max_window_layers` on."""
-    window = hf.get("sliding_window", DEFAULT_WINDOW)
-    if window is None or kind not in ("mistral", "qwen2"):
-        return Causal()
-    if kind == "mistral":
-        return Sliding(window=window)
-    if not hf.get("use_sliding_window"):
-        return Causal()
-    full, layers = hf.get("max_window_layers", 28), hf["num_hidden_layers"]
-    kinds = set(
-        hf.get("layer_types")
-        or ("full_attention" if i < full else "sliding_attention" for i in range(layers))
-    )
-    if len(kinds) > 1:
+def _layer_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """Returns `pattern` and `layers`, or `rope`: which layers have a window, and which rotate."""
+    count = hf["num_hidden_layers"]
+    window = hf.get("sliding_window", None if kind == "smollm3" else DEFAULT_WINDOW)
+    if kind in ("qwen2", "smollm3") and not hf.get("use_sliding_window"):
+        window = None
+    if kind in ("llama", "phi"):
+        window = None
+    rotated = [True] * count
+    if kind == "smollm3":
+        interval = _or_default(hf.get("no_rope_layer_interval"), 4)
+        rotated = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    types = hf.get("layer_types") if kind != "mistral" else None  # which does not read them
+    if not types and kind == "qwen2":
+        full = hf.get("max_window_layers", 28)
+        types = [_FULL if i < full else _SLIDING for i in range(count)]
+    elif not types and kind == "smollm3":
+        types = [_FULL if has_rope else _SLIDING for has_rope in rotated]
+    types = types or [_SLIDING] * count
+    if len(set(types)) == 1:
+        types = types[:1] * count
+    if len(types) != count or len(rotated) != count or not set(types) <= {_FULL, _SLIDING}:
         raise InputError(
-            f"{where}: layers with and without a window (max_window_layers={full} of {layers}) are "
-            "not supported; set use_sliding_window to false to read all of them without one"
+            f"{where}: layer_types={types!r:.60} and no_rope_layers must have an entry for each of"
+            f" the {count} layers; supported types: {_FULL}, {_SLIDING}"
         )
-    return Sliding(window=window) if kinds == {"sliding_attention"} else Causal()
+    kinds = [
+        LayerKind(
+            pattern=None if window is None or name == _FULL else Sliding(window=window),
+            rope=None if has_rope else NoRotation(),
+        )
+        for name, has_rope in zip(types, rotated, strict=True)
+    ]
+    if len(set(kinds)) == 1:
+        fields = {"pattern": kinds[0].pattern or Causal(), "rope": kinds[0].rope}
+        return {key: value for key, value in fields.items() if value is not None}
+    return {"pattern": Causal(), "layers": repeating(kinds)}
 
 
 def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landmark:
@@ -197,6 +223,10 @@ def model_type_of(config: ModelConfig) -> str:
         return "phi"
     if config.qkv_bias and not config.out_bias:
         return "qwen2"
+    if any(isinstance(layer.rope, NoRotation) for layer, _ in config.layer_counts):
+        return "smollm3"
+    if config.layers:
+        return "ministral"
     return "mistral" if isinstance(config.pattern, Sliding) else "llama"
 
 
@@ -215,11 +245,13 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
                 "llama; keep the run folder instead"
             )
         return plain | added
-    config = config.replace(pattern=config.pattern.for_inference())
+    config = config.for_inference()
+    if len(config.kinds) == 1:
+        config = config.layer(0)
     kind = model_type_of(config)
     _check_exportable(config, kind)
     hf = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": [CLASSES[kind]],
         "model_type": kind,
         **{key: getattr(config, field) for key, field in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -242,7 +274,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
             "head_dim": config.head_dim,
         }
     hf |= _family_fields(config, kind)
-    hf |= config.rope.to_hf(config.rotary_dim)
+    hf |= _rotations(config)[0].to_hf(config.rotary_dim)
     if hf["max_position_embeddings"] != config.max_length:
         # A dynamic rope stores its own length there: transformers has no other key for it.
         hf[_MAX_LENGTH] = config.max_length
@@ -254,37 +286,65 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     return hf
 
 
+def windows(config: ModelConfig) -> list[int | None]:
+    """The window of each layer; None: it sees the whole text."""
+    layers = map(config.layer, range(config.num_layers))
+    return [getattr(layer.pattern, "window", None) for layer in layers]
+
+
+def _rotations(config: ModelConfig) -> list[Rope]:
+    """The RoPE methods of layers that rotate, each once; that of the model if none does."""
+    ropes = dict.fromkeys(layer.rope for layer, _ in config.layer_counts)
+    return [rope for rope in ropes if not isinstance(rope, NoRotation)] or [config.rope]
+
+
 def _family_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
-    window = config.pattern.window if isinstance(config.pattern, Sliding) else None
+    if kind == "phi":
+        return {}
     if kind == "llama":
         return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    sizes = windows(config)
+    window = max((size for size in sizes if size is not None), default=None)
     if kind == "mistral":
         return {"sliding_window": window}
+    fields = {"sliding_window": window}
+    if config.layers or kind == "smollm3":
+        fields["layer_types"] = [_FULL if size is None else _SLIDING for size in sizes]
+    if kind != "ministral":
+        fields["use_sliding_window"] = window is not None
     if kind == "qwen2":
-        # Windowed layers are those from `max_window_layers` on: none of them, or all.
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": 0 if window is not None else config.num_layers,
-        }
-    return {}
+        # transformers 4 reads the first layer of those with a window, which all after it have.
+        first = sizes.index(window) if window is not None else config.num_layers
+        fields["max_window_layers"] = first if None not in sizes[first:] else config.num_layers
+    if kind == "smollm3":
+        layers = map(config.layer, range(config.num_layers))
+        fields["no_rope_layers"] = [int(not isinstance(x.rope, NoRotation)) for x in layers]
+        fields |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    return fields
 
 
 def _check_exportable(config: ModelConfig, kind: str) -> None:
     """transformers has no class for some combinations that the decoder can compute."""
     if kind == "phi":
         required = _PHI | {"tie_embeddings": False}
-    elif kind == "llama":
+    elif kind in ("llama", "smollm3"):
         required = _SEQUENTIAL | {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
     else:
         required = _SEQUENTIAL | {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
     required |= {"position": "rope"}
     wrong = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
-    exact = isinstance(config.pattern, Causal) or (
-        isinstance(config.pattern, Sliding) and kind in ("mistral", "qwen2")
-    )
-    if not exact:
-        wrong.append(f"pattern={config.pattern}")
+    has_windows = kind in ("mistral", "qwen2", "ministral", "smollm3")
+    wrong += [
+        f"{'layers.' if config.layers else ''}pattern={pattern}"
+        for pattern in config.patterns
+        if not isinstance(pattern, Causal) and not (has_windows and isinstance(pattern, Sliding))
+    ]
+    if not wrong and len({*windows(config)} - {None}) > 1:
+        wrong.append(f"layers of windows {sorted({*windows(config)} - {None})}")
+    ropes = {layer.rope for layer, _ in config.layer_counts}
+    rotating = {rope for rope in ropes if not isinstance(rope, NoRotation)}
+    if len(rotating) > 1 or (ropes != rotating and kind != "smollm3"):
+        wrong.append(f"layers of ropes {', '.join(sorted(map(repr, ropes)))}")
     if kind == "phi" and config.head_dim * config.num_heads != config.width:
         wrong.append(f"head_dim={config.head_dim}")
     if wrong:

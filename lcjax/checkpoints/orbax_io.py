@@ -10,12 +10,20 @@ wrote, in the background too. They are compared before anything is restored, so 
 found. `sha256sum -c checksums.0` in a checkpoint's folder does the same. For 1.2 GB on 2 CPU cores
 the sums took a fifth of the time of a save and a third of that of a restore. Checkpoints without
 sums are restored unchecked: those of older versions, and one whose process was killed before them.
+
+A run folder at a URL (`lcjax.storage`) has checkpoints of the same files. orbax writes each into a
+temporary local folder, which is uploaded in the background; the sums are uploaded last, and are the
+mark of a complete checkpoint: there a folder without them is none. Older checkpoints are deleted
+after that. To be restored a checkpoint is copied to a temporary folder. (orbax 0.12 can write to
+gs:// itself, but takes s3:// for a local path.)
 """
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -30,9 +38,17 @@ from orbax.checkpoint import v1 as ocp
 from lcjax.errors import InputError, whole_number
 from lcjax.files import check_sums, write_sums
 from lcjax.parallel import distributed
+from lcjax.storage import Staging, URLPath, is_storage_failure, remove, to_path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 FOLDER = "checkpoints"
 _CHECKSUMS = "checksums.{}"  # in the folder of a checkpoint; one for each process
+_MARK = _CHECKSUMS.format(0)  # at a URL: the file of a complete checkpoint
+_PARTIAL = ".partial"  # ends the name of a folder to which a checkpoint is copied
 _OF_PROCESS = re.compile(r"ocdbt\.process_(\d+)")  # folder of the arrays that a process wrote
 # What orbax and tensorstore raise for files that are cut short, missing or not theirs.
 _DAMAGE = (OSError, ValueError, LookupError)
@@ -91,8 +107,10 @@ class _Rotation:
     def should_preserve(self, checkpoints: Sequence, *, context: Any) -> list[bool]:
         del context
         steps = [checkpoint.step for checkpoint in checkpoints]
-        preserved = {*steps[-self._keep :], _newest(steps, self.last_finite)}
-        return [step in preserved for step in steps]
+        return [step in self.preserved(steps) for step in steps]
+
+    def preserved(self, steps: Sequence[int]) -> set[int | None]:
+        return {*steps[-self._keep :], _newest(steps, self.last_finite)}
 
 
 def _newest(steps: Sequence[int], last: int | None) -> int | None:
@@ -112,18 +130,23 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep: int = 2):
         _quiet_orbax()
-        self._folder = Path(folder).absolute() / FOLDER
+        self._folder = to_path(folder).absolute() / FOLDER
+        # What orbax writes must be synced and locked, which not all mounted folders can.
+        is_direct = jax.process_count() > 1 or _can_sync(self._folder)
+        self._staging = Staging(self._folder, always=not is_direct)
         self.last_finite: int | None = None
         self._rotation = _Rotation(keep)
         self._executor = concurrent.futures.ThreadPoolExecutor(1)
         self._unfinished: concurrent.futures.Future | None = None  # the last save
         self._orbax = ocp.training.Checkpointer(
-            self._folder,
+            self._staging.local,
             # When to save is the training loop's decision.
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=self._rotation,
             cleanup_tmp_directories=True,
         )
+        self._published: list[int] = []  # steps, where a temporary folder is used
+        self._reload()
         _check_shared(self._folder, self.steps)
 
     def __enter__(self) -> "Checkpoints":
@@ -138,10 +161,19 @@ class Checkpoints:
                 raise self._failure(error) from error
         finally:
             self._executor.shutdown()
+            self._staging.close()
 
     @property
     def steps(self) -> list[int]:
+        if self._staging.is_temporary:
+            return self._published
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def _reload(self) -> None:
+        """Lists the checkpoints anew."""
+        self._orbax.reload()
+        if self._staging.is_temporary:
+            self._published = steps_in(self._folder)
 
     @property
     def finite_step(self) -> int | None:
@@ -153,9 +185,9 @@ class Checkpoints:
 
         Raises the error of the previous save, if there was one.
         """
+        self.wait()
         if step in self.steps:
             return
-        self.wait()
         self._rotation.last_finite = self.last_finite
         data = _Position(position | {"last_finite": self.last_finite})
         try:
@@ -167,9 +199,29 @@ class Checkpoints:
 
         def finish():
             response.result()
-            _write_checksums(self._folder / str(step))
+            _write_checksums(self._staging.local / str(step))
+            if self._staging.is_temporary:
+                self._publish(step)
 
         self._unfinished = self._executor.submit(finish)
+
+    def _publish(self, step: int) -> None:
+        """Moves a checkpoint out of the temporary folder."""
+        local, place = self._staging.local / str(step), self._folder / str(step)
+        if isinstance(place, URLPath):
+            remove(place)  # the beginning of one whose process was killed
+            with Staging(place, local) as staging:
+                staging.upload(last=_MARK)
+        else:
+            for leftover in self._folder.glob(f"*{_PARTIAL}"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial = place.with_name(place.name + _PARTIAL)
+            with Staging(partial, local) as staging:
+                staging.upload()
+            partial.rename(place)
+        self._published = sorted({*self._published, step})
+        shutil.rmtree(local)
+        self._delete_surplus()
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises if it could not be."""
@@ -213,16 +265,18 @@ class Checkpoints:
 
     def _delete_surplus(self) -> None:
         """Deletes what a killed process was about to delete; it may have deleted a part of it."""
-        checkpoints = list(self._orbax.checkpoints)
-        preserved = self._rotation.should_preserve(checkpoints, context=None)
-        if all(preserved):
+        steps = self.steps
+        surplus = [step for step in steps if step not in self._rotation.preserved(steps)]
+        if self._staging.is_temporary:  # the beginnings of others, too
+            names = (path.name for path in self._folder.iterdir())
+            surplus += [int(name) for name in names if name.isdigit() and int(name) not in steps]
+        if not surplus:
             return
         if distributed.is_main_process():
-            for checkpoint, is_preserved in zip(checkpoints, preserved, strict=True):
-                if not is_preserved:
-                    shutil.rmtree(self._folder / str(checkpoint.step), ignore_errors=True)
+            for step in surplus:
+                _delete(self._folder / str(step))
         distributed.barrier("surplus checkpoints deleted")
-        self._orbax.reload()
+        self._reload()
 
     def _set_aside(self, step: int, error: Exception) -> None:
         damaged = self._folder / str(step)
@@ -233,9 +287,11 @@ class Checkpoints:
                 if not target.exists():
                     break
                 target = damaged.with_name(f"{step}.damaged{number}")
+            if isinstance(damaged, URLPath):
+                (damaged / _MARK).unlink(missing_ok=True)
             damaged.rename(target)
         distributed.barrier("damaged checkpoint moved")
-        self._orbax.reload()
+        self._reload()
 
     def _failure(self, error: Exception) -> CheckpointError:
         steps = steps_in(self._folder)
@@ -248,7 +304,20 @@ class Checkpoints:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in ascending order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    paths = [path for path in folder.glob("*") if path.name.isdigit()]
+    if isinstance(folder, URLPath):
+        paths = [path for path in paths if (path / _MARK).is_file()]
+    return sorted(int(path.name) for path in paths)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a checkpoint as far as possible; at a URL it is none from the first file on."""
+    if not isinstance(path, URLPath):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        (path / _MARK).unlink(missing_ok=True)
+        remove(path)
 
 
 def _write_checksums(path: Path) -> None:
@@ -274,7 +343,7 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
     Changes nothing in the folder. Leaves that `abstract_state` does not name are not read.
     """
     _quiet_orbax()
-    root = Path(folder).absolute() / FOLDER
+    root = to_path(folder).absolute() / FOLDER
     steps = steps_in(root)
     _check_shared(root, steps)
     if not steps or (step is not None and step not in steps):
@@ -329,6 +398,8 @@ def _load_together(
 
 def _may_be_whole(error: Exception) -> bool:
     """Whether storage failed (no answer, no permission) rather than what the files hold."""
+    if is_storage_failure(error):  # its cause may be any error of a package
+        return True
     error = _root(error)
     if isinstance(error, OSError):
         return not isinstance(error, _MISSING)
@@ -337,6 +408,12 @@ def _may_be_whole(error: Exception) -> bool:
 
 
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
+    with Staging(path) as staging:
+        staging.download()
+        return _load_local(staging.local, abstract_state, with_data=with_data)
+
+
+def _load_local(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
     # Before orbax, which logs much about files that it cannot read.
     checksums = sorted(path.glob(_CHECKSUMS.format("*")))
     check_sums(checksums, part=jax.process_index(), num_parts=jax.process_count())
@@ -377,3 +454,28 @@ def _quiet_orbax() -> None:
     logger = logging.getLogger("absl")
     if not any(isinstance(known, _OrbaxFilter) for known in logger.filters):
         logger.addFilter(_OrbaxFilter())
+
+
+def _can_sync(folder: Path | URLPath) -> bool:
+    """Whether files in a folder can be synced to the disk, locked and renamed onto others.
+
+    Some mounted folders cannot (FUSE, network file systems). A URL needs none of it.
+    """
+    if isinstance(folder, URLPath) or fcntl is None:
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".lcjax-{os.getpid()}.tmp"
+    try:
+        with path.open("w") as file:
+            os.fsync(file.fileno())
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_UN)  # on NFS flock is a lock of this kind, too
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.with_suffix(".to").touch()
+        path.replace(path.with_suffix(".to"))
+    except OSError:
+        return False
+    finally:
+        for file in (path, path.with_suffix(".to")):
+            file.unlink(missing_ok=True)
+    return True

@@ -23,9 +23,10 @@ from lcjax.files import read_json, write_whole
 from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
-from lcjax.models.decoder import abstract_params, random_params, with_learned_rope
+from lcjax.models.decoder import abstract_params
 from lcjax.parallel.offload import to_device
 from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.storage import StorageError, to_path
 from lcjax.tree import flatten, split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
@@ -44,6 +45,7 @@ class BaseModel:
     frozen: str | None = None  # fingerprint of all other parameters; None: there are none
     base: str | None = None  # the checkpoint under `path`, where that holds adapters
     memory: dict | None = None  # the section model.memory, where the run added one
+    encoder_layers: int | None = None  # model.encoder_layers
 
     @classmethod
     def read(cls, folder: Path) -> "BaseModel":
@@ -92,6 +94,8 @@ def run_config(folder: Path) -> ModelConfig:
         )
     try:
         return config_lib.parse(ModelConfig, ["--config", str(path)])
+    except StorageError:
+        raise
     except InputError as error:
         raise InputError(
             f"{path} is not as a training wrote it ({error}); restore it from a copy, or train"
@@ -115,7 +119,7 @@ def load_run(
     """
     from lcjax.checkpoints.load import load_tokenizer
 
-    folder = Path(folder)
+    folder = to_path(folder)
     base = BaseModel.read(folder)
     config = run_config(folder)
     mesh = mesh if mesh is not None else make_mesh(Mesh(fsdp=1), jax.local_devices()[:1])
@@ -141,19 +145,20 @@ def _abstract_wide(tree: dict) -> dict:
 
 def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
     """The frozen parameters, initialised or read again as for the run, and checked."""
+    from lcjax.checkpoints.build import ModelSection, init_params
     from lcjax.checkpoints.load import load
 
-    if base.path is None:
-        bare = config if base.memory is None else config.replace(memory=None)
-        params = random_params(bare.replace(lora=None), base.seed, mesh)
-    else:
+    section = ModelSection(
+        path=base.path,
+        base=base.base,
+        seed=base.seed,
+        encoder_layers=base.encoder_layers,
+        memory=base.memory and MemorySection.from_dict(base.memory),
+    )
+    params = None
+    if base.path is not None:
         params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
-        params = with_learned_rope(params, config, base.seed)
-    if base.memory is not None:
-        from lcjax.checkpoints.build import add_memory
-
-        section = MemorySection.from_dict(base.memory)
-        params = add_memory(params, config, section, base.seed, mesh)
+    params = init_params(section, config.replace(lora=None), params, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
     check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
     return frozen

@@ -8,7 +8,6 @@ mapped file would count as a second copy of the model while it loads.
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import numpy as np
 
 from lcjax.checkpoints.weights import TensorInfo, shard_files
 from lcjax.errors import InputError
+from lcjax.files import atomic_file
+from lcjax.storage import read_range, to_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,7 +44,7 @@ class SafetensorsFolder:
         self.path = str(folder)
         self._places: dict[str, tuple[Path, int]] = {}  # file and offset of every tensor
         self.tensors: dict[str, TensorInfo] = {}
-        folder = Path(folder)
+        folder = to_path(folder)
         if files is None:
             files = shard_files(folder, SINGLE, INDEX, _loose(folder))
         if not files:
@@ -60,7 +61,7 @@ class SafetensorsFolder:
         dtype = np.dtype(getattr(ml_dtypes, info.dtype, None) or info.dtype)
         row = math.prod(info.shape[1:])
         count, skip = (stop - start) * row, offset + start * row * dtype.itemsize
-        block = np.fromfile(file, dtype, count, offset=skip)
+        block = read_range(file, skip, count * dtype.itemsize).view(dtype)
         return block.reshape(stop - start, *info.shape[1:])
 
 
@@ -77,7 +78,7 @@ def _loose(folder: Path) -> list[Path]:
 def read_header(file: Path) -> list[tuple[str, TensorInfo, int]]:
     """Returns (name, shape and dtype, offset in the file) of every tensor of one file."""
     size = file.stat().st_size
-    with open(file, "rb") as stream:
+    with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8:
             raise InputError(f"{file}: not a safetensors file, or truncated ({size} bytes)")
@@ -139,7 +140,7 @@ def _is_count(value: Any) -> bool:
 def write_file(
     file: Path, tensors: dict[str, TensorInfo], arrays: Iterable[tuple[str, np.ndarray]]
 ) -> None:
-    """Writes one file, tensor by tensor in the order of `tensors`; synced to the disk."""
+    """Writes one file, tensor by tensor in the order of `tensors`; whole and synced to the disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
     position = 0
     for name, info in tensors.items():
@@ -152,14 +153,12 @@ def write_file(
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
-    with open(file, "wb") as out:
+    with atomic_file(file, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for (name, info), (array_name, array) in zip(tensors.items(), arrays, strict=True):
             if name != array_name or array.shape != info.shape or array.dtype.name != info.dtype:
                 raise ValueError(f"{array_name} {array.dtype} {array.shape} is not {name} {info}")
             out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def nbytes(info: TensorInfo) -> int:

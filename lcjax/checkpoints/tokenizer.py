@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lcjax.checkpoints.chat_template import render_template
-from lcjax.errors import InputError
+from lcjax.errors import InputError, import_package
 from lcjax.files import write_json
+from lcjax.storage import to_path
 
 Message = dict[str, str]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # of `save`
@@ -122,7 +123,7 @@ class _PublishedTokenizer:
 
     def _save(self, folder: str | Path, name: str, content: bytes, settings: dict) -> None:
         """Writes `name` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
-        folder = Path(folder)
+        folder = to_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         write_json(folder / "tokenizer_config.json", settings)
@@ -275,8 +276,7 @@ def _specials_of(processor: Any) -> Specials:
 
 
 def _processor(model: bytes, where: str) -> Any:
-    import sentencepiece
-
+    sentencepiece = import_package("sentencepiece", where)
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, OSError) as error:

@@ -13,6 +13,7 @@ from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
 from lcjax.errors import InputError, whole_number
 from lcjax.files import read_json
+from lcjax.storage import to_path
 
 _BPE, _BYTE = 2, 6  # numbers of sentencepiece's model type and token type
 # llama.cpp's token types
@@ -41,7 +42,7 @@ def hf_tokenizer(folder: str | Path) -> Tokenizer:
     Its special tokens are those of its own files, else those of the model's files, which may also
     name more ends of an answer.
     """
-    files = _Folder(Path(folder))
+    files = _Folder(to_path(folder))
     if (files.path / "tokenizer.json").is_file():
         return _from_json(files)
     if (files.path / "tokenizer.model").is_file():

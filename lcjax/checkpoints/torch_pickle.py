@@ -19,6 +19,7 @@ import numpy as np
 
 from lcjax.checkpoints.weights import TensorInfo, shard_files
 from lcjax.errors import InputError
+from lcjax.storage import map_file, to_path
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
@@ -100,7 +101,7 @@ class TorchFolder:
     def __init__(self, folder: str | Path, files: Sequence[Path] | None = None):
         self.path = str(folder)
         self._arrays: dict[str, np.ndarray] = {}
-        for file in bin_files(Path(folder)) if files is None else files:
+        for file in bin_files(to_path(folder)) if files is None else files:
             self._arrays |= _read(file)
         self.tensors = {n: TensorInfo(a.shape, a.dtype.name) for n, a in self._arrays.items()}
 
@@ -127,7 +128,7 @@ def pickle_error(where: str, names: list[str]) -> InputError:
 def _read(file: Path) -> dict[str, np.ndarray]:
     """Tensors by name, as views of the mapped file."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with file.open("rb") as data, zipfile.ZipFile(data) as archive:
             members = {info.filename: info for info in archive.infolist()}
             (root,) = {n.rpartition("/")[0] for n in members if n.endswith("/data.pkl")}
             order = (
@@ -144,7 +145,7 @@ def _read(file: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{file}: refused: {error}; do not open this file") from error
     if order.strip() != b"little" or not isinstance(state, dict):
         raise InputError(f"{file}: not a little-endian dictionary of tensors; use safetensors")
-    data = np.asarray(np.memmap(file, np.uint8, "r"))
+    data = np.frombuffer(map_file(file), np.uint8)
     return {
         str(name): _view(file, data, members, root, name, tensor)
         for name, tensor in state.items()

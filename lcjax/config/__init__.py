@@ -19,14 +19,24 @@ from pathlib import Path
 import draccus
 import yaml
 
-from lcjax.config.decode import Text, check_instance, constructor, read_yaml, recipes, section
+from lcjax.config.decode import (
+    Text,
+    check_instance,
+    constructor,
+    read_yaml,
+    recipe_of,
+    recipes,
+    section,
+    to_data_path,
+)
 from lcjax.config.help import help_text
 from lcjax.errors import InputError, suggestion
 from lcjax.files import check_path, write_whole
+from lcjax.storage import to_path
 
 __all__ = [
     "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
-    "main", "parse", "read_yaml", "recipes",
+    "main", "parse", "read_yaml", "recipe_of", "recipes", "to_data_path",
 ]  # fmt: skip
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings
@@ -96,8 +106,8 @@ def _import(name: str) -> None:
 def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None = None) -> T:
     """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError.
 
-    `--config lcjax:NAME` is a recipe of the library (`recipes`). `tree` is the content of a file
-    that is read already, in place of `--config`.
+    `--config lcjax:NAME` is a recipe of the library (`recipes`); `lcjax:` lists them.
+    `tree` is the content of a file that is read already, in place of `--config`.
     """
     words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
@@ -114,6 +124,9 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None 
             raise InputError(f"{key} has no value; write {key}=value")
         value = value if equals else words.pop(0)
         if key == "--config":
+            if value == "lcjax:":
+                print(_listing())
+                raise SystemExit(0)
             if file is not None:
                 raise InputError(
                     f"--config={value}: --config={file} came before; give one file, which may"
@@ -128,6 +141,18 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None 
     for key, value in order:
         _override(tree, key, value)
     return section(cls, tree, "")
+
+
+def _listing() -> str:
+    """The recipes of the library, one a line with the first line of its comment."""
+    names = recipes()
+    lines = []
+    for name, file in names.items():
+        if "/" not in name:
+            with file.open(encoding="utf-8") as stream:
+                lines.append(f"lcjax:{name}  {stream.readline().strip()}")
+    folders = sorted({f"lcjax:{name.split('/')[0]}/" for name in names if "/" in name})
+    return "\n".join([*lines, f"Parts of recipes, for !include, are in {', '.join(folders)}."])
 
 
 def _check_section(cls: type, key: str, value: str) -> None:
@@ -236,9 +261,9 @@ class ErrorReport:
         """
         text = "".join(traceback.format_exception(error))
         folder = getattr(getattr(self.config, "run", None), "folder", None)
-        if folder is not None and Path(folder).is_dir():
-            file = Path(folder, ERROR)
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if folder is not None and to_path(folder).is_dir():
+                file = to_path(folder) / ERROR
                 file.write_text(text, encoding="utf-8")
                 return f" (where it happened: {file})"
         sys.stderr.write(text)

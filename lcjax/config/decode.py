@@ -8,6 +8,7 @@ in which a dataclass refused its values.
 import dataclasses
 import math
 import os
+import re
 import typing
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
 from lcjax.errors import InputError, suggestion
+from lcjax.storage import URLPath, is_url, to_path
 
 _MAX_FILES = 16  # that an error lists
 _RECIPE = "lcjax:"  # begins the name of a recipe of the library
@@ -25,17 +27,38 @@ _RECIPE = "lcjax:"  # begins the name of a recipe of the library
 
 def recipes() -> dict[str, Path]:
     """Returns the library's recipes and their parts by name, such as `model/smollm2_135m`."""
-    package = Path(__file__).resolve().parents[1]
-    folder = package / "configs"
-    if not folder.is_dir():
-        folder = package.parent / "configs"  # of a clone; a wheel has them in the package
+    folder = _folder()
     files = sorted(folder.rglob("*.yaml"))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+def _folder() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    if (package / "configs").is_dir():
+        return package / "configs"
+    return package.parent / "configs"  # of a clone; a wheel has them in the package
+
+
+def to_data_path(name: str) -> Path:
+    """Returns a path, or the small files `lcjax:NAME` beside the library's recipes."""
+    return _folder() / name.removeprefix(_RECIPE) if name.startswith(_RECIPE) else to_path(name)
+
+
+def recipe_of(path: str) -> str | None:
+    """Returns the recipe whose run writes the model at `path`, such as `runs/quickstart/model`."""
+    folder = re.escape(path.removesuffix("/model"))
+    for name, file in recipes().items():
+        text = file.read_text(encoding="utf-8")
+        if re.search(rf"^run: \{{folder: {folder}\}}", text, re.MULTILINE):
+            return name
+    return None
 
 
 def _locate(name: str, parent: Path | None = None) -> Path:
     """Returns the file of `lcjax:NAME`, or a path; `parent` is the file that includes it."""
     if not name.startswith(_RECIPE):
+        if is_url(name) or isinstance(parent, URLPath):
+            return to_path(name) if parent is None or is_url(name) else parent.parent / name
         return Path(name) if parent is None else Path(os.path.normpath(parent.parent / name))
     known, recipe = recipes(), name.removeprefix(_RECIPE)
     if recipe not in known:
@@ -73,7 +96,7 @@ class _Loader(SafeLoaderWithInclusion):
         _refuse_duplicates(self.stream.name, node.value, sections_only=True)
 
     def include(self, node):
-        file = _locate(self.construct_scalar(node), Path(self.stream.name))
+        file = _locate(self.construct_scalar(node), to_path(self.stream.name))
         with file.open(encoding="utf-8") as stream:
             return yaml.load(stream, _Loader)
 
@@ -85,18 +108,18 @@ def read_yaml(name: str | os.PathLike) -> dict:
     """Returns a YAML file as nested dicts and lists.
 
     Args:
-      name: a path, or `lcjax:NAME` for a recipe of the library. `!include` takes both, too; there
-        paths are relative to the file that names them.
+      name: a path or URL, or `lcjax:NAME` for a recipe of the library. `!include` takes both, too;
+        there paths are relative to the file that names them.
 
     Raises:
       InputError: the file or an included one is missing, or is not YAML of that form.
     """
-    path = _locate(os.fspath(name))
+    path = _locate(str(name))
     try:
         with path.open(encoding="utf-8") as stream:
             raw = yaml.load(stream, _Loader)
     except FileNotFoundError as error:
-        missing = Path(error.filename)
+        missing = to_path(error.filename)
         where = "" if missing == path else f" (included from {path})"
         recipe = missing.with_suffix("").as_posix().removeprefix("configs/")
         if recipe in recipes():  # as the documentation writes it for a clone
@@ -106,7 +129,7 @@ def read_yaml(name: str | os.PathLike) -> dict:
             guess = suggestion(missing.name, names, ".yaml")
         raise InputError(f"{missing}{where} does not exist; {guess}") from None
     except IsADirectoryError as error:
-        folder = Path(error.filename)
+        folder = to_path(error.filename)
         where = "" if folder == path else f" (included from {path})"
         files = sorted(file.name for file in folder.glob("*.yaml"))
         ellipsis = ", ..." if len(files) > _MAX_FILES else ""

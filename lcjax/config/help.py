@@ -32,7 +32,7 @@ FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is `--tr
 command line, which takes precedence. `model: !include other.yaml` reads a section from a file, and
 `<<: !include other.yaml` adds its keys to others; paths are relative to the file that names them.
 lcjax:NAME is a recipe of the library, lcjax:quickstart_train or lcjax:model/smollm2_135m, instead
-of a FILE.yaml.
+of a FILE.yaml; `--config lcjax:` lists them.
 `--import FILE.py` (or a module) registers methods, memories and tasks of your own."""
 
 

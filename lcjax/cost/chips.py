@@ -2,9 +2,9 @@
 
 Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, tables
 of key specifications (v6e: 1,640 GB/s; older versions of the page have 1,600). GPUs: NVIDIA's data
-sheets of A100, H100 and H200, each SXM; those of Hopper give bfloat16 with sparsity, of which half
-is dense. What a program may use is less than a chip has: libtpu keeps some, and so do a GPU's
-context and allocator.
+sheets of T4, L4, and A100, H100 and H200, each SXM; those of L4 and Hopper give bfloat16 with
+sparsity, of which half is dense. What a program may use is less than a chip has: libtpu keeps some,
+and so do a GPU's context and allocator.
 """
 
 import math
@@ -32,6 +32,8 @@ class Chip:
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
 
 
+# T4 and L4 use a part of 16 and 24 GB for error correction: CUDA counts 15,110 MiB and about
+# 22 GiB. The peak of a T4 is that of float16, as it has no units for bfloat16.
 # The usable memory of a TPU is libtpu's limit, which its compiler reports if a program needs more.
 # That of a v5p exceeds the 95 GB of its page, so its memory is set to 96 GiB. The usable memory of
 # a GPU is 95 % (a context, workspaces of libraries and fragments take the rest) and needs
@@ -43,6 +45,8 @@ CHIPS = {
         Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2),
         Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3),
         Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 1_640e9, 2),
+        Chip("t4", 14.75 * GIB, 0.95 * 14.75 * GIB, 65e12, 320e9),
+        Chip("l4", 22 * GIB, 0.95 * 22 * GIB, 121e12, 300e9),
         Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12, 1_555e9),
         Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12, 2_039e9),
         Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12, 3_350e9),
@@ -75,10 +79,10 @@ PEAK_FLOPS = (
     ("a100", CHIPS["a100-80"].peak),
     ("l40s", 362e12),
     ("l40", 181e12),
-    ("l4", 121e12),
+    ("l4", CHIPS["l4"].peak),
     ("a10g", 70e12),
     ("v100", 125e12),
-    ("t4", 65e12),
+    ("t4", CHIPS["t4"].peak),
 )
 
 
@@ -144,12 +148,12 @@ def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) ->
     return 2 * size**3 / best
 
 
-def machine_peak(dtype: str) -> tuple[float, str]:
-    """Returns the FLOP/s of all devices together, and the source of that number.
+def machine_peak(dtype: str, devices: list[jax.Device] | None = None) -> tuple[float, str]:
+    """Returns the FLOP/s of `devices` (None: all) together, and the source of that number.
 
     Known chips count with their bfloat16 peak, whatever `dtype` is; others are measured in `dtype`.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     peak = peak_flops(devices[0])
     if peak is not None:
         return peak * len(devices), f"{len(devices)} x {devices[0].device_kind}, bfloat16 peak"

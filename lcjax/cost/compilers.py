@@ -11,7 +11,7 @@ import os
 import jax
 
 from lcjax.cost.chips import Chip, Topology
-from lcjax.errors import InputError
+from lcjax.errors import InputError, install_command
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _TPU_ENVIRONMENT = {
@@ -23,11 +23,14 @@ _TPU_ENVIRONMENT = {
 
 _GPU_FLAGS = "--xla_gpu_autotune_level=0"  # there is no GPU to time anything on
 
-# Of the tuning guides (docs.nvidia.com/cuda) and data sheets: multiprocessors, float32 units of
-# one, clock in GHz, shared memory of one (a block may have 1 KiB less), level 2 cache.
-_AMPERE = (8, 108, 64, 1.41, 164 * 2**10, 40 * 2**20)
-_HOPPER = (9, 132, 128, 1.98, 228 * 2**10, 50 * 2**20)
+# Of the tuning guides (docs.nvidia.com/cuda) and data sheets: compute capability, multiprocessors,
+# float32 units and threads of one, clock in GHz, shared memory of one (1 KiB more than a block may
+# have), level 2 cache.
+_AMPERE = ((8, 0), 108, 64, 2048, 1.41, 164 * 2**10, 40 * 2**20)
+_HOPPER = ((9, 0), 132, 128, 2048, 1.98, 228 * 2**10, 50 * 2**20)
 _GPUS = {
+    "t4": (((7, 5), 40, 64, 1024, 1.59, 65 * 2**10, 4 * 2**20), "Tesla T4"),
+    "l4": (((8, 9), 58, 128, 1536, 2.04, 100 * 2**10, 48 * 2**20), "NVIDIA L4"),
     "a100-40": (_AMPERE, "NVIDIA A100-SXM4-40GB"),
     "a100-80": (_AMPERE, "NVIDIA A100-SXM4-80GB"),
     "h100": (_HOPPER, "NVIDIA H100 80GB HBM3"),
@@ -47,7 +50,7 @@ def devices(topology: Topology) -> list[jax.Device]:
 def _tpu_devices(topology: Topology) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
-            f"--topology={topology}: the TPU compiler is not installed; pip install lcjax[aot]"
+            f"--topology={topology}: the TPU compiler is not installed; {install_command('tpu')}"
         )
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -55,6 +58,8 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
 
     # Without this option a v4 chip has two devices, which no program on a v4 sees.
     options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
+    if 1 in topology.shape[:2]:  # libtpu's default is hosts of 2x2x1 chips
+        options["chips_per_host_bounds"] = [min(2, n) for n in topology.shape[:2]] + [1]
     try:
         description = topologies.get_topology_desc(str(topology), "tpu", **options)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
@@ -66,7 +71,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
 def _gpu_devices(topology: Topology) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         raise InputError(
-            f"--topology={topology}: jax's CUDA plugin is not installed; pip install lcjax[cuda]"
+            f"--topology={topology}: jax's CUDA plugin is not installed; {install_command('cuda')}"
         )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries and a driver
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_GPU_FLAGS}".strip()
@@ -87,7 +92,7 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
 
 def _gpu_target(chip: Chip) -> str:
     """XLA's description of a GPU (`GpuTargetConfigProto` as text)."""
-    (major, cores, units, clock, shared, cache), name = _GPUS[chip.name]
+    ((major, minor), cores, units, threads, clock, shared, cache), name = _GPUS[chip.name]
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -95,7 +100,7 @@ gpu_device_info {{
   shared_memory_per_block: {48 * 2**10}
   shared_memory_per_core: {shared}
   shared_memory_per_block_optin: {shared - 2**10}
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {threads}
   core_count: {cores}
   fpus_per_core: {units}
   block_dim_limit_x: {2**31 - 1}
@@ -110,7 +115,7 @@ gpu_device_info {{
   l2_cache_size: {cache}
   clock_rate_ghz: {clock}
   device_memory_size: {chip.memory:.0f}
-  cuda_compute_capability {{ major: {major} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}

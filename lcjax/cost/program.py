@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -37,6 +38,8 @@ _GROUPS = re.compile(
 )
 # An axis with its size, or (of what is before and how much) a part of one.
 _AXIS = re.compile(r"'(\w+)'(?:(?:=|:\(\d+\))(\d+))?")
+_PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
+_PAIR = re.compile(r"(\d+),(\d+)")
 _SCATTER = "all-reduce-scatter"  # libtpu's fusions that leave each device its part of a sum
 _CALLS = re.compile(r" (?:fusion|call|async-start)\(.*(?:calls|to_apply)=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -138,11 +141,38 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
 
 def collectives(text: str) -> dict[str, Traffic]:
     """Counts collectives by kind in the text of an optimised HLO module (`compiled.as_text()`)."""
-    bodies, entry = _computations(text)
     num_devices = _group(text.split("\n", 1)[0]) or 1
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for match, computation, times in _walk(text):
+        kind, received = _received(match, _group(match.string) or num_devices, computation)
+        if received:
+            totals[kind][0] += times
+            totals[kind][1] += times * received
+    return {kind: Traffic(*totals[kind]) for kind in KINDS if kind in totals}
 
-    def walk(name: str, times: int, seen: set | None) -> None:
+
+def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
+    """Counts the bytes that collective-permutes send, by the numbers of (sender, receiver).
+
+    They are the messages of a ring; other collectives have no pairs. Numbers are places in the
+    program's order of devices, which is that of its mesh.
+    """
+    totals: dict[tuple[int, int], int] = defaultdict(int)
+    for match, computation, times in _walk(text):
+        pairs = _PAIRS.search(match.string)
+        if pairs and match[2] == "collective-permute":
+            size = times * _received(match, 0, computation)[1]
+            for source, target in _PAIR.findall(pairs[1]):
+                if source != target:
+                    totals[int(source), int(target)] += size
+    return dict(totals)
+
+
+def _walk(text: str) -> Iterator[tuple[re.Match, str, int]]:
+    """Yields (match of a collective's line, its computation, how often it runs)."""
+    bodies, entry = _computations(text)
+
+    def walk(name: str, times: int, seen: set | None) -> Iterator[tuple[re.Match, str, int]]:
         """`seen`: channels of the caller if `name` is a part of it; None if it runs alone."""
         channels: set = set()
         for line in bodies.get(name, ()):
@@ -153,22 +183,18 @@ def collectives(text: str) -> dict[str, Traffic]:
                     continue
                 if seen is not None:
                     seen.add(channel)
-                kind, received = _received(match, _group(line) or num_devices, name)
-                if received:
-                    totals[kind][0] += times
-                    totals[kind][1] += times * received
+                yield match, name, times
             elif match := _WHILE.search(line):
                 known = _TRIPS.search(line)
                 trips = int(known[1]) if known else _trips(bodies.get(match[1], ()))
-                walk(match[2], times * trips, None)
+                yield from walk(match[2], times * trips, None)
             elif match := _BRANCHES.search(line):
                 for branch in match[1].split(","):
-                    walk(branch.strip().lstrip("%"), times, None)
+                    yield from walk(branch.strip().lstrip("%"), times, None)
             elif match := _CALLS.search(line):
-                walk(match[1], times, channels if seen is None else seen)
+                yield from walk(match[1], times, channels if seen is None else seen)
 
-    walk(entry, 1, None)
-    return {kind: Traffic(*totals[kind]) for kind in KINDS if kind in totals}
+    yield from walk(entry, 1, None)
 
 
 def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int]:

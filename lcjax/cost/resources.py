@@ -28,6 +28,7 @@ import numpy as np
 from lcjax.attention import AttentionMetadata
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
+from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.offload import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import AXES, Mesh, path_of, spec_of
@@ -100,9 +101,6 @@ def estimate(
         matmul += flops
         weight_gradients += flops if trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
-    window = config.pattern.for_inference().cache_window()
-    cached = length if window is None else min(length, sum(window))
-    cache_width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return Cost(
         parameters=parameters,
         trained_parameters=trained_parameters,
@@ -112,9 +110,18 @@ def estimate(
         + memory.attention,
         weight_gradient_flops=weight_gradients,
         idle_flops=memory.idle,
-        kv_cache_bytes=config.num_layers
-        * (cache_width * cached + cache_state_bytes(config, cached)),
+        kv_cache_bytes=sum(
+            count * _cache_bytes(layer, length) for layer, count in config.layer_counts
+        ),
     )
+
+
+def _cache_bytes(config: ModelConfig, length: int) -> int:
+    """Bytes of what a layer needs in the cache of a sequence: visible keys, and a state."""
+    window = config.pattern.for_inference().cache_window()
+    cached = length if window is None else min(length, sum(window))
+    width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return width * cached + cache_state_bytes(config, cached)
 
 
 def _weight_uses(
@@ -188,10 +195,13 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
 
 @functools.lru_cache(maxsize=64)
 def visible_keys(config: ModelConfig, length: int) -> float:
-    """Returns the mean number of keys that a query sees under the config's pattern.
+    """Returns the mean number of keys that a query sees in a layer.
 
-    It is counted from the pattern's masks, for queries at even distances in the sequence.
+    It is counted from the patterns' masks, for queries at even distances in the sequence.
     """
+    if config.layers:
+        keys = (count * visible_keys(layer, length) for layer, count in config.layer_counts)
+        return sum(keys) / config.num_layers
     count = min(length, _SAMPLED_QUERIES)
     # Middles of equal pieces: exact for all masks whose row sums are linear in each piece.
     queries = ((np.arange(count) + 0.5) * length / count - 0.5).round().astype(np.int64)
@@ -298,7 +308,7 @@ def generation_memory(
 
     Args:
       config: the model.
-      length: slots of the cache of a row.
+      length: tokens of a row. A layer has as many slots, or those that its pattern needs.
       rows: rows on all devices.
       mesh: sizes of the mesh axes.
       chunk: tokens of a prompt that are read at once.
@@ -307,18 +317,21 @@ def generation_memory(
     sizes = _mesh_sizes(mesh)
     local_rows = _rows(rows, sizes)
     heads = _divided(config.num_kv_heads, sizes["tensor"])
-    slots = 2 * config.num_layers * local_rows * heads * config.head_dim * length
     local = _local_config(config, sizes)
     # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
     channels = max(2 * local.mlp_width, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
-    state = cache_state_bytes(config, length, heads=_divided(config.num_heads, sizes["tensor"]))
+    state_heads, cache = _divided(config.num_heads, sizes["tensor"]), 0
+    for layer, count in config.layer_counts:
+        slots, _ = cache_lib.policy(layer.pattern.for_inference(), length, chunk)
+        keys = 2 * size * heads * config.head_dim * slots
+        cache += count * local_rows * (keys + cache_state_bytes(layer, slots, heads=state_heads))
     return MemoryEstimate(
         weights=_total_bytes(_per_device(config, sizes)),
         activations=size * tokens * (channels + 3 * config.width)
         + 4 * local_rows * config.vocab_size,
-        cache=size * slots + config.num_layers * local_rows * state,
+        cache=cache,
         context=0 if context is None else local_rows * _encoded_bytes(config, *context),
     )
 

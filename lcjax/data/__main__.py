@@ -1,7 +1,8 @@
-"""Prepares data once for many trainings: python -m lcjax.data prepare|teacher --help.
+"""Prepares data once for many trainings: python -m lcjax.data prepare|teacher|lengths --help.
 
 prepare: writes token ids, from --path=TEXT with --tokenizer=MODEL to --out=FOLDER.
 teacher: writes rows with a model's next-token probabilities, from --config=FILE to --out=FOLDER.
+lengths: prints how long the rows of a training are, of --config=FILE.
 """
 
 import sys
@@ -23,6 +24,11 @@ def main(argv: list[str] | None = None) -> int:
         from lcjax.parallel import distributed
 
         return distributed.main(TeacherConfig, teach, args)
+    if command == "lengths":
+        from lcjax import config
+        from lcjax.data.lengths import LengthsConfig, report
+
+        return config.main(LengthsConfig, report, args)
     problem = f"{command} is not a command" if command else "no command"
     print(f"error: {problem}; write: python -m lcjax.data prepare --help", file=sys.stderr)
     return 2

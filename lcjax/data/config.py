@@ -1,8 +1,7 @@
 """The YAML section `data:`: which text is read, how it is cut into rows, and in which order."""
 
 import string
-from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import ClassVar
 
 import draccus
@@ -10,6 +9,7 @@ import draccus
 from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
 from lcjax.errors import InputError, one_of, random_seed, whole_number, whole_numbers
+from lcjax.storage import to_path
 
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
@@ -30,6 +30,9 @@ PLAN = {
 }
 NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 
+# Fields of sources whose rows are packed here.
+_PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")
+
 
 @dataclass(frozen=True)
 class Source(draccus.ChoiceRegistry):
@@ -41,11 +44,13 @@ class Source(draccus.ChoiceRegistry):
     stride: int | None = field(default=None, kw_only=True)
     # null: data.min_document_tokens
     min_document_tokens: int | None = field(default=None, kw_only=True)
+    # Longer documents (without BOS, EOS) are left out; null: none
+    max_document_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         if self.pack is not None:
             one_of("pack", self.pack, PACKINGS)
-        whole_numbers("", self, 1, "stride", "min_document_tokens")
+        whole_numbers("", self, 1, "stride", "min_document_tokens", "max_document_tokens")
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -149,7 +154,7 @@ class StoredSource(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        for key in ("pack", "stride", "min_document_tokens"):
+        for key in _PACKED:
             if getattr(self, key):
                 raise InputError(f"type {self.kind}: its rows are stored; leave {key} out")
 
@@ -199,7 +204,7 @@ class SeqioSource(Source):
             raise InputError(
                 f"context={self.context} is for converter=chunks: set it, or leave out"
             )
-        for key in ("prompt", "pack", "stride", "min_document_tokens"):
+        for key in ("prompt", *_PACKED):
             if self.converter and getattr(self, key):
                 raise InputError(f"converter={self.converter} makes the rows: leave {key} out")
 
@@ -272,6 +277,14 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
+class LengthShare:
+    """`data.length_shares`: the share of documents of up to so many tokens, without BOS and EOS."""
+
+    tokens: int
+    share: float
+
+
+@dataclass(frozen=True)
 class DataConfig(TextConfig):
     """The sources, and how they become rows of exactly `length` tokens."""
 
@@ -288,6 +301,10 @@ class DataConfig(TextConfig):
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
     min_document_tokens: int = 1  # shorter documents (without BOS, EOS) are left out
+    # pack=single: shares of the rows by the length of their documents, of each source: of up to the
+    # first number of tokens, of more up to the second one, ...; the last also of longer ones.
+    # `python -m lcjax.data lengths` counts them. Empty: as the text has them
+    length_shares: list[LengthShare] = field(default_factory=list)
     shuffle: bool = True  # documents in a new random order in every epoch
     shuffle_rows: int = 0  # window of a second shuffle, of rows (parts of a book are neighbours)
     seed: int = 0  # of all random numbers in the data
@@ -319,6 +336,8 @@ class DataConfig(TextConfig):
                 )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
+        if self.length_shares:
+            self._check_length_shares()
         if self.document_mask is None:
             joined = self.chunks is not None and self.chunks.stride is None
             joined = joined and self._has_packed_documents()
@@ -331,6 +350,8 @@ class DataConfig(TextConfig):
 
     def resolved_sources(self) -> list[Source]:
         sources = super().resolved_sources()
+        if self.length_shares:
+            sources = [part for source in sources for part in self._by_length(source)]
         if self.chunks is not None and self.chunks.text == "retrieved":
             for source in sources:
                 if not isinstance(source, RetrievedSource):
@@ -339,6 +360,39 @@ class DataConfig(TextConfig):
                         f" with `{COMMANDS['retrieved']}`, and name their folder"
                     )
         return sources
+
+    def _by_length(self, source: Source) -> list[Source]:
+        """A source for each of `length_shares`, with documents of these lengths alone."""
+        bounds = [part.tokens for part in self.length_shares]
+        least = source.min_document_tokens or self.min_document_tokens
+        lows = [max(low + 1, least) for low in (0, *bounds[:-1])]
+        highs = [*bounds[:-1], source.max_document_tokens]
+        return [
+            replace(
+                source,
+                weight=source.weight * part.share,
+                min_document_tokens=low,
+                max_document_tokens=high,
+            )
+            for part, low, high in zip(self.length_shares, lows, highs, strict=True)
+        ]
+
+    def _check_length_shares(self) -> None:
+        bounds = [part.tokens for part in self.length_shares]
+        shares = [part.share for part in self.length_shares]
+        key = "data.length_shares"
+        if not all(0 < share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+            raise InputError(f"{key}: {shares} must be positive, with a sum of 1")
+        if sorted(set(bounds)) != bounds or bounds[0] < 1:
+            raise InputError(f"{key}: numbers of tokens {bounds} must ascend")
+        if bounds[-1] != self.length:
+            raise InputError(
+                f"{key}: the last is of documents up to {bounds[-1]} tokens, and rows have"
+                f" data.length={self.length}; write that number"
+            )
+        stored = any(isinstance(s, StoredSource) or _converts(s) for s in self.sources)
+        if stored or self._packings() != {"single"}:
+            raise InputError(f"{key} counts one document a row: set pack: single")
 
     def _check_chunks(self, chunks: Chunks) -> None:
         chunks.decoder_length(self.length)
@@ -404,7 +458,7 @@ def _converts(source: Source) -> bool:
 
 def _source_at(path: str) -> Source:
     """Returns the source at a path; folders written by one of `COMMANDS` are recognised."""
-    folder = Path(path).expanduser()
+    folder = to_path(path).expanduser()
     classes = {"teacher": TeacherSource, "retrieved": RetrievedSource, "prepare": TokenSource}
     for kind, source in classes.items():
         if any((folder / files[kind]).is_file() for files in (INDEX, PLAN)):

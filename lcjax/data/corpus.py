@@ -33,6 +33,7 @@ from lcjax.data.stored_rows import StoredFiles
 from lcjax.data.token_files import token_files
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
+from lcjax.storage import to_path
 
 
 class Corpus:
@@ -301,8 +302,10 @@ def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
     for source in config.resolved_sources() if config.sources or config.path else ():
         if not isinstance(source, TextSource | ChatSource):
             continue  # others read the files in their index alone
-        data = Path(source.path).expanduser()
-        if data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
+        data = to_path(source.path).expanduser()
+        if type(data) is not type(folder) or not data.is_dir():
+            continue
+        if folder.resolve().is_relative_to(data.resolve()):
             raise InputError(
                 f"{key}={folder} lies in the data folder {source.path}, so its files would become"
                 " documents; name a folder outside of it"

@@ -1,5 +1,6 @@
 """The files of a source, and random access to the bytes of plain, gzip and zstd files."""
 
+import collections
 import glob
 import gzip
 import hashlib
@@ -7,22 +8,26 @@ import itertools
 import json
 import mmap
 import os
+import re
 import struct
+import sys
 import sysconfig
 import tempfile
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pyarrow
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, import_package
 from lcjax.files import package_path
+from lcjax.storage import StorageError, URLPath, read_range, to_path
 
 TEXT = (".txt", ".md", ".py")  # one document per file
 LINES = (".jsonl",)  # many documents per file
@@ -36,12 +41,20 @@ LARGEST_FRAME = 1 << 28  # bytes of an unpacked zstd frame; each thread holds on
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _FINGERPRINT_FILES = 32  # number of files whose first and last bytes enter the fingerprint
 _FINGERPRINT_BYTES = 1 << 12  # bytes at each end of such a file
+_NUM_REQUESTS = 16  # requests to a store at the same time
 _MAX_OPEN = 64  # files open at the same time; systems allow 256 to 1024 for a process
 _CACHE_BYTES = 1 << 30  # unpacked zstd frames and Parquet row groups held in memory
 _CHUNK = 1 << 24
 _MAGIC = 0xFD2FB528
 _SKIPPABLE = 0x184D2A50  # the last four bits are free
 _CONTENT_SIZE = (0, 2, 4, 8)  # bytes of the field that holds the content size, by bits 6-7
+
+
+def import_pyarrow(what: str) -> ModuleType:
+    """Returns pyarrow, which Parquet, Arrow and zstd files need; `what` names one in the error."""
+    for module in ("pyarrow", "pyarrow.parquet"):
+        import_package(module, what, "parquet")
+    return sys.modules["pyarrow"]
 
 
 def kind(path: Path) -> str | None:
@@ -62,7 +75,8 @@ def find_files(source: str) -> list[tuple[str, Path]]:
     depends on them.
 
     Args:
-      source: a file, a folder, a glob, `python:stdlib`, or `package:NAME[/folder or glob]`.
+      source: a file, a folder or a glob, each as a path or URL; `python:stdlib`, or
+        `package:NAME[/folder or glob]`.
 
     Raises:
       InputError: the source does not exist or has no readable file.
@@ -79,7 +93,7 @@ def find_files(source: str) -> list[tuple[str, Path]]:
         except InputError as error:
             raise InputError(f"data.path={error}") from None
         return _files_at(source, path)
-    return _files_at(source, Path(source).expanduser())
+    return _files_at(source, to_path(source).expanduser())
 
 
 def _files_at(source: str, path: Path) -> list[tuple[str, Path]]:
@@ -87,11 +101,28 @@ def _files_at(source: str, path: Path) -> list[tuple[str, Path]]:
         return _with_names(_without_caches(source, path, _walk(path)), path, source)
     if path.is_file():
         return _with_names([path], path.parent, source)
+    if isinstance(path, URLPath):
+        return _with_names(*_glob_url(source, path), source)
     if not glob.has_magic(str(path)):
         raise InputError(f"data.path={source} does not exist: give a file, a folder or a glob")
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
     matches = map(Path, glob.glob(str(path), recursive=True))
     return _with_names([file for file in matches if file.is_file()], root, source)
+
+
+def _glob_url(source: str, path: URLPath) -> tuple[list[URLPath], URLPath]:
+    """The files of a glob at a URL, and the folder above its first pattern."""
+    if not glob.has_magic(str(path)):
+        raise InputError(f"data.path={source} does not exist: give a file, a folder or a glob")
+    root = path
+    while glob.has_magic(str(root)):
+        root = root.parent
+    return _not_hidden(root.glob(path.relative_to(root).as_posix()), root), root
+
+
+def _not_hidden(files: Iterable[URLPath], root: URLPath) -> list[URLPath]:
+    hidden = re.compile(r"(^|/)(\.|__pycache__/)")
+    return [file for file in files if not hidden.search(file.relative_to(root).as_posix())]
 
 
 def _without_caches(source: str, root: Path, files: list[Path]) -> list[Path]:
@@ -116,6 +147,8 @@ def _without_caches(source: str, root: Path, files: list[Path]) -> list[Path]:
 
 
 def _walk(root: Path, skip: set[str] = frozenset()) -> list[Path]:
+    if isinstance(root, URLPath):
+        return _not_hidden(root.files(), root)
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
@@ -137,7 +170,8 @@ class FileList(list):
 
     def __init__(self, files: list[tuple[str, Path]]):
         super().__init__(files)
-        self.sizes = [path.stat().st_size for _, path in files]
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:  # at a URL each is a request
+            self.sizes = list(pool.map(lambda file: file[1].stat().st_size, files))
         self.size = sum(self.sizes)
 
     @cached_property
@@ -151,10 +185,10 @@ class FileList(list):
             digest.update(f"{name}\0{size}\0".encode())
         step = max(1, len(self) // _FINGERPRINT_FILES)
         for _, path in self[::step]:
-            with open(path, "rb") as file:
-                digest.update(file.read(_FINGERPRINT_BYTES))
-                file.seek(max(0, path.stat().st_size - _FINGERPRINT_BYTES))
-                digest.update(file.read(_FINGERPRINT_BYTES))
+            size = path.stat().st_size
+            part = min(size, _FINGERPRINT_BYTES)
+            for start in (0, size - part):
+                digest.update(read_range(path, start, part))
         return digest.hexdigest()
 
 
@@ -190,7 +224,8 @@ class LRUCache:
 class FileCache:
     """Open files and unpacked blocks, shared by the readers of one source.
 
-    With it thousands of files need few file handles.
+    With it thousands of files need few file handles. Of a file at a URL, which cannot be mapped, a
+    temporary file holds a copy: reading each document by a request of its own would be slow.
     """
 
     def __init__(self):
@@ -198,25 +233,42 @@ class FileCache:
         self.blocks = LRUCache(_CACHE_BYTES, lambda block: block.nbytes)
         self._spool = None
         self._spool_map: mmap.mmap | None = None
-        self._lock = threading.Lock()
+        self._copies: dict[URLPath, tuple[int, int]] = {}  # places of files in the spool
+        self._lock, self._copying = threading.Lock(), threading.Lock()
 
-    def map(self, path: Path) -> mmap.mmap:
+    def map(self, path: Path) -> mmap.mmap | memoryview:
         """Maps a file that is not empty; many threads can read the map at once."""
-        return self.handles.get(path, lambda: _map(path))
+        if not isinstance(path, URLPath):
+            return self.handles.get(path, lambda: _map(path))
+        with self._copying:
+            if path not in self._copies:
+                collections.deque(self.copy(path), maxlen=0)
+        return self._view_spool(*self._copies[path])
+
+    def copy(self, path: URLPath) -> Iterator[bytes]:
+        """Yields the bytes of a file in order, and copies them for `map`."""
+        start = self.spool.seek(0, 2)
+        for chunk in plain_chunks(path):
+            self.spool.write(chunk)
+            yield chunk
+        self._copies[path] = start, self.spool.tell()
 
     @property
     def spool(self):
-        """One temporary file with the unpacked content of all .gz files; deleted when closed."""
+        """One temporary file, deleted when closed: the content of all .gz files, and of URLs."""
         if self._spool is None:
             self._spool = tempfile.TemporaryFile(prefix="lcjax-")  # noqa: SIM115
         return self._spool
 
     def read_spool(self, start: int, end: int) -> bytes:
+        return bytes(self._view_spool(start, end))
+
+    def _view_spool(self, start: int, end: int) -> memoryview:
         with self._lock:
             if self._spool_map is None or len(self._spool_map) < end:
                 self._spool.flush()
                 self._spool_map = mmap.mmap(self._spool.fileno(), 0, access=mmap.ACCESS_READ)
-            return self._spool_map[start:end]
+            return memoryview(self._spool_map)[start:end]
 
 
 class PlainContent:
@@ -227,12 +279,11 @@ class PlainContent:
 
     def chunks(self) -> Iterator[bytes]:
         """Yields all bytes in order; an index is built from them."""
-        with open_file(self._path) as file:
-            while chunk := file.read(_CHUNK):
-                yield chunk
+        is_url = isinstance(self._path, URLPath)
+        return self._cache.copy(self._path) if is_url else plain_chunks(self._path)
 
     def read(self, start: int, end: int) -> bytes:
-        return self._cache.map(self._path)[start:end]
+        return bytes(self._cache.map(self._path)[start:end])
 
 
 class GzipContent(PlainContent):
@@ -297,6 +348,8 @@ class ZstdContent(PlainContent):
             return []
         try:
             return frame_bounds(self._cache.map(self._path))
+        except StorageError:
+            raise
         except (struct.error, IndexError, ValueError) as error:
             reason = error if type(error) is ValueError else "it ends inside a frame"
             raise InputError(f"{self._path} is damaged or cut short: {reason}") from None
@@ -304,6 +357,7 @@ class ZstdContent(PlainContent):
     def _stream(self, index: int) -> Iterator[bytes]:
         start, end = self._bounds[index].tolist()
         frame = memoryview(self._cache.map(self._path))[start:end]
+        pyarrow = import_pyarrow(f"{self._path} (zstd)")
         try:
             buffer = pyarrow.BufferReader(pyarrow.py_buffer(frame))
             with pyarrow.CompressedInputStream(buffer, "zstd") as stream:
@@ -362,6 +416,13 @@ def content(path: Path, cache: FileCache) -> PlainContent:
     return classes.get(path.suffix.lower(), PlainContent)(path, cache)
 
 
+def plain_chunks(path: Path) -> Iterator[bytes]:
+    """Yields the bytes of a file in order."""
+    with open_file(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
 def gzip_chunks(path: Path) -> Iterator[bytes]:
     """Yields the unpacked bytes of a .gz file in order."""
     with open_file(path) as raw:
@@ -376,7 +437,9 @@ def gzip_chunks(path: Path) -> Iterator[bytes]:
 def open_file(path: Path):
     """Opens a file for reading bytes; raises `InputError` where it cannot."""
     try:
-        return open(path, "rb")
+        return path.open("rb")
+    except InputError:  # of a store
+        raise
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 

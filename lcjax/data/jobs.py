@@ -37,6 +37,9 @@ _MIN_JOB_BYTES, _MAX_JOB_BYTES, _NUM_JOBS = 1 << 20, 1 << 26, 64
 Order = Callable[..., np.ndarray]
 
 
+WHY_LOCAL = "copy the folder when it is complete; it can be read from there"
+
+
 class Job(NamedTuple):
     """Part `part` of `parts` of some files of a source; files are indices in reading order."""
 

@@ -240,8 +240,8 @@ def _identity(
 ) -> dict[str, Any]:
     """Returns everything that determines the batches and their order."""
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _MUTABLE_FIELDS}
-    # The location of the text may change, its content may not.
-    del fields["data.path"], fields["data.sources"]
+    # The location of the text may change, its content may not; the sources have the lengths.
+    del fields["data.path"], fields["data.sources"], fields["data.length_shares"]
     fields |= corpus_identity([source.corpus for source in sources])
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split
@@ -344,6 +344,7 @@ class SourceRows:
         self.corpus, self._config, self._tokenizer = corpus, config, tokenizer
         self.length, self.stride = config.length, source.stride or config.length
         self.min_tokens = source.min_document_tokens or config.min_document_tokens
+        self.max_tokens = source.max_document_tokens
         self._pack = source.pack or config.pack
         self._windows = Windows(self.length, self.stride, first_only=config.overlong == "truncate")
         # A tokenizer may have a BOS that only chat templates use, not texts.
@@ -395,6 +396,8 @@ class SourceRows:
             ids = self._document_ids(name, value)
             is_learned = np.ones(len(ids), bool)
         if len(ids) < self.min_tokens or not is_learned.any():
+            return None
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
             return None
         bos, eos = self._missing_special(ids)
         tokens = np.concatenate([bos, ids, eos]).astype(np.int32)
@@ -451,7 +454,8 @@ class SourceRows:
         """The reason for an error where no document remains."""
         if self._pack == "windows":
             return f"pack=windows needs documents of data.length={self.length} tokens"
-        return f"empty, skipped, or below data.min_document_tokens={self.min_tokens}"
+        longest = "" if self.max_tokens is None else f" or above {self.max_tokens} tokens"
+        return f"empty, skipped, or below data.min_document_tokens={self.min_tokens}{longest}"
 
     def counts(self) -> Iterator[int]:
         """Yields the number of tokens that enter rows, for every document or converted row."""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from lcjax.checkpoints import load_tokenizer
 from lcjax.data.config import INDEX, NOT_CONTENT, ON_BAD_TEXT, PLAN, Source, TextConfig, TextSource
 from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
 from lcjax.data.jobs import (
+    WHY_LOCAL,
     Job,
     JobReader,
     Progress,
@@ -33,8 +35,9 @@ from lcjax.data.jobs import (
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, import_package, one_of, whole_numbers
 from lcjax.files import atomic_file, check_path
+from lcjax.storage import local_path
 
 TOKENIZER = "tokenizer"  # folder beside the shards
 
@@ -77,7 +80,7 @@ class PrepareConfig:
 
     @property
     def folder(self) -> Path:
-        return Path(self.out).expanduser()
+        return local_path("out", self.out, WHY_LOCAL).expanduser()
 
 
 def prepare(config: PrepareConfig) -> dict[str, Any]:
@@ -264,7 +267,10 @@ def _finish(
             " nothing was prepared"
         )
     tokenizer.save(out / TOKENIZER)
-    plot_lengths(index, out / "lengths.png")
+    try:
+        plot_lengths(index, out / "lengths.png")
+    except InputError as error:  # the tokens do not need a figure
+        print(error, file=sys.stderr)
     (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
     write_json(out / INDEX["prepare"], index)
     for i in range(num_jobs):
@@ -359,6 +365,7 @@ def _histogram(tokens: Sequence[int]) -> list[str]:
 
 def plot_lengths(index: dict[str, Any], path: Path) -> None:
     """Draws the histogram of document lengths, stacked by label, as PNG."""
+    import_package("matplotlib", path.name)
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

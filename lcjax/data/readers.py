@@ -11,20 +11,32 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import numpy as np
-import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 from tqdm import tqdm
 
 from lcjax.checkpoints.tokenizer import check_text
 from lcjax.data.config import Source, TextConfig, TextSource
-from lcjax.data.files import FileCache, FileList, content, find_files, gzip_chunks, kind
+from lcjax.data.files import (
+    FileCache,
+    FileList,
+    content,
+    find_files,
+    gzip_chunks,
+    import_pyarrow,
+    kind,
+    plain_chunks,
+)
 from lcjax.errors import InputError
 from lcjax.files import parse_json
+from lcjax.storage import StorageError, URLPath, is_storage_failure
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
 
 _MAX_NAMED = 5  # bad records that are named one by one
 _PROGRESS_BYTES = 1 << 28  # indexing a file of at least this size shows a progress bar
@@ -156,9 +168,12 @@ class TextReader(Reader):
         return str(self._path)
 
     def record(self, index: int) -> str:
-        is_gzip = self._path.suffix.lower() == ".gz"  # read at once, without the temporary file
-        chunks = gzip_chunks(self._path) if is_gzip else content(self._path, self._cache).chunks()
-        return self._decode(b"".join(chunks), index)
+        suffix = self._path.suffix.lower()  # read at once, without the temporary file
+        if suffix == ".zst":
+            parts = content(self._path, self._cache).chunks()
+        else:
+            parts = (gzip_chunks if suffix == ".gz" else plain_chunks)(self._path)
+        return self._decode(b"".join(parts), index)
 
 
 class JsonLinesReader(Reader):
@@ -254,15 +269,23 @@ class ParquetReader(OpenFileReader):
             table = self._cache.blocks.get((self._path, group), lambda: self._read(group))
         return _row(table, index - int(self._starts[group]))
 
-    def _open(self) -> pyarrow.parquet.ParquetFile:
+    def _open(self) -> "pyarrow.parquet.ParquetFile":
+        pyarrow = import_pyarrow(str(self._path))
         try:
+            if isinstance(self._path, URLPath):  # reads its end, and then row groups
+                return pyarrow.parquet.ParquetFile(self._path.open("rb"))
             return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
+        except StorageError:
+            raise
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path} is not a readable Parquet file: {error}") from None
 
-    def _read(self, group: int) -> pyarrow.Table:
+    def _read(self, group: int) -> "pyarrow.Table":
+        pyarrow = import_pyarrow(str(self._path))
         try:
             return self._handle().read_row_group(group, columns=self._columns)
+        except StorageError:
+            raise
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
 
@@ -287,18 +310,27 @@ class ArrowReader(OpenFileReader):
     def record(self, index: int) -> dict[str, Any]:
         return _row(self._handle().select(self._columns), index)
 
-    def _open(self) -> pyarrow.Table:
+    def _open(self) -> "pyarrow.Table":
+        pyarrow = import_pyarrow(str(self._path))
         try:
-            memory_map = pyarrow.memory_map(str(self._path))
+            memory_map = self._map(pyarrow)
             try:
                 return pyarrow.ipc.open_stream(memory_map).read_all()
             except pyarrow.ArrowInvalid:
                 return pyarrow.ipc.open_file(memory_map).read_all()
+        except StorageError:
+            raise
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path} is not a readable Arrow file: {error}") from None
 
+    def _map(self, pyarrow: ModuleType) -> "pyarrow.NativeFile":
+        if not isinstance(self._path, URLPath):
+            return pyarrow.memory_map(str(self._path))
+        data = self._cache.map(self._path) if self._path.stat().st_size else b""
+        return pyarrow.BufferReader(pyarrow.py_buffer(data))
 
-def _row(table: pyarrow.Table, index: int) -> dict[str, Any]:
+
+def _row(table: "pyarrow.Table", index: int) -> dict[str, Any]:
     return {name: table.column(name)[index].as_py() for name in table.column_names}
 
 
@@ -356,6 +388,11 @@ class ArrayRecordReader(OpenFileReader):
             raise InputError(f"{self.location(index)} is damaged: {_one_line(error)}") from None
 
     def _open(self) -> grain.sources.ArrayRecordDataSource:
+        if isinstance(self._path, URLPath):
+            raise InputError(
+                f"{self._path}: ArrayRecord files are read from local disks only; copy it, or write"
+                " it as Parquet or JSON lines"
+            )
         try:
             return grain.sources.ArrayRecordDataSource([str(self._path)])
         except (RuntimeError, ValueError, OSError) as error:
@@ -472,7 +509,8 @@ class RecordFiles(SourceFiles):
         try:
             return self._document(reader.record(index), reader.location(index), reader.name(index))
         except InputError as error:
-            if self.config.on_bad_record == "error":
+            # Rows would depend on the network if a failure of the store skipped documents.
+            if self.config.on_bad_record == "error" or is_storage_failure(error):
                 raise
             self._num_skipped += 1
             count = self._num_skipped

@@ -18,7 +18,7 @@ from lcjax.data.chunks import Chunks
 from lcjax.data.config import SeqioSource, TextConfig
 from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.data.readers import decode, unit_hash
-from lcjax.errors import InputError
+from lcjax.errors import InputError, install_command
 
 # Equal ids for these words, digits, spaces, scripts and code show that two tokenizers are equal.
 _PROBES = (
@@ -386,7 +386,7 @@ def import_seqio() -> tuple[Any, Any]:
         import tensorflow as tf
     except ImportError as error:
         raise InputError(
-            "data.sources of type seqio need `pip install 'lcjax[seqio]'`, which brings TensorFlow"
+            f"data.sources of type seqio need {install_command('seqio')}, which brings TensorFlow"
             f" (2.4 GB): {error}"
         ) from None
     # TensorFlow would allocate all GPU memory. This fails where the caller already uses its GPUs.

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from lcjax.data.chunks import Chunks, Row, segment_positions
 from lcjax.data.config import COMMANDS, INDEX, PLAN, DataConfig, StoredSource
-from lcjax.data.jobs import read_shard, write_json
+from lcjax.data.jobs import WHY_LOCAL, read_shard, write_json
 from lcjax.data.readers import Reader, SourceFiles
 from lcjax.data.token_files import (
     DTYPES,
@@ -32,6 +32,7 @@ from lcjax.data.token_files import (
 from lcjax.errors import InputError, whole_numbers
 from lcjax.files import atomic_file
 from lcjax.parallel import distributed
+from lcjax.storage import local_path, to_path
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RowsConfig:
 
     @property
     def folder(self) -> Path:
-        return Path(self.out).expanduser()
+        return local_path("out", self.out, WHY_LOCAL).expanduser()
 
     def row_shape(self, vocab_size: int) -> dict[str, Any]:
         """Returns the fields of the index that describe a row: arguments of `row_type`."""
@@ -105,7 +106,7 @@ class StoredFiles(SourceFiles):
     """The shards of a folder of rows."""
 
     def __init__(self, source: StoredSource, tokenizer: Any = None):
-        self.source, folder, kind = source, Path(source.path).expanduser(), source.kind
+        self.source, folder, kind = source, to_path(source.path).expanduser(), source.kind
         if not (folder / INDEX[kind]).is_file():
             check_finished(folder, kind)
             raise InputError(

@@ -97,8 +97,9 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
 
 
 def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
-    pattern = model.config.pattern
-    if model.config.mlm_head or pattern.prefill_only or pattern.has_landmarks:
+    patterns = model.config.patterns
+    reads_ahead = any(pattern.prefill_only or pattern.has_landmarks for pattern in patterns)
+    if model.config.mlm_head or reads_ahead:
         raise InputError(
             f"model.path={config.model.path or config.model.preset} gives no probabilities of the"
             " next token in plain text; name a decoder"

@@ -16,6 +16,7 @@ from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
 from lcjax.files import parse_json
+from lcjax.storage import URLPath, read_range, to_path
 
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -29,7 +30,7 @@ class TokenFolder(SourceFiles):
     """The shards of a folder that `prepare` wrote."""
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
-        self.source, folder = source, Path(source.path).expanduser()
+        self.source, folder = source, to_path(source.path).expanduser()
         index = read_index(folder, "prepare")
         _check_fields(index, folder)
         check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
@@ -65,7 +66,8 @@ class BareFiles(SourceFiles):
         if not special or source.document_start is not None or source.document_end is not None:
             return
         for _, path in self.paths:
-            first = np.fromfile(path, self.dtype, 1)
+            size = self.dtype.itemsize
+            first = read_range(path, 0, size if path.stat().st_size >= size else 0).view(self.dtype)
             if len(first) and int(first[0]) not in special:
                 raise InputError(
                     f"{path} begins with token {first[0]}, not with one of {sorted(special)}, so"
@@ -80,7 +82,7 @@ class BareFiles(SourceFiles):
 
 def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
     """Opens a folder of shards or bare files; checks the ids against `tokenizer`."""
-    is_folder = (Path(source.path).expanduser() / INDEX["prepare"]).is_file()
+    is_folder = (to_path(source.path).expanduser() / INDEX["prepare"]).is_file()
     return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
@@ -165,7 +167,13 @@ class BareReader(_TokenReader):
 def _read_table(path: Path) -> np.ndarray:
     """Maps the table of a shard's documents: [n] of `DOCUMENT`."""
     try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
+        if isinstance(path, URLPath):
+            with path.open("rb") as file:
+                table = np.load(file, allow_pickle=False)
+        else:
+            table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except InputError:  # of a store
+        raise
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read ({error}): prepare the text again") from None
     if table.dtype != DOCUMENT or table.ndim != 1:
@@ -174,7 +182,7 @@ def _read_table(path: Path) -> np.ndarray:
 
 
 def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
-    path = Path(source.path).expanduser()
+    path = to_path(source.path).expanduser()
     if path.is_file():
         return [(path.name, path)]
     files = sorted(path.rglob("*.bin")) if path.is_dir() else []
@@ -197,6 +205,8 @@ def read_index(folder: Path, kind: str) -> dict[str, Any]:
     path, way_out = folder / INDEX[kind], f"write it again with `{COMMANDS[kind]}`"
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
+    except InputError:  # of a store
+        raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; {way_out}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:

@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 2 for a mistake of the user, which is reported in one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith("-") and {"-h", "--help"} & set(words):
+        print(f"{USAGE.replace('python eval.py', command())}\n")  # the keys follow
     if words[:1] == ["run"] or not words or words[0].startswith("-"):
         words = words[1:] if words[:1] == ["run"] else words
         return distributed.main(EvalConfig, run, _expand_short_options(words))

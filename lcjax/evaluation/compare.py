@@ -13,6 +13,7 @@ from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import write_whole
+from lcjax.storage import to_path
 from lcjax.tree import flatten
 
 Rows = dict[tuple[str, str], str]  # label of the row of (run, method)
@@ -52,8 +53,8 @@ def compare(
     rows = _rows(runs)
     _check(runs, rows, against)
     if out is None:
-        out = Path(folders[0]).parent / f"compare_{folder_name('_'.join(runs))}"
-    out = Path(out)
+        out = to_path(folders[0]).parent / f"compare_{folder_name('_'.join(runs))}"
+    out = to_path(out)
     sections = [_section(task, group, rows, against, out) for task, group in _by_task(runs)]
     return _write(out, runs, sections)
 

@@ -19,6 +19,7 @@ from lcjax.evaluation.retrieval import Knn, Reading
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
+from lcjax.memory import MemorySection
 from lcjax.models import PRESETS
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh
@@ -33,6 +34,9 @@ class Method:
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
     path: str | None = None  # another checkpoint than model.path, such as a training run
+    # Another memory than model.memory, with random weights where the checkpoint has none: for time
+    # and memory; null: the model's
+    memory: MemorySection | None = None
     # How windows are split for a model with a memory; null: as in CEPE's Table 1.
     context: ContextSplit | None = None
     replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not
@@ -40,7 +44,8 @@ class Method:
     retrieval: Reading | None = None
     knn: Knn | None = None  # next tokens of similar contexts of a datastore (kNN-LM); null: none
     # Instead of path, in a study: keys over study.extend of the training that makes the model, such
-    # as [model.rope.type=yarn, model.rope.factor=4]; null: no training
+    # as [model.rope.type=yarn, model.rope.factor=4]; null: no training. Methods with the same keys
+    # share one training, that of the first
     train: tuple[str, ...] | None = None
 
     def __post_init__(self):
@@ -63,9 +68,12 @@ class Study:
     """Trainings that run once, before the evaluation."""
 
     base: str | None = None  # config of train.py that makes the model; null: use model.path
-    extend: str | None = None  # config of train.py for methods with `train`
+    # Config of train.py for methods with `train`. They begin with the model of this evaluation;
+    # without `base`, with the model.path that the config or `train` names.
+    extend: str | None = None
     # Configs of train.py that run first, in this order, each in its own run folder. They train
-    # parts of models, such as an encoder, that later configs and model.path load from there.
+    # parts of models, such as an encoder, that later configs and model.path load from there. Keys
+    # may follow, as on a command line: mine.yaml --train.steps=9 --run.folder=runs/nine
     stages: tuple[str, ...] = ()
 
 
@@ -124,12 +132,13 @@ def corpora(config: EvalConfig, tokenizer: Any) -> dict[str, TokenizedCorpus]:
 def sections(config: EvalConfig) -> list[ModelSection]:
     """The model section of each method; a method's `path` resets the position method to its own."""
     defaults = dict.fromkeys(("base", "preset", "rope", "pattern", "memory", "tokenizer"))
-    return [
-        config.model
-        if method.path is None
-        else dataclasses.replace(config.model, path=method.path, **defaults)
-        for method in config.methods
-    ]
+
+    def section(method: Method) -> ModelSection:
+        changes = {} if method.path is None else {"path": method.path, **defaults}
+        changes |= {} if method.memory is None else {"memory": method.memory}
+        return dataclasses.replace(config.model, **changes)
+
+    return [section(method) for method in config.methods]
 
 
 def weights(config: EvalConfig) -> dict[str, str]:

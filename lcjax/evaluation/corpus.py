@@ -38,6 +38,38 @@ def prefix_token(tokenizer) -> int:
     return ends[0] if tokenizer.bos_id is None else tokenizer.bos_id
 
 
+class SentenceEnds:
+    """Whether a sentence ends with a token, as in Kamradt's test: one that ends in . ! or ?"""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._is_end: dict[int, bool] = {}
+
+    def __call__(self, token: int) -> bool:
+        token = int(token)
+        if token not in self._is_end:
+            text = self._tokenizer.decode(np.array([token])).rstrip("\"')\u201d\u2019")
+            self._is_end[token] = text.endswith((".", "!", "?"))
+        return self._is_end[token]
+
+    def split(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
+        """Splits token ids at ends of sentences, into chunks of up to `size`."""
+        chunks, start = [], 0
+        while start < len(ids):
+            stop = min(start + size, len(ids))
+            if stop < len(ids):
+                ends = (end for end in range(stop, start, -1) if self(ids[end - 1]))
+                stop = next(ends, stop)
+            chunks.append(ids[start:stop])
+            start = stop
+        return chunks
+
+    def next(self, ids: np.ndarray, index: int) -> int:
+        """The first index from `index` on that follows the end of a sentence, else `index`."""
+        ends = (end for end in range(index, len(ids) + 1) if end and self(ids[end - 1]))
+        return next(ends, index)
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizedDocument:
     """Token ids of one text.

@@ -27,11 +27,12 @@ from lcjax.evaluation.config import EvalConfig, corpora, tokenizer_of
 from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results
-from lcjax.evaluation.run import check
+from lcjax.evaluation.run import check, limits_of
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Record, Records, Task, Unit
 from lcjax.evaluation.tasks.longbench import LongBench, by_band
 from lcjax.files import write_whole
+from lcjax.storage import to_path
 
 
 def check_formats(names: Sequence[str]) -> None:
@@ -263,15 +264,15 @@ def make_data(
     Raises:
       InputError: The config has no task that generates, or a length has no prompt.
     """
-    limits = check(config)
+    check(config)
     tasks = [task for task in config.tasks if isinstance(task, GenerationTask)]
     if not tasks:
         raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
-    out = Path(out) if out is not None else Path(config.run.folder) / "data"
+    out = to_path(out) if out is not None else to_path(config.run.folder) / "data"
     by_task = corpora(config, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []
     for task in tasks:
-        corpus = by_task[task.label]
+        corpus, limits = by_task[task.label], limits_of(config, task)
         for length in limits.lengths:
             units = task.plan(corpus, length, limits)
             if not units:

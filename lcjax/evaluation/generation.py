@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Example:
     max_new_tokens: int | None = None  # None: the task's
     stop: tuple[str, ...] = ()  # the answer ends before the first of these
     template: str | None = None  # None: the task's
+    sampling: Sampling | None = None  # None: greedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +48,22 @@ class PromptTask(Task):
         """The parts of a prompt that count towards `length`."""
         return Budget(length, new_tokens)
 
+    def wording_texts(self) -> Mapping[str, Any]:
+        """The texts of prompts, as a file of `wording` has them; the first record shows them."""
+        return {}
+
     def prompt_encoder(self, tokenizer) -> PromptEncoder:
         return PromptEncoder(tokenizer, self.template)
 
     def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         prompt_encoders = {kind: PromptEncoder(corpus.tokenizer, kind) for kind in TEMPLATES}
-        return [
+        units = [
             self._unit(index, example, prompt_encoders[example.template or self.template], length)
             for index, example in enumerate(self.examples(corpus, length, limits))
         ]
+        if units and (texts := self.wording_texts()):
+            units[0].fields["wording_texts"] = texts
+        return units
 
     def _unit(
         self, index: int, example: Example, prompt_encoder: PromptEncoder, length: int
@@ -79,6 +87,8 @@ class PromptTask(Task):
         if index == 0:
             fields["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
         shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
+        if example.sampling is not None:
+            shape += (example.sampling,)
         return Unit(index, shape, prompt.ids, fields, prompt)
 
     def prompts(self, unit: Unit) -> list[np.ndarray]:
@@ -87,7 +97,7 @@ class PromptTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class GenerationTask(PromptTask):
-    """Answers that are generated greedily and scored by rules.
+    """Answers that are generated, greedily by default, and scored by rules.
 
     A subclass defines `examples` and `score_answer`. A record holds all scores of an answer, and
     tables show the score named `main_score`.
@@ -116,9 +126,10 @@ class GenerationTask(PromptTask):
         whole_numbers(key, self, 1, "max_new_tokens")
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        _, new, stop = units[0].shape
+        _, new, stop, *sampling = units[0].shape
         prompts: list[Prompt] = pad_batch([unit.payload for unit in units], batch)
-        answers = generate(model, prompts, Sampling(max_new_tokens=new, stop=stop))
+        sampling = dataclasses.replace(*sampling or [Sampling()], max_new_tokens=new, stop=stop)
+        answers = generate(model, prompts, sampling.with_seeds(prompt.ids for prompt in prompts))
         return [
             self._record(answer, unit, model.tokenizer)
             for unit, answer in zip(units, answers[: len(units)], strict=True)

@@ -4,13 +4,14 @@ matplotlib is imported when a figure is drawn, and no window is opened.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lcjax.errors import import_package
 from lcjax.evaluation.statistics import (
     Correlation,
     Records,
@@ -19,6 +20,7 @@ from lcjax.evaluation.statistics import (
     pearson,
     spearman,
 )
+from lcjax.files import atomic_file
 
 if TYPE_CHECKING:
     from lcjax.evaluation.task import Metric, Task
@@ -61,7 +63,7 @@ _SVG_METADATA = ("Creator", "Date", "Format", "Type")
 @contextmanager
 def canvas(path: Path, width: float, height: float):
     """A figure that is saved as PNG and SVG on exit; equal numbers give equal bytes."""
-    import matplotlib
+    matplotlib = import_package("matplotlib", path.name)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,9 +71,10 @@ def canvas(path: Path, width: float, height: float):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None})
-        figure.savefig(path.with_suffix(".svg"), metadata=dict.fromkeys(_SVG_METADATA))
+        with atomic_file(path, "wb") as file:
+            figure.savefig(file, format="png", metadata={"Software": None})
+        with atomic_file(path.with_suffix(".svg"), "wb") as file:
+            figure.savefig(file, format="svg", metadata=dict.fromkeys(_SVG_METADATA))
 
 
 def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:
@@ -333,41 +336,61 @@ def _bars(axes, rows, methods: list[str], lengths: list[int], key: str, unit: fl
 
 
 def perplexity_against_accuracy(
-    points: Mapping[str, tuple[float, float]],
-    names: tuple[str, str],
+    panels: Mapping[str, Mapping[str, tuple[float, float]]],
+    label: str,
     path: Path,
     *,
     methods: Sequence[str] = (),
+    approximate: Collection[str] = (),
 ) -> Path:
-    """Draws one point per method, the least-squares line, and the correlations.
+    """Draws one point per method in each panel, the least-squares line, and the correlations.
 
     Args:
-      points: (perplexity, accuracy) by method.
-      names: labels of the axes, such as ("perplexity (last_k) at 32,768", "mean of 3 tasks").
+      panels: (perplexity, accuracy) by method, by the title of the panel.
+      label: of the x axes, such as "perplexity (last_k) at 32,768 tokens".
       path: the PNG file; the SVG is written beside it.
-      methods: all methods of the run, in the order of their colours; empty for those of `points`.
+      methods: all methods of the run, in the order of their colours; empty for those of `panels`.
+      approximate: methods without exact attention, whose marks are hollow.
     """
-    x, y = (np.asarray(values, float) for values in zip(*points.values(), strict=True))
-    with canvas(path, 7.2, max(4.6, 0.3 * len(points) + 1.6)) as figure:
-        axes = figure.add_subplot()
-        order = list(methods or points)
-        for method, (a, b) in points.items():
-            style = {**series_style(order.index(method)), "linestyle": "none"}
-            axes.plot(a, b, label=method, **style, zorder=3)
-        if np.ptp(x) > 0:
-            slope, start = np.polyfit(x, y, 1)
-            ends = np.asarray([x.min(), x.max()])
-            axes.plot(ends, start + slope * ends, color=GREY, linewidth=1.2, zorder=2)
-        lines = (
-            f"n = {len(points)}",
-            _correlation_text("Pearson r", pearson(x, y)),
-            _correlation_text("Spearman ρ", spearman(x, y)),
-        )
-        axes.set_title("Perplexity against accuracy")
-        axes.set_xlabel(names[0] + "\n" + ", ".join(lines))
-        axes.set_ylabel(names[1])
-        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0)
+    order = list(methods) or list(dict.fromkeys(name for p in panels.values() for name in p))
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    with canvas(path, 4.4 * columns + 2.8, max(4.2 * rows, 0.3 * len(order) + 1.6)) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for panel, (title, points) in zip(axes, panels.items(), strict=False):
+            _scatter(panel, points, order, approximate)
+            panel.set_title(title)
+            panel.set_xlabel(f"{label}\n{_correlations(points)}")
+        for panel in axes[len(panels) :]:
+            panel.set_visible(False)
+        marks = " (hollow: approximate attention)" * bool(set(order) & set(approximate))
+        figure.suptitle(f"Perplexity against accuracy{marks}", x=0.01, ha="left", fontweight="bold")
+        handles: dict[str, Any] = {}
+        for panel in axes[: len(panels)]:
+            for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+        names = [name for name in order if name in handles]
+        figure.legend([handles[name] for name in names], names, loc="outside right center")
     return path
+
+
+def _scatter(axes, points: Mapping, order: Sequence[str], approximate: Collection[str]) -> None:
+    for method, (a, b) in points.items():
+        style = {**series_style(order.index(method)), "linestyle": "none"}
+        if method in approximate:
+            style |= {"markerfacecolor": "none", "markeredgewidth": 1.6}
+        axes.plot(a, b, label=method, **style, zorder=3)
+    x, y = (np.asarray(values, float) for values in zip(*points.values(), strict=True))
+    if np.ptp(x) > 0:
+        slope, start = np.polyfit(x, y, 1)
+        ends = np.asarray([x.min(), x.max()])
+        axes.plot(ends, start + slope * ends, color=GREY, linewidth=1.2, zorder=2)
+
+
+def _correlations(points: Mapping[str, tuple[float, float]]) -> str:
+    x, y = (np.asarray(values, float) for values in zip(*points.values(), strict=True))
+    pearson_text = _correlation_text("Pearson r", pearson(x, y))
+    return f"n = {len(x)}, {pearson_text}\n{_correlation_text('Spearman ρ', spearman(x, y))}"
 
 
 def _correlation_text(name: str, result: Correlation) -> str:
@@ -376,37 +399,39 @@ def _correlation_text(name: str, result: Correlation) -> str:
     return f"{name} = {result.value:.2f} [{result.low:.2f}, {result.high:.2f}]"
 
 
-def perplexity_accuracy(cells: Mapping["Task", Records], folder: Path) -> list[Path]:
-    """Draws `perplexity_against_accuracy` of a run with at least three methods that have both.
+def perplexity_accuracy(
+    cells: Mapping["Task", Records], folder: Path, approximate: Collection[str] = ()
+) -> list[Path]:
+    """Draws `perplexity_against_accuracy` of a run, with one panel for each task of accuracy.
 
-    Perplexity is that of the first perplexity task, accuracy the mean of all tasks where higher is
-    better, both at the longest length.
+    Perplexity is that of the first perplexity task, and accuracy that of every task where higher is
+    better (`Task.overall`). Panels with less than three methods are left out.
     """
-    length = max(cell["length"] for group in cells.values() for cell in group)
-    values = {
-        task: {
-            cell["method"]: cell["value"]
-            for cell in group
-            if cell["length"] == length and is_finite(cell["value"])
-        }
-        for task, group in cells.items()
-    }
     losses = [task for task in cells if task.metric.name == "perplexity"]
-    shares = [task for task in cells if not task.metric.lower_is_better]
-    if not losses or not shares:
+    if not losses:
         return []
-    points = {
-        method: (value, float(np.mean([values[task][method] for task in shares])))
-        for method, value in values[losses[0]].items()
-        if all(method in values[task] for task in shares)
-    }
-    if len(points) < 3:
+    perplexities, panels = _overall(losses[0], cells[losses[0]]), {}
+    for task in (task for task in cells if not task.metric.lower_is_better):
+        shares = _overall(task, cells[task])
+        both = {name: (x, shares[name]) for name, x in perplexities.items() if name in shares}
+        if len(both) >= 3:
+            panels[f"{task.label}: {task.metric.name}"] = both
+    if not panels:
         return []
-    title = shares[0].metric.title if len(shares) == 1 else f"mean of {len(shares)} tasks"
-    names = (f"{losses[0].metric.title} at {format_count(length)} tokens", title)
+    length = max(cell["length"] for cell in cells[losses[0]])
+    label = f"{losses[0].metric.title} at {format_count(length)} tokens"
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
-    return [perplexity_against_accuracy(points, names, path, methods=methods)]
+    return [
+        perplexity_against_accuracy(panels, label, path, methods=methods, approximate=approximate)
+    ]
+
+
+def _overall(task: "Task", cells: Records) -> dict[str, float]:
+    """The number of each method that has all lengths, if it is finite."""
+    lengths, groups = {cell["length"] for cell in cells}, group_by(cells, "method")
+    values = {m: task.overall(group) for m, group in groups.items() if len(group) == len(lengths)}
+    return {method: value for method, value in values.items() if is_finite(value)}
 
 
 def series_style(index: int) -> dict:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -21,9 +20,17 @@ from lcjax.config import ERROR, dump
 from lcjax.errors import InputError
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Record, Records
-from lcjax.files import FolderFormat, check_replaceable, parse_json, read_json, write_whole
+from lcjax.files import (
+    FolderFormat,
+    atomic_file,
+    check_replaceable,
+    parse_json,
+    read_json,
+    write_whole,
+)
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
+from lcjax.storage import AppendedFile, close_all, remove, to_path
 from lcjax.tree import flatten
 
 if TYPE_CHECKING:
@@ -75,7 +82,8 @@ class Store:
         Raises:
           InputError: The folder holds another run, or `config.run.existing` forbids to continue it.
         """
-        self.folder, self._config, self._settings = Path(config.run.folder), config, settings
+        self.folder, self._config, self._settings = to_path(config.run.folder), config, settings
+        self._files: dict[Path, AppendedFile] = {}
         self.hash, self._marker = fingerprint(settings), self.folder / MARKER
         if (self.folder / MODEL_CONFIG).exists():
             raise InputError(
@@ -129,7 +137,7 @@ class Store:
         if self._replaces:
             self._check_overwrite()
             for path in [self.folder / name for name in (*_FILES, *_FOLDERS)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                remove(path)
         self._replaces = False
         for name in ("records", COSTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -185,14 +193,21 @@ class Store:
         data = path.read_bytes()
         end = data.rfind(b"\n") + 1
         if end < len(data) and distributed.is_main_process():
-            with path.open("r+b") as file:
-                file.truncate(end)
+            with atomic_file(path, "wb") as file:
+                file.write(data[:end])
         records, damaged = parse(data[:end], costs_file(self.folder, task))
         if damaged:
             raise InputError(
                 f"{path}:{damaged[0]} is not a record; delete that line, it will be computed again"
             )
         return records
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        close_all(self._files.values(), error)  # costs come before their records
+        self._files.clear()
 
     def append(self, task: str, records: Records) -> None:
         """Appends records to the files of a task; only the first process writes."""
@@ -201,8 +216,9 @@ class Store:
         results, costs = split_costs(records)
         # A process that is killed in between leaves costs without a record, which are not read.
         for path, rows in ((costs_file(self.folder, task), costs), (self.path(task), results)):
-            with path.open("a", encoding="utf-8") as file:
-                file.write(to_lines(rows))
+            if path not in self._files:
+                self._files[path] = AppendedFile(path)
+            self._files[path].write(to_lines(rows))
 
 
 def records_file(folder: Path, task: str) -> Path:

@@ -4,7 +4,8 @@ A file of configs/reproduce is a config of eval.py in which `published` has the 
 paper, with three keys more:
 
     title: LCEG (arXiv 2409.12181), table 2: perplexity of PG19 and Proof-file
-    needs: {pg19: "PG19's test set, 100 books"}  # for tasks with files, what they are
+    # What the files of a task are, and what makes the checkpoint of a method that no recipe names.
+    needs: {pg19: "PG19's test set, 100 books"}
     scales:
       paper: {...}  # Llama-2-7B on the paper's data
       smollm2:  # SmolLM2-135M on text that exists everywhere
@@ -27,9 +28,11 @@ from typing import Any
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import check_source
 from lcjax.errors import InputError, one_of, suggestion
+from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, Method, corpus_of, sections, texts
 from lcjax.evaluation.report.tables import markdown
 from lcjax.evaluation.run import limits_of
+from lcjax.storage import is_storage_failure
 
 SCALES = ("paper", "smollm2", "tiny")
 _FOLDER = "reproduce/"
@@ -63,9 +66,12 @@ def parse(words: Sequence[str]) -> EvalConfig:
     """
     name, scale, skips, rest = _options(words)
     config = config_at(name, scale, rest)
-    missing = _missing_methods(config) | _missing_tasks(config, _read(name)["needs"])
+    needs = _read(name)["needs"]
+    missing = _missing_methods(config, needs) | _missing_tasks(config, needs)
     if missing and not skips:
-        raise InputError(f"{next(iter(missing.values()))}; or go on without it: {_SKIP}")
+        first, *others = missing.values()
+        print(*(f"missing: {reason}\n" for reason in others), sep="", end="", file=sys.stderr)
+        raise InputError(f"{first}; or go on without what is missing: {_SKIP}")
     for reason in missing.values():
         print(f"left out: {reason}", file=sys.stderr)
     rest = _without(config, set(missing))
@@ -80,7 +86,44 @@ def config_at(name: str, scale: str, words: Sequence[str] = ()) -> EvalConfig:
 
     `words` are keys of eval.py that change it.
     """
-    return config_lib.parse(EvalConfig, words, tree=_scaled(_read(name), name, scale))
+    tree = _read(name)
+    _check(tree, scale)
+    return config_lib.parse(EvalConfig, words, tree=_scaled(tree, name, scale))
+
+
+def _check(tree: dict[str, Any], scale: str) -> None:
+    """Raises an InputError unless sections are mappings, and tasks and methods have names."""
+    for key in ("needs", "scales"):
+        _check_mapping(key, tree[key])
+    changes = tree["scales"].get(scale)
+    changes = {} if changes is None else changes
+    _check_mapping(f"scales.{scale}", changes)
+    columns = changes.get("columns", {})
+    _check_mapping(f"scales.{scale}.columns", columns)
+    tree = {key: tree[key] for key in tree if key not in _OWN_KEYS}
+    for key in ("tasks", "methods"):
+        _check_names(key, tree.get(key))
+    tree = _merge(tree, {key: changes[key] for key in changes if key != "columns"})
+    for key in ("tasks", "methods"):
+        _check_names(key, tree[key])
+    lengths = {"lengths": list(columns.values())} if columns else {}
+    config_lib.parse(EvalConfig, [], tree=tree | lengths)  # keys and types
+
+
+def _check_mapping(key: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise InputError(f"{key}={value!r:.60} must be a section of `key: value` lines")
+
+
+def _check_names(key: str, entries: Any) -> None:
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{key}={entries!r:.60} must be a list of entries with names, one or more")
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InputError(
+                f"{key}.{index}.name is missing; scales and published numbers refer to entries by"
+                f" name, as in {key}: [{{name: first, ...}}]"
+            )
 
 
 def _options(words: Sequence[str]) -> tuple[str, str, bool, list[str]]:
@@ -125,21 +168,35 @@ def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
         raise InputError(f"{name} has no scale {scale}; it has {', '.join(scales)}")
     changes = dict(scales[scale] or {})
     columns = changes.pop("columns", None)
-    tree = _merge({key: tree[key] for key in tree if key not in _OWN_KEYS}, changes)
+    tree = {key: tree[key] for key in tree if key not in _OWN_KEYS}
+    if columns is not None:
+        tasks = [_at_lengths(task, columns) for task in tree["tasks"]]
+        tree = _at_lengths({**tree, "tasks": tasks}, columns)
+    tree = _merge(tree, changes)
     tree.setdefault("run", {}).setdefault("folder", f"runs/reproduce/{Path(name).stem}_{scale}")
     if "/" in name and not name.endswith(".yaml"):
         tree["run"]["folder"] = f"runs/reproduce/{name}/{scale}"
     if columns is not None:
-        tree["lengths"] = sorted(set(columns.values()))
         for table in tree.get("published", ()):
             table["run_lengths"] = [columns.get(length) for length in table["lengths"]]
     tasks, methods = ({entry["name"] for entry in tree[key]} for key in ("tasks", "methods"))
     tree["published"] = [
-        {**table, "rows": [row for row in table["rows"] if row["method"] in methods]}
+        {
+            **table,
+            "mean_over": [task for task in table.get("mean_over", ()) if task in tasks],
+            "rows": [row for row in table["rows"] if row["method"] in methods],
+        }
         for table in tree.get("published", ())
-        if table["task"] in tasks
+        if table["task"] in tasks and table.get("relative_to", "") in {"", *methods}
     ]
     return tree
+
+
+def _at_lengths(section: dict[str, Any], columns: dict[int, int]) -> dict[str, Any]:
+    """A section with the lengths of a scale in place of the published ones."""
+    if "lengths" not in section:
+        return section
+    return {**section, "lengths": sorted({columns[n] for n in section["lengths"] if n in columns})}
 
 
 def _merge(tree: Any, changes: Any) -> Any:
@@ -156,29 +213,35 @@ def _merge(tree: Any, changes: Any) -> Any:
         tree = {}
     merged = copy.deepcopy(tree)
     for key, value in changes.items():
+        if isinstance(merged.get(key), list) and isinstance(value, dict):
+            _check_names(key, merged[key])
         merged[key] = _merge(merged[key], value) if key in merged else copy.deepcopy(value)
     return merged
 
 
-def _missing_methods(config: EvalConfig) -> dict[str, str]:
-    """The methods whose checkpoint is missing, with the reason."""
-    missing = {}
+def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:
+    """The methods whose checkpoint is missing and not trained first, with the reason."""
+    missing, trained = {}, study.by_path(study.trainings(config))
     for method, section in zip(config.methods, sections(config), strict=True):
-        if method.path is None:
+        if method.path is None or method.path in trained:
             continue
         try:
-            check_source(section)
+            check_source(section, f"methods.{config.methods.index(method)}")
         except InputError as error:
-            missing[method.name] = f"method {method.name}: {_training_of(method) or error}"
+            if is_storage_failure(error):  # it may be there
+                raise
+            reason = _training_of(method) or error
+            if method.name in needs:
+                reason = f"path={method.path} does not exist; {needs[method.name]}"
+            missing[method.name] = f"method {method.name}: {reason}"
     return missing
 
 
 def _training_of(method: Method) -> str | None:
     """How to train a missing checkpoint, if a recipe of the library does."""
-    parts = Path(method.path).parts
-    if len(parts) != 3 or parts[0] != "runs" or parts[1] not in config_lib.recipes():
+    if (recipe := config_lib.recipe_of(method.path)) is None:
         return None
-    command = f"python train.py --config configs/{parts[1]}.yaml"
+    command = f"lcjax-train --config lcjax:{recipe}"
     return f"path={method.path} does not exist; {command} trains it"
 
 
@@ -187,10 +250,12 @@ def _missing_tasks(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:
     missing = {}
     for index, task in enumerate(config.tasks):
         try:
-            task.check(limits_of(config), f"tasks.{index}")
+            task.check(limits_of(config, task), f"tasks.{index}")
             if task.needs_data:
                 next(texts(corpus_of(task, config)))
         except InputError as error:
+            if is_storage_failure(error):
+                raise
             source = f" (it needs {needs[task.label]})" if task.label in needs else ""
             missing[task.label] = f"task {task.label}: {error}{source}"
     return missing
@@ -201,8 +266,13 @@ def _without(config: EvalConfig, labels: set[str]) -> EvalConfig:
         return tuple(entry for entry in entries if name(entry) not in labels)
 
     published = [
-        dataclasses.replace(table, rows=rest(table.rows, lambda row: row.method))
+        dataclasses.replace(
+            table,
+            mean_over=rest(table.mean_over, str),
+            rows=rest(table.rows, lambda row: row.method),
+        )
         for table in config.published
+        if table.relative_to not in labels
     ]
     return dataclasses.replace(
         config,

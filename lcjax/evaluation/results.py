@@ -32,6 +32,7 @@ from lcjax.evaluation.records import (
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import read_json, write_whole
+from lcjax.storage import is_url, to_path
 
 # Key of a marker: the folder of the trained models, relative to the run folder.
 TRAINED_IN = "trained_in"
@@ -82,7 +83,7 @@ def read(folder: str | Path) -> Results:
     Raises:
       InputError: `folder` is no run of eval.py, or has no records.
     """
-    folder = Path(folder)
+    folder = to_path(folder)
     if not (folder / MARKER).exists():
         raise InputError(
             f"{folder} holds no run of eval.py ({MARKER} is not there); name the run.folder of one"
@@ -105,7 +106,11 @@ def read(folder: str | Path) -> Results:
         raise InputError(f"{folder} holds no records; let python eval.py run first")
     notes = folder / NOTES
     text = notes.read_text(encoding="utf-8") if notes.exists() else ""
-    models_folder = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
+    models_folder = marker.get(TRAINED_IN, "")
+    if is_url(models_folder) or is_url(folder):
+        models_folder = to_path(models_folder or folder)
+    else:
+        models_folder = Path(os.path.normpath(folder / models_folder))
     return Results(
         folder, config, marker["config"], tasks, _environment(folder), text, models_folder,
         marker.get(INPUTS, {}),
@@ -166,7 +171,7 @@ def score(
       InputError: `out` has records, or a setting changes what the model was asked.
     """
     run = read(folder)
-    out = Path(out) if out is not None else run.folder.with_name(f"{run.folder.name}_scored")
+    out = to_path(out) if out is not None else run.folder.with_name(f"{run.folder.name}_scored")
     if out.resolve() == run.folder.resolve():
         raise InputError(f"--out={out} is the run itself, whose records are kept; name another")
     if (out / "records").exists():
@@ -187,7 +192,10 @@ def score(
         results, costs = split_costs(records)
         write_whole(costs_file(out, task.label), to_lines(costs))
         write_whole(records_file(out, task.label), to_lines(results))
-    marker = {TRAINED_IN: os.path.relpath(run.models_folder, out), INPUTS: run.inputs}
+    models = str(run.models_folder)
+    if not is_url(models) and not is_url(out):
+        models = os.path.relpath(models, out)
+    marker = {TRAINED_IN: models, INPUTS: run.inputs}
     describe(out, config, settings, **marker)
     return rebuild(dataclasses.replace(run, folder=out, settings=settings, tasks=tasks))
 

@@ -26,6 +26,7 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval import METHODS, RetrievalReader, Retriever
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScorer
+from lcjax.storage import local_path, to_path
 
 # Scores at several numbers of hits, and those of a whole ranking, with their titles.
 _BY_K = {"answer_recall": "answer recall", "hit": "hit", "recall": "recall"}
@@ -50,8 +51,11 @@ class RetrieverSection:
         Args:
           key: the section's place in the config.
         """
+        from lcjax.retrieval.datastore import WHY_MAPPED
+
         whole_numbers(key, self, 1, "k")
-        if not self.folder or not Path(self.folder).is_dir():
+        folder = local_path(f"{key}.folder", self.folder, WHY_MAPPED).expanduser()
+        if not self.folder or not folder.is_dir():
             raise InputError(
                 f"{key}.folder={self.folder!r} is no folder; name a datastore that"
                 " python -m lcjax.retrieval build made"
@@ -308,9 +312,9 @@ def evaluate(config: RetrievalConfig) -> Records:
     whole_numbers("", config, 1, "max_examples")
     if not config.k:
         raise InputError("k is empty; give at least one number of hits")
-    if not Path(config.path).is_file():
+    if not to_path(config.path).is_file():
         raise InputError(f"path={config.path!r} is no file; give {SOURCE}")
-    rows = list(local_files.rows(Path(config.path), ("question",), Question.parse))
+    rows = list(local_files.rows(to_path(config.path), ("question",), Question.parse))
     questions = rows[: config.max_examples]
     if not questions:
         raise InputError(f"{config.path} has no line that fits; give {SOURCE}")
@@ -337,7 +341,7 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
 
     if config.out is not None:
         try:
-            Path(config.out).mkdir(parents=True, exist_ok=True)
+            to_path(config.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
                 f"out={config.out} cannot be a folder ({error}); name another"
@@ -361,7 +365,7 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
     text = "\n".join(texts)
     if config.out is None:
         return text, []
-    folder = Path(config.out)
+    folder = to_path(config.out)
     files = [folder / f"retrieval.{ending}" for ending in ("md", "json", "csv")]
     contents = (text, json.dumps(records, indent=1), tables.to_csv(records))
     for file, content in zip(files, contents, strict=True):

@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import draccus
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import check_outside_data
-from lcjax.errors import InputError, random_seed, whole_numbers
+from lcjax.errors import InputError, import_package, random_seed, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
     EvalConfig,
@@ -43,6 +42,7 @@ from lcjax.generation.scorer import Scorer
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, padding_rows, rows_over
+from lcjax.storage import to_path
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
@@ -64,30 +64,30 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     Raises:
       InputError: A setting, a path or the run folder does not fit.
     """
-    limits, trainings = check(config), study.trainings(config)
+    check(config)
+    trainings = study.trainings(config)
     trained = study.with_trained(config)
     load_model = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     if load is None:
         trained_paths = study.by_path(trainings)
-        for method, section in zip(config.methods, sections(trained), strict=True):
+        for i, (method, section) in enumerate(zip(config.methods, sections(trained), strict=True)):
             if section.path not in trained_paths:
-                check_source(section)
+                check_source(section, "model" if method.path is None else f"methods.{i}")
             if method.finder is None and study.has_memory(section, trainings):
-                _check_splits(config, limits, [method])
+                _check_splits(config, [method])
     settings = draccus.encode(config)
     if trainings:
         settings["trainings"] = study.settings(trainings)
-    folder = Path(config.run.folder)
+    folder = to_path(config.run.folder)
     for task in config.tasks:
         check_outside_data("run.folder", folder, corpus_of(task, config))
-    with RunLock(folder):
-        store = Store(config, settings)
+    with RunLock(folder), Store(config, settings) as store:
         study.check_paths(config, trainings)
         if not study.run(config, trainings):
             return None
         store.check_inputs((weights(trained) if load is None else {}) | datastores(config))
         try:
-            runner = _Runner(trained, limits, store, load_model)
+            runner = _Runner(trained, store, load_model)
             records = runner.records()
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(
@@ -112,10 +112,10 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         return result
 
 
-def limits_of(config: EvalConfig) -> Limits:
-    """Returns the settings that planning depends on."""
+def limits_of(config: EvalConfig, task: Task) -> Limits:
+    """Returns the settings that the planning of a task depends on."""
     return Limits(
-        tuple(sorted(config.lengths)),
+        tuple(sorted(task.lengths or config.lengths)),
         config.stride,
         config.max_documents,
         config.max_windows,
@@ -123,11 +123,8 @@ def limits_of(config: EvalConfig) -> Limits:
     )
 
 
-def check(config: EvalConfig) -> Limits:
+def check(config: EvalConfig) -> None:
     """Checks everything that needs no model.
-
-    Returns:
-      The settings that planning depends on.
 
     Raises:
       InputError: A setting does not fit.
@@ -136,6 +133,7 @@ def check(config: EvalConfig) -> Limits:
         ("methods", [method.name for method in config.methods]),
         ("tasks", _labels(config)),
         ("lengths", list(config.lengths)),
+        *((f"tasks.{i}.lengths", list(t.lengths)) for i, t in enumerate(config.tasks) if t.lengths),
     ):
         if not names:
             raise InputError(f"{key} is empty; give at least one")
@@ -150,18 +148,18 @@ def check(config: EvalConfig) -> Limits:
                 f"tasks.{index}.name={label!r} names files; use letters, digits, dot, dash, "
                 "underscore"
             )
-    for length in config.lengths:
+    for length in (n for lengths in (config, *config.tasks) for n in lengths.lengths):
         if length < 2:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
     whole_numbers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
     random_seed("seed", config.seed)
-    limits = limits_of(config)
+    import_package("matplotlib", "the figures of a report")
     for index, task in enumerate(config.tasks):
         if task.corpus and not task.needs_data:
             raise InputError(
                 f"tasks.{index}.corpus={task.corpus}: {task.label} reads no text; leave it out"
             )
-        task.check(limits, f"tasks.{index}")
+        task.check(limits_of(config, task), f"tasks.{index}")
     for index, method in enumerate(config.methods):
         if method.retrieval is not None:
             method.retrieval.retriever.check(f"methods.{index}.retrieval.retriever")
@@ -170,11 +168,10 @@ def check(config: EvalConfig) -> Limits:
     cut = [m for m in config.methods if m.retrieval is not None and m.retrieval.decoder is not None]
     for index, table in enumerate(config.published):
         table.check(config.tasks, [m.name for m in config.methods], f"published.{index}")
-    _check_splits(config, limits, [m for m in config.methods if m.context or m.replug or m in cut])
-    return limits
+    _check_splits(config, [m for m in config.methods if m.context or m.replug or m in cut])
 
 
-def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method]) -> None:
+def _check_splits(config: EvalConfig, methods: Sequence[Method]) -> None:
     """Raises InputError if a task scores tokens that the decoder of a method does not read."""
     for (index, task), method in itertools.product(enumerate(config.tasks), methods):
         key, protocol = f"tasks.{index}", getattr(task, "protocol", "last_k")
@@ -189,7 +186,8 @@ def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method])
                 f"{key}: {task.label} has prompts, and the method {method.name} reads chunks of"
                 " other documents (source=foreign), which texts have; leave one of them out"
             )
-        if not PROTOCOLS[protocol].ends and (split.decoder or 0) < limits.lengths[-1]:
+        longest = limits_of(config, task).lengths[-1]
+        if not PROTOCOLS[protocol].ends and (split.decoder or 0) < longest:
             raise InputError(
                 f"{key}.protocol={protocol} scores tokens that the method {method.name} reads"
                 " beside its decoder's; use last_k"
@@ -214,8 +212,10 @@ class _Cell:
 class _Runner:
     """Loads the models one after another, and scores the units without a record."""
 
-    def __init__(self, config: EvalConfig, limits: Limits, store: Store, load: Loader):
-        self._config, self._limits, self._store, self._load = config, limits, store, load
+    def __init__(self, config: EvalConfig, store: Store, load: Loader):
+        self._config, self._store, self._load = config, store, load
+        self._limits = {task.label: limits_of(config, task) for task in config.tasks}
+        self._lengths = sorted({n for limits in self._limits.values() for n in limits.lengths})
         self._plans: dict[tuple, Plan] = {}  # by `_plan_key` of the tokenizer
         self._done = {task.label: store.read(task.label) for task in config.tasks}
         self._records: dict[Task, list[Record]] = {task: [] for task in config.tasks}
@@ -286,7 +286,7 @@ class _Runner:
         self, section: ModelSection, methods: Sequence[Method], model: LanguageModel
     ) -> str | None:
         """The memory that the largest batch needs per device, and the number of filler rows."""
-        batch, length = self._config.batch_size, self._limits.lengths[-1]
+        batch, length = self._config.batch_size, self._lengths[-1]
         splits = [split_of(method, model) for method in methods]
         generates = any(task.generates for task in self._config.tasks)
         shapes = [(1, length) if s is None else s.shape(model, length) for s in splits]
@@ -317,10 +317,12 @@ class _Runner:
         name = self._plan_key(tokenizer)
         if name not in self._plans:
             by_task, plan = corpora(self._config, tokenizer), {}
-            for task, length in itertools.product(self._config.tasks, self._limits.lengths):
+            cells = [(t, n) for t in self._config.tasks for n in self._limits[t.label].lengths]
+            for task, length in cells:
                 if bar is not None:  # long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")
-                plan[task.label, length] = task.plan(by_task[task.label], length, self._limits)
+                limits = self._limits[task.label]
+                plan[task.label, length] = task.plan(by_task[task.label], length, limits)
                 self._check_same_units(task, length, plan[task.label, length])
             for task in self._config.tasks:
                 self._check_not_empty(task, by_task[task.label], plan)
@@ -346,7 +348,7 @@ class _Runner:
         return tuple(key)
 
     def _check_not_empty(self, task: Task, corpus: TokenizedCorpus, plan: Plan) -> None:
-        empty = [n for n in self._limits.lengths if not plan[task.label, n]]
+        empty = [n for n in self._limits[task.label].lengths if not plan[task.label, n]]
         if empty:
             longest, reason = task.longest_length(corpus)
             # If all lengths score the same documents, shorter lengths are empty, too.
@@ -355,10 +357,10 @@ class _Runner:
 
     def _check_model(self, method: Method, model) -> None:
         plan = self._plan(model.tokenizer)
-        for length in self._limits.lengths:
+        for length in self._lengths:
             subject = None
             for task in self._config.tasks:
-                units, done = plan[task.label, length], self._done[task.label]
+                units, done = plan.get((task.label, length), ()), self._done[task.label]
                 if any((method.name, length, unit.index) not in done for unit in units):
                     subject = subject or apply_method(model, method, length)
                     task.check_model(subject, units)
@@ -366,12 +368,12 @@ class _Runner:
     def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
         """The cells of a method that lack records; the longest first, as memory may run out."""
         plan = self._plan(model.tokenizer)
-        for length in reversed(self._limits.lengths):
+        for length in reversed(self._lengths):
             fields = {"method": method.name, "length": length, "trained": model.config.max_length}
             fields["tokenizer"] = model.tokenizer.fingerprint
             subject = None
             for task in self._config.tasks:
-                units = plan[task.label, length]
+                units = plan.get((task.label, length), ())
                 missing = self._units_without_record(task, method.name, units)
                 if not missing:
                     continue
@@ -404,7 +406,7 @@ class _Runner:
 
         A shared prefix of prompts is read once and counts once.
         """
-        task, seed = cell.task, self._limits.seed
+        task, seed = cell.task, self._config.seed
         floor, size = measure.reset_peak(), self._config.batch_size
         prompts = [ids for unit in cell.missing for ids in task.prompts(unit)]
         model = cell.model.with_shared_prefixes(prompts)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation.corpus import SentenceEnds
 from lcjax.evaluation.prompt import Prompt
 from lcjax.generation.contexts import context_chunk_size
 from lcjax.generation.contexts import split_into_chunks as chunks_of
@@ -124,9 +125,17 @@ class ContextSplit(Split):
     # Retrieved passages, the best ones, that the decoder reads; all others are chunks of the
     # context (CEPE, section 4.2: 10; the caption of its table 7 says that all are: 0).
     decoder_passages: int = 10
+    # Chunks of up to `chunk` tokens end where sentences end, and the decoder's part of a prompt
+    # begins with a sentence (CEPE's needle test); false: chunks of `chunk` tokens
+    sentences: bool = False
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sentences and self.chunks:
+            raise InputError(
+                f"context.chunks={self.chunks} counts chunks of equal length, and with"
+                " context.sentences=true they differ; leave one of them out"
+            )
         whole_numbers(self.key, self, 1, "trained_context")
         whole_numbers(self.key, self, 0, "ratio", "decoder_passages")
 
@@ -161,6 +170,7 @@ class ContextSplit(Split):
             return None
         size = self.size(model)
         chunks = -(-(length - self.tokens(model, length)) // size)
+        chunks *= 1 + self.sentences  # two neighbours have more than `size` tokens
         return chunks if self.chunks is None else min(chunks, self.chunks), size
 
     def tokens(self, model, length: int) -> int:
@@ -271,6 +281,8 @@ class SplitModel(WrappedScorer):
 
     def __init__(self, model, split: Split, decoder: int, chunk: int):
         self.lm, self.decoder, self._split, self._chunk = model, decoder, split, chunk
+        has_ends = getattr(split, "sentences", False)
+        self._ends_sentence = SentenceEnds(model.tokenizer) if has_ends else None
         self._movable: Sequence[Spans] | None = None
         self._retrieved: Sequence[Sequence[PassageSpan]] | None = None
 
@@ -352,6 +364,10 @@ class SplitModel(WrappedScorer):
             )
         if not moved:
             return Part(row[:0], row, [], [])
+        if self._ends_sentence is not None and not passages:
+            start, stop = moved[-1]
+            (limit,) = {b for a, b in spans if a == start}
+            moved[-1] = (start, self._ends_sentence.next(row[:limit], stop))
         keep = np.ones(len(row), bool)
         for start, stop, *_ in moved:
             keep[start:stop] = False
@@ -411,6 +427,8 @@ class SplitModel(WrappedScorer):
         return sum(span[1] - span[0] for span in moved) - sum(map(len, chunks))
 
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:
+        if self._ends_sentence is not None:
+            return self._ends_sentence.split(context, self._chunk)
         return self._split.passages(context, self._chunk)
 
     def with_foreign_context(

@@ -7,6 +7,7 @@ again, and a stopped one is resumed.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method, Study
 from lcjax.evaluation.records import folder_name
 from lcjax.evaluation.report.tables import markdown
+from lcjax.storage import to_path
 from lcjax.training import TrainConfig
 from lcjax.training import folder as folder_lib
 from lcjax.training import run as train
@@ -41,10 +43,12 @@ def trainings(config: EvalConfig) -> Trainings:
     """
     study = config.study or Study()
     trainings: dict[str, TrainConfig] = {}
-    stems = [Path(file).stem for file in study.stages]
-    for index, (file, stem) in enumerate(zip(study.stages, stems, strict=True)):
-        key, name = f"study.stages.{index}", stem if stems.count(stem) == 1 else file
-        _add(trainings, f"{_STAGE}{name}", _parse(file, (), key, None), f"{key}={file}")
+    stems = [Path(stage.split(" ")[0]).stem for stage in study.stages]
+    for index, (stage, stem) in enumerate(zip(study.stages, stems, strict=True)):
+        key, name = f"study.stages.{index}", stem if stems.count(stem) == 1 else stage
+        file, *words = shlex.split(stage)
+        overrides = tuple(word.removeprefix("--") for word in words)
+        _add(trainings, f"{_STAGE}{name}", _parse(file, overrides, key, None), f"{key}={stage}")
     if study.base is not None:
         if config.model.path is not None or config.model.preset is not None:
             raise InputError(
@@ -63,6 +67,8 @@ def trainings(config: EvalConfig) -> Trainings:
             )
         if method.path is not None:
             raise InputError(f"{key}: {method.name} has path={method.path}, too; keep one of them")
+        if method is not _first_of(config, method):
+            continue
         extension = _parse(study.extend, method.train, key, _folder(config, method))
         training = _from_model(extension, source, config, key)
         _add(trainings, method.name, training, f"methods.{index}.name={method.name}")
@@ -93,8 +99,10 @@ def _parse(file: str, overrides: tuple[str, ...], key: str, folder: Path | None)
 def _from_model(
     extension: TrainConfig, source: str | None, config: EvalConfig, key: str
 ) -> TrainConfig:
-    """The training of a method from the model of the study."""
-    model = extension.model
+    """The training of a method from the model of its own config, or from that of the study."""
+    model, has_base = extension.model, config.study.base is not None
+    if model.path is not None and not has_base:
+        return extension
     if model.path is not None or model.preset is not None:
         raise InputError(
             f"{key}: model.path={model.path or model.preset} is said by the study, so that all"
@@ -111,8 +119,13 @@ def _from_model(
 
 def _folder(config: EvalConfig, method: Method | None) -> Path:
     if method is None:
-        return Path(config.run.folder, _BASE)
-    return Path(config.run.folder, "trained", folder_name(method.name))
+        return to_path(config.run.folder) / _BASE
+    return to_path(config.run.folder) / "trained" / folder_name(_first_of(config, method).name)
+
+
+def _first_of(config: EvalConfig, method: Method) -> Method:
+    """The first method with the training of `method`, which all of them share."""
+    return next(other for other in config.methods if other.train == method.train)
 
 
 def _check_folders(trainings: Trainings) -> None:
@@ -148,9 +161,14 @@ def with_trained(config: EvalConfig) -> EvalConfig:
 
 
 def by_path(trainings: Trainings) -> dict[str, TrainConfig]:
-    """The trainings by path of the model: their run folders, and the exported models in them."""
-    folders = [(Path(training.run.folder), training) for training in trainings.values()]
-    return {str(path): t for folder, t in folders for path in (folder, folder / "model")}
+    """The trainings by path of a model: their run folders, and models and steps in them."""
+    by_path = {}
+    for training in trainings.values():
+        folder, train = to_path(training.run.folder), training.train
+        steps = {*range(train.save_every, train.steps, train.save_every), train.steps}
+        paths = (folder, folder / "model", *(folder / "checkpoints" / str(s) for s in steps))
+        by_path |= {str(path): training for path in paths}
+    return by_path
 
 
 def has_memory(section: ModelSection, trainings: Trainings) -> bool:
@@ -203,7 +221,7 @@ def table(trainings: Trainings) -> str:
     rows = [["trained", "rows x tokens x steps", "seed", "minutes", "last loss"]]
     for name, training in trainings.items():
         section = training.train
-        log = read(Path(training.run.folder, folder_lib.METRICS))
+        log = read(to_path(training.run.folder) / folder_lib.METRICS)
         shape = f"{section.batch_size} x {training.data.length} x {section.steps:,}"
         loss = f"{log[-1]['loss']:.3f}" if log and log[-1]["loss"] is not None else "nan"
         minutes = f"{_seconds(log) / 60:.1f}"

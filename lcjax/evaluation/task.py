@@ -75,6 +75,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     name: str = ""  # name of its files; empty: derived from the settings
     corpus: str = ""  # path of its own text, read as `data` says; empty: that of `data`
+    lengths: tuple[int, ...] = ()  # its own context lengths; empty: those of the run
 
     @property
     def label(self) -> str:
@@ -162,6 +163,10 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     def rescore(self, record: Record, tokenizer) -> Record:
         """The record with its answer scored again by these settings, without a model."""
         return record
+
+    def overall(self, cells: Records) -> float | None:
+        """The one number of a method from its cells: by default that of the longest length."""
+        return max(cells, key=lambda cell: cell["length"])["value"]
 
     def aggregates(self, cells: Records, records: Records) -> Record:
         """Numbers over all lengths, by method."""

@@ -127,6 +127,8 @@ class LanguageModel(Scorer):
         ]
         methods = {name: getattr(config, name) for name in ("rope", "pattern", "memory")}
         parts += [f"{name}={type(x).__name__}" for name, x in methods.items() if x is not None]
+        if len(config.kinds) > 1:
+            parts.append(f"{len(config.kinds)} kinds of layers")
         if self.mesh is not None:
             parts.append(f"{self.mesh.size} devices")
         return f"LanguageModel({', '.join(parts)})"
@@ -139,7 +141,7 @@ class LanguageModel(Scorer):
     @property
     def follows_length(self) -> bool:
         """Whether `rotation` changes with the length of a request."""
-        return self.config.rope.depends_on_length or self.config.pattern.depends_on_length
+        return self.config.follows_length
 
     @property
     def shares_prefixes(self) -> bool:
@@ -148,7 +150,7 @@ class LanguageModel(Scorer):
         What a token sees must depend on its position alone, not on what is read with it (Landmark,
         InfLLM, vertical_slash); and a pattern whose cache has few keys has little to share.
         """
-        return can_share_prefix(self.config.pattern)
+        return can_share_prefix(self.config)
 
     def with_shared_prefixes(self, prompts: Sequence[Sequence[int]]) -> Scorer:
         if not prompts or not self.shares_prefixes:
@@ -176,8 +178,8 @@ class LanguageModel(Scorer):
         """Returns a model with the same weights and another position method or pattern.
 
         Args:
-          rope: the position method; None: as it is.
-          pattern: the attention pattern; None: as it is.
+          rope: the position method of the layers that fix none (`config.layers`); None: as it is.
+          pattern: the attention pattern, likewise; None: as it is.
           memory: that of `config` with other settings, such as CEPE's `trained_context`.
           length: the least number of tokens that rotations are made for; None: that of each call,
             also where the model had one before.
@@ -246,12 +248,10 @@ class LanguageModel(Scorer):
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of queries and keys in a request of `length` tokens."""
-        length, rope = max(length, self.length or 0), self.config.rope
+        length = max(length, self.length or 0)
         if length not in self._rotations:
             # A learned rope solves a differential equation for it.
-            learned = self.params.get("rope")
-            rotation = rope.rotation(self.config.rotary_dim, length, learned)
-            self._rotations[length] = self.config.pattern.at_length(rotation, length)
+            self._rotations[length] = self.config.rotation(length, self.params.get("rope"))
         return self._rotations[length]
 
     def rotations(self, lengths: Sequence[int]) -> Rotation:
@@ -411,7 +411,7 @@ class LanguageModel(Scorer):
         Raises:
           InputError: as `nll`.
         """
-        self.config.pattern.check_scores()
+        self.config.check_scores()
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]
         check_first(first, width)
@@ -460,7 +460,7 @@ class LanguageModel(Scorer):
         Raises:
           InputError: as `nll`.
         """
-        self.config.pattern.check_scores()
+        self.config.check_scores()
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         memory = self._memory(context, rows)
@@ -487,9 +487,9 @@ class LanguageModel(Scorer):
 
         `context` is what every prompt reads beside it, as in `generate`; `prefix` as in `stream`.
         """
-        self.config.pattern.check_scores()
+        self.config.check_scores()
         if prefix is not None:
-            prefix.check(self.config.pattern, prompts, context=context, exact=False)
+            prefix.check(self.config, prompts, context=context, exact=False)
         if Landmarks.read_by(self.config.pattern) is not None:
             return super().continuations(prompts, continuations, context=context)
         memory = self._memory(context, prompts)
@@ -569,7 +569,7 @@ class LanguageModel(Scorer):
         ]
         exact = exact and self.follows_length
         if prefix is not None:
-            prefix.check(self.config.pattern, ids, context=context, exact=exact)
+            prefix.check(self.config, ids, context=context, exact=exact)
         memory = self._memory(context, ids)
         return Request(
             self, ids, sampling, exact, prefill_chunk, memory, mixture, prefix, top_logprobs

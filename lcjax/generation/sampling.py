@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
@@ -57,6 +58,16 @@ class Sampling:
                 f"seed={self.seed} has {len(self.seed)} numbers for {count} prompts; give one for"
                 " each, or a single one"
             )
+
+    def with_seeds(self, prompts: Iterable[Iterable[int]]) -> "Sampling":
+        """Returns this with a seed for each prompt, made of its token ids and `seed`.
+
+        Its draws then do not depend on the size and order of batches.
+        """
+        if not self.temperature:
+            return self
+        ids = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
+        return dataclasses.replace(self, seed=tuple(zlib.crc32(text, self.seed) for text in ids))
 
     def key(self, rows: int) -> jax.Array:
         """The key for `pick`, or keys [rows] where each text has a seed.

@@ -146,7 +146,7 @@ def _lay_out(
         positions[row, columns] = np.arange(len(text.tokens))
         places[row, span] = start + text.first + np.arange(len(text.targets))
         targets[row, span] = text.targets
-    if not is_packed and (model.config.pattern.is_position_based or segments.all()):
+    if not is_packed and (model.config.is_position_based or segments.all()):
         segments = None  # causal masks hide the padding after a text
     return TextRows(tokens, places, targets, segments, positions if is_packed else None), spans
 
@@ -158,10 +158,10 @@ def _choose_rows(
     config, longest, num_rows = model.config, max(lengths), len(lengths)
     num_packed = -(-sum(lengths) // session_lib.MAX_PACKED_ROW)
     num_rows, num_packed = (n + padding_rows(model.mesh, n) for n in (num_rows, num_packed))
-    width = round_up_to_bucket(longest) if config.pattern.is_position_based else longest
+    width = round_up_to_bucket(longest) if config.is_position_based else longest
     if config.position == "learned":
         width = min(width, max(config.max_length, longest))
-    elif config.pattern.is_position_based and not one_per_row:
+    elif config.is_position_based and not one_per_row:
         starts, packed_length = _pack(lengths, num_packed)
         packed_width = round_up_to_bucket(packed_length)
         if session_lib.packing_saves(num_packed * packed_width, num_rows * width):
@@ -290,7 +290,7 @@ def score_continuations(
     longest = int(lengths.max()) - 1  # the last token is predicted, not read
     config.check_length(longest)
     is_single = prefix is None and all(len(row) == 1 for row in continuations)
-    if is_single and config.pattern.is_position_based and longest <= prefill_chunk_size(None):
+    if is_single and config.is_position_based and longest <= prefill_chunk_size(None):
         return score_at_once(lm, prompts, continuations, lm.rotations(lengths), memory)
     rotation = lm.rotations(np.array(fill_rows(lm.model, lengths)))
     return score_by_cache(lm, prompts, continuations, rotation, memory, prefix)

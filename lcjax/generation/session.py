@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention import Pattern
 from lcjax.attention.landmark.tokens import Landmarks, aligned
 from lcjax.errors import InputError, whole_number
-from lcjax.models import Decoder, head
+from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models import decoder as decoder_lib
 from lcjax.models.cache import Cache
@@ -350,16 +349,17 @@ class CachedPrefix(NamedTuple):
         return len(self.ids)
 
     def check(
-        self, pattern: Pattern, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
+        self, config: ModelConfig, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
     ) -> None:
         """Raises an InputError where prompts cannot go on from this prefix.
 
         `exact` says that rotations change while text is generated.
         """
-        if not can_share_prefix(pattern):
+        if not can_share_prefix(config):
+            names = " or ".join(type(pattern).__name__ for pattern in config.patterns)
             raise InputError(
-                f"prefix: what {type(pattern).__name__} lets a token see depends on all that is"
-                " read with it; leave prefix out"
+                f"prefix: what {names} lets a token see depends on all that is read with it; leave"
+                " prefix out"
             )
         if context is not None or exact:
             name = "exact=True" if context is None else "context"
@@ -373,9 +373,10 @@ class CachedPrefix(NamedTuple):
                 )
 
 
-def can_share_prefix(pattern: Pattern) -> bool:
+def can_share_prefix(config: ModelConfig) -> bool:
     """Whether what a token sees depends on its position alone, and the cache keeps all keys."""
-    return pattern.is_position_based and pattern.cache_window() is None
+    keeps_all = all(pattern.cache_window() is None for pattern in config.patterns)
+    return config.is_position_based and keeps_all
 
 
 def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.ndarray:
@@ -464,11 +465,11 @@ def can_pack(
         return False
     if not packing_saves(round_up_to_bucket(sum(lengths)), len(lengths) * width):
         return False
-    if model.mesh is not None or config.position == "learned" or cache.rolling is not None:
+    if model.mesh is not None or config.position == "learned":
         return False
-    if not config.pattern.is_position_based or config.pattern.cache_state_shapes(
-        cache.capacity, config.head_dim
-    ):
+    if any(g.rolling is not None for g in cache.slot_groups) or not config.is_position_based:
+        return False
+    if any(p.cache_state_shapes(cache.capacity, config.head_dim) for p in config.patterns):
         return False
     return rotation.inv_freq.ndim == 1
 
@@ -509,9 +510,8 @@ def read_packed(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read_packed(model, params, cache, packed, ends, segments, positions, rotation):
-    pattern, key_positions = model.config.pattern, None
-    if cache.rotated:
-        key_positions = pattern.key_positions(positions, positions).reshape(1, -1)
+    is_rotated = any(group.rotated for group in cache.slot_groups)
+    key_positions = positions.reshape(1, -1) if is_rotated else None
     hidden, layers = model.apply(
         {"params": params}, packed["tokens"], positions=packed["positions"],
         segments=packed["segments"], rotation=rotation,

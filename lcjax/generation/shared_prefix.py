@@ -226,5 +226,9 @@ class PrefixReader(WrappedScorer):
 @functools.partial(jax.jit, donate_argnums=0)
 def _truncate(cache: cache_lib.Cache, tokens: jax.Array) -> cache_lib.Cache:
     """A full cache of one row with its first `tokens`; later slots may be overwritten."""
-    segments = jnp.where(jnp.arange(cache.capacity) < tokens, cache.segments, 0)
-    return dataclasses.replace(cache, segments=segments, filled=tokens, tokens=tokens[None])
+    is_kept = jnp.arange(cache.capacity) < tokens  # of a full cache all layers have as many slots
+    groups = tuple(
+        dataclasses.replace(old, segments=jnp.where(is_kept, old.segments, 0))
+        for old in cache.slot_groups
+    )
+    return dataclasses.replace(cache, slot_groups=groups, filled=tokens, tokens=tokens[None])

@@ -191,7 +191,7 @@ class BeaconAttention(Attention):
             y = Causal().attend(q, k, v, metadata)
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]
         k, v = (jnp.concatenate(pair, 1) for pair in ((k, beacon_k), (v, beacon_v)))
-        return jnp.concatenate(out, 1), collect_key_values(k, v, context)
+        return jnp.concatenate(out, 1), collect_key_values(k, v, context, Causal())
 
 
 def _self_partial(

@@ -108,6 +108,11 @@ class PrefixMemory(Memory):
                 f"model.memory.type={kind} reads a text of any length in one place, and rope type"
                 f" {config.rope.type} follows the length; choose default, linear, ntk or yarn"
             )
+        if config.layers:
+            raise InputError(
+                f"model.memory.type={kind} stands before the text of layers that are all alike;"
+                " leave model.layers out"
+            )
         if not isinstance(config.pattern, Causal):
             raise InputError(
                 f"model.memory.type={kind} stands before the text of a model that sees all of it,"

@@ -62,7 +62,7 @@ from lcjax.models.memory import (
 from lcjax.rope import Rotation, rotate
 
 PLACEMENTS = ("bottom", "top", "interleaved")
-POSITIONS = ("paper", "released")
+POSITIONS = ("paper", "released", "none")
 _HF_FIELD = "lcjax_shared_llm"
 _HF_DEPTH = "segment_tree_depth"
 _HF_CHUNK = 1_024  # of the released language models; their config.json has no field for it
@@ -82,7 +82,8 @@ class SharedLlm(CrossAttentionMemory):
     placement: str = "bottom"
     # Positions of chunks: paper, keys at 0 ... n-1 and queries at n; released, as the released code
     # computes whole texts: queries at n + 1, and keys at i / (tokens collected from a chunk), so
-    # nearly always 0 (it indexes its table of rotations twice).
+    # nearly always 0 (it indexes its table of rotations twice); none, the ablation: keys at their
+    # places in nodes, whatever their chunk, and queries at 0.
     positions: str = "paper"
 
     def __post_init__(self):
@@ -110,6 +111,11 @@ class SharedLlm(CrossAttentionMemory):
                     f"model.memory: the lower model has {key}={lower} and the upper one {upper};"
                     " it is made of the layers of the same checkpoint"
                 )
+        if any(kind.rope is not None for kind in config.kinds):
+            raise InputError(
+                "model.memory.type=shared_llm has one rotation for the keys of all layers; leave"
+                " rope out of model.layers, or the memory"
+            )
         if config.block != "sequential" or config.position != "rope" or self.states.rope.learned:
             raise InputError(
                 "model.memory.type=shared_llm reads rotated keys between attention and MLP, and"
@@ -331,6 +337,8 @@ class TreeEncoder(nn.Module):
         offsets = numbers.reshape(-1, 1)
         if self.memory.positions == "released":
             offsets = offsets // self.memory.num_slots(self.memory.chunk)
+        elif self.memory.positions == "none":
+            offsets = jnp.zeros_like(offsets)
         key_positions = jnp.take_along_axis(positions, index, 1) + offsets
         _, layers = self.model(
             tokens,
@@ -426,6 +434,8 @@ class TreeAttention(CrossAttention):
 
     def queries(self, q: jax.Array, encoded: EncodedContext) -> jax.Array:
         memory = self.config.memory
+        if memory.positions == "none":
+            return q
         position = encoded.num_chunks + (memory.positions == "released")
         return rotate(q, position[:, None], *memory.rotation()[:2])
 
@@ -449,7 +459,7 @@ class SharedLlmSection(MemorySection):
     # Which half of a node is split again: right, query, random
     policy: Policy = dataclasses.field(default_factory=Right)
     placement: str = "bottom"  # of the layers that read: bottom, top, interleaved
-    positions: str = "paper"  # of chunks, or released (see `lcjax.memory.SharedLlm`)
+    positions: str = "paper"  # of chunks; or released, none (see `lcjax.memory.SharedLlm`)
     # The output projection begins with so much of self-attention's: 0 leaves the model as it was.
     output_share: float = 0.0
 
@@ -505,6 +515,7 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
         tie_embeddings=True,  # it has no head
         head_bias=False,
         pattern=Causal(),  # nodes are shorter than any window
+        layers=(),
         scan_layers=True,
         **default,
     )

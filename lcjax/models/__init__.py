@@ -1,13 +1,20 @@
 """Decoders in Flax Linen: configs, layers, KV cache, losses, adapters."""
 
-from lcjax.models.config import PRESETS, ModelConfig, preset
+from lcjax.models.config import PRESETS, LayerKind, ModelConfig, preset
 from lcjax.models.decoder import Decoder, head
-from lcjax.models.layer_groups import stack_layers, unstack_layers, unstack_layers_in_place
+from lcjax.models.layer_groups import (
+    arrange_layers,
+    stack_layers,
+    unstack_layers,
+    unstack_layers_in_place,
+)
 
 __all__ = [
     "PRESETS",
     "Decoder",
+    "LayerKind",
     "ModelConfig",
+    "arrange_layers",
     "head",
     "preset",
     "stack_layers",

@@ -4,7 +4,8 @@ A *full* cache has a slot for every token. All rows of a batch fill the same slo
 prompts are padded on the left, and `segments` marks the slots that hold a token. A *rolling* cache
 serves patterns that see only the first and the last tokens (`Pattern.cache_window`): each row
 writes its tokens to the sinks, then to a ring, and the cache does not grow with the text. The slot
-of a token is then data, and masks test `index`, the order indices of the slots.
+of a token is then data, and masks test `index`, the order indices of the slots. Where layers
+differ, each has the slots that its own pattern needs.
 
 Keys are stored rotated, which is exact if the rotation is the same for the whole request, or
 unrotated (`rotated=False`), so that every step rotates all of them. Patterns that move keys need
@@ -48,8 +49,24 @@ class Rolling:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class SlotGroup:
+    """What the S slots of some layers hold; they are the same where patterns need the same keys."""
+
+    segments: Int[Array, "B S"]  # 1 where a slot holds a token, else 0
+    positions: Float[Array, "B S"]  # of the keys
+    index: Int[Array, "B S"]  # order indices of the keys
+    rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
+    rolling: Rolling | None = dataclasses.field(metadata={"static": True}, default=None)
+
+    @property
+    def num_slots(self) -> int:
+        return self.segments.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values in S slots, for every layer.
+    """Keys and values in slots, for every layer.
 
     `layers` holds (keys, values), each [B, K, S, H], and the pattern's state
     (`Pattern.cache_state_shapes`): stacked [L, ...] for scanned layers, else one such tuple per
@@ -58,29 +75,32 @@ class Cache:
     """
 
     layers: Any
-    segments: Int[Array, "B S"]  # 1 where a slot holds a token, else 0
-    positions: Float[Array, "B S"]  # of the keys
-    index: Int[Array, "B S"]  # order indices of the keys
+    slot_groups: tuple[SlotGroup, ...]
     filled: Int[Array, ""]  # tokens read, padding included
     tokens: Int[Array, " B"]  # tokens read of each row, without padding
-    rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
-    rolling: Rolling | None = dataclasses.field(metadata={"static": True}, default=None)
+    group_by_layer: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def capacity(self) -> int:
-        return self.segments.shape[1]
+        """Slots of the layers that have most."""
+        return max(group.num_slots for group in self.slot_groups)
+
+    @property
+    def rolling(self) -> Rolling | None:
+        """The ring of these layers; None: they have a slot for every token."""
+        return max(self.slot_groups, key=lambda group: group.num_slots).rolling
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The slots of the cache in one call, with its T new tokens."""
+    """The slots of a layer in one call, with its T new tokens."""
 
     segments: Int[Array, "B S"]
     positions: Float[Array, "B S"]
     index: Int[Array, "B S"]
     start: Int[Array, ""]  # a full cache writes to slots start .. start + T - 1
-    slots: Int[Array, "B T"] | None  # to which a rolling cache writes; S for padding
+    write_slots: Int[Array, "B T"] | None  # to which a rolling cache writes; S for padding
     q_index: Int[Array, "B T"]  # order indices of the new tokens
     q_segments: Int[Array, "B T"]
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
@@ -95,7 +115,7 @@ class View:
             # A query that is padding itself sees nothing, like a key that is padding.
             q_segments=self.q_segments,
             k_segments=self.segments,
-            row_indices=(slots, None) if self.slots is None else None,
+            row_indices=(slots, None) if self.write_slots is None else None,
             keys_rotated=self.rotated,
         )
 
@@ -117,33 +137,42 @@ def create(
       length: tokens of a row.
       chunk: the most tokens that are read at once. A pattern that keeps only some keys gets a
         rolling cache if that is smaller. None: a full cache.
-      rotated: whether keys are stored rotated; None: unless the pattern moves them.
+      rotated: whether keys are stored rotated; None: unless the pattern of a layer moves them.
       mesh: shards rows over data and fsdp, and heads over tensor; each device creates its part.
     """
-    pattern = config.pattern.for_inference()
-    slots, rolling = policy(pattern, length, chunk)
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
-    dtype, count = config.compute_dtype(), config.num_layers
+    patterns = [config.of_kind(kind).pattern.for_inference() for kind in config.kinds]
+    layouts = [
+        (*policy(pattern, length, chunk), not pattern.moves_keys if rotated is None else rotated)
+        for pattern in patterns
+    ]
+    distinct = list(dict.fromkeys(layouts))
 
     def zeros(shape, dtype):
         return jnp.zeros(shape, dtype, device=_layout(mesh, shape))
 
-    state_shapes = pattern.cache_state_shapes(slots, config.head_dim)
-    state_shapes = [(batch, config.num_heads, *shape) for shape in state_shapes]
+    def layer(kind, *stack):
+        size, (slots, *_) = config.head_dim, layouts[kind]
+        pair = 2 * [((config.num_kv_heads, slots, size), config.compute_dtype())]
+        states = patterns[kind].cache_state_shapes(slots, size)
+        states = [((config.num_heads, *shape), jnp.float32) for shape in states]
+        return tuple(zeros((*stack, batch, *shape), dtype) for shape, dtype in pair + states)
 
-    def layer(*stack):
-        pair = [zeros((*stack, *shape), dtype) for _ in range(2)]
-        return (*pair, *(zeros((*stack, *shape), jnp.float32) for shape in state_shapes))
-
+    kinds = config.kind_by_layer
     return Cache(
-        layers=layer(count) if config.stacked else tuple(layer() for _ in range(count)),
-        segments=zeros((batch, slots), jnp.int32),
-        positions=zeros((batch, slots), jnp.float32),  # may be fractional
-        index=zeros((batch, slots), jnp.int32),
+        layers=layer(0, len(kinds)) if config.stacked else tuple(map(layer, kinds)),
+        slot_groups=tuple(
+            SlotGroup(
+                segments=zeros((batch, slots), jnp.int32),
+                positions=zeros((batch, slots), jnp.float32),  # may be fractional
+                index=zeros((batch, slots), jnp.int32),
+                rolling=rolling,
+                rotated=is_rotated,
+            )
+            for slots, rolling, is_rotated in distinct
+        ),
         filled=zeros((), jnp.int32),
         tokens=zeros((batch,), jnp.int32),
-        rotated=not pattern.moves_keys if rotated is None else rotated,
-        rolling=rolling,
+        group_by_layer=tuple(distinct.index(layouts[kind]) for kind in kinds),
     )
 
 
@@ -185,7 +214,7 @@ def whole_blocks(slots: int) -> int:
 
 def extend(
     cache: Cache, segments: Int[Array, "B T"] | None, positions: Num[Array, "B T"]
-) -> tuple[Cache, View]:
+) -> tuple[Cache, tuple[View, ...]]:
     """Reserves slots for new tokens; `append` writes the keys and values of each layer.
 
     jit cannot detect writes past the capacity of a full cache: callers create it for the prompt and
@@ -196,6 +225,9 @@ def extend(
       segments: 1 for a token, 0 for padding, which precedes the first token; None: all are tokens.
       positions: positions of the new tokens.
 
+    Returns:
+      The cache, and the view of each layer.
+
     Raises:
       InputError: the tokens overwrite keys of a rolling cache that they need.
     """
@@ -204,25 +236,31 @@ def extend(
         segments = jnp.ones((rows, length), jnp.int32)
     segments = segments.astype(jnp.int32)
     order = next_order(cache, segments, length)
-    slots = _slots(cache, segments, order)
-    fields = {"segments": segments, "positions": positions, "index": order}
-    for name, new in fields.items():
-        cached = getattr(cache, name)
-        new = new.astype(cached.dtype)
-        if slots is None:
-            fields[name] = jax.lax.dynamic_update_slice(cached, new, (0, cache.filled))
-        else:
-            fields[name] = cached.at[jnp.arange(rows)[:, None], slots].set(new, mode="drop")
-    view = View(
-        **fields,
-        start=cache.filled,
-        slots=slots,
-        q_index=order,
-        q_segments=segments,
-        rotated=cache.rotated,
-    )
+
+    def write(old: SlotGroup) -> tuple[SlotGroup, View]:
+        slots = _ring_slots(old, segments, order)
+        fields = {"segments": segments, "positions": positions, "index": order}
+        for name, new in fields.items():
+            cached = getattr(old, name)
+            new = new.astype(cached.dtype)
+            if slots is None:
+                fields[name] = jax.lax.dynamic_update_slice(cached, new, (0, cache.filled))
+            else:
+                fields[name] = cached.at[jnp.arange(rows)[:, None], slots].set(new, mode="drop")
+        view = View(
+            **fields,
+            start=cache.filled,
+            write_slots=slots,
+            q_index=order,
+            q_segments=segments,
+            rotated=old.rotated,
+        )
+        return dataclasses.replace(old, **fields), view
+
+    groups, views = zip(*map(write, cache.slot_groups))
     counts = {"filled": cache.filled + length, "tokens": cache.tokens + segments.sum(1)}
-    return dataclasses.replace(cache, **fields, **counts), view
+    cache = dataclasses.replace(cache, slot_groups=groups, **counts)
+    return cache, tuple(views[number] for number in cache.group_by_layer)
 
 
 def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) -> Int[Array, "B T"]:
@@ -235,19 +273,18 @@ def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) ->
     return cache.tokens[:, None] + jnp.cumsum(segments.astype(jnp.int32), axis=1) - 1
 
 
-def _slots(cache: Cache, segments: jax.Array, order: jax.Array) -> jax.Array | None:
+def _ring_slots(group: SlotGroup, segments: jax.Array, order: jax.Array) -> jax.Array | None:
     """The slots [B, T] to which a rolling cache writes tokens; S for padding, which is dropped."""
-    rolling, length = cache.rolling, segments.shape[1]
+    rolling, length = group.rolling, segments.shape[1]
     if rolling is None:
         return None
-    longest = cache.capacity - rolling.slots_for(1) + 1
+    longest = group.num_slots - rolling.slots_for(1) + 1
     if length > longest:
         raise InputError(
             f"{length} tokens at once overwrite keys that they need in a rolling cache of "
-            f"{cache.capacity} slots; read at most {longest}, or create it with chunk={length}"
+            f"{group.num_slots} slots; read at most {longest}, or create it with chunk={length}"
         )
-    slots = rolling.slot(order, cache.capacity)
-    return jnp.where(segments != 0, slots, cache.capacity)
+    return jnp.where(segments != 0, rolling.slot(order, group.num_slots), group.num_slots)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -279,11 +316,10 @@ def branch(
         pick = functools.partial(jnp.take, x, axis=-2 if is_layer else -1, mode="clip")
         return jnp.where(mask, jax.vmap(pick, out_axes=first)(source), 0)
 
-    fields = {name: rows(getattr(cache, name)) for name in ("segments", "positions", "index")}
     branched = dataclasses.replace(
         cache,
         layers=jax.tree.map(rows, cache.layers),
-        **fields,
+        slot_groups=jax.tree.map(rows, cache.slot_groups),
         filled=filled,
         tokens=jnp.maximum(filled - padding, 0).astype(jnp.int32),
     )
@@ -321,7 +357,7 @@ def append(
 def _write(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
     """Writes `new` [B, T, K, H] to the slots of `view` in `cached` [B, K, S, H]."""
     new = new.astype(cached.dtype)
-    if view.slots is None:
+    if view.write_slots is None:
         return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, view.start, 0))
     rows = jnp.arange(new.shape[0])[:, None]
-    return cached.at[rows, :, view.slots].set(new, mode="drop")
+    return cached.at[rows, :, view.write_slots].set(new, mode="drop")

@@ -1,16 +1,21 @@
 """The architecture of a decoder, and published architectures by name."""
 
+import collections
 import dataclasses
 import difflib
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Bidirectional, Causal, Pattern, Sliding
-from lcjax.errors import InputError
+from lcjax.config import check_instance
+from lcjax.errors import InputError, whole_number
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
-from lcjax.rope import Default, Llama3, Rope
+from lcjax.rope import Default, Llama3, Rope, Rotation
 from pallas_kernels.sharded import METHODS
 
 _CHOICES = {
@@ -30,6 +35,20 @@ def check_choice(field: str, value: Any) -> None:
     if value not in _CHOICES[field]:
         known = ", ".join(_CHOICES[field])
         raise InputError(f"model.{field}={value!r} is not one of {known}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Successive layers that fix their pattern or RoPE method: an entry of `model.layers`."""
+
+    repeat: int = 1  # layers
+    pattern: Pattern | None = None  # attention pattern; null: that of the model
+    rope: Rope | None = None  # position method; null: that of the model
+
+    def __post_init__(self):
+        whole_number("layers.repeat", self.repeat, 1)
+        for field, base in (("pattern", Pattern), ("rope", Rope)):
+            check_instance(f"layers.{field}", getattr(self, field), base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +75,13 @@ class ModelConfig:
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
-    position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `decoder.PositionEmbedding`)
+    # or alibi, t5, transformer_xl, deberta, sinusoidal, learned (see `decoder.PositionEmbedding`)
+    position: str = "rope"
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
+    # Layers that fix their pattern or rope, repeated from the first to the last layer. None of
+    # them: all layers have those above.
+    layers: tuple[LayerKind, ...] = ()
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
     # What a training step recomputes: none: nothing; full: layers; attention: layers except
@@ -94,12 +117,29 @@ class ModelConfig:
             )
         if self.memory is not None:
             self.memory.check(self)
+        for kind in self.kinds if self.layers else ():
+            self.of_kind(kind)  # raises what is wrong with this pattern or rope
+            if kind.rope is not None and kind.rope.learned:
+                raise InputError(
+                    f"model.layers: rope type {kind.rope.type} is learned for a whole model; set"
+                    f" model.rope.type={kind.rope.type}, and leave it out of layers"
+                )
+        has_landmarks = any(pattern.has_landmarks for pattern in (self.pattern, *self.patterns))
+        if has_landmarks and self.kinds != (LayerKind(),):
+            raise InputError(
+                "model.layers: pattern type landmark puts landmarks into the text, which all layers"
+                " read; set model.pattern.type=landmark, and leave model.layers out"
+            )
         if self.position == "rope":
             return
         if not isinstance(self.rope, Default):
             raise InputError(
                 f"model.rope.type={self.rope.type} turns queries and keys, which a model with "
                 f"position={self.position} does not; leave it out"
+            )
+        if self.position == "transformer_xl" and self.width % 2:
+            raise InputError(
+                f"model.position=transformer_xl needs an even model.width; it is {self.width}"
             )
         pattern = self.pattern.for_inference()
         for choice in (self.pattern, pattern):
@@ -112,7 +152,89 @@ class ModelConfig:
     def for_inference(self) -> "ModelConfig":
         """Returns the config for evaluation and generation."""
         memory = None if self.memory is None else self.memory.for_inference()
-        return self.replace(pattern=self.pattern.for_inference(), memory=memory)
+        layers = tuple(
+            kind if kind.pattern is None
+            else dataclasses.replace(kind, pattern=kind.pattern.for_inference())
+            for kind in self.layers
+        )  # fmt: skip
+        return self.replace(pattern=self.pattern.for_inference(), layers=layers, memory=memory)
+
+    # Layers that differ
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers, each once; a single one where all layers are alike."""
+        once = (dataclasses.replace(kind, repeat=1) for kind in self.layers)
+        return tuple(dict.fromkeys(once)) or (LayerKind(),)
+
+    @property
+    def kind_by_layer(self) -> tuple[int, ...]:
+        """For each layer its index in `kinds`."""
+        numbers = {kind: number for number, kind in enumerate(self.kinds)}
+        cycle = [
+            numbers[dataclasses.replace(kind, repeat=1)]
+            for kind in self.layers
+            for _ in range(min(kind.repeat, self.num_layers))
+        ]
+        return tuple(itertools.islice(itertools.cycle(cycle or [0]), self.num_layers))
+
+    def of_kind(self, kind: LayerKind) -> "ModelConfig":
+        """Returns a config of equal layers with the pattern and the rope of layers of `kind`."""
+        pattern, rope = kind.pattern or self.pattern, kind.rope or self.rope
+        return self.replace(pattern=pattern, rope=rope, layers=())
+
+    def layer(self, index: int) -> "ModelConfig":
+        """Returns a config of equal layers with the pattern and the rope of layer `index`."""
+        return self.of_kind(self.kinds[self.kind_by_layer[index]]) if self.layers else self
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The patterns of all layers, each once."""
+        return tuple(dict.fromkeys(kind.pattern or self.pattern for kind in self.kinds))
+
+    @property
+    def is_position_based(self) -> bool:
+        """Whether order indices alone decide visibility in all layers (`Pattern`)."""
+        return all(pattern.is_position_based for pattern in self.patterns)
+
+    @property
+    def layer_counts(self) -> list[tuple["ModelConfig", int]]:
+        """The config of each kind of layers, and how many of them there are."""
+        counts = collections.Counter(self.kind_by_layer)
+        return [(self.of_kind(self.kinds[kind]), count) for kind, count in counts.items()]
+
+    def check_scores(self) -> None:
+        """Raises an InputError if a loss of this model is meaningless (`Pattern.prefill_only`)."""
+        for pattern in self.patterns:
+            pattern.check_scores()
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether `rotation` depends on the length."""
+        return any(
+            config.rope.depends_on_length or config.pattern.depends_on_length
+            for config in map(self.of_kind, self.kinds)
+        )
+
+    def rotation(self, length: int, learned: dict | None = None) -> Rotation:
+        """Returns the rotation of a request of `length` tokens.
+
+        Args:
+          length: tokens of the whole request, as in `Rope.frequencies`.
+          learned: arrays of a learned rope.
+        """
+        return self.complete(self.rope.rotation(self.rotary_dim, length, learned), length)
+
+    def complete(self, rotation: Rotation, length: int) -> Rotation:
+        """Returns `rotation`, of the model's rope, with what patterns and layers change."""
+
+        def of(kind: LayerKind) -> Rotation:
+            layer = self.of_kind(kind)
+            plain = rotation if kind.rope is None else kind.rope.rotation(self.rotary_dim, length)
+            return layer.pattern.at_length(plain, length)
+
+        kinds = tuple(map(of, self.kinds)) if self.layers else ()
+        return self.pattern.at_length(rotation, length)._replace(kinds=kinds)
 
     def check_length(self, length: int) -> None:
         """Raises an InputError for more tokens than a table of learned positions has rows."""
@@ -128,9 +250,9 @@ class ModelConfig:
 
         They are separate if layers differ; `lcjax.models.layer_groups` then scans groups of them.
         """
-        return self.scan_layers and (
-            self.memory is None or self.memory.uniform_layers(self.num_layers)
-        )
+        memory = self.memory
+        is_uniform = memory is None or memory.uniform_layers(self.num_layers)
+        return self.scan_layers and len(self.kinds) == 1 and is_uniform
 
     @property
     def rotary_dim(self) -> int:
@@ -142,6 +264,14 @@ class ModelConfig:
 
     def compute_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.dtype)
+
+
+def repeating(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Returns the shortest `layers` of a model whose layers are of these kinds, one for each."""
+    lengths = range(1, len(kinds) + 1)
+    period = next(n for n in lengths if all(map(operator.eq, kinds, kinds[n:])))
+    runs = ((kind, len(list(run))) for kind, run in itertools.groupby(kinds[:period]))
+    return tuple(dataclasses.replace(kind, repeat=length) for kind, length in runs)
 
 
 def _llama2(width, mlp_width, layers, heads):

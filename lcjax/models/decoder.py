@@ -15,7 +15,16 @@ from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
 from lcjax.models.encoder import MaskedHead
-from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm, look_up
+from lcjax.models.layers import (
+    DEBERTA_SPAN,
+    MLP,
+    Attention,
+    CollectKeyValues,
+    Context,
+    Head,
+    Norm,
+    look_up,
+)
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
 from lcjax.parallel.offload import host_shardings
@@ -99,6 +108,11 @@ class PositionEmbedding(nn.Module):
     alibi: logits get -m_h (i - j), m_h fixed by the head (Press et al. 2022, arXiv 2108.12409).
     t5: logits get a learned b[bucket(i - j), h], one table for all layers (Raffel et al. 2020,
         sec. 2.1). Logits keep their scale 1/sqrt(H), which T5 leaves to its initial weights.
+    transformer_xl: logits get the products of queries with sinusoidal embeddings of i - j, which
+        each layer projects, and two learned biases of a head (Dai et al. 2019, arXiv 1901.02860).
+    deberta: logits get the products of queries, and of keys, with a learned row for the bucket of
+        i - j, one table for all layers, which each of them projects as its keys and queries
+        (He et al. 2021, arXiv 2006.03654; projections are shared as in V2 and V3).
     sinusoidal: hidden states start at sqrt(D) embed + PE, PE[p, 2i] = sin(p / 10000^(2i/D)) and
         PE[p, 2i+1] = cos of the same (Vaswani et al. 2017, sec. 3.4 and 3.5).
     learned: they start at embed + a learned row for each position up to the trained length (GPT-2).
@@ -113,18 +127,21 @@ class PositionEmbedding(nn.Module):
         if c.position == "t5":
             spread = nn.initializers.normal(c.width**-0.5)
             self.bias = self.param("bias", spread, (BUCKETS, c.num_heads), dtype)
+        if c.position == "deberta":
+            spread, shape = nn.initializers.normal(0.02), (2 * DEBERTA_SPAN, c.width)
+            self.embedding = self.param("embedding", spread, shape, dtype)
         if c.position == "learned":
             spread = nn.initializers.normal(0.02)
             self.embedding = self.param("embedding", spread, (c.max_length, c.width), dtype)
 
-    def logit_bias(self) -> Alibi | RelativeBias | None:
-        """Returns the bias of the logits of all layers."""
+    def logit_bias(self) -> Alibi | RelativeBias | Float[Array, "X D"] | None:
+        """Returns what all layers share of the bias of their logits (`Attention.bias`)."""
         c = self.config
         if c.position == "alibi":
             return Alibi(jnp.asarray(alibi_slopes(c.num_heads)))
         if c.position == "t5":
             return RelativeBias(self.bias.astype(jnp.float32), MAX_DISTANCE)
-        return None
+        return self.embedding if c.position == "deberta" else None
 
     def __call__(
         self,
@@ -176,7 +193,8 @@ class Decoder(nn.Module):
             c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
         )
         memory = c.memory
-        reading = (False,) * c.num_layers if memory is None else memory.reader_layers(c.num_layers)
+        no_layer = (False,) * c.num_layers
+        self.reads = no_layer if memory is None else memory.reader_layers(c.num_layers)
         if c.stacked:
             self.layers = nn.scan(
                 _block(c, scanned=True),
@@ -185,10 +203,12 @@ class Decoder(nn.Module):
                 in_axes=(nn.broadcast, 0, 0),
                 out_axes=0,
                 length=c.num_layers,
-            )(c, self.mesh, reading[0])
+            )(c.layer(0), self.mesh, self.reads[0])
         else:
             block = _block(c, scanned=False)
-            self.layers = [block(c, self.mesh, reads) for reads in reading]
+            self.layers = [
+                block(c.layer(index), self.mesh, reads) for index, reads in enumerate(self.reads)
+            ]
         if memory is not None:
             self.encoder = memory.encoder(c, self.mesh)
         self.final_norm = Norm(c)
@@ -220,7 +240,7 @@ class Decoder(nn.Module):
           positions: integers or fractions; None: the index of each token in its document,
             after the tokens of the row in the cache.
           segments: documents from 1, 0 is padding; None: one document.
-          rotation: frequencies; None: those of `config.rope` at length T, or at the capacity of the
+          rotation: `config.rotation(length)`; None: that for length T, or for the capacity of the
             cache, which is the full length of the request.
           cache: earlier tokens, from `lcjax.models.cache.create`.
           order: int32 [T], a permutation of the tokens that balances work between devices
@@ -242,7 +262,7 @@ class Decoder(nn.Module):
         if self.is_initializing() and c.memory is not None:
             chunk = tokens[:, None, :1]
             memory = self.encode(chunk, jnp.ones_like(chunk, bool))
-        view, layers = None, None
+        views, layers = (None,) * c.num_layers, None
         index = None if segments is None or cache is not None else order_indices(segments)
         if positions is None:
             positions = cache_lib.next_order(cache, segments, tokens.shape[1]) if cache else index
@@ -252,12 +272,17 @@ class Decoder(nn.Module):
         if memory is not None:
             positions = positions + c.memory.prefix_length(memory)
         if cache is not None:
-            cache, view = cache_lib.extend(cache, segments, positions)
+            cache, views = cache_lib.extend(cache, segments, positions)
             layers = cache.layers
         else:
             c.check_length(tokens.shape[1])
         if rotation is None or c.position != "rope":
             rotation = self._rotation(tokens, cache)
+        elif not rotation.kinds and any(kind.rope is not None for kind in c.kinds):
+            raise InputError(
+                "rotation: layers of this model have a rope of their own (model.layers); give"
+                " model.config.rotation(length)"
+            )
         if order is not None:
             index = jnp.arange(len(order), dtype=jnp.int32)[None] if index is None else index
             tokens, positions, absolute, index, segments = (
@@ -265,50 +290,55 @@ class Decoder(nn.Module):
                 for x in (tokens, positions, absolute, index, segments)
             )
         bias = self.position.logit_bias()
-        context = Context(
-            positions, segments, rotation, index, view, bias, order, memory, collect, beacons
-        )
+        memories = layer_groups.contexts_by_layer(memory, self.reads)
+        contexts = [
+            Context(
+                positions, segments, rotation.of_kind(kind), index, view, bias, order,
+                layer_memory, collect, beacons,
+            )
+            for kind, view, layer_memory in zip(c.kind_by_layer, views, memories, strict=True)
+        ]  # fmt: skip
         x = keep_tokens(self.embedded(tokens), self.mesh)
         x = self.position(x, absolute, segments)
-        x, layers = (self._stacked if c.stacked else self._apart)(x, context, layers)
+        x, layers = (self._stacked if c.stacked else self._apart)(x, contexts, layers)
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return None if x is None else self.final_norm(x), cache if collect is None else layers
 
-    def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
+    def _stacked(self, x: jax.Array, contexts: list[Context], layers: Any) -> tuple[jax.Array, Any]:
         """Applies layers whose weights are one stack."""
         c = self.config
-        collect = context.collect
+        context, collect = contexts[0], contexts[0].collect
         if collect is not None and collect.keys_only and not self.is_initializing():
             block, stacked = _block(c, scanned=True), self.layers.variables["params"]
-            block = block(c, self.mesh, parent=None)
+            block = block(c.layer(0), self.mesh, parent=None)
             return None, layer_groups.collect_keys(block, stacked, x, context)
-        memory, pairs = layer_groups.stack_contexts(
-            layer_groups.contexts_by_layer(context.memory, [True] * c.num_layers)
-        )
+        memory, pairs = layer_groups.stack_contexts([context.memory for context in contexts])
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
-    def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
+    def _apart(self, x: jax.Array, contexts: list[Context], layers: Any) -> tuple[jax.Array, Any]:
         """Applies layers with separate weights, one by one or group by group."""
         c, blocks, outputs = self.config, self.layers, []
-        reads = [block.reads for block in blocks]
-        memories = layer_groups.contexts_by_layer(context.memory, reads)
         groups = layer_groups.one_group_per_layer(c.num_layers)
         if c.scan_layers and layers is None and not self.is_initializing():
             weights = [block.variables["params"] for block in blocks]
-            groups = layer_groups.group_identical_layers(weights, reads)
-        for group in groups:
-            if len(group) > 1:
-                block = _block(c, scanned=True)(c, self.mesh, reads[group.start], parent=None)
-                parts = weights[group.start : group.stop], memories[group.start : group.stop]
-                x, group_outputs = layer_groups.scan(block, *parts, x, context, self.mesh)
+            kinds = [*zip(c.kind_by_layer, self.reads, strict=True)]
+            groups = layer_groups.group_layers(weights, kinds)
+        for (first, *rest), period in groups:
+            if rest:
+                module, group = _block(c, scanned=True), slice(first, rest[-1] + 1)
+                modules = [
+                    module(block.config, self.mesh, block.reads, parent=None)
+                    for block in blocks[first : first + period]
+                ]
+                parts = weights[group], contexts[group]
+                x, group_outputs = layer_groups.scan(modules, *parts, x, self.mesh)
                 outputs += group_outputs
                 continue
-            (index,) = group
-            layer = None if layers is None else layers[index]
-            x, layer = blocks[index](x, context._replace(memory=memories[index]), layer)
+            layer = None if layers is None else layers[first]
+            x, layer = blocks[first](x, contexts[first], layer)
             outputs.append(layer)
         return x, tuple(outputs)
 
@@ -344,34 +374,29 @@ class Decoder(nn.Module):
     def token_order(self, length: int) -> np.ndarray | None:
         """Returns the order of a row's tokens with equal work for the devices that share it.
 
-        None: text order, if no devices share a row, if a token sees a bounded part of the text, or
-        if the pattern needs keys in text order.
+        None: text order, if no devices share a row, if in some layer a token sees a bounded part of
+        the text, or a pattern needs keys in text order.
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
-        if parts == 1 or c.context_parallel != "ring" or not c.pattern.is_position_based:
+        if parts == 1 or c.context_parallel != "ring" or not c.is_position_based:
             return None
-        return zigzag(length, parts) if c.pattern.cache_window() is None else None
+        sees_all = all(pattern.cache_window() is None for pattern in c.patterns)
+        return zigzag(length, parts) if sees_all else None
 
     def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
         c = self.config
         if c.position != "rope":
             return no_rotation()
-        learned = self.rope if c.rope.learned else None
-        length = self._request_length(tokens, cache)
-        return c.pattern.at_length(c.rope.rotation(c.rotary_dim, length, learned), length)
-
-    def _request_length(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> int:
-        """The length for which a rotation is computed if the caller gives none."""
-        if cache is None:
-            return tokens.shape[1]
-        rope = self.config.rope
-        if cache.rolling is not None and rope.depends_on_length:
-            raise InputError(
-                f"rotation=None: rope type {rope.type} depends on the length of the text, which a "
-                "rolling cache does not know; give rotation=rope.rotation(...)"
-            )
-        return cache.capacity
+        length = tokens.shape[1] if cache is None else cache.capacity
+        if cache is not None and cache.rolling is not None:
+            for kind in c.kinds:
+                if (rope := c.of_kind(kind).rope).depends_on_length:
+                    raise InputError(
+                        f"rotation=None: rope type {rope.type} depends on the length of the text,"
+                        " which a rolling cache does not know; give rotation=config.rotation(...)"
+                    )
+        return c.rotation(length, self.rope if c.rope.learned else None)
 
     def projection(self) -> Projection:
         """Returns the projection of hidden states to logits, in the compute dtype."""

@@ -46,8 +46,8 @@ def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:
             f"model.encoder_layers={layers} must lie in 1 ... {config.num_layers}, the layers of"
             " the checkpoint"
         )
-    if config.memory is not None or config.mlm_head:
-        kind = "an encoder already" if config.mlm_head else "a model with a memory"
+    if config.memory is not None or config.mlm_head or config.layers:
+        kind = "an encoder already" if config.mlm_head else "a model with a memory or model.layers"
         raise InputError(
             f"model.encoder_layers={layers}: the checkpoint is {kind}; give a plain decoder, or"
             " leave it out"

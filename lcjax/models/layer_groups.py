@@ -1,7 +1,8 @@
 """The layers of a decoder: their weights stacked for a scan, in groups, or one by one.
 
-If not all layers of a model are alike, successive ones that are form a group, and each group is one
-scan. Such a model stores the weights of every layer separately, under the names that they have
+If not all layers of a model are alike, successive ones that are form a group, or that repeat a
+period such as five layers of one kind and one of another. Each group is one scan over its periods.
+Such a model stores the weights of every layer separately, under the names that they have
 without a scan, so checkpoints, training rules and generation know nothing of groups. The program
 stacks the weights of a group, which costs one copy of them and of their gradients in a step.
 Without groups, compilers take minutes instead of seconds.
@@ -10,8 +11,8 @@ Without groups, compilers take minutes instead of seconds.
 import dataclasses
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,30 +27,52 @@ from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import flatten, nest
 
 
-def one_group_per_layer(count: int) -> list[range]:
+class Group(NamedTuple):
+    """Successive layers, and after how many of them the same kinds of layers follow again."""
+
+    layers: range
+    period: int = 1
+
+
+def one_group_per_layer(count: int) -> list[Group]:
     """Returns a group for each layer."""
-    return [range(index, index + 1) for index in range(count)]
+    return [Group(range(index, index + 1)) for index in range(count)]
 
 
-def group_identical_layers(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
+def group_layers(layers: Sequence[dict], kinds: Sequence[Hashable]) -> list[Group]:
     """Returns the groups of successive layers that one scan can compute.
 
-    The layers of a group all read the memory or all do not, and their weights have the same names,
-    shapes and dtypes. A layer with offloaded weights is a group by itself: stacking would fetch it.
+    Layers a period apart are of one kind, and their weights have the same names, shapes and dtypes.
+    A layer with offloaded weights is a group by itself: stacking would fetch it.
 
     Args:
       layers: the weights of each layer.
-      reads: whether each layer reads the memory.
+      kinds: of each layer.
     """
 
     def kind(index: int) -> Any:
         leaves, names = jax.tree.flatten(layers[index], is_leaf=_is_offloaded)
         if any(map(_is_offloaded, leaves)):
             return index
-        return reads[index], names, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        return kinds[index], names, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    groups = (list(group) for _, group in itertools.groupby(range(len(layers)), kind))
-    return [range(group[0], group[-1] + 1) for group in groups]
+    return _group(list(map(kind, range(len(layers)))))
+
+
+def _group(kinds: list) -> list[Group]:
+    """Groups the first layers with the period that covers most of them, then those after them."""
+    groups, start = [], 0
+    while start < len(kinds):
+        rest, best = len(kinds) - start, Group(range(start, start + 1))
+        for period in range(1, rest // 2 + 1):
+            is_same = map(operator.eq, kinds[start:], kinds[start + period :])
+            size = period + sum(itertools.takewhile(bool, is_same))
+            size -= size % period
+            if size > max(period, len(best.layers)):
+                best = Group(range(start, start + size), period)
+        groups.append(best)
+        start = best.layers.stop
+    return groups
 
 
 def _is_offloaded(node: Any) -> bool:
@@ -74,38 +97,43 @@ def stack_contexts(memories: Sequence[EncodedContext | None]) -> tuple[EncodedCo
 
 
 def scan(
-    block: nn.Module,
+    blocks: Sequence[nn.Module],
     layers: Sequence[dict],
-    memories: Sequence[EncodedContext | None],
+    contexts: Sequence[Context],
     x: Float[Array, "B T D"],
-    context: Context,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[Float[Array, "B T D"], list]:
-    """Applies a group of layers.
+    """Applies a group of layers, a period of them in each step.
 
     Args:
-      block: the module of one layer.
+      blocks: the module of each layer of a period.
       layers: weights of each layer.
-      memories: the memory of each layer (`contexts_by_layer`).
+      contexts: the inputs of each layer besides hidden states.
       x: hidden states.
-      context: the inputs that all layers share.
       mesh: shards the stacked weights like those of each layer.
 
     Returns:
-      The hidden states, and the key-value pairs of each layer that `context.collect` selects.
+      The hidden states, and the key-value pairs of each layer that `Context.collect` selects.
     """
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    if mesh is not None:
-        params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
-    memory, pairs = stack_contexts(memories)
-    context = context._replace(memory=memory)
+    period, stacks, shared = len(blocks), [], []
+    for first in range(period):
+        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[first::period])
+        if mesh is not None:
+            params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
+        memory, pairs = stack_contexts([context.memory for context in contexts[first::period]])
+        stacks.append((params, pairs))
+        shared.append(contexts[first]._replace(memory=memory))
 
-    def apply_layer(x, inputs):
-        layer, pair = inputs
-        return block.apply({"params": layer}, x, context, None, pair)
+    def apply_period(x, stacks):
+        outputs = []
+        for block, context, (layer, pair) in zip(blocks, shared, stacks, strict=True):
+            x, output = block.apply({"params": layer}, x, context, None, pair)
+            outputs.append(output)
+        return x, outputs
 
-    x, key_values = jax.lax.scan(apply_layer, x, (params, pairs))
-    return x, unstack(key_values, len(layers))
+    x, outputs = jax.lax.scan(apply_period, x, stacks)
+    by_period = zip(*(unstack(output, len(layers) // period) for output in outputs))
+    return x, list(itertools.chain(*by_period))
 
 
 def collect_keys(
@@ -173,6 +201,18 @@ def stack_layers(params: dict, config: ModelConfig) -> dict:
     layers = [params[f"layers_{index}"] for index in range(config.num_layers)]
     rest = {name: child for name, child in params.items() if not name.startswith("layers_")}
     return rest | {"layers": jax.tree.map(_stack, *layers)}
+
+
+def arrange_layers(params: dict, config: ModelConfig) -> dict:
+    """Returns `params` with their layers stacked or separate, as `config.stacked` says.
+
+    Stacked layers are separated in place (`unstack_layers_in_place`).
+    """
+    if config.stacked and "layers" not in params:
+        return stack_layers(params, config)
+    if not config.stacked and "layers" in params:
+        unstack_layers_in_place(params, config)
+    return params
 
 
 def _stack(*arrays: jax.Array) -> jax.Array:

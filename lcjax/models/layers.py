@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.attention import AttentionMetadata, Causal
+from lcjax.attention import AttentionMetadata, Causal, Disentangled, Pattern, TransformerXL
+from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.loss import Projection
@@ -25,25 +26,30 @@ from lcjax.parallel.sharding import attention_layout, spec_of, spread_over, toke
 from lcjax.rope import Rotation, rotate
 from pallas_kernels import Bias, Layout
 
+DEBERTA_SPAN = 256  # buckets of each direction (DeBERTa V3)
+DEBERTA_DISTANCE = 512  # from which all distances share the last one
+
 
 class CollectKeyValues(NamedTuple):
     """Tokens whose keys and values [B, S, K, H] a layer returns, where nothing is cached."""
 
     index: jax.Array  # int32 [B, S], indices of the tokens in the row
-    # [B, S], positions assigned to these keys when they are attended to; None: they are not rotated
+    # [B, S], positions assigned to these keys when they are attended to, and so their order
+    # indices; None: they are not rotated. Nor are keys that the pattern of the layer moves.
     positions: jax.Array | None
     keys_only: bool = False  # whether the decoder may skip hidden states after the last layer
 
 
 class Context(NamedTuple):
-    """The inputs that all layers share."""
+    """The inputs of a layer besides hidden states; the same for layers that are alike."""
 
     positions: jax.Array  # [B, T] of the rotation; integers or fractions
     segments: jax.Array | None  # int32 [B, T], documents from 1, 0 is padding
     rotation: Rotation
     index: jax.Array | None = None  # int32 [B, T], order indices; None: 0, 1, 2, ...
-    view: cache_lib.View | None = None  # slots of the new tokens in the cache
-    bias: Bias | None = None  # of the logits, by distance
+    view: cache_lib.View | None = None  # of the slots in the cache
+    # Of the logits, by distance; with position=deberta the rows [X, D] of its table
+    bias: Bias | jax.Array | None = None
     order: jax.Array | None = None  # int32 [T], index of each token in the row; None: text order
     memory: EncodedContext | None = None  # the context beside the text
     collect: CollectKeyValues | None = None  # tokens whose keys and values are returned
@@ -200,8 +206,32 @@ class Projections(nn.Module):
 class Attention(Projections):
     """Grouped-query attention (Ainslie et al. 2023) under any rotation and pattern."""
 
+    def setup(self):
+        super().setup()
+        c, dtype = self.config, jnp.dtype(self.config.param_dtype)
+        if c.position == "transformer_xl":
+            heads, spread = (c.num_heads, c.head_dim), nn.initializers.normal(0.02)
+            self.content_bias = self.param("content_bias", spread, heads, dtype)
+            self.position_bias = self.param("position_bias", spread, heads, dtype)
+            spread = nn.initializers.normal(c.width**-0.5)
+            self.position_key = self.param("position_key", spread, (c.width, *heads), dtype)
+
+    def bias(self, shared: Bias | jax.Array | None) -> Bias | RelativeTerms | None:
+        """The bias of this layer's logits, from `Context.bias`, which all layers share."""
+        c = self.config
+        if c.position == "transformer_xl":
+            parts = (self.content_bias, self.position_bias, self.position_key)
+            return TransformerXL(*(x.swapaxes(-1, -2) for x in parts))
+        if c.position == "deberta":
+            rows = shared.astype(c.compute_dtype())[None]
+            keys = jnp.repeat(self.key(rows)[0], c.num_heads // c.num_kv_heads, 1)
+            keys, queries = (x.swapaxes(-1, -2) for x in (keys, self.query(rows)[0]))
+            return Disentangled(keys, queries, DEBERTA_DISTANCE)
+        return shared
+
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
+        context = context._replace(bias=self.bias(context.bias))
         # Parameters do not depend on the pattern, and some patterns refuse the short rows of init.
         pattern = Causal() if self.is_initializing() else c.pattern
         mesh = None if self.is_initializing() else self.mesh
@@ -212,7 +242,7 @@ class Attention(Projections):
                 layout = attention_layout(mesh, c.context_parallel, x.shape[1])
                 y = pattern.attend(q, k, v, context.attention_metadata(partials, layout))
                 if context.collect is not None:
-                    layer = collect_key_values(k, v, context)
+                    layer = collect_key_values(k, v, context, pattern)
             else:
                 metadata = context.attention_metadata(partials, attention_layout(mesh))
                 pattern, state = pattern.for_inference(), layer[2:]
@@ -232,13 +262,15 @@ class Attention(Projections):
         return self.config.memory.prefix_partials(q, context, self.mesh)
 
 
-def collect_key_values(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-    """Returns keys, rotated if positions are given, and values of `context.collect`."""
-    index = context.collect.index[:, :, None, None]
+def collect_key_values(
+    k: jax.Array, v: jax.Array, context: Context, pattern: Pattern
+) -> tuple[jax.Array, jax.Array]:
+    """Returns keys, rotated as a cache stores them if positions are given, and values."""
+    index, positions = context.collect.index[:, :, None, None], context.collect.positions
     k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
-    if context.collect.positions is None:
+    if positions is None or pattern.moves_keys:
         return k, v
-    return rotate(k, context.collect.positions, *context.rotation[:2]), v
+    return rotate(k, pattern.key_positions(positions, positions), *context.rotation[:2]), v
 
 
 _ACTIVATIONS = {

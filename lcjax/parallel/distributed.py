@@ -165,10 +165,10 @@ def _check_port(section: Distributed) -> None:
 def _exit_at_timeout(section: Distributed) -> None:
     """Ends the process, whose main thread waits in JAX, with one line."""
     fields = ("coordinator", "processes", "process")
-    given = [
+    settings = [
         f"{name}={getattr(section, name)}" for name in fields if getattr(section, name) is not None
     ]
-    place = ", ".join(given) or "found in the environment"
+    place = ", ".join(settings) or "found in the environment"
     print(
         f"error: distributed.timeout: not all processes connected within {section.timeout} s"
         f" ({place}); start all of them, each with its own number, raise"
@@ -276,19 +276,19 @@ def from_first(make: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return make()
-    found = {"value": None, "fault": None}
+    result = {"value": None, "fault": None}
     if is_main_process():
         try:
-            found["value"] = make()
+            result["value"] = make()
         except InputError as error:
-            found["fault"] = str(error)
-    data = np.frombuffer(json.dumps(found).encode(), np.uint8)
+            result["fault"] = str(error)
+    data = np.frombuffer(json.dumps(result).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
     data = data if is_main_process() else np.zeros(size, np.uint8)
-    found = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
-    if found["fault"] is not None:
-        raise InputError(found["fault"])
-    return found["value"]
+    result = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
+    if result["fault"] is not None:
+        raise InputError(result["fault"])
+    return result["value"]
 
 
 def gather(x: Any) -> np.ndarray:

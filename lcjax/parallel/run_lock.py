@@ -3,6 +3,9 @@
 The lock is a file in the folder that names the process which holds it and is refreshed while it
 runs. A process that was killed leaves the file behind. On the same machine its end is seen at once.
 Elsewhere, a lock that nobody refreshes for a minute is stale.
+
+A folder at a URL is locked in the same way. Stores that can create an object only if it is absent
+(gs, s3) let one run of several that start at the same moment take the lock.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ from typing import Any
 
 from lcjax.errors import InputError
 from lcjax.parallel import distributed
+from lcjax.storage import StorageError, URLPath, to_path
 
 LOCK = "lock.json"
 GUARD = "lock.json.guard"
@@ -35,22 +39,24 @@ class RunLock:
 
     def __init__(self, folder: str | Path, key: str = "run.folder"):
         """`key` names the folder in error messages."""
-        self._folder, self._key = Path(folder), key
+        self._folder, self._key = to_path(folder), key
         self._file, self._guard_file = self._folder / LOCK, self._folder / GUARD
         self._owner = _this_process()
         self._stop = threading.Event()
+        self._refresher = threading.Thread(target=self._refresh, daemon=True)
         self._has_created_folder = False
 
     def __enter__(self) -> "RunLock":
         """Takes the lock, or raises an InputError that names the process which holds it."""
         distributed.from_first(self._acquire)
         if distributed.is_main_process():
-            threading.Thread(target=self._refresh, daemon=True).start()
+            self._refresher.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._stop.set()
         if distributed.is_main_process():
+            self._refresher.join()  # a refresh would write the lock again after it was removed
             with contextlib.suppress(OSError):
                 if _read(self._file) == self._owner:
                     self._file.unlink()
@@ -63,9 +69,9 @@ class RunLock:
             last_refresh = None
             while not self._create():
                 last_refresh = self._remove_if_stale(last_refresh)
-        except InputError:
-            raise
         except (OSError, ValueError) as error:
+            if isinstance(error, InputError) and not isinstance(error, StorageError):
+                raise
             raise InputError(
                 f"{self._key}={self._folder} cannot be written ({error}); name another folder"
             ) from None
@@ -74,15 +80,9 @@ class RunLock:
         """Creates the lock; returns False if there is one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            file = self._file.open("x", encoding="utf-8")
+            _create_file(self._file, json.dumps(self._owner))
         except (FileExistsError, FileNotFoundError):  # not found: the folder was removed meanwhile
             return False
-        try:
-            with file:
-                json.dump(self._owner, file)
-        except BaseException:
-            self._file.unlink(missing_ok=True)
-            raise
         return True
 
     def _remove_if_stale(self, last_refresh: float | None) -> float | None:
@@ -132,7 +132,7 @@ class RunLock:
         the clock of the file system; None if another start is looking.
         """
         try:
-            self._guard_file.open("x").close()
+            _create_file(self._guard_file, "")
         except FileNotFoundError:  # the folder was removed meanwhile
             yield None
             return
@@ -152,7 +152,7 @@ class RunLock:
         while not self._stop.wait(_REFRESH):
             with contextlib.suppress(OSError):
                 if _read(self._file) == self._owner:
-                    os.utime(self._file)
+                    _touch(self._file)
 
 
 def _this_process() -> dict[str, Any]:
@@ -200,9 +200,35 @@ def _read(file: Path) -> dict[str, Any] | None:
     return owner if is_owner and isinstance(owner["pid"], int) else None
 
 
-def _modified(file: Path) -> float | None:
+def _create_file(path: Path | URLPath, text: str) -> None:
+    """Writes a small file that must not exist yet; raises FileExistsError."""
+    if isinstance(path, URLPath):
+        path.create(text.encode())
+        return
+    file = path.open("x", encoding="utf-8")
     try:
-        return file.stat().st_mtime
+        with file:
+            file.write(text)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _touch(path: Path | URLPath) -> None:
+    """Makes now the time at which a small file was written."""
+    try:
+        if not isinstance(path, URLPath):
+            os.utime(path)
+            return
+    except OSError:  # file systems that cannot set times
+        pass
+    path.write_bytes(path.read_bytes())
+
+
+def _modified(file: Path | URLPath) -> float | None:
+    """When a file was written, in seconds on the clock of its file system; None if it is gone."""
+    try:
+        return file.modified() if isinstance(file, URLPath) else file.stat().st_mtime
     except OSError:
         return None
 

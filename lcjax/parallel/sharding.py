@@ -31,6 +31,8 @@ _RULES = (
     (r"head/kernel", ("fsdp", "tensor")),
     (r"head/bias", ("tensor",)),
     (r"(query|key|value)/kernel", ("fsdp", "tensor", None)),
+    (r"attention/position_key", ("fsdp", "tensor", None)),
+    (r"attention/(content|position)_bias", ("tensor", None)),
     (r"(query|key|value)/bias", ("tensor", None)),
     (r"(query|key|value)/lora_b", (None, "tensor", None)),
     (r"(attention|memory)/out/kernel", ("tensor", None, "fsdp")),
@@ -76,21 +78,21 @@ def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
     if -1 in sizes and devices % fixed == 0:
         sizes[sizes.index(-1)] = devices // fixed
     elif fixed != devices:
-        asked = {axis: size for axis, size in zip(AXES, sizes) if size > 1}
-        product = " x ".join(f"mesh.{axis}={size}" for axis, size in asked.items()) or "mesh"
-        product += "" if len(asked) == 1 else f" = {fixed}"
+        axis_sizes = {axis: size for axis, size in zip(AXES, sizes) if size > 1}
+        product = " x ".join(f"mesh.{axis}={size}" for axis, size in axis_sizes.items()) or "mesh"
+        product += "" if len(axis_sizes) == 1 else f" = {fixed}"
         rule = "divide" if -1 in sizes else "equal"
         raise InputError(
             f"{product} must {rule} the number of devices here, {devices}; set"
-            f" {_fitting(asked, -1 in sizes, devices)}"
+            f" {_fitting(axis_sizes, -1 in sizes, devices)}"
         )
     return Mesh(*sizes)
 
 
-def _fitting(asked: dict[str, int], rest: bool, devices: int) -> str:
-    """What to set in place of the sizes `asked`; with `rest` an axis takes the other devices."""
+def _fitting(axis_sizes: dict[str, int], rest: bool, devices: int) -> str:
+    """What to set in place of `axis_sizes`; with `rest` an axis takes the other devices."""
     changes = {} if rest else {"fsdp": -1}
-    for axis, size in asked.items():
+    for axis, size in axis_sizes.items():
         if axis not in changes:
             fits = math.gcd(size, devices)
             devices //= fits
@@ -119,18 +121,18 @@ def replicated_bytes(
 
     Beyond those that it would hold if the table of rules could be followed; others are left out.
     """
-    found = {}
+    excess = {}
     for path, leaf in shapes.items():
         axes = {axis for axis in _rule(path, len(leaf.shape)) if axis}
-        asked = axes | {LENGTH} if "fsdp" in axes else axes
-        parts, wanted = (
+        rule_axes = axes | {LENGTH} if "fsdp" in axes else axes
+        num_parts, num_rule_parts = (
             _devices(mesh, tuple(over))
-            for over in (spread_over(spec_of(path, leaf.shape, mesh)), asked)
+            for over in (spread_over(spec_of(path, leaf.shape, mesh)), rule_axes)
         )
-        if parts < wanted:
+        if num_parts < num_rule_parts:
             size = math.prod(leaf.shape) * leaf.dtype.itemsize
-            found[path] = size // parts - size // wanted
-    return found
+            excess[path] = size // num_parts - size // num_rule_parts
+    return excess
 
 
 def _over(mesh: jax.sharding.Mesh, axis: str | None, size: int) -> str | tuple[str, ...] | None:

@@ -7,14 +7,23 @@
 
 The same from the command line:
 
-    python -m lcjax.pictures mask | rope | attention --help
+    python -m lcjax.pictures mask | rope | positions | attention --help
 """
 
 from lcjax.pictures.answer import AnswerAttention, answer_attention
-from lcjax.pictures.draw import attention_picture, draw_attention, mask_picture, rope_picture
+from lcjax.pictures.draw import (
+    attention_picture,
+    draw_attention,
+    mask_picture,
+    positions_picture,
+    rope_picture,
+    table_picture,
+    trained_positions,
+)
 from lcjax.pictures.weights import attention_weights, mask_of
 
 __all__ = [
     "AnswerAttention", "answer_attention", "attention_picture", "attention_weights",
-    "draw_attention", "mask_of", "mask_picture", "rope_picture",
+    "draw_attention", "mask_of", "mask_picture", "positions_picture", "rope_picture",
+    "table_picture", "trained_positions",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`python -m lcjax.pictures mask | rope | attention --out=picture.png ...`"""
+"""`python -m lcjax.pictures mask | rope | positions | attention --out=picture.png ...`"""
 
 import sys
 

@@ -112,8 +112,17 @@ def answer_attention(
     # A token is written by the query before it.
     tokens = np.asarray([[*ids, *written[:-1]]], np.int32)
     notes = _Notes()
-    watched = _Watched(config.pattern, notes, chosen, len(written))
-    model = Decoder(config.replace(scan_layers=False, remat="none", pattern=watched), lm.mesh)
+
+    def watched(pattern: Pattern) -> Pattern:
+        return _Watched(pattern, notes, chosen, len(written))
+
+    # Layers that take the pattern of the model still do: rotations are numbered by kinds of layers.
+    layers = tuple(
+        dataclasses.replace(kind, pattern=kind.pattern and watched(kind.pattern))
+        for kind in config.layers
+    )
+    plain = config.replace(scan_layers=False, remat="none", layers=layers)
+    model = Decoder(plain.replace(pattern=watched(config.pattern)), lm.mesh)
 
     @jax.jit
     def weights(params, tokens, rotation):

@@ -8,16 +8,35 @@ from pathlib import Path
 from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
-from lcjax.errors import InputError, suggestion
+from lcjax.errors import InputError, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
-from lcjax.pictures.draw import attention_picture, mask_picture, rope_picture
-from lcjax.rope import NTK, Default, Linear, Rope, Yarn
+from lcjax.models import LayerKind, preset
+from lcjax.pictures.draw import (
+    attention_picture,
+    mask_picture,
+    positions_picture,
+    rope_picture,
+)
+from lcjax.rope import (
+    E2LLM,
+    NTK,
+    Default,
+    E2Positions,
+    Linear,
+    PlainPositions,
+    Positions,
+    Rope,
+    Yarn,
+)
+from lcjax.storage import to_path
 
 USAGE = """\
 python -m lcjax.pictures mask --pattern.type=self_extend --pattern.window=32 --pattern.group=4
     who sees whom, and at which distance
 python -m lcjax.pictures rope --length=32768
     wavelengths and agreement of position methods (--config FILE with `ropes:` for others)
+python -m lcjax.pictures positions --rows=400
+    positions that training rows visit, with E2-LLM, PI and others (--config FILE with `methods:`)
 python -m lcjax.pictures attention --model.path=smollm2-135m-instruct --prompt_file=prompt.txt
     what each token of an answer looks at
 python -m lcjax.pictures mask --help: every key; --out names the PNG, an SVG lies beside it"""
@@ -28,6 +47,8 @@ class MaskPicture:
     """Which keys each query sees."""
 
     pattern: Pattern = dataclasses.field(default_factory=Causal)
+    layers: tuple[LayerKind, ...] = ()  # as model.layers
+    layer: int = 0  # of these, the layer that is drawn, counted from 0
     length: int = 128  # tokens
     heads: int = 1  # heads with equal masks share a panel
     seed: int = 0  # of random queries and keys, for patterns whose mask depends on them
@@ -60,6 +81,32 @@ class RopePicture:
 
 
 @dataclasses.dataclass(frozen=True)
+class NamedPositions:
+    """One column of the picture."""
+
+    name: str
+    positions: Positions
+    rope: Rope = dataclasses.field(default_factory=E2LLM)
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionsPicture:
+    """Positions that training rows visit."""
+
+    methods: tuple[NamedPositions, ...] = (
+        NamedPositions("E2-LLM", E2Positions()),
+        NamedPositions("g = 2", E2Positions(min_scale=2, max_scale=2)),
+        NamedPositions("without offsets", E2Positions(offsets=False)),
+        NamedPositions("PI, factor 8", PlainPositions(), Linear(factor=8.0)),
+    )
+    theta: float = 10_000.0
+    trained: int = 4096
+    length: int = 4096  # tokens of a training row
+    rows: int = 400
+    out: str = "positions.png"
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionPicture:
     """Attention of an answer."""
 
@@ -74,8 +121,11 @@ class AttentionPicture:
 
 
 def _mask(config: MaskPicture) -> None:
-    _print_paths(mask_picture(config.pattern, config.length, config.out, heads=config.heads,
-                          seed=config.seed))  # fmt: skip
+    whole_number("layer", config.layer, 0)
+    model = preset("tiny").replace(num_layers=config.layer + 1, layers=config.layers)
+    pattern = model.replace(pattern=config.pattern).layer(config.layer).pattern
+    options = {"heads": config.heads, "seed": config.seed}
+    _print_paths(mask_picture(pattern, config.length, config.out, **options))
 
 
 def _rope(config: RopePicture) -> None:
@@ -84,12 +134,18 @@ def _rope(config: RopePicture) -> None:
     _print_paths(rope_picture(ropes, config.out, **fixed))
 
 
+def _positions(config: PositionsPicture) -> None:
+    methods = {entry.name: (entry.positions, entry.rope) for entry in config.methods}
+    fixed = {name: getattr(config, name) for name in ("trained", "length", "theta", "rows")}
+    _print_paths(positions_picture(methods, config.out, **fixed))
+
+
 def _attention(config: AttentionPicture) -> None:
     if (config.prompt is None) == (config.prompt_file is None):
         raise InputError("prompt: give either --prompt=TEXT or --prompt_file=FILE")
     prompt = config.prompt
     if config.prompt_file is not None:
-        path = Path(config.prompt_file)
+        path = to_path(config.prompt_file)
         if not path.is_file():
             raise InputError(f"prompt_file={path} is no file")
         prompt = path.read_text(encoding="utf-8")
@@ -98,7 +154,7 @@ def _attention(config: AttentionPicture) -> None:
         layers=config.layers, head=config.head, max_new_tokens=config.max_new_tokens,
     )  # fmt: skip
     print(f"answer: {attention.answer!r}")
-    _print_paths(Path(config.out))
+    _print_paths(to_path(config.out))
 
 
 def _print_paths(path: Path) -> None:
@@ -108,6 +164,7 @@ def _print_paths(path: Path) -> None:
 _PICTURES = {
     "mask": (MaskPicture, _mask),
     "rope": (RopePicture, _rope),
+    "positions": (PositionsPicture, _positions),
     "attention": (AttentionPicture, _attention),
 }
 

@@ -3,15 +3,19 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Landmark, Pattern
-from lcjax.errors import InputError
-from lcjax.evaluation.plots import GREY, canvas, format_count, series_style
+from lcjax.errors import InputError, import_package, whole_number
+from lcjax.evaluation.plots import COLOURS, GREY, canvas, format_count, series_style
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of
-from lcjax.rope import Default, Rope
+from lcjax.rope import Default, Positions, Rope
+from lcjax.storage import to_path
+from pallas_kernels import BlockTable
 
 _MAX_COLUMNS = 480  # of a heat map; further tokens share columns
 
@@ -34,7 +38,7 @@ def mask_picture(
     head_groups = list(groups.values())
     name = Pattern.get_choice_name(type(pattern))
     max_distance = np.nanmax(distance) if np.isfinite(distance).any() else 1.0
-    with canvas(Path(path), 1.2 + 4.2 * len(head_groups), 4.9) as figure:
+    with canvas(to_path(path), 1.2 + 4.2 * len(head_groups), 4.9) as figure:
         panels = figure.subplots(1, len(head_groups), squeeze=False)[0]
         for axes, heads in zip(panels, head_groups, strict=True):
             mask, distances = visible[heads[0]], distance[heads[0]]
@@ -58,7 +62,37 @@ def mask_picture(
         bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02)
         bar.set_label("distance at which it is seen")
         bar.outline.set_visible(False)
-    return Path(path)
+    return to_path(path)
+
+
+def table_picture(tables: Mapping[str, BlockTable], path: str | Path) -> Path:
+    """Draws the key blocks that each query block visits: one panel per static table.
+
+    Of a table with several rows or heads the first is drawn. Dark blocks are visible to all their
+    queries, and light ones need an element test.
+
+    Args:
+      tables: Static tables by name.
+      path: The PNG file; the SVG is written beside it.
+    """
+    if not tables or not all(table.static for table in tables.values()):
+        raise InputError("tables: give at least one, known outside of a compiled program")
+    with canvas(to_path(path), 0.6 + 3.2 * len(tables), 3.9) as figure:
+        panels = figure.subplots(1, len(tables), squeeze=False)[0]
+        for axes, (name, table) in zip(panels, tables.items(), strict=True):
+            listed, full = table.listed[0, 0], table.known_full[0, 0]
+            index = table.index[0, 0]
+            blocks = np.zeros((len(index), max(len(index), int(index.max()) + 1)))
+            for row, columns in enumerate(index):
+                blocks[row, columns[listed[row]]] = 0.35
+                blocks[row, columns[full[row]]] = 0.8
+            axes.imshow(blocks, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            axes.grid(False)
+            axes.set_title(name, fontsize=10)
+            visited = f"{(blocks > 0).sum():,} blocks of {table.q_block:,} x {table.k_block:,}"
+            axes.set_xlabel(f"keys: {visited}, {(blocks > 0.5).sum():,} whole", fontsize=8.5)
+        panels[0].set_ylabel("blocks of queries")
+    return to_path(path)
 
 
 def _key_label(pattern: Pattern) -> str:
@@ -100,7 +134,7 @@ def rope_picture(
         raise InputError("ropes: give at least one method, such as {'PI': Linear(factor=4)}")
     plain, _ = Default(theta=theta).frequencies(head_dim, length)
     distances = np.unique(np.round(np.geomspace(1, length, 240)).astype(int))
-    with canvas(Path(path), 13.6, 4.4) as figure:
+    with canvas(to_path(path), 13.6, 4.4) as figure:
         panels = figure.subplots(1, 3)
         for index, (name, rope) in enumerate(ropes.items()):
             rope = rope.resolve(theta=theta, length=trained)
@@ -115,7 +149,7 @@ def rope_picture(
             panels[2].plot(distances, agreement, **style, linewidth=1.1)
         _rope_axes(panels, trained, length)
         figure.legend(loc="outside upper left", ncols=6, fontsize=9)
-    return Path(path)
+    return to_path(path)
 
 
 def _rope_axes(panels, trained: int, length: int) -> None:
@@ -144,6 +178,64 @@ def _rope_axes(panels, trained: int, length: int) -> None:
             color=GREY,
         )
         panels[2].axvline(position, **mark)
+
+
+def trained_positions(
+    positions: Positions, rope: Rope, *, length: int, rows: int, head_dim: int = 128, seed: int = 0
+) -> np.ndarray:
+    """Returns the positions of `rows` training rows, float64 [rows, length].
+
+    They are in turns of the fastest pair, which turns by 1 a token in plain RoPE: interpolation by
+    8 makes them eighths.
+    """
+    counted = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    key = jax.random.key(seed)
+    sampled, rotation = positions.sample(key, counted, rope=rope, head_dim=head_dim)
+    inv_freq = np.asarray(rotation.inv_freq, np.float64)
+    return np.asarray(sampled, np.float64) * inv_freq[..., :1]
+
+
+def positions_picture(
+    methods: Mapping[str, tuple[Positions, Rope]],
+    path: str | Path,
+    *,
+    trained: int = 4096,
+    length: int = 4096,
+    theta: float = 10_000.0,
+    rows: int = 400,
+) -> Path:
+    """Draws the positions that training rows visit (E2-LLM, arXiv 2401.06951, figures 2 and 3).
+
+    Above: the positions of the first 40 rows. Below: how often a position is trained, by rows.
+
+    Args:
+      methods: by name, how training positions are sampled, and the rope of the model.
+      path: The PNG file; the SVG is written beside it.
+      trained: The length of the training before.
+      length: Tokens of a row.
+      theta: The base of the frequencies.
+      rows: Rows that are sampled.
+    """
+    if not methods:
+        raise InputError("methods: give at least one, such as {'E2-LLM': (E2Positions(), E2LLM())}")
+    whole_number("rows", rows, 1)
+    with canvas(to_path(path), 1.0 + 3.6 * len(methods), 5.2) as figure:
+        panels = figure.subplots(2, len(methods), squeeze=False, sharex="col", sharey="row")
+        for (above, below), (name, (positions, rope)) in zip(panels.T, methods.items()):
+            rope = rope.resolve(theta=theta, length=trained)
+            if rope.learned:
+                raise InputError(f"methods: {name} is learned, and no checkpoint is drawn here")
+            values = trained_positions(positions, rope, length=length, rows=rows)
+            for row, line in enumerate(values[:40]):
+                above.plot(line, np.full(len(line), row), ",", color=COLOURS[0])
+            counts, edges = np.histogram(values, bins=128)
+            below.stairs(counts / rows / np.diff(edges), edges, color=COLOURS[0], fill=True)
+            above.set_title(name)
+            below.set_xlabel("position")
+            below.axvline(trained, color=GREY, linestyle=(0, (5, 4)), linewidth=1.2)
+        panels[0, 0].set_ylabel("training row")
+        panels[1, 0].set_ylabel("tokens of a row in a unit")
+    return to_path(path)
 
 
 def attention_picture(
@@ -177,11 +269,10 @@ def draw_attention(
     step = -(-maps.shape[-1] // _MAX_COLUMNS)
     padded = np.pad(maps, [(0, 0), (0, 0), (0, -maps.shape[-1] % step)])
     maps = padded.reshape(*maps.shape[:2], -1, step).max(-1)
-    from matplotlib.colors import PowerNorm
-
-    norm = PowerNorm(0.5, vmin=0, vmax=float(maps.max()) or 1.0)
+    colors = import_package("matplotlib.colors", to_path(path).name)
+    norm = colors.PowerNorm(0.5, vmin=0, vmax=float(maps.max()) or 1.0)
     height = 0.5 + max(1.1, 0.17 * len(attention.tokens) + 0.6) * len(attention.layers)
-    with canvas(Path(path), 9.6, min(height, 40)) as figure:
+    with canvas(to_path(path), 9.6, min(height, 40)) as figure:
         panels = figure.subplots(len(attention.layers), 1, squeeze=False, sharex=True)[:, 0]
         for axes, layer, weights in zip(panels, attention.layers, maps, strict=True):
             image = axes.imshow(
@@ -198,7 +289,7 @@ def draw_attention(
         bar = figure.colorbar(image, ax=list(panels), pad=0.01)
         bar.set_label("attention weight")
         bar.outline.set_visible(False)
-    return Path(path)
+    return to_path(path)
 
 
 def _check_head(head: int | None, count: int) -> None:

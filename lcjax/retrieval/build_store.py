@@ -21,7 +21,7 @@ import numpy as np
 
 from lcjax.data.config import SeqioSource, StoredSource, TextConfig
 from lcjax.data.corpus import check_outside_data, open_corpus
-from lcjax.data.files import FileList
+from lcjax.data.files import FileList, import_pyarrow
 from lcjax.data.jobs import (
     Job,
     JobReader,
@@ -43,6 +43,7 @@ from lcjax.retrieval.datastore import (
     FORMAT,
     INDEX,
     PLAN,
+    WHY_MAPPED,
     EncoderSection,
     encode_passages,
     encoder_entry,
@@ -66,6 +67,7 @@ from lcjax.retrieval.passages import (
     tokenizer,
 )
 from lcjax.retrieval.sparse import Sparse, SparseIndex
+from lcjax.storage import local_path
 
 _TASKS_AHEAD = 256  # shards given at once to an executor of the caller
 
@@ -95,7 +97,7 @@ class BuildConfig:
 
     @property
     def folder(self) -> Path:
-        return Path(self.out).expanduser()
+        return local_path("out", self.out, WHY_MAPPED).expanduser()
 
 
 def check_documents(data: TextConfig) -> None:
@@ -139,6 +141,7 @@ def build(
     check_path("out", config.out)
     check_outside_data("out", config.folder, config.data)
     encoder = encoder or config.encoder.open(config.mesh)
+    import_pyarrow("a datastore")
     _check_settings(config, encoder)
     sources = _Sources(config)
     content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)

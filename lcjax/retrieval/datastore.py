@@ -17,25 +17,22 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from lcjax.data.config import INDEX as INDICES
 from lcjax.data.config import PLAN as PLANS
-from lcjax.data.files import LRUCache
+from lcjax.data.files import LRUCache, import_pyarrow
 from lcjax.data.jobs import write_json
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.files import atomic_file, check_path, read_json
+from lcjax.files import atomic_file, check_path, read_json, sync_file
 from lcjax.generation.retrieval import join_title
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -44,18 +41,22 @@ from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.sparse import Sparse, SparseIndex
+from lcjax.storage import local_path
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FORMAT = 1
+WHY_MAPPED = "its files are mapped from there; copy the folder"  # of local paths
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 INDEX, PLAN, _DELETED = INDICES["prepare"], PLANS["prepare"], "deleted.npy"
 _HEADER = 128  # bytes of a vector file before its vectors
 _ROW_GROUP = 1024  # passages that are read at once to return one of them
 _CACHE_BYTES = 1 << 28  # row groups held in memory
 _APPEND_CHARACTERS = 1 << 24  # of the passages of an appended shard
-_SCHEMA = pyarrow.schema(
-    [(name, pyarrow.string()) for name in ("id", "text", "title", "source", "document")]
-    + [(name, pyarrow.int64()) for name in ("start", "end")]
-)
+_COLUMNS = dict.fromkeys(("id", "text", "title", "source", "document"), "string") | dict.fromkeys(
+    ("start", "end"), "int64"
+)  # of a Parquet file of passages, with their types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +127,12 @@ def encoder_entry(encoder: Encoder, section: EncoderSection, dtype: str) -> dict
 
 def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, Any]:
     """Writes a Parquet file, and returns the description of the shard."""
-    columns = {field: [getattr(p, field) for p in passages] for field in _SCHEMA.names}
+    pyarrow = import_pyarrow("a datastore")
+    schema = pyarrow.schema(_COLUMNS.items())
+    columns = {field: [getattr(p, field) for p in passages] for field in _COLUMNS}
     path = out / f"{name}.parquet"
     with atomic_file(path, "wb") as file:
-        table = pyarrow.table(columns, schema=_SCHEMA)
+        table = pyarrow.table(columns, schema=schema)
         pyarrow.parquet.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
     size, digest = path.stat().st_size, _sha256(path)
     shard = {"name": name, "passages": len(passages), "bytes": size, "sha256": digest}
@@ -201,7 +204,8 @@ def read_texts(out: Path, shards: Iterable[dict[str, Any]]) -> Iterator[tuple[st
             yield row["id"], join_title(row["title"], row["text"])
 
 
-def _read_table(path: Path, group: int | None, columns: list[str]) -> pyarrow.Table:
+def _read_table(path: Path, group: int | None, columns: list[str]) -> "pyarrow.Table":
+    pyarrow = import_pyarrow("a datastore")
     try:
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         return file.read(columns) if group is None else file.read_row_group(group, columns)
@@ -262,7 +266,7 @@ class Datastore:
           InputError: the folder is no complete datastore, or a file is missing or cut.
         """
         check_path("folder", folder)
-        self.folder = Path(folder).expanduser()
+        self.folder = local_path("datastore", folder, WHY_MAPPED).expanduser()
         self._tables = LRUCache(_CACHE_BYTES, lambda table: table.nbytes)
         self._open()
 
@@ -311,9 +315,7 @@ class Datastore:
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
         group, place = divmod(row - int(self._starts[shard]), _ROW_GROUP)
         path = self.folder / f"{self.index['shards'][shard]['name']}.parquet"
-        table = self._tables.get(
-            (shard, group), lambda: _read_table(path, group, list(_SCHEMA.names))
-        )
+        table = self._tables.get((shard, group), lambda: _read_table(path, group, list(_COLUMNS)))
         return Passage(**table.slice(place, 1).to_pylist()[0])
 
     def texts(self) -> Iterator[tuple[str, str]]:
@@ -506,8 +508,7 @@ class Datastore:
             file.truncate(offset)  # what a killed append left
             file.seek(offset)
             file.write(vectors)
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
 
     def _extend_indices(self, index: dict[str, Any]) -> None:
         """Makes the indices of more passages; the old ones stay until `index.json` is replaced."""

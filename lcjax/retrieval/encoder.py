@@ -318,10 +318,11 @@ class DecoderEncoder(Encoder):
         max_tokens = config.max_length if max_tokens is None else max_tokens
         whole_number("max_tokens", max_tokens, 2)
         config.check_length(max_tokens)
-        if not config.pattern.is_position_based or Landmarks.read_by(config.pattern) is not None:
+        if not config.is_position_based or Landmarks.read_by(config.pattern) is not None:
+            names = " or ".join(type(pattern).__name__ for pattern in config.patterns)
             raise InputError(
-                f"pattern {type(config.pattern).__name__} chooses keys by their content; an encoder"
-                " needs one whose visible keys depend on positions alone: with_method(pattern=...)"
+                f"pattern {names} chooses keys by their content; an encoder needs one whose visible"
+                " keys depend on positions alone: with_method(pattern=...)"
             )
         self._lm, self._layer = lm, layer
         self._pool = Pool(pooling, normalize, skip=int(lm.tokenizer.add_bos))
@@ -329,7 +330,7 @@ class DecoderEncoder(Encoder):
         self._limit = LengthLimit(max_tokens, on_long, name)
         self._batching = Batching(max_tokens, batch_tokens, lm.mesh)
         values = [weights_digest(lm.params), lm.tokenizer.fingerprint, layer, max_tokens]
-        values += [repr(x) for x in (self._pool, config.rope, config.pattern)]
+        values += [repr(x) for x in (self._pool, config.rope, config.pattern, *config.layers)]
         self.fingerprint = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     def encode(

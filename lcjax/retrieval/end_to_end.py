@@ -55,6 +55,7 @@ from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import LengthLimit, TokenRow, pad_rows
 from lcjax.retrieval.training import TrainedEncoder, check_encoder, export_format
 from lcjax.rope.positions import PlainPositions
+from lcjax.storage import local_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import RetrieverTraining, TrainConfig, matcher
@@ -65,6 +66,7 @@ from lcjax.tree import union
 
 RETRIEVER = "retriever"  # the first part of the paths of the encoder's parameters
 TEXTS = ("tokens", "targets")  # fields of a batch: texts after their passages
+_WHY_LOCAL = "the vectors of a training with a retriever are mapped from there"
 _PASSAGES, _STEP = "passages.json", "step"  # in the folder of the index
 _INDEX_MEMORY = 1 << 30  # bytes of the index on a device; what exceeds it is streamed
 _ABSENT = -1e30  # in place of -inf, whose differences are not finite
@@ -230,8 +232,9 @@ class EndToEndTask(LanguageModelTask):
                 f"retriever.k={section.k} is more than the {len(self._store):,} passages of"
                 f" {section.store}; lower it"
             )
+        folder = local_path("run.folder", config.run.folder, _WHY_LOCAL)
         if self._trains_lm and config.train.export:
-            folder = Path(config.run.folder) / folder_lib.LANGUAGE_MODEL
+            folder = folder / folder_lib.LANGUAGE_MODEL
             check_destination(folder, HF_FOLDER, overwrite=True)
 
     def _check_config(self) -> None:

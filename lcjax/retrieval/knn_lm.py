@@ -39,7 +39,7 @@ from lcjax.data.config import TeacherSource, TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
 from lcjax.data.jobs import begin, write_json
 from lcjax.errors import InputError, is_finite_number, one_of, whole_number, whole_numbers
-from lcjax.files import check_path, read_json
+from lcjax.files import check_path, read_json, sync_file
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
@@ -51,10 +51,12 @@ from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
+from lcjax.retrieval.datastore import WHY_MAPPED
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import weights_digest
+from lcjax.storage import local_path
 
 FORMAT = "tokens 1"
 DTYPES = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
@@ -105,7 +107,7 @@ def model_fingerprint(lm: LanguageModel) -> str:
     """Returns what keys depend on, as a digest: weights, tokenizer, positions and pattern."""
     config = lm.config
     values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
-    values += [repr(x) for x in (config.position, config.rope, config.pattern)]
+    values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -124,7 +126,7 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
         token to predict, or a source cannot be read.
     """
     check_path("out", config.out)
-    folder = Path(config.out).expanduser()
+    folder = local_path("out", config.out, WHY_MAPPED).expanduser()
     check_outside_data("out", folder, config.data)
     lm = LanguageModel.load(config.model, mesh=config.mesh) if lm is None else lm
     lm.config.check_length(config.window)
@@ -231,8 +233,7 @@ def _write_tokens(
                 )
             for file, array in ((keys_file, keys), (values_file, values)):
                 file.write(array.tobytes())
-                file.flush()
-                os.fsync(file.fileno())
+                sync_file(file)
             num_windows, num_tokens = num_windows + len(batch), num_tokens + len(values)
             write_json(folder / _PROGRESS, {"windows": num_windows, "tokens": num_tokens})
             bar.update(len(values))
@@ -279,7 +280,7 @@ class TokenStore:
         Raises:
           InputError: it is no datastore of tokens, incomplete, or damaged.
         """
-        self.folder = Path(folder).expanduser()
+        self.folder = local_path("datastore", folder, WHY_MAPPED).expanduser()
         way_out = "build one with python -m lcjax.retrieval build-tokens"
         if (self.folder / _PROGRESS).is_file() and not (self.folder / _INDEX).is_file():
             raise InputError(f"{folder} is incomplete: run the same build-tokens command again")

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from lcjax.errors import InputError, whole_number
 from lcjax.files import parse_json, write_whole
 from lcjax.retrieval.retriever import Hit, Retriever
+from lcjax.storage import local_path, to_path
 
 _QUESTIONS_AT_ONCE = 256  # searched together
 
@@ -62,7 +63,8 @@ def mine(
     """
     whole_number("k", k, 1)
     whole_number("count", count, 0)
-    questions, out = Path(questions).expanduser(), Path(out).expanduser()
+    questions = to_path(questions).expanduser()
+    out = local_path("out", out, "copy the file when it is complete").expanduser()
     if out.exists():
         raise InputError(f"out={out} exists and is not replaced; name another file")
     rows = list(_read(questions))

@@ -23,6 +23,7 @@ from lcjax.errors import InputError, random_seed, whole_number
 from lcjax.files import check_path, write_whole
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.passages import Passage
+from lcjax.storage import local_path
 
 _FIELDS = ("title", "stem")  # of a passage: the title of its document, and the file's name alone
 
@@ -120,6 +121,7 @@ def write_questions(config: QuestionsConfig) -> list[Path]:
       InputError: a kind has too few questions.
     """
     check_path("out", config.out)
+    local_path("out", config.out, "copy the files afterwards")
     store = Datastore(config.store)
     rows: list[dict[str, dict[str, Any]]] = [{} for _ in config.kinds]
     for row in range(store.num_rows):

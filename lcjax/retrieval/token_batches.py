@@ -22,6 +22,7 @@ from lcjax.generation.session import round_up_to_bucket
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import Mesh, keep_rows, make_mesh, padding_rows, path_of
+from lcjax.storage import to_path
 
 DTYPES = ("float32", "bfloat16")
 _ON_LONG = ("truncate", "error")
@@ -347,5 +348,5 @@ def pair_row(
 
 
 def checkpoint_name(path: str | Path) -> str:
-    path = Path(path)
+    path = to_path(path)
     return str(path) if not path.exists() else path.resolve().name

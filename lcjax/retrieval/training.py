@@ -37,6 +37,7 @@ from lcjax.retrieval.datastore import EncoderSection
 from lcjax.retrieval.encoder import BertEncoder, holds_two, kind_of
 from lcjax.retrieval.token_batches import DTYPES, TokenBatch
 from lcjax.retrieval.training_pairs import PairRows, Pairs, Records, open_pairs
+from lcjax.storage import to_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import RetrieverTraining, TrainConfig, TrainSection
@@ -230,7 +231,7 @@ def check_encoder(section: EncoderSection) -> None:
 
 def export_format(section: EncoderSection, *, separate: bool = False) -> FolderFormat:
     """Returns the format of what `TrainedEncoder.save` writes."""
-    path = Path(section.path).expanduser()
+    path = to_path(section.path).expanduser()
     # A run folder holds what was trained in `model`.
     has_two = section.query_folder is not None or any(map(holds_two, (path, path / "model")))
     return BERT_FOLDERS if has_two or separate else BERT_FOLDER

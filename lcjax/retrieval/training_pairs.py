@@ -30,6 +30,7 @@ from lcjax.errors import InputError, is_finite_number, whole_number
 from lcjax.files import parse_json
 from lcjax.retrieval.encoder import with_title
 from lcjax.retrieval.passages import sentences
+from lcjax.storage import URLPath, to_path
 
 Ids = Sequence[int]
 # Fields of the batches that a record needs, by their names here and in DPR's files.
@@ -179,7 +180,7 @@ class Records(Pairs):
         return [corpus]
 
     def _open(self, data: DataConfig) -> Corpus:
-        path = Path(self.path).expanduser()
+        path = to_path(self.path).expanduser()
         if not self.path or not path.is_file():
             problem = " is empty" if not self.path else f"={self.path} is no file"
             raise InputError(
@@ -368,7 +369,10 @@ class JsonListReader(Reader):
 
     def __init__(self, files: RecordFiles, index: int, cache: FileCache):
         super().__init__(files, index, cache)
-        self._records = _read_list(self._path, self._path.stat().st_mtime_ns)
+        if isinstance(self._path, URLPath):  # not all servers say when a file was written
+            self._records = _read_list(self._path)
+        else:
+            self._records = _read_local_list(self._path, self._path.stat().st_mtime_ns)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -378,10 +382,15 @@ class JsonListReader(Reader):
 
 
 @functools.lru_cache(maxsize=1)  # it is opened for the checks, the training and the validation
-def _read_list(path: Path, modified: int) -> list[Any]:
+def _read_local_list(path: Path, modified: int) -> list[Any]:
     del modified
+    return _read_list(path)
+
+
+def _read_list(path: Path) -> list[Any]:
+    data = path.read_bytes()
     try:
-        records = parse_json(path.read_bytes())
+        records = parse_json(data)
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}; copy it again") from None
     if not isinstance(records, list):

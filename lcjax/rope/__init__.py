@@ -8,6 +8,7 @@ from lcjax.rope.e2_llm import E2LLM
 from lcjax.rope.linear import Linear
 from lcjax.rope.llama3 import Llama3
 from lcjax.rope.longrope import LongRope
+from lcjax.rope.none import NoRotation
 from lcjax.rope.ntk import NTK
 from lcjax.rope.positions import (
     Bf16Positions,
@@ -31,6 +32,7 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRope",
+    "NoRotation",
     "PlainPositions",
     "Positions",
     "Rope",

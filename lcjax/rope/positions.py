@@ -6,6 +6,7 @@ is a pure function of its key: the same key gives the same positions on any numb
 
 import abc
 from dataclasses import dataclass
+from typing import ClassVar
 
 import draccus
 import jax
@@ -26,6 +27,8 @@ _NUM_WITHOUT_OFFSET = 4  # E2-LLM: first tokens of a document without an offset 
 @dataclass(frozen=True, kw_only=True)
 class Positions(draccus.ChoiceRegistry, abc.ABC):
     """A method of choosing training positions: the `train.positions` config section."""
+
+    fits_any_rope: ClassVar[bool] = False  # else chosen for the frequencies of the model's rope
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -60,6 +63,8 @@ class Positions(draccus.ChoiceRegistry, abc.ABC):
 class PlainPositions(Positions):
     """Unchanged positions, with the rope's rotation for rows of T tokens."""
 
+    fits_any_rope: ClassVar[bool] = True
+
     def sample(self, key, positions, *, rope, head_dim, params=None):
         del key
         return positions, rope.rotation(head_dim, positions.shape[1], params)
@@ -78,6 +83,7 @@ class Bf16Positions(Positions):
     stay float32.
     """
 
+    fits_any_rope: ClassVar[bool] = True
     frequencies: bool = True  # also rounds the frequencies: true in PI and LongLoRA, not in YaRN
     bits: int = 8  # significant bits; fewer bits affect short rows as bfloat16 affects long ones
 
@@ -104,19 +110,30 @@ class Bf16Positions(Positions):
 @Positions.register_subclass("e2_llm")
 @dataclass(frozen=True, kw_only=True)
 class E2Positions(Positions):
-    """Scales g ~ U{1..max_scale} and offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951, sec. 4.2).
+    """Scales g ~ U{min_scale..max_scale}, offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951).
 
     Token m has position m/g for m < 4 and (m + t)/g otherwise, so that windows of R tokens cover
     [0, L) at every density. The paper's formulas draw once a step, its text once a sample; here
-    every row draws, which includes both. The frequencies stay plain.
+    every row draws, which includes both (sec. 4.2). The frequencies stay plain.
+
+    The ablations of table 4 are a fixed g (without g: rows of 8K with min_scale = max_scale = 2),
+    and `offsets: false` (without t).
     """
 
+    min_scale: int = 1
     max_scale: int = 20  # G_max (sec. 5.4)
+    offsets: bool = True  # false: t = 0
     window: int | None = None  # R, tokens that a training row spans; null: the row's length
     original_length: int | None = None  # L; null: the rope's
 
     def __post_init__(self):
-        whole_numbers("positions", self, 1, "max_scale", "window", "original_length")
+        names = ("min_scale", "max_scale", "window", "original_length")
+        whole_numbers("positions", self, 1, *names)
+        if self.min_scale > self.max_scale:
+            raise InputError(
+                f"positions.min_scale={self.min_scale} (e2_llm) must not exceed"
+                f" max_scale={self.max_scale}"
+            )
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         if not isinstance(rope, (E2LLM, Default, Linear)):
@@ -132,8 +149,8 @@ class E2Positions(Positions):
             )
         rows, length = positions.shape
         scale_key, offset_key = jax.random.split(key)
-        scale = jax.random.randint(scale_key, (rows,), 1, self.max_scale + 1)
-        max_offset = e2_max_offset(scale, original, self.window or length)
+        scale = jax.random.randint(scale_key, (rows,), self.min_scale, self.max_scale + 1)
+        max_offset = self.offsets * e2_max_offset(scale, original, self.window or length)
         offset = jax.random.randint(offset_key, (rows,), 0, max_offset + 1)
         rotation = Default(theta=rope.get_resolved("theta")).rotation(head_dim, length)
         return e2_positions(positions, scale, offset), rotation

@@ -30,10 +30,16 @@ class Rotation(NamedTuple):
     inv_freq: Float[Array, " R//2"] | Float[Array, "B R//2"]
     scale: float | Array = 1.0  # multiplies cos and sin of queries and keys (logits get its square)
     query_scale: float | Array = 1.0  # multiplies queries only (CLEX log scaling)
+    # Of a model whose layers differ: the rotation of each of `ModelConfig.kinds`
+    kinds: tuple["Rotation", ...] = ()
 
     def rows(self, index: Int[np.ndarray, " M"]) -> "Rotation":
         """The rows `index` of a stacked rotation (`stack_rotations`)."""
-        return Rotation(*(field[index] for field in self))
+        return jax.tree.map(lambda x: x[index], self)
+
+    def of_kind(self, kind: int) -> "Rotation":
+        """The rotation of the layers of one of `ModelConfig.kinds`."""
+        return self.kinds[kind] if self.kinds else self
 
 
 def no_rotation() -> Rotation:
@@ -44,10 +50,12 @@ def no_rotation() -> Rotation:
 def stack_rotations(rotations: Sequence[Rotation]) -> Rotation:
     """A rotation for each row: fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
     inv_freq, scale, query_scale = (
-        jnp.stack([jnp.asarray(x, jnp.float32) for x in field]) for field in zip(*rotations)
+        jnp.stack([jnp.asarray(x, jnp.float32) for x in field])
+        for field in zip(*(rotation[:3] for rotation in rotations))
     )
+    kinds = tuple(map(stack_rotations, zip(*(rotation.kinds for rotation in rotations))))
     # The scales broadcast to angles [B, T, R//2] and queries [B, T, N, H].
-    return Rotation(inv_freq, scale[:, None, None], query_scale[:, None, None, None])
+    return Rotation(inv_freq, scale[:, None, None], query_scale[:, None, None, None], kinds)
 
 
 def rotate(

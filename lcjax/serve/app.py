@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
@@ -36,7 +37,7 @@ from lcjax.serve.protocol import (
     write_json,
 )
 
-MAX_BODY = 256 * 2**20  # bytes
+MAX_BODY = 64 * 2**20  # bytes; as many requests as may run can hold so much at once
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -146,12 +147,15 @@ class Server:
         return _json({"id": name, "object": "context", "deleted": True})
 
     async def _add_context(self, request: Request) -> Response:
-        source, name = self._reader.tokens_or_text(read_json(await _read_body(request)))
-        make = functools.partial(make_context, self._lm, source, name, self._reader.length)
+        def make() -> Context:  # stored before the next one is made, so that old ones make way
+            context = make_context(self._lm, source, name, self._reader.length)
+            self._contexts.add(context)
+            return context
+
         with self._running() as call:
+            source, name = self._reader.tokens_or_text(read_json(await _read_body(request)))
             self._engine.submit(Task(call, make))
             context: Context = await _unless_disconnected(request, call.get())
-        self._contexts.add(context)
         request.state.note = f" {context.tokens} tokens"
         return _json(context.as_json())
 
@@ -159,7 +163,7 @@ class Server:
 
     @contextlib.contextmanager
     def _running(self):
-        """A call of a request; raises 503 where too many run."""
+        """A call of a request; raises 503 where too many run, before their bodies are read."""
         if self._num_running >= self._config.max_queue:
             raise HTTPException(
                 503,
@@ -176,47 +180,47 @@ class Server:
             self._num_running -= 1
 
     async def _answer(self, read: Callable[[dict], Plan], request: Request) -> Response:
-        body = read_json(await _read_body(request))
-        plan = await asyncio.to_thread(read, body)  # long texts take a second to tokenise
-        answer = Answer(plan, self._config.model_name, self._vocabulary)
-        deltas = self._deltas(plan, answer)
-        if not plan.stream:
-            parts = await _unless_disconnected(request, _collect(deltas))
-            whole = answer.whole(parts)
-            request.state.note = _usage_note(answer)
-            return _json(whole)
-        # What is wrong with a request shows before its first token, and sets the status.
-        first = await _unless_disconnected(request, anext(deltas, None))
-        events = self._events(plan, answer, first, deltas, request)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        async with contextlib.AsyncExitStack() as stack:
+            call = stack.enter_context(self._running())
+            body = read_json(await _read_body(request))
+            plan = await asyncio.to_thread(read, body)  # long texts take a second to tokenise
+            answer = Answer(plan, self._config.model_name, self._vocabulary)
+            deltas = self._deltas(plan, answer, call)
+            await stack.enter_async_context(contextlib.aclosing(deltas))
+            if not plan.stream:
+                parts = await _unless_disconnected(request, _collect(deltas))
+                whole = answer.whole(parts)
+                request.state.note = _usage_note(answer)
+                return _json(whole)
+            # What is wrong with a request shows before its first token, and sets the status.
+            first = await _unless_disconnected(request, anext(deltas, None))
+            return _EventStream(self._events(plan, answer, first, deltas, request), stack.pop_all())
 
-    async def _deltas(self, plan: Plan, answer: Answer) -> AsyncIterator[Delta]:
+    async def _deltas(self, plan: Plan, answer: Answer, call: Call) -> AsyncIterator[Delta]:
         """Runs a plan: the text of the prompts with `echo`, then that of the model."""
-        with self._running() as call:
-            following: dict[int, Delta] = {}  # the token that scoring a prompt has found
-            if plan.echo:
-                async for delta in self._echo(plan, call, following):
-                    yield delta
-            rows = []
-            for choice in range(len(plan.prompts) * plan.n):
-                if (delta := following.get(choice)) is not None:
-                    answer.completion_tokens += len(delta.ids)
-                    yield delta
-                elif plan.sampling is None:
-                    if not plan.echo:
-                        yield Delta(choice, "", finish="length")
-                else:
-                    ids, seed = plan.prompts[choice // plan.n].ids, (plan.seed + choice) % 2**32
-                    options = {"top": plan.top, "context": plan.context}
-                    rows.append(Row(call, choice, ids, plan.sampling, seed, **options))
-            self._engine.submit(*rows)
-            num_left = len(rows)
-            while num_left:
-                choice, piece = await call.get()
-                num_left -= piece.finish is not None
-                answer.completion_tokens += len(piece.ids)
-                yield Delta(choice, piece.text, piece.ids, piece.logprobs, piece.finish)
+        following: dict[int, Delta] = {}  # the token that scoring a prompt has found
+        if plan.echo:
+            async for delta in self._echo(plan, call, following):
+                yield delta
+        rows = []
+        for choice in range(len(plan.prompts) * plan.n):
+            if (delta := following.get(choice)) is not None:
+                answer.completion_tokens += len(delta.ids)
+                yield delta
+            elif plan.sampling is None:
+                if not plan.echo:
+                    yield Delta(choice, "", finish="length")
+            else:
+                ids, seed = plan.prompts[choice // plan.n].ids, (plan.seed + choice) % 2**32
+                options = {"top": plan.top, "context": plan.context}
+                rows.append(Row(call, choice, ids, plan.sampling, seed, **options))
+        self._engine.submit(*rows)
+        num_left = len(rows)
+        while num_left:
+            choice, piece = await call.get()
+            num_left -= piece.finish is not None
+            answer.completion_tokens += len(piece.ids)
+            yield Delta(choice, piece.text, piece.ids, piece.logprobs, piece.finish)
 
     async def _echo(
         self, plan: Plan, call: Call, following: dict[int, Delta]
@@ -288,23 +292,44 @@ class Server:
             status = response.status_code
             yield _event(response.body)
         finally:
-            await deltas.aclose()
             request.state.note = _usage_note(answer)
             _log(request, status)
 
 
+class _EventStream(StreamingResponse):
+    """Server-sent events that close `stack` at their end, or if the client leaves before them."""
+
+    def __init__(self, events: AsyncIterator[bytes], stack: contextlib.AsyncExitStack):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events, self._stack = events, stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack, contextlib.aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
 async def _collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
-    async with contextlib.aclosing(deltas):
-        return [delta async for delta in deltas]
+    return [delta async for delta in deltas]
 
 
 async def _read_body(request: Request) -> bytes:
     body = bytearray()
+    try:
+        size = int(request.headers.get("content-length", 0))
+    except ValueError:
+        size = 0
+    if size > MAX_BODY:
+        raise _too_large()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY // 2**20} MiB")
+            raise _too_large()
     return bytes(body)
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the body is larger than {MAX_BODY // 2**20} MiB")
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:

@@ -33,7 +33,7 @@ class ServeConfig:
     max_batch: int = 8  # texts that are scored or generated together
     max_queue: int = 64  # requests that wait or run; more are refused with status 503
     max_contexts: int = 16  # contexts by id; of more, the least recently used is dropped
-    max_context_gb: float = 8.0  # memory of all of these on the devices
+    max_context_gb: float = 8.0  # of all of these on the devices, and one more is being made
     mesh: Mesh | None = None  # devices that share the model; null: one device
 
     def __post_init__(self):

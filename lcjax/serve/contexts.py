@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -104,11 +105,15 @@ def make_context(
 
 
 class ContextStore:
-    """The contexts of a server, of which the least recently used make way for new ones."""
+    """The contexts of a server, of which the least recently used make way for new ones.
+
+    Requests are read in threads, so a lock guards the contexts.
+    """
 
     def __init__(self, most: int, most_bytes: float):
         self._most, self._most_bytes = most, most_bytes
         self._contexts: collections.OrderedDict[str, Context] = collections.OrderedDict()
+        self._lock = threading.Lock()
 
     def add(self, context: Context) -> None:
         """Adds a context.
@@ -121,26 +126,37 @@ class ContextStore:
                 f"the context takes {context.nbytes / 1e9:.3g} GB, and all contexts of this server"
                 f" may take {self._most_bytes / 1e9:.3g}; start it with a larger --max_context_gb"
             )
-        self._contexts[context.id] = context
-        while len(self) > self._most or sum(c.nbytes for c in self) > self._most_bytes:
-            self._contexts.popitem(last=False)
+        with self._lock:
+            contexts = self._contexts
+            contexts[context.id] = context
+            while (
+                len(contexts) > self._most
+                or sum(c.nbytes for c in contexts.values()) > self._most_bytes
+            ):
+                contexts.popitem(last=False)
 
     def get(self, name: str) -> Context:
         """Returns a context, from now on the most recently used."""
-        if name not in self._contexts:
-            raise NotFoundError(
-                f"context={name!r:.80} does not exist: it was never here, was deleted, or made way"
-                f" for newer ones ({self._most} contexts or {self._most_bytes / 1e9:.3g} GB in"
-                " all); POST it to /v1/contexts again"
-            )
-        self._contexts.move_to_end(name)
-        return self._contexts[name]
+        with self._lock:
+            context = self._contexts.pop(name, None)
+            if context is not None:
+                self._contexts[name] = context
+                return context
+        raise self._not_found(name)
 
     def delete(self, name: str) -> None:
-        del self._contexts[self.get(name).id]
+        with self._lock:
+            if self._contexts.pop(name, None) is not None:
+                return
+        raise self._not_found(name)
 
-    def __iter__(self):
-        return iter(self._contexts.values())
+    def _not_found(self, name: str) -> NotFoundError:
+        return NotFoundError(
+            f"context={name!r:.80} does not exist: it was never here, was deleted, or made way"
+            f" for newer ones ({self._most} contexts or {self._most_bytes / 1e9:.3g} GB in"
+            " all); POST it to /v1/contexts again"
+        )
 
-    def __len__(self) -> int:
-        return len(self._contexts)
+    def __iter__(self) -> Iterator[Context]:
+        with self._lock:
+            return iter(list(self._contexts.values()))

@@ -352,7 +352,7 @@ class Answer:
         self._model = model
         self._streams: dict[int, TextStream] = {}  # of each choice, for offsets
         self._offsets: dict[int, int] = collections.Counter()
-        self._begun: set[int] = set()
+        self._with_role: set[int] = set()  # choices whose first chunk was sent
         self.completion_tokens = 0
 
     @property
@@ -393,8 +393,8 @@ class Answer:
         if not self._plan.is_chat:
             choice |= {"text": delta.text, "finish_reason": delta.finish}
             return [self._chunk([choice])]
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._with_role:
+            self._with_role.add(index)
             role = {"role": "assistant", "content": ""}
             chunks.append(self._chunk([choice | {"delta": role, "logprobs": None}]))
         content = {"content": delta.text} if delta.text or logprobs else {}

@@ -291,8 +291,10 @@ class TrainConfig:
                 f" {num_tokens:,} tokens for one update, at most {INT32_MAX:,} can be counted;"
                 " lower one of them"
             )
-        pattern = self.model.pattern
-        if pattern is not None and pattern.prefill_only:
+        kinds = self.model.layers or ()
+        for pattern in (self.model.pattern, *(kind.pattern for kind in kinds)):
+            if pattern is None or not pattern.prefill_only:
+                continue
             kind = Pattern.get_choice_name(type(pattern))
             raise InputError(
                 f"model.pattern.type={kind} is for reading prompts only: it selects keys by later"

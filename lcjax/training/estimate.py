@@ -6,7 +6,6 @@ All numbers come from arithmetic on shapes; nothing is loaded or compiled.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -22,6 +21,7 @@ from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.config import HUB
 from lcjax.parallel import sharding
 from lcjax.parallel.sharding import AXES, Mesh, mesh_sizes
+from lcjax.storage import to_path
 from lcjax.training import batches
 from lcjax.training.config import TrainConfig, matcher, trainable
 
@@ -211,7 +211,7 @@ def _architecture(section: ModelSection) -> ModelConfig:
 
 
 def _is_local(path: str) -> bool:
-    return path == SMOLLM2 or Path(path).expanduser().exists()
+    return path == SMOLLM2 or to_path(path).expanduser().exists()
 
 
 def _local_encoder(encoder: str) -> str:
@@ -224,11 +224,9 @@ def _local_encoder(encoder: str) -> str:
 
 
 def _recipe_of(path: str) -> TrainConfig | None:
-    """The recipe `lcjax:NAME` that trains `runs/NAME/model`: one recipe may need another."""
-    match Path(path).parts:
-        case ("runs", name, "model") if name in config_lib.recipes():
-            return config_lib.parse(TrainConfig, ["--config", f"lcjax:{name}"])
-    return None
+    """The recipe whose run writes the folder `path`: one recipe may need another."""
+    name = config_lib.recipe_of(path)
+    return name and config_lib.parse(TrainConfig, ["--config", f"lcjax:{name}"])
 
 
 def check_rules(config: TrainConfig) -> None:

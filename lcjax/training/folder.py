@@ -13,7 +13,6 @@ lock.json        the process that writes here
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lcjax import config as config_lib
 from lcjax.checkpoints.adapters import PEFT_FOLDER
 from lcjax.checkpoints.bert_folder import BERT_FOLDER, BERT_FOLDERS
 from lcjax.checkpoints.hf_save import HF_FOLDER
-from lcjax.checkpoints.orbax_io import FOLDER
+from lcjax.checkpoints.orbax_io import FOLDER, steps_in
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES
 from lcjax.config import ERROR
@@ -33,6 +32,7 @@ from lcjax.errors import InputError
 from lcjax.files import FolderFormat, check_destination, check_replaceable
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
+from lcjax.storage import URLPath, remove, to_path
 from lcjax.training.config import TrainConfig
 from lcjax.tree import flatten
 
@@ -76,12 +76,16 @@ def check(config: TrainConfig) -> Path:
     Raises:
       InputError: if the run in the folder may not be resumed or replaced.
     """
-    folder = Path(config.run.folder)
+    folder = to_path(config.run.folder)
+    if isinstance(folder, URLPath) and jax.process_count() > 1:
+        raise InputError(
+            f"run.folder={folder}: several processes write their checkpoints to storage that is"
+            " mounted as a folder; name one, or run a single process"
+        )
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run.folder={folder} is a file; name a folder")
     # A run without a checkpoint failed at its start and cannot be resumed.
-    has_checkpoint = any(path.name.isdigit() for path in folder.glob(f"{FOLDER}/*"))
-    has_run = (folder / CONFIG).exists() and has_checkpoint
+    has_run = (folder / CONFIG).exists() and bool(steps_in(folder / FOLDER))
     if has_run and config.run.existing == "refuse":
         raise InputError(
             f"run.folder={folder} holds a run; name another folder, or set run.existing to resume"
@@ -98,8 +102,10 @@ def check(config: TrainConfig) -> Path:
 def _check_writable(folder: Path) -> None:
     """Raises an InputError if something in the folder cannot take the results of a run.
 
-    Whether files can be added to the folder itself, `RunLock` finds out.
+    Whether files can be added to the folder itself, `RunLock` finds out, and for all of a URL.
     """
+    if isinstance(folder, URLPath):
+        return
     for name in _FOLDERS:
         if os.path.lexists(path := folder / name) and not path.is_dir():
             reason = f"{name} is a file, and a folder is needed there"
@@ -137,7 +143,7 @@ def begin(config: TrainConfig, folder: Path) -> None:
     if distributed.is_main_process():
         if config.run.existing == "overwrite":
             for path in [folder / name for name in _run_files(folder)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                remove(path)
         config_lib.dump(config, folder / CONFIG)
     distributed.barrier("run folder ready")
     _check_shared(folder)
@@ -158,7 +164,7 @@ def _check_shared(folder: Path) -> None:
 def _run_files(folder: Path) -> list[str]:
     """Returns the names of an old run's files; raises an InputError if others are among them."""
     batches = [path.name for path in folder.glob(_BAD_BATCHES)]
-    names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)] + batches
+    names = [name for name in (*_FILES, *_FOLDERS) if _is_there(folder / name)] + batches
     if set(names) <= {ERROR}:  # a run that failed before it wrote its settings
         return []
     check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER, LANGUAGE_MODEL})
@@ -166,6 +172,10 @@ def _run_files(folder: Path) -> list[str]:
     check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
     check_destination(folder / LANGUAGE_MODEL, HF_FOLDER, overwrite=True)
     return names
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() if isinstance(path, URLPath) else os.path.lexists(path)
 
 
 def _model_format(folder: Path) -> FolderFormat:
@@ -182,7 +192,7 @@ def finished(config: TrainConfig) -> bool:
         return False
     is_exported = (folder / MODEL / _model_format(folder / MODEL).config).is_file()
     exported = is_exported or not train.export
-    return exported and (folder / FOLDER / str(train.steps)).is_dir()
+    return exported and train.steps in steps_in(folder / FOLDER)
 
 
 def hashed_settings(config: TrainConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ dispatched the next one, so the step itself must leave the state unchanged (`lcj
 
 import collections
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from lcjax.checkpoints.orbax_io import FOLDER, Checkpoints
 from lcjax.checkpoints.run_folder import check_frozen
 from lcjax.data import Loader
 from lcjax.errors import InputError
+from lcjax.files import atomic_file
 from lcjax.parallel.offload import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
@@ -50,8 +52,12 @@ class NonFiniteError(InputError):
     """The loss or a gradient is not finite; the message names step, batch and checkpoint."""
 
 
-def run(config: TrainConfig) -> dict[str, Any]:
+def run(config: TrainConfig, *, devices: list[jax.Device] | None = None) -> dict[str, Any]:
     """Trains a model as `config` describes; resumes from the run folder's last checkpoint.
+
+    Args:
+      config: of the run.
+      devices: the devices that `config.mesh` is laid over; None: all.
 
     Returns:
       The final metrics: step, loss, folder, the signal that stopped the run (None at the end), and
@@ -62,7 +68,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
       NonFiniteError: if the loss or a gradient is not finite and the run does not skip the batch.
       KeyboardInterrupt: after Ctrl-C, with a saved checkpoint.
     """
-    task = make_task(config, make_mesh(config.mesh))
+    task = make_task(config, make_mesh(config.mesh, devices))
     folder = _check(config, task)
     with RunLock(folder):
         trained, frozen = task.load()
@@ -135,7 +141,7 @@ class Training:
             ) as self.progress,
             self.trace,
         ):
-            peak = cost.machine_peak(self.task.dtype)
+            peak = cost.machine_peak(self.task.dtype, list(self.mesh.devices.flat))
             self.meter = Meter(self.task.training_flops(), *peak, unit=self.task.unit)
             self._print_summary()
             while step < train.steps and not stop.should_stop(step):
@@ -235,7 +241,8 @@ class Training:
         """Writes the batch to a file; raises a NonFiniteError if it is not to be skipped."""
         step, file = pending.number, self.folder / f"bad_batch_{pending.number}.npz"
         if self.is_main:
-            np.savez(file, position=np.array(str(pending.position)), **pending.batch)
+            with atomic_file(file, "wb") as data:
+                np.savez(data, position=np.array(str(pending.position)), **pending.batch)
         message = (
             f"step {step}: loss {float(info['loss'])}, gradient norm {float(info['grad_norm'])};"
             f" the batch and its place in the data are in {file}"
@@ -246,6 +253,7 @@ class Training:
             self.progress.write(f"skipped {message}")
             return
         if is_state_finite:
+            self.tracker.flush()
             self.checkpoints.save(step - 1, self.state, pending.position)
             self.checkpoints.wait()
         raise NonFiniteError(f"stopped at {message}; {self._advice(step, is_state_finite)}")
@@ -276,6 +284,7 @@ class Training:
 
     def _save(self, step: int) -> None:
         self._report()
+        self.tracker.flush()  # a checkpoint is never newer than the metrics
         self.checkpoints.save(step, self.state, self.loader.get_state())
 
     def _validate(self, step: int) -> None:
@@ -296,9 +305,9 @@ class Training:
             return sum(leaf.size for leaf in flatten(tree).values())
 
         trained, frozen = count(self.state.params), count(self.frozen)
-        devices = jax.devices()
+        devices = self.mesh.devices.flat
         self.progress.write(
-            f"training {trained:,} of {trained + frozen:,} parameters on {len(devices)} x"
+            f"training {trained:,} of {trained + frozen:,} parameters on {self.mesh.size} x"
             f" {devices[0].device_kind}; MFU against {self.meter.peak_source}"
         )
         for line in self.task.summary():
@@ -325,8 +334,12 @@ class Training:
             announce(f"writing {self.folder / folder_lib.MODEL}")
             self.task.export(self.folder, self._final_params(), self.frozen)
         if self.is_main:
-            plot_loss(metrics, self.folder / folder_lib.CURVE)
             names = f"{folder_lib.METRICS}, {folder_lib.CURVE}, checkpoints/"
+            try:
+                plot_loss(metrics, self.folder / folder_lib.CURVE)
+            except InputError as error:  # the trained model does not need a figure
+                print(error, file=sys.stderr)
+                names = f"{folder_lib.METRICS}, checkpoints/"
             names += ", model/ (a Hugging Face folder)" if export else ""
             print(f"results in {self.folder}: {names}")
         last = {key: value for row in rows for key, value in row.items()}

@@ -13,7 +13,7 @@ from lcjax.models.layers import box_offloaded, unbox_offloaded
 from lcjax.models.loss import cross_entropy, token_nll
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import LENGTH
-from lcjax.rope import Rotation
+from lcjax.rope import NoRotation, Rotation
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.tree import union
 
@@ -113,7 +113,7 @@ def _hidden_states(
         head_dim=config.rotary_dim,
         params=unbox_offloaded(params.get("rope")),
     )
-    rotation = config.pattern.at_length(rotation, position_ids.shape[1])
+    rotation = config.complete(rotation, position_ids.shape[1])
     memory = None
     if config.memory is not None:
         memory = _encode(model, params, batch, position_ids, rotation, key)
@@ -140,6 +140,12 @@ def _check_positions(config: ModelConfig, positions: Positions) -> None:
         raise InputError(
             f"train.positions.type={kind} spreads tokens for rotations, and model.position="
             f"{config.position} has none; leave it out"
+        )
+    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    if ropes - {NoRotation()} and not positions.fits_any_rope:
+        raise InputError(
+            f"train.positions.type={kind} chooses positions for model.rope, and some model.layers"
+            " have a rope of their own; leave out train.positions, or rope in model.layers"
         )
     if config.memory is not None and config.memory.is_prefix:
         raise InputError(

@@ -89,7 +89,7 @@ def _clip(limit: float) -> optax.GradientTransformation:
         updates = jax.tree.map(lambda x: jnp.where(norm < limit, x, x / norm * limit), updates)
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _rates(rates: tuple[Rate, ...]) -> optax.GradientTransformation:

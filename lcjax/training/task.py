@@ -28,6 +28,7 @@ from lcjax.models import lora as lora_lib
 from lcjax.parallel import distributed
 from lcjax.parallel.offload import to_host
 from lcjax.rope.positions import PlainPositions
+from lcjax.storage import to_path
 from lcjax.training import batches, estimate
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrainConfig, trainable
@@ -151,7 +152,7 @@ class LanguageModelTask(Task):
         batches.check_batch(config, self.mesh)
         check_source(config.model)
         check_sources(config.data)
-        check_outside_data("run.folder", Path(config.run.folder), config.data)
+        check_outside_data("run.folder", to_path(config.run.folder), config.data)
         if config.data.scan:
             distributed.from_first(lambda: scan(config.data))
         batches.check_text(config)
@@ -222,6 +223,7 @@ class LanguageModelTask(Task):
             frozen=fingerprint(frozen),
             base=section.base,
             memory=section.memory and section.memory.to_dict(),
+            encoder_layers=section.encoder_layers,
         )
 
     def write_config(self, folder: Path) -> None:

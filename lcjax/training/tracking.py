@@ -7,13 +7,14 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from tqdm.auto import tqdm
 
-from lcjax.errors import InputError
-from lcjax.files import write_whole
+from lcjax.errors import InputError, import_package, install_command
+from lcjax.files import atomic_file, write_whole
+from lcjax.storage import AppendedFile, Staging, close_all, to_path
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import Profile, TrackSection
 
@@ -157,6 +158,7 @@ class Trace:
 
     def __init__(self, profile: Profile | None, folder: Path):
         self._profile, self._folder, self._running = profile, folder, False
+        self._staging: Staging | None = None
 
     def is_boundary(self, step: int) -> bool:
         """Whether the trace starts or ends before this step, counted from 0."""
@@ -168,13 +170,16 @@ class Trace:
         if self._running:
             return self._stop()
         if step == self._profile.start:
-            jax.profiler.start_trace(str(self._folder))
+            self._staging = Staging(self._folder)
+            jax.profiler.start_trace(str(self._staging.local))
             self._running = True
         return None
 
     def _stop(self) -> str:
         jax.profiler.stop_trace()
         self._running = False
+        with self._staging as staging:
+            staging.upload()
         return f"trace written to {self._folder}"
 
     def __enter__(self) -> "Trace":
@@ -190,11 +195,14 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
+    def flush(self) -> None:
+        """Returns when all that was logged is stored."""
+
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """Writes one JSON object per line and flushes each line."""
+    """Writes one JSON object per line (`lcjax.storage.AppendedFile`)."""
 
     def __init__(self, path: str | Path, *, keep_until: int | None = None):
         """Opens the file.
@@ -204,11 +212,11 @@ class JsonLines:
           keep_until: the step of the checkpoint that a run resumes from. Lines of later steps are
             dropped, because the run repeats these steps. None: a new run, which drops all lines.
         """
-        self._path = Path(path)
+        self._path = to_path(path)
         rows = read(self._path) if keep_until is not None else []
         rows = [row for row in rows if row["step"] <= keep_until]
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = AppendedFile(self._path)
 
     def log(self, step: int, metrics: Metrics) -> None:
         # JSON has no NaN; other readers understand null.
@@ -217,6 +225,8 @@ class JsonLines:
             for k, v in metrics.items()
         }
         self._file.write(json.dumps({"step": step} | row) + "\n")
+
+    def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
@@ -231,15 +241,21 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         purge_step = 0 if keep_until is None else keep_until + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._staging = Staging(to_path(folder))
+        self._writer = SummaryWriter(str(self._staging.local), purge_step=purge_step)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def flush(self) -> None:
+        self._staging.upload()
+
     def close(self) -> None:
         self._writer.close()
+        with self._staging as staging:
+            staging.upload()
 
 
 class WeightsAndBiases:
@@ -257,9 +273,11 @@ class WeightsAndBiases:
         if resumed and file.exists():
             stored = json.loads(file.read_text(encoding="utf-8"))
             identity = stored if stored["project"] == project else identity
+        self._staging = Staging(folder)  # its own files, which are not needed in the end
+        place = str(self._staging.local)
         try:
             self._run = wandb.init(
-                **identity, name=folder.name, resume="allow", dir=str(folder), config=settings
+                **identity, name=folder.name, resume="allow", dir=place, config=settings
             )
         except wandb.errors.Error as error:
             reason = " ".join(str(error).split())
@@ -272,8 +290,12 @@ class WeightsAndBiases:
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(metrics, step=step)
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         self._run.finish()
+        self._staging.close()
 
 
 class Tracker:
@@ -286,12 +308,15 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, metrics)
 
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, *_) -> None:
-        for sink in self._sinks:
-            sink.close()
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        close_all(self._sinks, error)
 
 
 def check_packages(section: TrackSection) -> None:
@@ -302,7 +327,7 @@ def check_packages(section: TrackSection) -> None:
     ):
         if value and importlib.util.find_spec(package) is None:
             raise InputError(
-                f"track.{key}={value} needs {package}: pip install 'lcjax[{key}]', or leave"
+                f"track.{key}={value} needs {package}: {install_command(key)}, or leave"
                 f" track.{key} out"
             )
 
@@ -323,7 +348,7 @@ def open_tracker(
 
 def read(path: str | Path) -> list[dict]:
     """Returns the rows of a metrics file; skips a line that a killed run left incomplete."""
-    path, rows = Path(path), []
+    path, rows = to_path(path), []
     if not path.exists():
         return rows
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -336,6 +361,7 @@ def read(path: str | Path) -> list[dict]:
 
 def plot_loss(metrics: str | Path, image: str | Path) -> None:
     """Plots training and validation loss over the steps to a PNG."""
+    import_package("matplotlib", to_path(image).name)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -351,4 +377,5 @@ def plot_loss(metrics: str | Path, image: str | Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.savefig(image, dpi=120)
+    with atomic_file(image, "wb") as file:
+        figure.savefig(file, dpi=120)

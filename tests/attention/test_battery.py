@@ -169,4 +169,4 @@ def test_reading_in_steps_equals_reading_at_once(name):
     np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
     # What a new token cannot see is given up: the cache does not grow with the text.
     assert slots == cache.capacity == (LENGTH if inference.cache_window() is None else 64)
-    assert cache.rotated != inference.moves_keys
+    assert cache.slot_groups[0].rotated != inference.moves_keys

@@ -9,6 +9,7 @@ import pytest
 from lcjax.attention import (
     AttentionMetadata,
     Causal,
+    Chunked,
     DualChunk,
     LMInfinite,
     Pattern,
@@ -22,6 +23,7 @@ from lcjax.errors import InputError
 
 REFUSED = [
     (Sliding, {"window": 0}, "pattern.window=0 must be a whole number of at least 1"),
+    (Chunked, {"size": 0}, "pattern.size=0 must be a whole number of at least 1"),
     (LMInfinite, {"window": 0}, "pattern.window=0 must be a whole number of at least 1"),
     (LMInfinite, {"sinks": 0}, "pattern.sinks=0 must be a whole number of at least 1"),
     (LMInfinite, {"distance": 1.5}, "pattern.distance=1.5 must be a whole number of at least 1"),
@@ -114,6 +116,7 @@ def test_full_patterns_see_every_key_once(pattern):
     "pattern",
     [
         Sliding(7),
+        Chunked(7),
         LMInfinite(window=6, sinks=3),
         Streaming(sinks=3, recent=5),
         Streaming(sinks=3, recent=5, stride=4, first=15),

@@ -108,7 +108,7 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
 
     @jax.jit
     def read(cache, positions, q, k, v):
-        cache, view = cache_lib.extend(cache, None, positions)
+        cache, (view,) = cache_lib.extend(cache, None, positions)
         context = Context(positions, None, rotation, view=view)
         out, layer = golden.attend_cached(
             q, k, v, cache.layers[0], pattern, view, context.attention_metadata()

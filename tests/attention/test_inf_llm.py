@@ -239,7 +239,7 @@ def in_calls(pattern, arrays, cuts, padding=0):
     for start, end in zip(edges, edges[1:], strict=False):
         segments = jnp.asarray(np.arange(start, end)[None] >= padding, jnp.int32)
         positions = jnp.maximum(jnp.arange(start, end)[None] - padding, 0)
-        cache, view = cache_lib.extend(cache, segments, positions)
+        cache, (view,) = cache_lib.extend(cache, segments, positions)
         context = Context(positions, segments, ROTATION, view=view)
         out, layer = _attend_cached(*(x[:, start:end] for x in (q, k, v)), cache, pattern, context)
         cache = cache_lib.replace_layers(cache, (layer,))

@@ -214,7 +214,7 @@ def test_a_cache_read_in_chunks_gives_every_chunk_its_past():
     for start, stop in ((0, 20), (20, 33), (33, 34)):
         new = slice(start, stop)
         positions = jnp.arange(start, stop)[None]
-        cache, view = cache_lib.extend(cache, None, positions)
+        cache, (view,) = cache_lib.extend(cache, None, positions)
         out, layer = read(q[:, new], k[:, new], v[:, new], cache.layers[0], positions, view)
         cache = cache_lib.replace_layers(cache, (layer,))
         want = run(q[:, new], k[:, :stop], v[:, :stop], pattern)

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import AttentionMetadata, BigBird, Longformer, Sliding, SparseTransformer
+from lcjax.attention import (
+    AttentionMetadata,
+    BigBird,
+    Chunked,
+    Longformer,
+    Sliding,
+    SparseTransformer,
+)
 from lcjax.errors import InputError
 from pallas_kernels import band, by_heads, keys_in, queries_in, stride
 
@@ -61,6 +68,15 @@ def test_a_pattern_sees_the_causal_half_of_the_stored_mask(name, pattern):
 )
 def test_masks_to_both_sides_equal_the_stored_ones(name, mask):
     np.testing.assert_array_equal(dense(mask), stored(name))
+
+
+@pytest.mark.parametrize("size", [1, 7, T])
+def test_chunks_see_what_texts_cut_into_pieces_would(size):
+    expected = np.zeros((T, T), bool)
+    for start in range(0, T, size):
+        stop = min(start + size, T)
+        expected[start:stop, start:stop] = np.tri(stop - start, dtype=bool)
+    np.testing.assert_array_equal(seen(Chunked(size)), np.broadcast_to(expected, (4, T, T)))
 
 
 def test_the_strided_heads_of_the_sparse_transformer_equal_the_stored_masks():

@@ -18,6 +18,7 @@ from lcjax.checkpoints.engines import ENGINES
 from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.memory import Cepe, RetroSection
+from lcjax.models import LayerKind
 from lcjax.rope import (
     E2LLM,
     NTK,
@@ -27,6 +28,7 @@ from lcjax.rope import (
     Linear,
     Llama3,
     LongRope,
+    NoRotation,
     Yarn,
 )
 
@@ -305,7 +307,7 @@ def test_families_and_windows(family, changes, expected):
     assert [row.verdict for row in rows(hf).values()] == words
 
 
-def test_layers_with_and_without_a_window_are_judged_though_lcjax_loads_no_such_model():
+def test_layers_with_and_without_a_window_are_judged():
     hf = config_to_hf(config(ROPES["default"], "qwen2"))
     changes = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
     verdicts = [row.verdict for row in rows(hf, **changes).values()]
@@ -313,6 +315,40 @@ def test_layers_with_and_without_a_window_are_judged_though_lcjax_loads_no_such_
     # Without a layer that has it, no engine may apply the window.
     changes["max_window_layers"] = 3
     assert {row.verdict for row in rows(hf, **changes).values()} == {"right"}
+
+
+MIXED_ROPE = (LayerKind(repeat=2), LayerKind(rope=NoRotation()))
+MIXED_WINDOW = (LayerKind(repeat=2, pattern=Sliding(window=100)), LayerKind())
+
+
+@pytest.mark.parametrize(
+    ("changes", "position"),
+    [
+        ({"layers": MIXED_ROPE}, "rope default (theta=2e+06) and rope none"),
+        ({"layers": MIXED_WINDOW}, "rope default (theta=2e+06)"),
+        ({"rope": NoRotation()}, "rope none"),
+    ],
+    ids=["smollm3", "ministral", "without rotations"],
+)
+def test_transformers_computes_layers_that_differ(changes, position):
+    result = check_config(config_to_hf(config(**{"rope": Default(theta=2e6)} | changes)), "model")
+    assert [row.verdict for row in result.rows] == ["right"] + 4 * ["not known"]
+    assert result.position == position
+
+
+def test_a_smollm3_without_a_base_has_that_of_transformers():
+    hf = config_to_hf(config(Default(theta=2e6), layers=MIXED_ROPE))
+    hf = {key: value for key, value in hf.items() if not key.startswith("rope_")}
+    assert rows(hf)["transformers"].verdict == "right"
+
+
+@pytest.mark.parametrize(
+    "change", [{"no_rope_layer_interval": 0}, {"no_rope_layers": 3}, {"no_rope_layers": ["1"]}]
+)
+def test_layers_without_rotation_that_nobody_can_read_are_refused(change):
+    hf = config_to_hf(config(Default(theta=2e6), layers=MIXED_ROPE))
+    with pytest.raises(InputError, match="no_rope_layer.* must be"):
+        rows(hf, **change)
 
 
 def test_memories_and_landmarks_are_refused_or_left_out():
@@ -343,6 +379,13 @@ def test_a_run_folder_is_judged_by_what_it_exports(tmp_path, monkeypatch):
         result = check(tmp_path)
         assert {row.verdict for row in result.rows} == {verdict}
     assert "transformers has no llama model with model.pattern=" in result.rows[0].reason
+    layers = (LayerKind(pattern=pattern, rope=ROPES["ntk"]), *MIXED_ROPE)
+    run = config(ROPES["default"], layers=layers, num_layers=4)
+    monkeypatch.setattr("lcjax.checkpoints.engine_check.load_config", lambda path: run)
+    result = check(tmp_path)
+    for words in ("rope ntk", "rope default", "rope none"):
+        assert words in result.position
+    assert "Streaming" in result.pattern and "Causal" in result.pattern
 
 
 def test_of_a_gguf_file_llama_cpp_is_judged(tmp_path):

@@ -5,9 +5,10 @@ import json
 import pytest
 from convert_support import FAMILIES, tiny_config
 
-from lcjax.attention import Causal, Sliding
+from lcjax.attention import Causal, Longformer, Sliding
 from lcjax.checkpoints import config_from_hf, config_to_hf
 from lcjax.errors import InputError
+from lcjax.models import LayerKind
 from lcjax.rope import (
     E2LLM,
     NTK,
@@ -17,6 +18,7 @@ from lcjax.rope import (
     Linear,
     Llama3,
     LongRope,
+    NoRotation,
     Rope,
     Yarn,
 )
@@ -61,6 +63,7 @@ ROPES = (
     Clex(theta=1e4, original_length=64, max_factor=4),
     E2LLM(theta=1e4, original_length=64),
     E2LLM(theta=1e4, original_length=64, factor=8.0),
+    NoRotation(),
 )
 
 
@@ -102,15 +105,52 @@ def test_the_old_llama_2_config_is_read_with_the_defaults_of_transformers():
         (QWEN2 | {"use_sliding_window": None}, Causal()),
         (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, Causal()),
         (QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, Sliding(512)),
-        (QWEN2 | {"use_sliding_window": True, "layer_types": None}, None),
     ],
 )
 def test_the_window_holds_where_transformers_applies_it(hf, pattern):
-    if pattern is None:
-        with pytest.raises(InputError, match="max_window_layers=28 of 32"):
-            config_from_hf(hf)
-        return
     assert config_from_hf(hf).pattern == pattern
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWED = QWEN2 | {"use_sliding_window": True}
+LOCAL, NOPE = LayerKind(pattern=Sliding(512)), LayerKind(rope=NoRotation())
+SMOLLM3 = LLAMA2 | {"model_type": "smollm3"}
+
+
+@pytest.mark.parametrize(
+    ("hf", "layers"),
+    [
+        (WINDOWED, (LayerKind(28), LayerKind(4, Sliding(512)))),
+        (WINDOWED | {"layer_types": [FULL, SLIDING] * 16}, (LayerKind(), LOCAL)),
+        (WINDOWED | {"layer_types": [SLIDING] * 3 + [FULL] * 29},
+         (LayerKind(3, Sliding(512)), LayerKind(29))),
+        (MISTRAL | {"model_type": "ministral", "sliding_window": 512,
+                    "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 8},
+         (LayerKind(), LayerKind(3, Sliding(512)))),
+        (SMOLLM3, (LayerKind(3), NOPE)),
+        (SMOLLM3 | {"no_rope_layer_interval": 2}, (LayerKind(), NOPE)),
+        (SMOLLM3 | {"no_rope_layers": [0] + [1] * 31}, (NOPE, LayerKind(31))),
+        (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 512},
+         (LayerKind(3), LayerKind(1, Sliding(512), NoRotation()))),
+    ],
+)  # fmt: skip
+def test_layers_that_differ_are_read_as_the_shortest_period(hf, layers):
+    config = config_from_hf(hf)
+    assert (config.layers, config.pattern) == (layers, Causal())
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((LayerKind(pattern=Sliding(4)), LayerKind(pattern=Sliding(8))), r"windows \[4, 8\]"),
+        ((LayerKind(rope=Default(theta=1e3)), LayerKind()), "layers of ropes .*1000.0"),
+        ((LayerKind(pattern=Longformer(4)), LayerKind()), "layers.pattern=Longformer"),
+    ],
+)
+def test_layers_that_transformers_does_not_know_are_not_exported(layers, words):
+    with pytest.raises(InputError, match=words + ".*keep the run folder instead"):
+        config_to_hf(tiny_config(layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +189,10 @@ def test_a_window_survives_the_way_out_and_back(family):
         ({k: v for k, v in LLAMA2.items() if k != "hidden_size"}, "'hidden_size' is missing"),
         (LLAMA2 | {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         (LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, "qk_lay"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 5}, "max_window_layers=5 of 32"),
+        (
+            QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention", "x"]},
+            "each of the 32",
+        ),
         (LLAMA2 | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*unquan"),
         (LLAMA2 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 .*'llama'"),
         (LLAMA2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor=0.5 .*'llama'"),

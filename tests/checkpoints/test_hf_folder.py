@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,15 @@ from lcjax.checkpoints import (
     load_tokenizer,
     save_hf,
 )
+from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, SafetensorsFolder, write_file
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import InputError
 from lcjax.files import CHECKSUMS
-from lcjax.models import Decoder, unstack_layers
+from lcjax.models import Decoder, LayerKind, unstack_layers
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.rope import E2LLM, Default, NoRotation
 from lcjax.rope.clex import Clex
 from lcjax.tree import nest
 
@@ -207,6 +210,29 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, stacked):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), loaded, merged
     )
+
+
+E2 = E2LLM(theta=1e4, original_length=32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "layers", "is_warned"),
+    [
+        (Default(theta=1e4), (LayerKind(rope=E2),), True),
+        (E2, (LayerKind(), LayerKind(rope=NoRotation())), True),
+        (E2, (LayerKind(rope=Default(theta=1e4)),), False),
+        (E2, (LayerKind(rope=NoRotation()),), False),
+    ],
+)
+def test_a_rope_that_transformers_lacks_is_named_where_a_layer_has_it(
+    tmp_path, rope, layers, is_warned
+):
+    config = tiny_config(rope=rope, layers=layers)
+    params = unstack_layers(random_params(config), config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save_hf(tmp_path / "m", params, config, ByteTokenizer())
+    assert any("rope e2_llm as plain rope" in str(w.message) for w in caught) == is_warned
 
 
 def test_learned_frequencies_travel_in_float32_under_their_published_names(tmp_path):
@@ -494,12 +520,17 @@ def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_p
     assert load_config(tmp_path) == config.replace(lora=None)
     assert load_tokenizer(tmp_path).fingerprint == ByteTokenizer().fingerprint
 
-    def load_run(folder, *, mesh, param_dtype):
-        return folder, mesh, param_dtype
+    def load_run(folder, step, *, mesh, param_dtype):
+        return folder, step, mesh, param_dtype
 
     monkeypatch.setattr("lcjax.checkpoints.run_folder.load_run", load_run)
     mesh = make_mesh(Mesh(fsdp=8))
-    assert load(tmp_path, mesh=mesh, param_dtype="bfloat16") == (tmp_path, mesh, "bfloat16")
+    assert load(tmp_path, mesh=mesh, param_dtype="bfloat16") == (
+        tmp_path,
+        None,
+        mesh,
+        "bfloat16",
+    )
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a\ud800"])
@@ -536,6 +567,8 @@ def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path
         load("nobody/never-downloaded-this")  # tests run with HF_HUB_OFFLINE=1
     with pytest.raises(InputError, match=r"config\.json: no such file; is this a Hugging Face"):
         load(tmp_path)
+    with pytest.raises(InputError, match=r"methods\.1\.path=null: .* methods\.1\.preset for"):
+        check_source(ModelSection(), "methods.1")
 
 
 @pytest.mark.parametrize(

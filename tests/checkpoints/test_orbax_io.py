@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from storage_support import memory
 
 from lcjax.checkpoints import orbax_io
 from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints, load_state
@@ -223,6 +224,29 @@ def test_loading_for_inference_falls_back_too_and_moves_nothing(tmp_path):
     with pytest.warns(UserWarning, match="is damaged"):
         assert_is(load_state(tmp_path, abstract(make_state(0))), 1)
     assert (tmp_path / "checkpoints" / "2").exists()
+
+
+def test_a_store_that_does_not_answer_is_no_damage(monkeypatch):
+    class HttpError(Exception):
+        """As that of gcsfs, it is no OSError."""
+
+    def get_file(store, path, file, **options):
+        if "/checkpoints/2/" in path:
+            raise HttpError("Service Unavailable, 503")
+        return before(store, path, file, **options)
+
+    folder = memory("runs") / "run"
+    save(folder, 1, 2)
+    files = folder.files()
+    before = type(folder.fs).get_file
+    monkeypatch.setattr(type(folder.fs), "get_file", get_file)
+    monkeypatch.setattr(orbax_io, "_PAUSE", 0.0)
+    match = r"checkpoints/2 cannot be read now .*503.*nothing was changed"
+    with Checkpoints(folder) as checkpoints, pytest.raises(CheckpointError, match=match):
+        checkpoints.restore(abstract(make_state(0)))
+    with pytest.raises(CheckpointError, match=match):
+        load_state(folder, abstract(make_state(0)))
+    assert folder.files() == files
 
 
 def test_no_readable_checkpoint_is_an_error_that_lists_them(tmp_path):

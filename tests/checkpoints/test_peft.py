@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from convert_support import adapters, saved
 from safetensors.numpy import load_file
@@ -9,6 +10,7 @@ from safetensors.numpy import load_file
 import lcjax.checkpoints.adapters
 from lcjax.checkpoints.adapters import base_name, save_peft
 from lcjax.errors import InputError
+from lcjax.models import unstack_layers
 
 
 def test_an_interrupted_save_leaves_the_old_adapters_and_no_half_ones(tmp_path, monkeypatch):
@@ -25,6 +27,18 @@ def test_an_interrupted_save_leaves_the_old_adapters_and_no_half_ones(tmp_path, 
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert load_file(tmp_path / "a" / "adapter_model.safetensors")[name].shape == (2, 48)
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["r"] == 2
+
+
+def test_adapters_of_separate_layers_are_written_as_those_of_stacked_ones(tmp_path):
+    params, config = adapters()
+    params["layers"]["attention"]["query"]["lora_a"] = np.arange(3.0 * 48 * 2).reshape(3, 48, 2)
+    for name, tree in (("stacked", params), ("separate", unstack_layers(params, config))):
+        save_peft(tmp_path / name, tree, config, base=None)
+    stacked, separate = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes()
+        for name in ("stacked", "separate")
+    )
+    assert stacked == separate
 
 
 def test_adapters_are_replaced_only_when_asked(tmp_path):

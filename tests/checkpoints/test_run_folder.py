@@ -9,7 +9,9 @@ import pytest
 from convert_support import tiny_config
 
 import lcjax.config
+from lcjax import checkpoints
 from lcjax.checkpoints import ByteTokenizer, run_folder
+from lcjax.checkpoints.load import identity
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG, BaseModel, check_frozen, load_run
 from lcjax.errors import InputError
 from lcjax.models.decoder import abstract_params
@@ -48,6 +50,31 @@ def test_weights_are_cast_one_leaf_at_a_time(tmp_path, monkeypatch):
     assert loaded.param_dtype == "bfloat16"
     assert {leaf.dtype.name for leaf in flatten(params).values()} == {"bfloat16"}
     assert Leaf.alive == list(range(len(paths), 0, -1))
+
+
+def test_a_step_of_a_run_is_a_model(tmp_path, monkeypatch):
+    config, steps = tiny_config(), []
+    paths = tuple(flatten(abstract_params(config, make_mesh(Mesh(fsdp=8)))))
+    lcjax.config.dump(config, tmp_path / MODEL_CONFIG)
+    BaseModel(path=None, param_dtype=None, seed=0, trained=paths, average=False).write(tmp_path)
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    (tmp_path / "config.yaml").write_text("")
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / str(step) / "weights").write_text(f"of step {step}")
+
+    def load_state(folder, *_, step):
+        steps.append((folder, step))
+        return {"params": nest({path: jnp.zeros(()) for path in paths})}
+
+    monkeypatch.setattr(run_folder, "load_state", load_state)
+    five, ten = (tmp_path / "checkpoints" / name for name in ("5", "10"))
+    for path in (tmp_path, five):
+        assert checkpoints.load(path)[1].num_layers == config.num_layers
+        assert checkpoints.load_config(path) == config
+        assert checkpoints.load_tokenizer(path).vocab_size == ByteTokenizer().vocab_size
+    assert steps == [(tmp_path, None), (tmp_path, 5)]
+    assert identity(tmp_path) == identity(ten) != identity(five)
 
 
 BASE_FIELDS = {"path": None, "param_dtype": None, "seed": 0, "trained": ["a"], "average": True}

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax.cost.chips import CHIPS, Topology
-from lcjax.cost.program import Traffic, collectives, program_cost
+from lcjax.cost.program import Traffic, collectives, permuted_bytes, program_cost
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
 
@@ -150,6 +150,24 @@ ENTRY %main (x: f32[8]) -> f32[8] {
         known = f'backend_config={{"known_trip_count":{{"n":"{trips}"}},"dynamic_variables":[]}}'
         found = collectives(HEADER + text.replace("TRIPS", known))
         assert found == {"all-gather": Traffic(trips, trips * 224)}
+
+
+def test_the_messages_of_a_ring_are_counted_by_sender_and_receiver():
+    mesh = make_mesh(Mesh(fsdp=8))
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+
+    def turn(x):
+        def body(x, _):
+            return jnp.sin(jax.lax.ppermute(x, "fsdp", ring)), None
+
+        return jax.lax.scan(body, x, None, length=3)[0]
+
+    spec = PartitionSpec("fsdp")
+    program = jax.jit(jax.shard_map(turn, mesh=mesh, in_specs=spec, out_specs=spec))
+    x = jax.ShapeDtypeStruct((64, 4), jnp.float32)
+    text = program.lower(x).compile().as_text()
+    assert permuted_bytes(text) == dict.fromkeys(ring, 3 * 8 * 4 * 4)
+    assert permuted_bytes(loop(mesh, 2).compile().as_text()) == {}
 
 
 def test_a_group_of_one_device_receives_nothing():

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from lcjax import cost
-from lcjax.attention import Bidirectional, Sliding
+from lcjax.attention import Bidirectional, Causal, Sliding
 from lcjax.errors import InputError
 from lcjax.memory.cepe import Cepe
-from lcjax.models import Decoder, ModelConfig, head, preset
+from lcjax.models import Decoder, LayerKind, ModelConfig, head, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.lora import LoRA
@@ -247,3 +247,31 @@ def test_a_context_that_was_read_is_kept_beside_the_cache():
 def test_memory_wants_to_know_how_many_devices_there_are():
     with pytest.raises(InputError, match="write how many devices lie along each axis"):
         cost.generation_memory(preset("tiny"), 16, 1, Mesh())
+
+
+MIXED = preset("tiny").replace(
+    num_layers=6, layers=(LayerKind(2, pattern=Sliding(window=10)), LayerKind())
+)
+
+
+def test_costs_of_layers_that_differ_are_sums_over_layers():
+    local, full = (MIXED.replace(pattern=p, layers=()) for p in (Sliding(window=10), Causal()))
+    mean = (4 * cost.visible_keys(local, 200) + 2 * cost.visible_keys(full, 200)) / 6
+    assert cost.visible_keys(MIXED, 200) == pytest.approx(mean)
+    mixed, local, full = (cost.estimate(config, 200) for config in (MIXED, local, full))
+    assert mixed.kv_cache_bytes == (4 * local.kv_cache_bytes + 2 * full.kv_cache_bytes) / 6
+    assert mixed.attention_flops == pytest.approx(
+        (4 * local.attention_flops + 2 * full.attention_flops) / 6
+    )
+    assert mixed.matmul_flops == full.matmul_flops and mixed.parameters == full.parameters
+
+
+def test_the_cache_of_layers_that_differ_is_the_one_that_is_created():
+    cache = cache_lib.create(MIXED, 2, 4096, chunk=16)
+    found = cost.generation_memory(MIXED, 4096, 2, Mesh(fsdp=1), chunk=16)
+    assert found.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+    train = [
+        cost.training_memory(config, 256, 2, Mesh(fsdp=1)).activations
+        for config in (MIXED, MIXED.replace(layers=()))
+    ]
+    assert train[0] == pytest.approx(train[1], rel=0.02)

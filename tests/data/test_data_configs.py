@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lcjax import config as configs
-from lcjax.data import DataConfig, seqio_tasks
+from lcjax.data import DataConfig, lengths, seqio_tasks
 from lcjax.data.prepare import PrepareConfig
 from lcjax.training.config import TrainConfig
 
@@ -56,6 +56,13 @@ def test_sharedllms_rows_are_cepes_across_documents_but_for_the_books():
     assert {s.path for s in ours.sources if s.labels} == {"data/redpajama"}
     texts, *chats = of("sharedllm_sft_7b_chat").sources
     assert texts.min_document_tokens == 1200
+    shares = of("sharedllm_sft_7b_chat").length_shares
+    assert [(part.tokens, part.share) for part in shares] == [
+        (2048, 0.47), (4096, 0.29), (6144, 0.08), (8192, 0.16)
+    ]  # fmt: skip
+    file = str(FOLDER / "sharedllm_lengths.yaml")
+    counted = configs.parse(lengths.LengthsConfig, ["--config", file])
+    assert counted.data == of("sharedllm_sft_7b_chat")
     assert texts.weight == pytest.approx(7 * sum(chat.weight for chat in chats), rel=0.01)
     ends = [chat.prompt.removeprefix("[INST]{instruction}[/INST]") for chat in chats]
     assert ends == [" ", "\n", "\n\n"]

@@ -10,7 +10,8 @@ from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, write_
 
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data import ChatSource, DataConfig, Masking, TextSource, make_loader
+from lcjax.data import ChatSource, DataConfig, Masking, TextSource, lengths, make_loader
+from lcjax.data.config import LengthShare
 from lcjax.errors import InputError
 
 
@@ -103,6 +104,56 @@ def test_a_source_may_have_its_own_least_length_and_packing(path, texts):
     batches = list(make_loader(held, Bytes(), 1, split="validation"))
     windows = [b for b in batches if (b["segments"] == 1).all()]
     assert windows and len(windows) < len(batches)
+
+
+SHARES = [LengthShare(16, 0.5), LengthShare(24, 0.3), LengthShare(32, 0.2)]
+
+
+def test_rows_have_the_shares_of_lengths_that_are_asked_for_and_a_command_counts_them(
+    tmp_path, monkeypatch, capsys
+):
+    rng = np.random.default_rng(0)
+    one = write_jsonl(tmp_path / "one.jsonl", ["a" * n for n in rng.integers(1, 60, 300)])
+    two = write_jsonl(tmp_path / "two.jsonl", ["b" * n for n in rng.integers(10, 40, 300)])
+    sources = [TextSource(one, 3.0, min_document_tokens=6), TextSource(two, 1.0)]
+    options = {"sources": sources, "pack": "single", "overlong": "truncate", "repeat": None}
+    config = config_for("", **options, length_shares=SHARES, add_bos=False, add_eos=False)
+    loader = make_loader(config, Bytes(), 50)
+    tokens = np.concatenate([next(loader)["tokens"] for _ in range(20)])
+    loader.close()
+    sizes, is_one = (tokens > 0).sum(1), tokens[:, 0] == ord("a")
+    assert sizes[is_one].min() >= 6 and is_one.mean() == pytest.approx(0.75, abs=0.01)
+    for rows in (is_one, ~is_one):
+        bins = np.searchsorted([16, 24, 32], sizes[rows])
+        assert np.bincount(bins) / len(bins) == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+    monkeypatch.setattr(lengths, "load_tokenizer", lambda _: Bytes())
+    counting = lengths.LengthsConfig(tokenizer="any", data=config, rows=1000)
+    counted = lengths.count_lengths(counting)
+    assert [most for most, *_ in counted] == [16, 24, 32]
+    bins = np.searchsorted([16, 24, 32], sizes)
+    expected_shares = [
+        (np.mean(bins == index), sizes[bins == index].sum() / sizes.sum()) for index in range(3)
+    ]
+    assert [row[1:] for row in counted] == [pytest.approx(pair) for pair in expected_shares]
+    lengths.report(counting)
+    assert f"| up to 16 | {counted[0][1]:.1%} | {counted[0][2]:.1%} | 50.0% |" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"pack": "concat"}, "set pack: single"),
+        ({"length": 64}, "up to 32 tokens, and rows have data.length=64"),
+        ({"length_shares": SHARES[1:]}, "with a sum of 1"),
+        ({"length_shares": [SHARES[1], SHARES[0], SHARES[2]]}, "must ascend"),
+    ],
+)
+def test_shares_of_lengths_that_cannot_be_are_refused(changes, match):
+    options = {"pack": "single", "length_shares": SHARES} | changes
+    with pytest.raises(InputError, match=match):
+        config_for("text", **options)
 
 
 def test_windows_without_a_document_long_enough_are_refused(path):

@@ -12,7 +12,7 @@ from lcjax.data.chunks import split_context
 from lcjax.data.seqio_source import context_chunks
 from lcjax.errors import InputError
 
-seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install 'lcjax[seqio]'")
+seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install -e '.[seqio]'")
 tf = pytest.importorskip("tensorflow")
 
 FOUR = Chunks(count=4, length=6)  # 24 tokens

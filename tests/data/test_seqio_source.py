@@ -11,7 +11,7 @@ from data_support import Bytes, assert_same, make_texts, split_documents, write_
 from lcjax.data import DataConfig, SeqioSource, TextSource, documents, make_loader
 from lcjax.errors import InputError
 
-seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install 'lcjax[seqio]'")
+seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install -e '.[seqio]'")
 tf = pytest.importorskip("tensorflow")
 
 TEXTS = make_texts(40)

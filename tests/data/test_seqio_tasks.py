@@ -15,7 +15,7 @@ from lcjax.data.seqio_source import context_chunks
 from lcjax.data.seqio_tasks import register
 from lcjax.errors import InputError
 
-seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install 'lcjax[seqio]'")
+seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install -e '.[seqio]'")
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,8 @@ def test_a_damaged_file_of_a_run_is_named_in_one_line(config, tmp_path, capsys, 
     assert len(said) == 1 and f"{copied / name}: " in said[0]
 
 
-def test_report_makes_the_same_files_from_records_alone(config, tmp_path, capsys, undrawn):
-    copied = Path(shutil.copytree(config.run.folder, tmp_path / "out"))  # figures stay undrawn
+def test_report_makes_the_same_files_from_records_alone(config, tmp_path, capsys):
+    copied = Path(shutil.copytree(config.run.folder, tmp_path / "out"))
     before = {f: f.read_bytes() for f in sorted(copied.rglob("*")) if f.is_file()}
     for name in ("tables", "report.html"):
         path = copied / name
@@ -237,6 +237,17 @@ def test_without_a_word_and_with_run_the_config_is_run(config, tmp_path, monkeyp
     words = ["--config", str(tmp_path / "a.yaml"), "--stride=50"]
     assert main(words) == main(["run", *words]) == 0
     assert seen[0] == seen[1] == dataclasses.replace(config, stride=50)
+
+
+def test_help_without_a_command_names_all_commands_and_then_the_keys(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["lcjax-eval"])
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and text.startswith("lcjax-eval [run] --config FILE")
+    assert 0 < text.index("lcjax-eval reproduce TABLE") < text.index("--lengths  ")
+    assert "lcjax-eval retrieval" in text
 
 
 def test_help_names_every_command_as_it_was_started(capsys, monkeypatch):

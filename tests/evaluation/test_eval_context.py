@@ -31,7 +31,7 @@ from lcjax.evaluation import (
 )
 from lcjax.evaluation.config import apply_method
 from lcjax.evaluation.retrieval import Reading, RetrieverSection, WindowReader
-from lcjax.evaluation.task import Limits, Unit
+from lcjax.evaluation.task import Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.retrieval import RetrievalReader
@@ -128,6 +128,26 @@ def test_prompts_leave_room_for_new_tokens_in_the_decoder():
     assert [[len(c) for c in row] for row in context] == [[8, 16, 16], []]
     with pytest.raises(InputError, match="decoder=20 leaves no room"):
         split.generate([list(range(50))], Sampling(max_new_tokens=20))
+
+
+def test_chunks_end_where_sentences_end_and_the_decoder_begins_with_one():
+    text = "One is it. Two! " + "x" * 25 + " Is it so? Yes, it is. And so on it goes. The end."
+    question = "\nWhat?"
+    model = Noting()
+    ids = model.tokenizer.encode(text + question)
+    split = ContextSplit(decoder=40, chunk=16, sentences=True).of(model, len(ids) + 5)
+    prompts = split.with_movable([[(0, len(text))]], [()])
+    prompts.generate([ids], Sampling(max_new_tokens=5))
+    ((prompts, (context, _), _),) = model.given
+    chunks = [model.tokenizer.decode(chunk) for chunk in context[0]]
+    assert chunks[:2] == ["One is it. Two!", " " + "x" * 15]
+    assert chunks[2:] == ["x" * 10 + " Is it", " so? Yes, it is."]
+    assert model.tokenizer.decode(prompts[0]) == " And so on it goes. The end." + question
+    assert len(prompts[0]) + 5 <= 40 and "".join(chunks) + " And" in text
+    split.nll(np.asarray([ids]), first=len(ids) - 8, lengths=[len(ids)])
+    assert [len(chunk) for chunk in model.given[1][1][0][0]] == [15, 16, 16, 10]
+    with pytest.raises(InputError, match="leave one of them out"):
+        ContextSplit(chunks=2, sentences=True)
 
 
 def unit(index, document):
@@ -456,12 +476,14 @@ def test_a_memory_is_seen_before_a_model_is_read(config, lm, monkeypatch, tmp_pa
 
 
 def test_a_memory_is_seen_before_it_is_trained():
-    training = types.SimpleNamespace(run=types.SimpleNamespace(folder="runs/a"), model=TINY)
-    extended = types.SimpleNamespace(
-        run=types.SimpleNamespace(folder="runs/b"), model=ModelSection(path="runs/a/model")
+    steps = types.SimpleNamespace(steps=30, save_every=20)
+    training, extended = (
+        types.SimpleNamespace(run=types.SimpleNamespace(folder=folder), model=model, train=steps)
+        for folder, model in (("runs/a", TINY), ("runs/b", ModelSection(path="runs/a/model")))
     )
     trainings = {"": training, "b": extended}
-    assert study.has_memory(ModelSection(path="runs/b"), trainings)
+    for path in ("runs/b", "runs/b/checkpoints/20", "runs/b/checkpoints/30"):
+        assert study.has_memory(ModelSection(path=path), trainings)
     assert not study.has_memory(ModelSection(preset="tiny"), trainings)
 
 
@@ -474,7 +496,7 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
 
     def said(task):
         runner = object.__new__(module._Runner)
-        runner._config, runner._limits = EvalConfig(tasks=(task,), batch_size=2), Limits((128,))
+        runner._config, runner._lengths = EvalConfig(tasks=(task,), batch_size=2), [128]
         return runner._memory_line(ModelSection(preset="tiny"), [method], model)
 
     method = Method("replug", replug=ReplugSplit(decoder=32, chunk=16))

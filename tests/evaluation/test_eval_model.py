@@ -80,10 +80,10 @@ def test_methods_differ_and_the_trained_length_is_the_checkpoints(found):
     assert all(cell["tokens_per_second"] > 0 for cell in report.cells)
 
 
-def test_a_checkpoint_that_is_not_there_is_missed_before_any_model_is_read(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_not_there_is_named_before_any_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: pytest.fail("a model was read"))
     methods = (Method("base"), Method("trained", path=str(tmp_path / "absent")))
-    with pytest.raises(InputError, match=r"model\.path=.*absent: no such file or folder"):
+    with pytest.raises(InputError, match=r"^methods\.1\.path=.*absent: no such file or folder"):
         run(EvalConfig(model=ModelSection(preset="tiny"), methods=methods))
 
 

@@ -6,15 +6,19 @@ import types
 import zlib
 from pathlib import Path
 
+import draccus
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from lcjax import files
+from lcjax.attention import Sliding
 from lcjax.evaluation import Passkey, Perplexity, plots, report
 from lcjax.evaluation.report import page
+from lcjax.evaluation.report.report import _is_exact
 from lcjax.evaluation.report.tables import grid, interval_text, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
+from lcjax.models import LayerKind, preset
 
 METRIC = Perplexity().metric
 
@@ -205,10 +209,20 @@ def test_costs_are_bars_and_a_peak_that_is_only_a_bound_is_hatched(tmp_path):
 
 def test_the_scatter_says_how_perplexity_and_accuracy_go_together(tmp_path):
     points = {name: (8.0 - i, 0.2 * i) for i, name in enumerate("abcd")}
-    path = plots.perplexity_against_accuracy(points, ("ppl", "accuracy"), tmp_path / "a.png")
+    panels = {"accuracy": points, "needle": dict(list(points.items())[:3])}
+    path = tmp_path / "a.png"
+    plots.perplexity_against_accuracy(panels, "ppl", path, methods="abcd", approximate="d")
     assert has_colour(pixels(path), "#0072B2") and has_colour(pixels(path), "#CC79A7")
+    filled = plots.perplexity_against_accuracy(panels, "ppl", tmp_path / "b.png", methods="abcd")
+    pink = [
+        (np.abs(pixels(p)[..., :3].astype(int) - [204, 121, 167]).max(-1) < 12).sum()
+        for p in (path, filled)
+    ]
+    assert 50 < pink[0] < 0.9 * pink[1], "the mark of d is hollow"
+    assert "approximate" in path.with_suffix(".svg").read_text()
+    assert "n = 3, " in path.with_suffix(".svg").read_text()
     text = path.with_suffix(".svg").read_text()
-    assert "n = 4, Pearson r = -1.00 [-1.00, -1.00], Spearman ρ = -1.00" in text
+    assert "n = 4, Pearson r = -1.00 [-1.00, -1.00]" in text and "Spearman ρ = -1.00" in text
 
 
 def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
@@ -223,6 +237,23 @@ def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
     broken = {task: own[: 2 + (task is passkey)] for task, own in cells.items()}
     assert plots.perplexity_accuracy(broken, tmp_path) == []
     assert plots.perplexity_accuracy({passkey: cells[passkey]}, tmp_path) == []
+
+
+def test_a_point_of_the_scatter_has_the_mean_of_a_needles_lengths_and_the_longest_of_others():
+    rows = [cell("a", 8, 0.5), cell("a", 16, 0.25)]
+    assert (Passkey().overall(rows), Perplexity().overall(rows)) == (0.375, 0.25)
+
+
+def test_attention_is_exact_where_all_layers_and_no_memory_see_all():
+    tiny = preset("tiny")
+    kinds = (LayerKind(pattern=Sliding(8)), LayerKind())
+    for model, exact in (
+        (tiny, True),
+        (tiny.replace(pattern=Sliding(8)), False),
+        (tiny.replace(layers=kinds), False),
+    ):
+        assert _is_exact(draccus.encode(model)) == exact
+    assert not _is_exact({**draccus.encode(tiny), "memory": {"type": "cepe"}})
 
 
 @pytest.mark.parametrize(

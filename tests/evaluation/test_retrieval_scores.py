@@ -122,6 +122,10 @@ def test_the_command_shows_how_many_answers_each_retriever_finds(words, tmp_path
         (["--path=nowhere"], "path='nowhere' is no file"),
         (["--retrievers=[]"], "retrievers is empty"),
         (["--retrievers=[{folder: nowhere}]"], "retrievers.0.folder='nowhere' is no folder"),
+        (
+            ["--retrievers=[{folder: 'memory://store'}]"],
+            "retrievers.0.folder=memory://store must be a local path: its files are mapped",
+        ),
         (["--retrievers=[{folder: .}, {folder: .}]"], "stands twice"),
         (["--max_examples=0"], "max_examples=0"),
         ([f"--out={__file__}"], "cannot be a folder"),

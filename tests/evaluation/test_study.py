@@ -12,6 +12,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump, parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
+from lcjax.evaluation.config import sections
 from lcjax.evaluation.export import export, make_data
 from lcjax.evaluation.results import read as read_run
 from lcjax.evaluation.results import score
@@ -175,6 +176,49 @@ def test_every_method_begins_with_the_base_and_differs_in_its_own_keys_only(fold
     assert "run.folder" not in settings["PI"]
 
 
+def test_without_a_base_a_training_begins_with_the_model_of_its_own_config(folder):
+    extend = (folder / "extend.yaml").read_text().replace("model: {", "model: {path: warm_up, ")
+    (folder / "extend.yaml").write_text(extend)
+    config = read(folder, "--model.path=original", old=f"base: {folder}/base.yaml, ")
+    config = dataclasses.replace(
+        config,
+        methods=(
+            *config.methods[:2],
+            dataclasses.replace(config.methods[2], train=("model.path=other",)),
+        ),
+    )
+    paths = {name: training.model.path for name, training in study.trainings(config).items()}
+    assert paths == {"PI": "warm_up", "PI, bf16": "other"}
+
+
+def test_keys_may_follow_the_config_of_a_stage(folder):
+    stage = f"{folder}/base.yaml --train.steps=7 --run.folder={folder}/seven"
+    config = read(folder, old="study: {base", new=f"study: {{stages: ['{stage}'], base")
+    found = study.trainings(config)
+    assert list(found) == ["stage base", "", "PI", "PI, bf16"]
+    training = found["stage base"]
+    assert (training.train.steps, training.run.folder) == (7, f"{folder}/seven")
+    assert found[""].train.steps == 3
+
+
+def test_a_method_may_have_a_memory_of_its_own():
+    memory = {"type": "shared_llm", "layers": 2}
+    tree = {
+        "model": {"path": "a", "memory": {"type": "cepe"}, "dtype": "bfloat16"},
+        "methods": [
+            {"name": "usual"},
+            {"name": "two", "memory": memory},
+            {"name": "other", "path": "b", "memory": memory},
+            {"name": "its own", "path": "b"},
+        ],
+    }
+    found = sections(parse(EvalConfig, [], tree=tree))
+    assert [section.path for section in found] == ["a", "a", "b", "b"]
+    names = [section.memory and type(section.memory).__name__ for section in found]
+    assert names == ["CepeSection", "SharedLlmSection", "SharedLlmSection", None]
+    assert found[1].memory.layers == 2 and {section.dtype for section in found} == {"bfloat16"}
+
+
 def test_records_of_models_that_were_trained_otherwise_are_not_continued(folder, monkeypatch):
     stub(monkeypatch)
     (folder / "out" / "records").mkdir(parents=True)
@@ -225,6 +269,18 @@ def test_a_study_that_cannot_start_says_why_in_one_line(folder, old, new, messag
 def test_names_that_make_one_folder_are_refused(folder):
     with pytest.raises(InputError, match="'PI bf16' and 'PI, bf16' would both be trained in"):
         run(read(folder, old="name: PI,", new="name: PI bf16,"))
+
+
+def test_methods_with_the_same_keys_share_one_training(folder):
+    config = read(
+        folder,
+        old="tasks:",
+        new="  - {name: PI 4, rope: {type: linear, factor: 4},"
+        " train: [model.rope.type=linear, model.rope.factor=2]}\ntasks:",
+    )
+    assert list(study.trainings(config)) == ["", "PI", "PI, bf16"]
+    _, one, _, other = study.with_trained(config).methods
+    assert one.path == other.path and other.rope.factor == 4
 
 
 def test_a_method_that_is_trained_may_be_read_with_another_pattern(folder):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax.attention import InfLLM, Landmark, LMInfinite, Pattern
+from lcjax.attention import InfLLM, Landmark, LMInfinite, Longformer, Pattern, Sliding
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
@@ -26,7 +26,7 @@ from lcjax.memory import (
     RetroSection,
     SharedLlmSection,
 )
-from lcjax.models import Decoder, preset
+from lcjax.models import Decoder, LayerKind, preset
 from lcjax.rope import (
     E2LLM,
     NTK,
@@ -36,6 +36,7 @@ from lcjax.rope import (
     Linear,
     Llama3,
     LongRope,
+    NoRotation,
     Rope,
     Yarn,
 )
@@ -87,6 +88,16 @@ ROPES = {
     "llama3": Llama3(original_length=TRAINED),
     "clex": Clex(original_length=16, max_factor=8, time_dt=0.1),
     "e2_llm": E2LLM(original_length=TRAINED),
+    "none": NoRotation(),
+}
+# Layers that fix their pattern or rope, under the model's own.
+LAYERS = {
+    "local": (LayerKind(pattern=Sliding(9), rope=Default(theta=100.0)), LayerKind()),
+    "moves": (
+        LayerKind(pattern=LMInfinite(window=9, sinks=2), rope=NoRotation()),
+        LayerKind(rope=DynamicNTK(factor=2.0, original_length=TRAINED)),
+    ),
+    "windows": (LayerKind(pattern=Longformer(5)), LayerKind(pattern=Longformer(9, (0,)))),
 }
 FOLLOW = ["dynamic_ntk", "longrope", "clex", "e2_llm"]
 MEMORIES = {
@@ -102,6 +113,8 @@ CONTEXT = [[ids(20, 39)], [], [ids(21, 16), ids(22, 7)], [ids(23, 5)]]
 # and with one that is not (which memories that stand before the text refuse), each rope with plain
 # attention.
 CASES = [
+    ("causal-0", "dynamic_ntk", None, "local"),  # layers that differ
+    ("inf_llm-chunks", "default", None, "local"),
     *((name, "default", None) for name in HARD),
     *(("causal-0", rope, None) for rope in FOLLOW),
 ]
@@ -114,10 +127,13 @@ CASES += [
         *(("causal-0", "longrope", memory) for memory in ("cepe", "shared_llm")),
         *(("inf_llm-chunks", "default", memory) for memory in ("cepe", "shared_llm")),
         ("landmark-per-chunk", "default", "cepe"),
+        *(("causal-0", rope, None, name) for name in LAYERS for rope in ("default", "none")),
+        ("causal-0", "default", "cepe", "local"),
+        ("causal-0", "default", "retro", "moves"),
     ]
     if case not in CASES
 ]
-QUICK = 8
+QUICK = 10
 EVERY = pytest.mark.parametrize(
     "case",
     [
@@ -129,9 +145,12 @@ EVERY = pytest.mark.parametrize(
 
 
 @functools.cache
-def model(memory, rope):
+def model(memory, rope, layers):
     section = ModelSection(
-        preset="tiny", memory=MEMORIES.get(memory), rope=ROPES[rope] if rope == "clex" else None
+        preset="tiny",
+        memory=MEMORIES.get(memory),
+        rope=ROPES[rope] if rope == "clex" else None,
+        layers=LAYERS.get(layers),
     )
     # An AutoCompressor reads its own summaries: with weights times 3 a change of the last bit of
     # each weight changes scores by 1.4e-4.
@@ -140,8 +159,8 @@ def model(memory, rope):
 
 @functools.cache
 def loaded(case):
-    pattern, rope, memory = case
-    return model(memory, rope).with_method(pattern=PATTERNS[pattern], rope=ROPES[rope])
+    pattern, rope, memory, layers = (*case, None)[:4]
+    return model(memory, rope, layers).with_method(pattern=PATTERNS[pattern], rope=ROPES[rope])
 
 
 @pytest.fixture(params=[False, slow(True)], ids=["quick", "optimised"], autouse=True)
@@ -176,7 +195,7 @@ def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
     for row, length in enumerate(LENGTHS):
         tokens = np.array([ids(row, length)])
         alone[row] = lm.nll(tokens, first=5, **beside(case, [row]))[0]
-    for pack in (True, False) if lm.config.pattern.is_position_based else (True,):
+    for pack in (True, False) if lm.config.is_position_based else (True,):
         with monkeypatch.context() as patched:
             patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             for seed, (rows, width) in enumerate(BATCHES):
@@ -216,7 +235,7 @@ def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
         ]
 
     alone = [written([row])[0] for row in range(4)]
-    for pack in (True, False) if lm.config.pattern.is_position_based else (True,):
+    for pack in (True, False) if lm.config.is_position_based else (True,):
         with monkeypatch.context() as patched:
             patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             assert written([0, 1, 2, 3]) == alone

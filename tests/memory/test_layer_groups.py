@@ -179,10 +179,7 @@ def test_groups_end_where_reading_shapes_or_precision_change_and_leave_out_what_
     reads = [True, True, False, False, False, False, False]
     layers = [plain, plain, plain, plain, other, away, away]
     found = [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7)]
-    assert [
-        (group.start, group.stop) for group in layer_groups.group_identical_layers(layers, reads)
-    ] == found
+    groups = layer_groups.group_layers(layers, reads)
+    assert [(group.start, group.stop) for group, _ in groups] == found
     layers = [plain, {"a": np.zeros(2, np.float32)}]
-    assert layer_groups.group_identical_layers(
-        layers, [True] * 2
-    ) == layer_groups.one_group_per_layer(2)
+    assert layer_groups.group_layers(layers, [True] * 2) == layer_groups.one_group_per_layer(2)

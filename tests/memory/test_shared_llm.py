@@ -143,10 +143,30 @@ def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
     assert np.abs(read(model, params, tokens, moved, {})[0] - wanted).max() > 1e-4
 
 
-@pytest.mark.slow
-def test_chunks_have_an_order_in_the_paper_and_none_in_the_released_code():
+def test_without_positions_of_chunks_all_are_the_first_and_queries_stand_at_0():
+    model, params = small()
+    without = Decoder(
+        model.config.replace(memory=dataclasses.replace(model.config.memory, positions="none"))
+    )
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
-    for positions, ordered in (("paper", True), ("released", False)):
+    memory = encode(
+        model,
+        params,
+        chunks,
+        np.ones(chunks.shape, bool),
+        {"numbers": jnp.zeros((2, 3), jnp.int32)},
+    )
+    wanted = read(
+        model, params, tokens, dataclasses.replace(memory, num_chunks=memory.num_chunks * 0), {}
+    )[0]
+    assert_close(run(without, params, tokens, chunks), wanted)
+    assert np.abs(run(model, params, tokens, chunks) - wanted).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_chunks_have_an_order_in_the_paper_and_none_in_the_released_code_or_without_positions():
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    for positions, ordered in (("paper", True), ("released", False), ("none", False)):
         model, params = small(positions=positions)
         found, other = (run(model, params, tokens, c) for c in (chunks, chunks[:, [2, 0, 1]]))
         assert (np.abs(found - other).max() > 1e-4) == ordered

@@ -250,7 +250,7 @@ def test_training_with_a_context_takes_memory(remat):
         ({"output_share": float("nan")}, "output_share=nan must lie in 0 ... 1"),
         ({"noise": -1.0}, "noise=-1.0 must be above 0"),
         ({"placement": "middle"}, "placement='middle' is none of bottom, top, interleaved"),
-        ({"positions": "none"}, "positions='none' is none of paper, released"),
+        ({"positions": "all"}, "positions='all' is none of paper, released, none"),
     ],
 )
 def test_bad_sections_are_refused_in_one_line(section, words):

@@ -41,14 +41,15 @@ def test_tokens_go_round_the_ring_behind_the_sinks_and_padding_goes_nowhere():
         at = start + np.arange(8)
         segments = np.stack([np.ones(8), at >= 13]).astype(np.int32)  # 13 tokens of padding
         positions = np.maximum(np.stack([at, at - 13]), 0)
-        cache, view = cache_lib.extend(cache, jnp.asarray(segments), jnp.asarray(positions))
+        cache, (view,) = cache_lib.extend(cache, jnp.asarray(segments), jnp.asarray(positions))
+    (slots,) = cache.slot_groups
     assert cache.tokens.tolist() == [160, 147] and int(cache.filled) == 160
     for row, tokens in enumerate((160, 147)):
-        assert cache.segments[row].all()
-        kept = sorted(cache.index[row].tolist())
+        assert slots.segments[row].all()
+        kept = sorted(slots.index[row].tolist())
         assert kept == [0, 1, *range(tokens - 62, tokens)]
-        np.testing.assert_array_equal(cache.positions[row], cache.index[row])
-        np.testing.assert_array_equal(cache.index[row, view.slots[row]], view.q_index[row])
+        np.testing.assert_array_equal(slots.positions[row], slots.index[row])
+        np.testing.assert_array_equal(slots.index[row, view.write_slots[row]], view.q_index[row])
 
 
 def test_more_tokens_at_once_than_the_ring_allows_are_refused():

@@ -11,10 +11,15 @@ import pytest
 
 from lcjax.attention import (
     AttentionMetadata,
+    Causal,
+    Disentangled,
     DualChunk,
     LMInfinite,
+    Longformer,
     Sliding,
+    SparseTransformer,
     Streaming,
+    TransformerXL,
 )
 from lcjax.checkpoints.build import ModelSection, resolve
 from lcjax.checkpoints.hf_config import config_to_hf
@@ -32,7 +37,9 @@ from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 TINY = preset("tiny").replace(max_length=80, num_heads=6, num_kv_heads=2)
 SLOW = pytest.mark.slow
 EVERY = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW) for name in ("alibi", "sinusoidal")] + ["t5", "learned"]
+    "name",
+    [pytest.param(name, marks=SLOW) for name in ("alibi", "sinusoidal")]
+    + ["t5", "transformer_xl", "deberta", "learned"],
 )
 FIRST, T, LONG = 20, 48, 80  # a rolling cache has 64 slots
 SEGMENTS = np.array([[1] * FIRST + [2] * (T - FIRST), [2] * (T - FIRST) + [0] * FIRST])
@@ -87,7 +94,12 @@ def test_embeddings_count_in_the_document_as_given_positions_do(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("alibi", None), ("alibi", Streaming(3, 6)), ("t5", Sliding(9)), ("learned", Sliding(9))],
+    [
+        *[("alibi", None), ("alibi", Streaming(3, 6)), ("t5", Sliding(9))],
+        ("learned", Sliding(9)),
+        *[("transformer_xl", None), ("transformer_xl", Streaming(3, 6)), ("deberta", Sliding(9))],
+        ("deberta", SparseTransformer(stride=4, heads="split")),
+    ],
     ids=str,
 )
 def test_reading_in_steps_equals_reading_at_once(name, pattern):
@@ -96,7 +108,7 @@ def test_reading_in_steps_equals_reading_at_once(name, pattern):
     segments[1, :5] = 0
     want, _ = read(model, params, text, segments)
     cache = cache_lib.create(model.config, 2, LONG, chunk=8)
-    assert (cache.rolling is None) == (pattern is None)
+    assert (cache.rolling is None) == (model.config.pattern.cache_window() is None)
     outs = []
     for start in range(0, LONG, 8):
         part = (x[:, start : start + 8] for x in (text, segments))
@@ -118,9 +130,14 @@ def test_parameters_of_positions_are_trained(name):
 
         return jax.grad(loss)(params)
 
-    found = gradients(params).get("position", {})
+    found = gradients(params)
+    if name == "transformer_xl":
+        for key in ("content_bias", "position_bias", "position_key"):
+            assert np.abs(found["layers"]["attention"][key]).max() > 1e-6
+    found = found.get("position", {})
     shapes = {key: x.shape for key, x in found.items()}
     expected = {"t5": {"bias": (32, 6)}, "learned": {"embedding": (LONG, 64)}}
+    expected["deberta"] = {"embedding": (512, 64)}
     assert shapes == expected.get(name, {})
     for x in found.values():
         assert np.isfinite(x).all() and np.abs(x).max() > 1e-6
@@ -192,6 +209,78 @@ def test_t5_adds_the_row_of_the_stored_bucket():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
+def relative_shift(x):
+    """Transformer-XL's shift: columns of distances T - 1, ..., 0 become those of keys."""
+    heads, t, _ = x.shape
+    padded = np.concatenate([np.zeros((heads, t, 1)), x], -1)
+    return padded.reshape(heads, t + 1, t)[:, 1:].reshape(heads, t, t)
+
+
+@pytest.mark.parametrize(
+    "pattern", [Causal(), Sliding(9), Longformer(window=4, dilation=2)], ids=str
+)
+def test_transformer_xls_logits_are_those_of_its_shifted_products(pattern):
+    rng, width = np.random.default_rng(3), 32
+    u, v_bias = rng.normal(size=(2, 6, 16))
+    w = rng.normal(size=(width, 6, 16)) / math.sqrt(width)
+    leaves = (jnp.asarray(np.moveaxis(x, -2, -1), jnp.float32) for x in (u, v_bias, w))
+    got = run(pattern, TransformerXL(*leaves))
+    q, k, v = (x.astype(np.float64) for x in qkv())
+    # As the authors compute it: embeddings of the distances 39, 38, ..., 0, then the shift.
+    angle = np.outer(np.arange(39, -1, -1), 10_000.0 ** -(np.arange(0, width, 2) / width))
+    keys = np.einsum("sd,dnh->snh", np.concatenate([np.sin(angle), np.cos(angle)], -1), w)
+    terms = relative_shift(np.einsum("tnh,snh->nts", q[0] + v_bias, keys))
+    mask = pattern.passes(AttentionMetadata(jnp.arange(40)[None], jnp.arange(40)[None]))[0].mask
+    seen = np.asarray(mask.element(np.arange(40)[:, None], np.arange(40)[None]))
+    want = naive(q + u, k, v, terms / 4, seen)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_transformer_xl_counts_the_distances_of_the_pattern():
+    leaves = [jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32)
+              for shape in ((16, 6), (16, 6), (32, 16, 6))]  # fmt: skip
+    got = run(Streaming(sinks=3, recent=6), TransformerXL(*leaves))
+    u, v_bias, w = (np.moveaxis(np.asarray(x, np.float64), -1, 0) for x in leaves)
+    q, k, v = (x.astype(np.float64) for x in qkv())
+    away = np.where(AWAY <= 6, AWAY, np.minimum(AWAY, 9 - np.arange(40)[None]))
+    angle = away[..., None] * 10_000.0 ** -(np.arange(0, 32, 2) / 32)
+    waves = np.concatenate([np.sin(angle), np.cos(angle)], -1)
+    terms = np.einsum("tnh,ndh,tsd->nts", q[0] + v_bias, w, waves)
+    seen = (AWAY >= 0) & ((AWAY <= 6) | (np.arange(40) < 3))
+    np.testing.assert_allclose(got, naive(q + u, k, v, terms / 4, seen), rtol=1e-5, atol=2e-5)
+
+
+def test_disentangled_terms_have_gradients_of_their_formula_and_no_kernel():
+    rng = np.random.default_rng(4)
+    bias = Disentangled(*(jnp.asarray(rng.normal(size=(16, 16, 6)), jnp.float32) for _ in "kq"), 20)
+    q, k, v = map(jnp.asarray, qkv())
+    at = jnp.arange(40)[None]
+    metadata = AttentionMetadata(at, at, rotation=no_rotation(), row_indices=(None, None))
+    bucket = bias.buckets(jnp.asarray(AWAY))
+
+    def dense(q, k, v, bias):
+        k, v = (jnp.repeat(x, 3, 2) for x in (k, v))
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+        logits += jnp.einsum("btnh,tshn->bnts", q, bias.keys[bucket])
+        logits += jnp.einsum("bsnh,tshn->bnts", k, bias.queries[bucket])
+        weights = jax.nn.softmax(jnp.where(AWAY >= 0, logits / math.sqrt(48), -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    def ours(q, k, v, bias):
+        return Causal().attend(q, k, v, metadata.replace(bias=bias))
+
+    def loss(function):
+        return lambda *args: jnp.sum(jnp.sin(function(*args)))
+
+    want = jax.value_and_grad(loss(dense), argnums=(0, 1, 2, 3))(q, k, v, bias)
+    got = jax.value_and_grad(loss(ours), argnums=(0, 1, 2, 3))(q, k, v, bias)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, want)
+    with pytest.raises(InputError, match="implementation=triton has no terms .* use xla"):
+        Causal().attend(q, k, v, metadata.replace(bias=bias, implementation="triton"))
+    with pytest.raises(TypeError, match="no rule moves Disentangled"):
+        Streaming(sinks=3, recent=6).attend(q, k, v, metadata.replace(bias=bias))
+
+
 @pytest.mark.parametrize("kind", ["causal_32_128", "causal_32_256", "bidirectional_32_128"])
 def test_buckets_equal_the_stored_ones(kind):
     relative, distance = stored("t5.buckets.relative_position"), int(kind.rpartition("_")[2])
@@ -242,6 +331,10 @@ def test_a_table_of_positions_ends():
         (
             lambda: TINY.replace(position="t5", pattern=LMInfinite()),
             "model.position=t5 is not defined under pattern LMInfinite.*takes rope, alibi",
+        ),
+        (
+            lambda: TINY.replace(position="transformer_xl", width=63),
+            "needs an even model.width; it is 63",
         ),
         (lambda: TINY.replace(position="learned", pattern=DualChunk()), "position=learned is not"),
         (

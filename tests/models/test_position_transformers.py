@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import AttentionMetadata, Causal
+from lcjax.attention import AttentionMetadata, Bidirectional, Causal, Disentangled
 from lcjax.models.decoder import BUCKETS, MAX_DISTANCE
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
@@ -16,12 +16,12 @@ WIDTH = HEADS * SIZE
 HIDDEN = np.random.default_rng(0).normal(size=(2, T, WIDTH)).astype(np.float32)
 
 
-def attended(projections, out, bias, scale=1.0):
+def attended(projections, out, bias, scale=1.0, pattern=Causal()):
     """Our attention between the projections [D, D] of a torch layer."""
     x = jnp.asarray(HIDDEN)
     q, k, v = ((x @ w.T).reshape(2, T, HEADS, SIZE) for w in projections)
     at = jnp.arange(T)[None].repeat(2, 0)
-    y = Causal().attend(
+    y = pattern.attend(
         scale * q,
         k,
         v,
@@ -69,3 +69,41 @@ def test_relative_biases_equal_the_attention_of_a_t5_decoder():
     # T5 does not divide logits by the square root of the head size.
     got = attended(projections, weight(layer.o), RelativeBias(table, MAX_DISTANCE), SIZE**0.5)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("buckets", "distance"), [(256, 512), (32, 128), (32, 100), (8, 300)])
+def test_buckets_equal_those_of_deberta(buckets, distance):
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    away = np.arange(-1200, 1201)
+    want = make_log_bucket_position(torch.from_numpy(away), buckets, distance).numpy()
+    bias = Disentangled(jnp.zeros((2 * buckets, 1, 1)), jnp.zeros((2 * buckets, 1, 1)), distance)
+    got = np.asarray(bias.buckets(jnp.asarray(away)))
+    np.testing.assert_array_equal(got, np.clip(want + buckets, 0, 2 * buckets - 1))
+
+
+def test_disentangled_attention_equals_that_of_deberta():
+    from transformers import DebertaV2Config
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+    torch.manual_seed(0)
+    config = DebertaV2Config(
+        hidden_size=WIDTH, num_attention_heads=HEADS, relative_attention=True, position_buckets=16,
+        max_relative_positions=64, pos_att_type=["c2p", "p2c"], share_att_key=True,
+        attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    layer = DisentangledSelfAttention(config).eval()
+    rows = np.random.default_rng(1).normal(size=(32, WIDTH)).astype(np.float32)
+    with torch.no_grad():
+        for linear in (layer.query_proj, layer.key_proj, layer.value_proj):
+            linear.bias.zero_()
+        mask = torch.ones(2, 1, T, T, dtype=torch.bool)
+        hidden, table = torch.from_numpy(HIDDEN), torch.from_numpy(rows)
+        want = layer(hidden, mask, rel_embeddings=table)[0].numpy()
+    projections = [weight(x) for x in (layer.query_proj, layer.key_proj, layer.value_proj)]
+    queries, keys = (
+        jnp.asarray(rows @ w.T).reshape(32, HEADS, SIZE).swapaxes(1, 2) for w in projections[:2]
+    )
+    bias = Disentangled(keys, queries, 64)
+    got = attended(projections, jnp.eye(WIDTH), bias, pattern=Bidirectional())
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)

@@ -1,5 +1,7 @@
 """Logits against transformers on random tiny models, at positions past the trained length."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -59,6 +61,33 @@ FAMILIES = {
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
     "mistral": ("MistralConfig", {"sliding_window": 11}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
+    "qwen2-mixed": (
+        "Qwen2Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "num_hidden_layers": 4,
+            "max_window_layers": 2,
+        },
+    ),
+    "ministral": (
+        "MinistralConfig",
+        {
+            "sliding_window": 11,
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+        },
+    ),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
 }
 
@@ -119,6 +148,8 @@ def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     np.testing.assert_array_equal(_peer_logits(again, tokens), want)
     assert checkpoints.load_config(tmp_path / "ours") == config
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert written["architectures"] == [type(again).__name__]  # what other engines choose by
 
 
 def test_left_padded_batches_generate_what_transformers_generates(tmp_path):

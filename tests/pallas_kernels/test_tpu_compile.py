@@ -1,6 +1,6 @@
 """The TPU compiler accepts every kernel, for the generations that it knows, without a TPU.
 
-Needs the compiler alone (`pip install lcjax[aot]`). What it checks and interpreters do not: that
+Needs the compiler alone (`pip install -e '.[aot]'`). What it checks and interpreters do not: that
 blocks fit into VMEM and tables into scalar memory, alignment, and which operations exist.
 """
 
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 
 if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu is not installed: pip install lcjax[aot]", allow_module_level=True)
+    pytest.skip("libtpu is not installed: pip install -e '.[aot]'", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

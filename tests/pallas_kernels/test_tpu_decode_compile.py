@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu is not installed: pip install lcjax[aot]", allow_module_level=True)
+    pytest.skip("libtpu is not installed: pip install -e '.[aot]'", allow_module_level=True)
 
 from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
     LONG,

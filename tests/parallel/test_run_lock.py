@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from storage_support import memory
 
 from lcjax.errors import InputError
 from lcjax.parallel import run_lock
 from lcjax.parallel.run_lock import GUARD, LOCK, RunLock
+from lcjax.storage import URLPath
 
 HOLD = "import sys, time; from lcjax.parallel.run_lock import RunLock\n"
 HOLD += "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(60)"
@@ -77,7 +79,7 @@ def test_a_process_that_has_ended_does_not_hold_a_lock_until_it_is_waited_for(tm
     while ") Z " not in stat.read_text():
         time.sleep(0.01)
     with RunLock(tmp_path / "run"):
-        pass
+        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"pid": 1}'])
@@ -107,10 +109,16 @@ def test_a_start_on_another_machine_waits_for_a_refresh(tmp_path, monkeypatch, c
 
 
 def test_a_full_disk_leaves_no_lock_behind(tmp_path, monkeypatch):
-    def dump(*_):
+    def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", dump)
+    def full(path, mode="r", **options):
+        file = before(path, mode, **options)
+        file.write = write
+        return file
+
+    before = Path.open
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(InputError, match="cannot be written .*No space left"), RunLock(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -165,3 +173,42 @@ def test_of_many_starts_at_once_exactly_one_holds_a_stale_folder(tmp_path, attem
 def test_folders_that_cannot_be_are_an_error_of_one_line(name):
     with pytest.raises(InputError, match=r"run.folder=.* cannot be written .*name another folder"):
         RunLock(name).__enter__()
+
+
+def test_a_lock_that_is_released_during_a_refresh_does_not_come_back(monkeypatch):
+    def write_late(path, data):
+        is_refreshing.set()
+        time.sleep(0.2)
+        return before(path, data)
+
+    folder, is_refreshing, before = memory("locks") / "run", threading.Event(), URLPath.write_bytes
+    monkeypatch.setattr(run_lock, "_REFRESH", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(URLPath, "write_bytes", write_late)
+        with RunLock(folder):
+            assert is_refreshing.wait(30)
+        time.sleep(0.5)
+    assert not folder.exists()
+    with RunLock(folder):
+        pass
+
+
+def test_a_folder_at_a_url_is_locked_in_the_same_way(monkeypatch):
+    folder = memory("locks") / "run"
+    with RunLock(folder):
+        assert [file.name for file in folder.iterdir()] == [LOCK]
+        with (
+            pytest.raises(InputError, match=f"run is in use by process {os.getpid()} on"),
+            RunLock(str(folder)),
+        ):
+            pass
+    assert not folder.exists()
+    owner = run_lock._this_process() | {"machine": "another", "host": "far"}
+    (folder / LOCK).write_text(json.dumps(owner))
+    monkeypatch.setattr(run_lock, "_REFRESH", 0.05)
+    monkeypatch.setattr(run_lock, "_STALE", 0.3)
+    with RunLock(folder):  # after the time without a refresh
+        written = (folder / LOCK).modified()
+        time.sleep(0.2)
+        assert (folder / LOCK).modified() > written
+    assert not folder.exists()

@@ -14,7 +14,8 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
 from lcjax.pictures import command
-from lcjax.rope import Linear
+from lcjax.rope import E2LLM, E2Positions, Linear, PlainPositions
+from pallas_kernels import causal, tables, window
 
 QUICK = ("self_extend",)
 SLOW = [
@@ -174,6 +175,30 @@ def test_pictures_from_the_command_line(tmp_path, capsys):
         assert str(out) in capsys.readouterr().out
 
 
+def test_the_positions_that_training_rows_visit(tmp_path, monkeypatch):
+    ropes = E2LLM(theta=1e4, original_length=64), Linear(theta=1e4, factor=4.0)
+    options = {"length": 16, "rows": 200, "head_dim": 8}
+    pi = pictures.trained_positions(PlainPositions(), ropes[1], **options)
+    np.testing.assert_allclose(pi, np.broadcast_to(np.arange(16) / 4, pi.shape), rtol=1e-6)
+    e2 = pictures.trained_positions(E2Positions(max_scale=8), ropes[0], **options)
+    assert 60 < e2.max() < 64 and len(np.unique(e2[:, 5])) > 100
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["positions", "--length=16", "--trained=64", "--rows=20"]) == 0
+    assert (tmp_path / "positions.png").stat().st_size > 1000
+    with pytest.raises(InputError, match="methods: give at least one"):
+        pictures.positions_picture({}, "none.png")
+
+
+def test_the_mask_of_a_layer_is_drawn(tmp_path):
+    layers, out = (
+        "--layers=[{repeat: 2}, {pattern: {type: sliding, window: 4}}]",
+        tmp_path / "a.png",
+    )
+    assert command.main(["mask", layers, "--layer=5", "--length=32", f"--out={out}"]) == 0
+    alone = pictures.mask_picture(Sliding(window=4), 32, tmp_path / "b.png")
+    np.testing.assert_array_equal(imread(out), imread(alone))
+
+
 def test_the_attention_command_draws_what_a_dense_computation_gives(tmp_path, monkeypatch, capsys):
     drawn, imshow = [], Axes.imshow
 
@@ -228,3 +253,16 @@ def test_layers_and_heads_that_are_not_there_are_refused(lm):
     found = pictures.AnswerAttention("a", ["a"], 1, (0,), np.zeros((1, 2, 1, 1)))
     with pytest.raises(InputError, match="head=2 is none of the model's 2"):
         pictures.draw_attention(found, "never.png", head=2)
+
+
+def test_a_picture_of_a_table_has_its_blocks(tmp_path):
+    table = tables.from_mask(causal() & window(8), queries=64, keys=64, q_block=8, k_block=8)
+    labels = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Axes, "set_xlabel", lambda self, text, **style: labels.append(text))
+        file = pictures.table_picture({"near": table, "again": table}, tmp_path / "table.png")
+    assert file.is_file() and file.with_suffix(".svg").is_file()
+    # The diagonal, and the block before: a window of 8 begins in it for all queries but the last.
+    assert labels == ["keys: 15 blocks of 8 x 8, 0 whole"] * 2
+    with pytest.raises(InputError, match="give at least one"):
+        pictures.table_picture({}, tmp_path / "none.png")

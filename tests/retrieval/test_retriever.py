@@ -364,7 +364,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
     assert "--chunking.size" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "bm25s", None)
     code, _, error = run(capsys, "search", out, "x")
-    assert code == 2 and "pip install 'lcjax[retrieval]'" in error
+    assert code == 2 and "pip install 'bm25s>=" in error
 
 
 def test_false_in_the_section_of_an_encoder_reaches_it(monkeypatch):

@@ -456,5 +456,5 @@ def test_faiss_bad_input_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="queries: recall"):
         recall(index, index, queries[:0], 1)
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(InputError, match=r"pip install 'lcjax\[retrieval\]'"):
+    with pytest.raises(InputError, match=r"pip install 'bm25s>="):
         FaissIndex.build(vectors)

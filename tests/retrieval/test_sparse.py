@@ -139,7 +139,7 @@ def test_stop_words_and_bad_settings(monkeypatch):
     with pytest.raises(InputError, match="k=0 must be a whole number"):
         index.search(["cat"], 0)
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(InputError, match=r"pip install 'lcjax\[retrieval\]'"):
+    with pytest.raises(InputError, match=r"pip install 'bm25s>="):
         SparseIndex.build(texts)
 
 

@@ -605,7 +605,7 @@ def test_static_vectors_are_those_of_model2vec(tmp_path):
 
 def test_a_missing_model2vec_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "model2vec", None)
-    assert "pip install 'lcjax[retrieval]'" in error_of(lambda: StaticEncoder.load(tmp_path))
+    assert "pip install 'bm25s>=" in error_of(lambda: StaticEncoder.load(tmp_path))
 
 
 def _no_weights(folder):

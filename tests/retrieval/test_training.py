@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import retrieval_support
+from storage_support import memory, upload
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.orbax_io import load_state
@@ -493,6 +494,22 @@ def test_records_of_dpr_are_read(tmp_path, bert):
         assert (batch["weights"] == 1).all()
     assert {letter for letter, _ in seen[:16]} == set(LETTERS)  # an epoch
     assert {negative for _, negative in seen} == {"d0", "d1"}  # drawn anew
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json"])
+def test_pairs_in_a_bucket_are_those_of_a_local_file(tmp_path, bert, pairs, name):
+    lines = pairs.read_text().splitlines()
+    for text in (lines, lines[::-1]):  # the second time the file has changed
+        text = f"[{','.join(text)}]" if name.endswith(".json") else "\n".join(text)
+        (tmp_path / name).write_text(text)
+        url = upload(tmp_path, memory("pairs")) / name
+        local, remote = (
+            open_batches(Records(str(path)), bert, {}) for path in (tmp_path / name, url)
+        )
+        for _ in range(3):
+            one, other = next(local), next(remote)
+            np.testing.assert_array_equal(one["query"], other["query"])
+            np.testing.assert_array_equal(one["passages"], other["passages"])
 
 
 def test_held_out_records_are_not_trained_on_and_are_the_same_every_time(bert, pairs):

@@ -57,6 +57,24 @@ def test_e2_rows_draw_their_own_scale_and_offset_over_the_whole_range():
     np.testing.assert_array_equal(rotation, Default(theta=1e4).frequencies(8, 1)[0])
 
 
+def test_e2_ablations_fix_the_scale_or_leave_offsets_out():
+    def sample(**options):
+        positions, _ = E2Positions(**options).sample(
+            jax.random.key(0), counted(500, 16), rope=E2, head_dim=8
+        )
+        positions = np.asarray(positions)
+        scale = np.rint(1 / positions[:, 1])
+        return scale, np.rint(positions[:, 4] * scale) - 4
+
+    scale, offset = sample(min_scale=2, max_scale=2)
+    assert set(scale) == {2} and set(range(2 * 64 - 16 + 1)) >= set(offset)
+    assert offset.max() > 100
+    scale, offset = sample(max_scale=8, offsets=False)
+    assert set(scale) == set(range(1, 9)) and set(offset) == {0}
+    with pytest.raises(InputError, match="min_scale=3 .* must not exceed max_scale=2"):
+        E2Positions(min_scale=3, max_scale=2)
+
+
 def test_e2_documents_of_a_packed_row_start_at_zero():
     packed = jnp.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]])
     positions, _ = E2Positions(window=6).sample(jax.random.key(3), packed, rope=E2, head_dim=8)

@@ -71,7 +71,7 @@ def harness(lm, tmp_path_factory):
     "options", ["batch_size=3", "num_concurrent=4", "tokenized_requests=False"]
 )
 def test_local_completions_scores_as_the_adapter_in_process(client, harness, options):
-    tasks, folder, wanted = harness
+    tasks, folder, expected = harness
     name, _, value = options.partition("=")
     arguments = {
         "model": "tiny-model", "base_url": f"{client.url}/completions", "tokenizer": folder,
@@ -84,18 +84,18 @@ def test_local_completions_scores_as_the_adapter_in_process(client, harness, opt
     names = [task for task in NAMES if name != "tokenized_requests" or task != "tiny_texts"]
     results = evaluated(LocalCompletionsAPI(**arguments), tasks, names)
     for task in names:
-        ours, theirs = answers(wanted, task), answers(results, task)
-        assert len(ours) == len(theirs) > 0
+        expected_answers, actual_answers = answers(expected, task), answers(results, task)
+        assert len(expected_answers) == len(actual_answers) > 0
         if task == "tiny_writing":
-            assert theirs == ours
+            assert actual_answers == expected_answers
         elif task == "tiny_texts":
-            np.testing.assert_allclose(theirs, ours, rtol=1e-5)
+            np.testing.assert_allclose(actual_answers, expected_answers, rtol=1e-5)
         else:
-            for one, other in zip(ours, theirs, strict=True):
+            for one, other in zip(expected_answers, actual_answers, strict=True):
                 for (value, greedy), (api_value, api_greedy) in zip(one[0], other[0], strict=True):
                     assert float(api_value) == pytest.approx(float(value), abs=1e-4)
                     assert api_greedy == greedy
-        for key, value in wanted["results"][task].items():
+        for key, value in expected["results"][task].items():
             if "," in key and isinstance(value, float):
                 assert results["results"][task][key] == pytest.approx(value, rel=1e-5)
 
@@ -111,8 +111,10 @@ def test_local_chat_completions_answers_as_the_adapter_in_process(client, lm, ha
     url = f"{client.url}/chat/completions"
     api = LocalChatCompletion(model="tiny-model", base_url=url, max_length=LENGTH + 2)
     options = {"names": ["tiny_writing"], "apply_chat_template": True}
-    ours, theirs = (evaluated(model, tasks, **options) for model in (adapter, api))
-    assert answers(theirs, "tiny_writing") == answers(ours, "tiny_writing")
+    expected_answers, actual_answers = (
+        evaluated(model, tasks, **options) for model in (adapter, api)
+    )
+    assert answers(actual_answers, "tiny_writing") == answers(expected_answers, "tiny_writing")
 
 
 # OpenAI's client
@@ -129,9 +131,9 @@ def test_the_openai_client_streams_completions(openai_client, lm):
     (model,) = openai_client.models.list().data
     options = {"model": model.id, "prompt": "the red dog", "max_tokens": 9, "temperature": 0}
     whole = openai_client.completions.create(**options, logprobs=2, echo=True)
-    wanted = lm.generate(["the red dog"], Sampling(max_new_tokens=9))[0]
-    assert whole.choices[0].text == "the red dog" + wanted
-    scores, ids = whole.choices[0].logprobs, [*lm.encode("the red dog"), *wanted.ids]
+    expected = lm.generate(["the red dog"], Sampling(max_new_tokens=9))[0]
+    assert whole.choices[0].text == "the red dog" + expected
+    scores, ids = whole.choices[0].logprobs, [*lm.encode("the red dog"), *expected.ids]
     np.testing.assert_allclose(scores.token_logprobs, -lm.nll([ids])[0, 1:], atol=2e-5)
     assert all(max(top.values()) == value for top, value in
                zip(scores.top_logprobs[-9:], scores.token_logprobs[-9:], strict=True))  # fmt: skip
@@ -139,8 +141,8 @@ def test_the_openai_client_streams_completions(openai_client, lm):
         **options, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == wanted
-    assert chunks[-1].usage.completion_tokens == len(wanted.ids)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+    assert chunks[-1].usage.completion_tokens == len(expected.ids)
 
 
 def test_the_openai_client_streams_chats(openai_client, lm):
@@ -148,13 +150,13 @@ def test_the_openai_client_streams_chats(openai_client, lm):
     options = {"model": "tiny-model", "messages": messages, "temperature": 0}
     options |= {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2}
     whole = openai_client.chat.completions.create(**options)
-    wanted = lm.chat("a blue cat", Sampling(max_new_tokens=9))
-    assert whole.choices[0].message.content == wanted
+    expected = lm.chat("a blue cat", Sampling(max_new_tokens=9))
+    assert whole.choices[0].message.content == expected
     entries = whole.choices[0].logprobs.content
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
     chunks = list(openai_client.chat.completions.create(**options, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(delta.content or "" for delta in deltas) == wanted
+    assert "".join(delta.content or "" for delta in deltas) == expected
     streamed = [x for c in chunks if c.choices[0].logprobs for x in c.choices[0].logprobs.content]
     assert [x.logprob for x in streamed] == pytest.approx([x.logprob for x in entries])
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason

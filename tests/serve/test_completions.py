@@ -59,8 +59,8 @@ def test_scores_alone_equal_those_of_a_batch_bit_by_bit_or_nearly(client):
     together = client.complete(PROMPTS, echo=True, logprobs=0, max_tokens=0)["choices"]
     for prompt, choice in zip(PROMPTS, together, strict=True):
         (alone,) = client.complete(prompt, echo=True, logprobs=0, max_tokens=0)["choices"]
-        found, wanted = (x["logprobs"]["token_logprobs"][1:] for x in (choice, alone))
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
+        actual, expected = (x["logprobs"]["token_logprobs"][1:] for x in (choice, alone))
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
         assert alone["logprobs"]["top_logprobs"] is None
 
 
@@ -129,8 +129,8 @@ def test_a_chat_follows_the_template_of_the_model(client):
     body |= {"logprobs": True, "top_logprobs": 3}
     answer = client.post("chat/completions", **body)
     (choice,) = answer["choices"]
-    wanted = lm.chat("What now?", Sampling(max_new_tokens=9))
-    assert choice["message"]["content"] == wanted
+    expected = lm.chat("What now?", Sampling(max_new_tokens=9))
+    assert choice["message"]["content"] == expected
     prompt = lm.tokenizer.encode(
         lm.tokenizer.render_chat([{"role": "user", "content": "What now?"}])
     )
@@ -144,7 +144,7 @@ def test_a_chat_follows_the_template_of_the_model(client):
     chunks = client.stream("chat/completions", **body)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert "".join(delta.get("content", "") for delta in deltas) == wanted
+    assert "".join(delta.get("content", "") for delta in deltas) == expected
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
     unbounded = client.post("chat/completions", messages=messages, temperature=0)
     assert unbounded["usage"]["total_tokens"] <= 128  # of the trained length

@@ -13,6 +13,7 @@ from training_support import quick_compilation
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, compile_only, estimate
@@ -25,7 +26,7 @@ TINY = (
 CUDA = next(filter(importlib.util.find_spec, ["jax_cuda13_plugin", "jax_cuda12_plugin"]), None)
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install lcjax[aot]",
+    reason="libtpu is not installed: pip install -e '.[aot]'",
 )
 
 
@@ -52,7 +53,7 @@ def test_what_cannot_be_compiled_is_one_line(words, message, capsys):
 def test_gpus_need_the_plugin_and_the_way_to_it_is_said(capsys):
     assert compile_only.main(["--compile_only", "--topology", "h200:8", *TINY]) == 2
     output = capsys.readouterr().err
-    assert "pip install lcjax[cuda]" in output and output.count("\n") == 1
+    assert "pip install 'jax[cuda12]" in output and output.count("\n") == 1
 
 
 def test_a_checkpoint_that_is_not_here_is_known_by_its_name_or_refused():
@@ -98,7 +99,15 @@ def test_the_compiler_says_whether_a_step_fits(rows, code):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CUDA is None, reason="jax's CUDA plugin is not installed: lcjax[cuda]")
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v5e:1x2", "v5e:2x4"])
+def test_topologies_of_less_than_a_host_have_their_devices(name):
+    topology = Topology.parse(name)
+    assert len(devices(topology)) == topology.devices
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CUDA is None, reason="jax's CUDA plugin is not installed")
 def test_a_step_is_compiled_for_gpus_that_are_not_here():
     command = [sys.executable, "train.py", "--compile_only", "--topology", "h200:8", *TINY]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}

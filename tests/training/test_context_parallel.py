@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import Pattern
-from lcjax.models import Decoder, ModelConfig
+from lcjax.attention import Pattern, Sliding, SparseTransformer
+from lcjax.models import Decoder, LayerKind, ModelConfig
 from lcjax.models.cache import create
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.rope import Default, NoRotation
 from lcjax.rope.positions import E2Positions, PlainPositions
 from lcjax.training.objective import language_model
 
@@ -101,11 +102,31 @@ def test_a_text_cut_in_two_has_the_loss_of_the_whole(method):
     assert_as_on_one_device(config(context_parallel=method), (2, 1, 2, 2))
 
 
+LAYERS = {
+    "local": (LayerKind(pattern=Sliding(11), rope=Default(theta=100.0)), LayerKind()),
+    "dense": (LayerKind(pattern=SparseTransformer(stride=8)), LayerKind(rope=NoRotation())),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        pytest.param(name, shape, marks=[] if shape == (1, 2, 1, 4) else pytest.mark.slow)
+        for name in LAYERS
+        for shape in MESHES
+    ],
+)
+def test_layers_that_differ_are_cut_as_on_one_device(layers, shape):
+    assert_as_on_one_device(config(layers=LAYERS[layers]), shape)
+
+
 @pytest.mark.slow
 def test_sampled_positions_and_biases_are_cut_along():
     assert_as_on_one_device(config(), (2, 1, 1, 4), places=E2Positions(original_length=T))
     assert_as_on_one_device(config(position="alibi"), (2, 1, 2, 2))
     assert_as_on_one_device(config(position="t5"), (1, 1, 2, 4))
+    assert_as_on_one_device(config(position="transformer_xl"), (1, 2, 2, 2))
+    assert_as_on_one_device(config(position="deberta"), (1, 1, 2, 4))
 
 
 def test_tokens_are_reordered_only_where_that_balances_work():
@@ -115,6 +136,8 @@ def test_tokens_are_reordered_only_where_that_balances_work():
         return Decoder(config(pattern, **changes), mesh).token_order(T)
 
     assert sorted(order("causal")) == list(range(T))
+    assert order("causal", layers=LAYERS["local"]) is None
+    assert sorted(order("causal", layers=LAYERS["dense"])) == list(range(T))
     assert order("sliding") is None and order("landmark") is None
     assert order("causal", context_parallel="all_to_all") is None
     assert Decoder(config(), make_mesh(Mesh(8, 1, 1, 1))).token_order(T) is None

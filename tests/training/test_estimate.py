@@ -83,6 +83,13 @@ def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, line
     assert lines == 1 or output[1].startswith("warning: a device has 0.0 GB")
 
 
+@pytest.mark.parametrize("name", ["cepe_smollm2", "study/sharedllm_main"])
+def test_a_recipe_that_needs_what_another_one_trains_has_its_architecture(name):
+    config = config_lib.parse(TrainConfig, ["--config", f"lcjax:{name}"])
+    model = estimate.model_of(config)
+    assert (model.num_layers, model.width) == (30, 576) and model.memory is not None
+
+
 def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
     words = ["--model.preset=tiny", "--train.batch_size=6", "--data.length=64", "--mesh.fsdp=6"]
     model = estimate.model_of(config_lib.parse(TrainConfig, words))

@@ -3,14 +3,23 @@
 import os
 import shutil
 
+import jax
+import numpy as np
 import pytest
 from training_support import tiny
 
-from lcjax.attention import Longformer
+from lcjax.attention import Longformer, Sliding
+from lcjax.checkpoints import ByteTokenizer, load, save_hf
+from lcjax.data import Chunks, Masking
 from lcjax.errors import InputError
 from lcjax.files import CHECKSUMS
+from lcjax.generation.language_model import LanguageModel
+from lcjax.memory import CepeSection
+from lcjax.models import LayerKind, arrange_layers, preset
+from lcjax.models.decoder import random_params
 from lcjax.models.lora import LoRA
 from lcjax.parallel.run_lock import RunLock
+from lcjax.rope import Default
 from lcjax.training import folder as folder_lib
 from lcjax.training import run
 from lcjax.training.task import LanguageModelTask
@@ -127,6 +136,62 @@ def test_a_model_that_transformers_cannot_hold_is_refused_before_the_first_step(
     with pytest.raises(InputError, match=r"train.export=true: .*pattern.*set train.export=false"):
         run(tiny(tmp_path / "run", corpus, model=model))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_layers_that_differ_is_opened_with_them(tmp_path, corpus):
+    layers = (LayerKind(pattern=Sliding(8), rope=Default(theta=100.0)), LayerKind())
+    model = {"preset": "tiny", "layers": layers}
+    with pytest.raises(InputError, match=r"train.export=true: .*layers of ropes .*export=false"):
+        run(tiny(tmp_path / "run", corpus, model=model))
+    run(tiny(tmp_path / "run", corpus, model=model, steps=2, export=False))
+    lm = LanguageModel.load(str(tmp_path / "run"))
+    assert lm.config.layers == layers
+    uniform = LanguageModel.load(str(tmp_path / "run"), layers=(), pattern=Sliding(8))
+    assert uniform.config.layers == () and "layers_1" in uniform.params
+
+
+CEPE = CepeSection(encoder="tiny-encoder")
+MIXED = (LayerKind(pattern=Sliding(8)), LayerKind())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two folders: equal layers, and layers that differ."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, layers in (("equal", ()), ("mixed", MIXED)):
+        config = preset("tiny").replace(layers=layers)
+        save_hf(folder / name, random_params(config, 0), config, ByteTokenizer())
+    return folder
+
+
+CHUNKS = {"length": 32, "chunks": Chunks(count=2, length=8)}
+
+
+@pytest.mark.parametrize(
+    ("base", "model", "data", "frozen"),
+    [
+        ("equal", {"layers": MIXED}, {}, {"lora": LoRA(rank=2)}),
+        ("equal", {"layers": MIXED}, {}, {"trainable": ("mlp",)}),
+        ("mixed", {}, {}, {"lora": LoRA(rank=2)}),
+        ("mixed", {"layers": ()}, {}, {"lora": LoRA(rank=2)}),
+        ("mixed", {"layers": (), "memory": CEPE}, CHUNKS, {"trainable": ("memory",)}),
+        ("equal", {"memory": CEPE}, CHUNKS, {"lora": LoRA(rank=2)}),
+        ("equal", {"encoder_layers": 1}, {"masking": Masking()}, {"trainable": ("norms",)}),
+    ],
+    ids=str,
+)
+def test_a_run_with_frozen_weights_and_its_exports_are_one_model(
+    tmp_path, corpus, checkpoints, base, model, data, frozen
+):
+    model = {"path": str(checkpoints / base)} | model
+    run(tiny(tmp_path / "run", corpus, model=model, data=data, steps=2, **frozen))
+    params, config, _ = load(tmp_path / "run")
+    exports = ["model"] if "memory" in model or "lora" not in frozen else ["model", "adapter"]
+    for name in exports:
+        exported, again, _ = load(tmp_path / "run" / name)
+        assert name == "adapter" or again.layers == config.layers
+        exported = arrange_layers(exported, config)  # adapters have the form of their base
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), exported, params)
 
 
 def test_two_runs_at_once_are_refused(tmp_path, corpus):

@@ -30,24 +30,7 @@ from lcjax.training.task import LanguageModelTask
 from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_once():
-    """Runs that differ in what they save and when they stop have one step."""
-    steps, begin = {}, loop.jitted_step
-
-    def step(config, objective, mesh, state, *, halt_after):
-        settings = dataclasses.replace(config.train, save_every=1, export=True, on_nan="stop")
-        key = settings, config.model, mesh, halt_after
-        if key not in steps:
-            steps[key] = begin(config, objective, mesh, state, halt_after=halt_after)
-        return steps[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "jitted_step", step)
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_once", "traced_once")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +51,11 @@ def test_the_loss_falls_on_a_toy_corpus(reference):
     assert losses_by_step[1] > 5.3 and losses_by_step[STEPS] < 3.6  # ln 259 = 5.56 at the start
     assert metrics["step"] == STEPS and metrics["stopped"] is None
     assert metrics["loss"] == losses_by_step[STEPS] and metrics["mfu"] > 0
+
+
+def test_a_run_on_one_of_the_devices_has_the_losses_of_a_run_on_all(reference, corpus, tmp_path):
+    metrics = run(tiny(tmp_path, corpus, mesh=Mesh(fsdp=1)), devices=jax.devices()[3:4])
+    assert metrics["loss"] == pytest.approx(reference[1]["loss"], rel=1e-4)
 
 
 def test_a_run_leaves_metrics_curve_config_and_checkpoints(reference):

@@ -259,7 +259,7 @@ def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install lcjax[aot]",
+    reason="libtpu is not installed: pip install -e '.[aot]'",
 )
 def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised):
     topology = Topology.parse("v5e:2x2")

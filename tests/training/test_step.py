@@ -10,12 +10,13 @@ import optax
 import pytest
 
 from lcjax.checkpoints.run_folder import fingerprint
-from lcjax.models import Decoder, ModelConfig
+from lcjax.errors import InputError
+from lcjax.models import Decoder, LayerKind, ModelConfig
 from lcjax.models import lora as lora_lib
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
-from lcjax.rope import E2LLM, Clex
-from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
+from lcjax.rope import E2LLM, Clex, Default, NoRotation
+from lcjax.rope.positions import Bf16Positions, ClexPositions, E2Positions, PlainPositions
 from lcjax.training import optim
 from lcjax.training.config import TrainSection, trainable
 from lcjax.training.objective import language_model
@@ -388,3 +389,15 @@ def test_sampled_positions_reach_the_gradient(rope, positions):
     )
     assert loss.shape == ()
     assert flatten(grads).keys() == flatten(params).keys()
+
+
+def test_sampled_positions_are_refused_where_layers_have_a_rope_of_their_own():
+    e2 = dataclasses.replace(CONFIG, rope=E2LLM(theta=1e4, original_length=32))
+    mixed = (LayerKind(), LayerKind(rope=Default(theta=1e4)))
+    with pytest.raises(InputError, match=r"positions.type=e2_llm .* rope of their own"):
+        language_model(e2.replace(layers=mixed), E2Positions(max_scale=4))
+    with pytest.raises(InputError, match=r"positions.type=clex .* rope of their own"):
+        language_model(CONFIG.replace(layers=mixed), ClexPositions())
+    language_model(CONFIG.replace(layers=mixed), Bf16Positions())
+    without = (LayerKind(), LayerKind(rope=NoRotation()))
+    language_model(e2.replace(layers=without), E2Positions(max_scale=4))

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, suggestion
+from lcjax.errors import InputError, install_command, suggestion
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Records
 
-HINT = 'pip install "lcjax[eval]", or pip install "lm-eval>=0.4.13,<0.5"'
 OWN = "own"  # an aggregation that is no named function but part of the task
 Answers = Sequence[Sequence[Any]]  # by request of a document and repetition
 # Aggregates the values of (task of the harness, metric) by the task's own function.
@@ -40,7 +39,9 @@ class HarnessDocument:
 def check_installed() -> None:
     """Raises InputError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError(f"tasks: type=lm_eval needs lm-evaluation-harness; {HINT}")
+        raise InputError(
+            f"tasks: type=lm_eval needs lm-evaluation-harness; {install_command('eval')}"
+        )
 
 
 class Suite:

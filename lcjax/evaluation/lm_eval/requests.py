@@ -7,7 +7,6 @@ batch, and the prefix is read once (`lcjax.generation.shared_prefix`).
 """
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -206,7 +205,7 @@ def check(model, requests: Sequence[Request]) -> None:
             " beside its decoder; leave it out, or use type=perplexity with protocol=last_k"
         )
     if not all(isinstance(r, GenerateUntil) for r in requests):
-        model.config.pattern.check_scores()
+        model.config.check_scores()
     if model.decoder is not None or model.config.position != "learned":
         return
     sizes = [
@@ -302,17 +301,9 @@ def _generations(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     for sampling, requests in group_by(indexed, lambda pair: pair[1].sampling).items():
         for pairs in model.batches(requests, batch, _prompt):
             prompts = [request.prompt for _, request in pad_batch(pairs, batch)]
-            seeded = _with_seeds(sampling, prompts)
+            seeded = sampling.with_seeds(prompts)
             texts = _with_movable(model, prompts).generate(prompts, seeded)
             yield from ((index, text) for (index, _), text in zip(pairs, texts))
-
-
-def _with_seeds(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Sampling:
-    """A seed per prompt, so that samples do not depend on the size and order of batches."""
-    if not sampling.temperature:
-        return sampling
-    seeds = [zlib.crc32(np.array(ids, "<i4").tobytes(), sampling.seed) for ids in prompts]
-    return dataclasses.replace(sampling, seed=tuple(seeds))
 
 
 def _prompt(pair: tuple[int, Choice | GenerateUntil]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, install_command
 
 _ASCII = frozenset(string.punctuation)
 # Chinese punctuation as LongBench and InfiniteBench list it.
@@ -48,7 +48,7 @@ def words_zh(text: str) -> list[str]:
     except ImportError:
         raise InputError(
             "scores of Chinese tasks split text into words with jieba, which is not installed;"
-            " pip install jieba, or leave these tasks out"
+            f" {install_command('zh')}, or leave these tasks out"
         ) from None
     return list(jieba.cut(text, cut_all=False))
 

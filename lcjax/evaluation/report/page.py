@@ -55,7 +55,8 @@ _CAPTIONS = {
     " passages.",
     "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
     " device (on a CPU: of the process), over all tasks.",
-    "perplexity_accuracy": "Each point is a method. r is Pearson's correlation, ρ Spearman's, with"
+    "perplexity_accuracy": "Each point is a method, a hollow one without full attention. r is"
+    " Pearson's correlation, ρ Spearman's, with"
     " 95 % intervals: with as few methods they are wide, and a high r alone proves little.",
     "": "",  # plots.over_lengths: `_caption_over_lengths`
 }

@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lcjax.errors import InputError
 from lcjax.evaluation.report.tables import markdown, to_csv
-from lcjax.evaluation.statistics import is_finite
+from lcjax.evaluation.statistics import group_by, is_finite
 from lcjax.evaluation.task import Record, Records, Task
 from lcjax.files import write_whole
 
@@ -18,7 +19,16 @@ class Row:
     """The published numbers of a method."""
 
     method: str  # name of a method of the config
-    values: tuple[float | None, ...]  # one for each of `lengths`; null: not published
+    values: tuple[float | None, ...]  # one for each column; null: not published
+
+
+class Column(NamedTuple):
+    """A published column, and the length and the field of the run that stand for it."""
+
+    published_length: int
+    length: int | None  # None: the run has none
+    field: str
+    heading: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +37,33 @@ class Published:
 
     task: str  # label of the task
     source: str  # such as LCEG (arXiv 2409.12181), table 2
-    lengths: tuple[int, ...]  # of the columns, in tokens
+    lengths: tuple[int, ...]  # of the columns, in tokens; with `fields` only one
     rows: tuple[Row, ...]
     # Lengths of the run that stand for them, such as twice as many for a model that was trained on
     # twice as many tokens; null: the column has none. Empty: the same lengths.
     run_lengths: tuple[int | None, ...] = ()
+    mean_over: tuple[str, ...] = ()  # further tasks: of their numbers and `task`'s, the mean
     field: str = "value"  # of the task's numbers in its CSV file
+    # Fields, each of them a column: data sets of a benchmark such as narrativeqa, its categories,
+    # seconds, or numbers over all lengths such as mean. Empty: columns are lengths.
+    fields: tuple[str, ...] = ()
     percent: bool = False  # whether 100 is published for a 1 of the task
+    unit: float = 1.0  # of the run's numbers that is 1 in the paper, such as 1e9 bytes
+    # Method whose number of the same column is the unit, for speeds that are ratios; empty: none
+    relative_to: str = ""
 
     def __post_init__(self):
+        names = "fields" if self.fields else "lengths"
+        if self.fields and len(self.lengths) != 1:
+            raise InputError(
+                f"published.lengths={list(self.lengths)} must be the one length of"
+                f" fields={list(self.fields)}"
+            )
         for row in self.rows:
-            if len(row.values) != len(self.lengths):
+            if len(row.values) != len(self.columns):
                 raise InputError(
                     f"published: {row.method} has {len(row.values)} values for"
-                    f" {len(self.lengths)} lengths; write null for one that is not published"
+                    f" {len(self.columns)} {names}; write null for one that is not published"
                 )
         if self.run_lengths and len(self.run_lengths) != len(self.lengths):
             raise InputError(
@@ -49,20 +72,43 @@ class Published:
             )
 
     @property
-    def columns(self) -> list[tuple[int, int | None]]:
-        """Pairs of a published length and that of the run."""
-        return list(zip(self.lengths, self.run_lengths or self.lengths, strict=True))
+    def columns(self) -> list[Column]:
+        """The columns, from left to right."""
+        pairs = list(zip(self.lengths, self.run_lengths or self.lengths))
+        if self.fields:
+            return [Column(*pairs[0], field, field) for field in self.fields]
+        return [Column(*pair, self.field, _length_heading(*pair)) for pair in pairs]
 
     def check(self, tasks: Sequence[Task], methods: Sequence[str], key: str) -> None:
         """Raises an InputError for names that the config lacks; `key` is the place of this."""
         labels = [task.label for task in tasks]
-        if self.task not in labels:
-            raise InputError(f"{key}.task={self.task} is none of the tasks {', '.join(labels)}")
-        unknown = [row.method for row in self.rows if row.method not in methods]
+        for name, task in (("task", self.task), *(("mean_over", t) for t in self.mean_over)):
+            if task not in labels:
+                raise InputError(f"{key}.{name}={task} is none of the tasks {', '.join(labels)}")
+        names = [row.method for row in self.rows] + [self.relative_to] * bool(self.relative_to)
+        unknown = [name for name in names if name not in methods]
         if unknown:
             raise InputError(
                 f"{key}.rows: {unknown[0]} is none of the methods {', '.join(methods)}"
             )
+
+
+def _length_heading(published: int, run: int | None) -> str:
+    if published == run:
+        return f"{published:,}"
+    return f"{published:,} → {'–' if run is None else f'{run:,}'}"
+
+
+def _mean_cell(table: Published, cells: Records) -> Record:
+    """The numbers of a table: the cell of its task, or the mean over several."""
+    if len(cells) <= len(table.mean_over):  # a task is not scored yet
+        return {}
+    fields = {column.field for column in table.columns} & set.intersection(*map(set, cells))
+    columns = {field: [cell[field] for cell in cells] for field in fields}
+    return {
+        field: math.fsum(values) / len(values) if all(map(is_finite, values)) else None
+        for field, values in columns.items()
+    }
 
 
 def comparisons(table: Published, cells: Records) -> list[Record]:
@@ -70,22 +116,30 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
 
     Args:
       table: what is published.
-      cells: of the task (`report.cell_of`).
+      cells: of the task (`report.cell_of`), and of those of `mean_over`.
     """
-    by_key = {(cell["method"], cell["length"]): cell for cell in cells}
+    groups = group_by(cells, lambda cell: (cell["method"], cell["length"]))
+    by_key = {key: _mean_cell(table, group) for key, group in groups.items()}
     records = []
     for row in table.rows:
-        for (published_at, run_at), value in zip(table.columns, row.values, strict=True):
+        for column, value in zip(table.columns, row.values, strict=True):
             if value is None:
                 continue
-            run = by_key.get((row.method, run_at), {}).get(table.field)
-            run = 100 * run if table.percent and is_finite(run) else run
-            difference = run - value if is_finite(run) else None
+            cell = by_key.get((row.method, column.length), {})
+            unit = table.unit
+            if table.relative_to:
+                unit = by_key.get((table.relative_to, column.length), {}).get(column.field)
+            run = cell.get(column.field)
+            run = run / unit if is_finite(run) and is_finite(unit) and unit else None
+            run = 100 * run if table.percent and run is not None else run
+            # A run of some data sets of a benchmark has no number for the others.
+            length = None if table.fields and column.field not in cell else column.length
             records.append(
                 {
-                    "task": table.task, "method": row.method, "length": run_at, "value": run,
-                    "published_length": published_at, "published": value,
-                    "difference": difference, "field": table.field, "source": table.source,
+                    "task": table.task, "method": row.method, "length": length, "value": run,
+                    "published_length": column.published_length, "published": value,
+                    "difference": None if run is None else run - value, "field": column.field,
+                    "source": table.source,
                 }
             )  # fmt: skip
     return records
@@ -98,7 +152,7 @@ def same_order(records: Records) -> tuple[int, int]:
     """
     count = agreed = 0
     for one, other in itertools.combinations(records, 2):
-        if one["published_length"] != other["published_length"]:
+        if any(one[key] != other[key] for key in ("published_length", "field")):
             continue
         if not (is_finite(one["value"]) and is_finite(other["value"])):
             continue
@@ -112,13 +166,10 @@ def grid(table: Published, records: Records) -> list[list[str]]:
     """A header and one row for each method: `published → run` for each length."""
     numbers = [repr(value) for row in table.rows for value in row.values if value is not None]
     decimals = max((len(text.partition(".")[2]) for text in numbers), default=0)
-    by_key = {(record["method"], record["published_length"]): record for record in records}
-    heads = [
-        f"{at:,}" if at == run_at else f"{at:,} → {'–' if run_at is None else f'{run_at:,}'}"
-        for at, run_at in table.columns
-    ]
+    by_key = {(r["method"], r["published_length"], r["field"]): r for r in records}
 
-    def text(record: Record | None) -> str:
+    def text(method: str, column: Column) -> str:
+        record = by_key.get((method, column.published_length, column.field))
         if record is None:
             return ""
         value = record["value"]
@@ -126,11 +177,8 @@ def grid(table: Published, records: Records) -> list[list[str]]:
         return f"{record['published']:,.{decimals}f} → {run}"
 
     return [
-        ["method", *heads],
-        *(
-            [r.method, *(text(by_key.get((r.method, at))) for at in table.lengths)]
-            for r in table.rows
-        ),
+        ["method", *(column.heading for column in table.columns)],
+        *([r.method, *(text(r.method, c) for c in table.columns)] for r in table.rows),
     ]
 
 
@@ -150,11 +198,12 @@ def tables(
     for table in published:
         if table.task not in by_label:  # none of its cells is scored yet
             continue
-        task = by_label[table.task]
-        records = comparisons(table, [cell for cell in cells if cell["task"] == table.task])
+        task, labels = by_label[table.task], [table.task, *table.mean_over]
+        records = comparisons(table, [cell for cell in cells if cell["task"] in labels])
         agreed, count = same_order(records)
         note = f"{agreed} of {count} pairs of methods are in the paper's order." if count else ""
-        heading = f"{task.heading}: {table.source} → this run"
+        name = f"mean of {', '.join(labels)}" if table.mean_over else task.heading
+        heading = f"{name}: {table.source} → this run"
         shown.append(Table(heading, grid(table, records), note))
         lines += records
     return shown, lines

@@ -112,7 +112,9 @@ def write(
         files.append(folder / "tables" / "differences.csv")
         write_whole(files[-1], to_csv(gaps))
     cells = [cell for section in sections for cell in section.cells]
-    shown, lines = published_lib.tables(published, cells, list(tasks))
+    # Published fields may also be numbers over all lengths.
+    overall = [{**s.aggregates.get(c["method"], {}), **c} for s in sections for c in s.cells]
+    shown, lines = published_lib.tables(published, overall, list(tasks))
     text, saved = published_lib.write(folder / "tables", shown, lines)
     files += saved
     texts += [text] * bool(text)
@@ -132,7 +134,9 @@ def write(
     write_whole(path, json.dumps(clean(summary), indent=1, default=str) + "\n")
     cost = plots.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
     by_task = {section.task: section.cells for section in sections}
-    figures = plots.perplexity_accuracy(by_task, folder / "figures")
+    models = (environment or {}).get("models") or {}
+    approximate = [name for name, model in models.items() if not _is_exact(model)]
+    figures = plots.perplexity_accuracy(by_task, folder / "figures", approximate)
     html = page.write(
         folder / REPORT,
         sections,
@@ -165,6 +169,15 @@ def _section(
     text = "\n".join([results, cost, *compared])
     figures = task.figures(cells, records, folder / "figures")
     return page.Section(task, cells, records, aggregates, figures, gaps), text, saved
+
+
+def _is_exact(model: Mapping[str, Any] | None) -> bool:
+    """Whether every layer of a model, a config as plain values, sees all tokens before its own."""
+    if model is None:
+        return True
+    patterns = [model["pattern"], *(kind.get("pattern") for kind in model.get("layers") or ())]
+    is_full = all(p is None or p["type"] == "causal" for p in patterns)
+    return is_full and model.get("memory") is None
 
 
 def _entry(section: page.Section) -> Record:

@@ -18,21 +18,23 @@ all with the decoder have 20 or 40 there. The decoder's own are those of the sam
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus, prefix_token
-from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
+from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark, by_name
+from lcjax.evaluation.tasks.local_files import Wording
 
 SCORES = ("acc", "acc_norm", "acc_calib", "acc_calib_norm")
 ORDERS = ("shuffled", "first")
@@ -44,9 +46,9 @@ SOURCE = (
 
 @dataclasses.dataclass(frozen=True)
 class IclSet(DataSet):
-    """A classification set: the name of its label, its classes by number, and the score shown."""
+    """A classification set: its texts, its classes by number, and the score shown."""
 
-    field: str = "Label"
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     classes: tuple[str, ...] = ()  # empty: rows hold names
     main_score: str = "acc"
     test: str = "test"
@@ -57,6 +59,7 @@ _SETS = tuple(
     IclSet(name, "icl", 0, {}, **{**settings, "classes": tuple(settings.get("classes", ()))})
     for name, settings in local_files.library_prompts("icl").items()
 )
+_TEXTS = {data.name: data.texts for data in _SETS}
 
 
 @Task.register_subclass("icl")
@@ -81,19 +84,50 @@ class Icl(FileBenchmark):
     # have one class)
     order: str = "shuffled"
     seed: int = 42
+    seeds: int = 1  # number of runs, with `seed`, `seed` + 1, ..., whose mean counts (CEPE: 3)
+    # YAML file with an instruction and an example for each data set; null: this library's own
+    wording: str | None = None
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
+        self.read_wording(key)
         whole_numbers(key, self, 0, "shots", "context_shots", "seed")
+        whole_numbers(key, self, 1, "seeds")
         one_of(f"{key}.order", self.order, ORDERS)
         for data in self.selection():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 
+    def read_wording(self, key: str) -> Wording:
+        names = {f"{data}.instruction": "" for data in _TEXTS}
+        names |= {f"{data}.example": "text label" for data in _TEXTS}
+        needed = [f"{data.name}.{text}" for data in self.selection() for text in data.texts]
+        wording = local_files.read_wording(self.wording, _TEXTS, names, key, needed=needed)
+        for name in (name for name in wording.texts if name.endswith(".example")):
+            question, label, _ = wording.texts[name].partition(" {label}")
+            if not label or "{text}" not in question:
+                raise InputError(
+                    f"{key}.wording={self.wording}: {name} must have {{text}}, and after it a blank"
+                    " and {label}, as options are ranked after a blank"
+                )
+        return wording
+
+    def wording_texts(self) -> Mapping[str, Any]:
+        return self.read_wording(self.label).section
+
     def files(self, name: str) -> tuple[str, ...]:
         return (f"{name}/{self.datasets[name].test}.jsonl",)
 
+    def examples_of(
+        self, data: IclSet, corpus: TokenizedCorpus, length: int, limits: Limits
+    ) -> Iterator[Example]:
+        for seed in range(self.seed, self.seed + self.seeds):
+            one = dataclasses.replace(self, seed=seed, seeds=1)
+            for example in super(Icl, one).examples_of(data, corpus, length, limits):
+                yield dataclasses.replace(example, fields={**example.fields, "seed": seed})
+
     def read(self, data: IclSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
-        files = (path.with_name("train.jsonl"), path)
+        files, wording = (path.with_name("train.jsonl"), path), self.read_wording(self.label)
+        instruction, example = (f"{data.name}.{text}" for text in ("instruction", "example"))
         train, rows = corpus.once((Icl, path), lambda: [_rows(file, data) for file in files])
         if not train:
             raise InputError(f"{files[0]} has no line that fits; it is none of {data.name}")
@@ -112,11 +146,13 @@ class Icl(FileBenchmark):
                 continue
             rng = np.random.default_rng([self.seed, line])
             demos = self._demonstrations(by_class, rng)
-            texts = [f"Text: {t}\n{data.field}: {name}\n\n" for _, t, name in demos]
-            parts = [Segment("context", demo) for demo in texts[self.shots :]]
+            texts = [wording.fill(example, text=t, label=name) for _, t, name in demos]
+            parts = [Segment("instruction", wording.fill(instruction))]
+            parts += [Segment("context", demo) for demo in texts[self.shots :]]
             parts += [Segment("demo", demo) for demo in texts[: self.shots]]
-            parts.append(Segment("question", f"Text: {text}\n{data.field}:"))
-            fields = {"line": line, "options": options, "wording": OWN_WORDING}
+            question = wording.texts[example].partition(" {label}")[0]
+            parts.append(Segment("question", question.replace("{text}", text)))
+            fields = {"line": line, "options": options, **wording.fields}
             fields |= {"shots": self.shots, "context_shots": self.context_shots}
             yield Example(parts, [label], fields, longest)
 
@@ -184,8 +220,16 @@ class Icl(FileBenchmark):
         }
 
     def summarise(self, records: Records) -> Record:
-        """Adds the mean over sets of each of the four scores."""
-        return {**super().summarise(records), **self.further_means(records, SCORES)}
+        """Adds the mean over sets of each score, and the standard deviation over seeds."""
+        summary = {**super().summarise(records), **self.further_means(records, SCORES)}
+        by_seed = [
+            self.scores_by_set(group)
+            for group in group_by(records, lambda r: r.get("seed")).values()
+        ]
+        if len(by_seed) > 1:
+            names = self.scores_by_set(records)
+            summary |= {f"{n}:deviation": float(np.std([x[n] for x in by_seed])) for n in names}
+        return summary
 
 
 def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:

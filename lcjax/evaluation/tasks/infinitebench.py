@@ -186,10 +186,13 @@ class InfiniteBench(TextCutBenchmark):
     # claude2
     family: str = "yarn-mistral"
     # auto: those in the folder, else an installed lm-eval's (gpt4 alone, six tasks), else this
-    # library's own; folder: not lm-eval's; lm_eval: these alone
+    # library's own; folder: not lm-eval's; lm_eval: these alone; or a YAML file with your own
     wording: str = "auto"
     # Make passkey, number_string, kv_retrieval and math_find from the run's seed, without files
     generated: bool = False
+
+    def wording_texts(self) -> Record:
+        return {data.name: self._template(data.name)[0] for data in self.selection()}
 
     def has_file(self, data: DataSet) -> bool:
         return not (self.generated and data.name in GENERATED)
@@ -259,9 +262,14 @@ class InfiniteBench(TextCutBenchmark):
         lm_eval_task = f"infinitebench_{re.sub('_eng$', '_en', name)}"
         if self.family != "gpt4":
             lm_eval_task = None
+        placeholders = ["context", "input?", "question?"]
+        placeholders += [f"{option}?" for option in _OPTIONS if name in _MULTIPLE_CHOICE]
+        further = {"code_run": ["func_call?", "func?"], "math_find": ["prefix?"]}
+        placeholders += further.get(name, [])
         return local_files.choose_template(
-            self.wording, "infinitebench", name, official, lm_eval_task, key
-        )
+            self.wording, "infinitebench", name, official, lm_eval_task, key,
+            " ".join(placeholders),
+        )  # fmt: skip
 
 
 def _example(row: dict, name: str, template: str, source: str, fields: Record) -> Example:

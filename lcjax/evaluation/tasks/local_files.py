@@ -1,4 +1,4 @@
-"""Official benchmark files in a folder of the user, and their prompt templates.
+"""Official benchmark files in a folder of the user, and the wording of prompts.
 
 Nothing is downloaded, and no Python file is executed.
 
@@ -6,6 +6,7 @@ rows("LongBench/qasper.jsonl", ("input", "context", "answers"))   # (line number
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -14,12 +15,13 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lcjax.config import read_yaml, to_data_path
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
@@ -32,7 +34,7 @@ WORDINGS = ("auto", "folder", "lm_eval")
 
 def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
     """Returns the first file of `names` in a folder; `source` tells the user where to get it."""
-    root = Path(folder)
+    root = to_data_path(folder)
     if not folder or not root.is_dir():
         raise InputError(f"{key}.path={folder!r} is no folder; name the one with {source}")
     for name in names:
@@ -123,19 +125,103 @@ def fill_template(template: str, values: Mapping[str, str]) -> list[Segment]:
             raise InputError(
                 f"prompt template {template[:40]!r} asks for {match.group(1)}, no field here"
             )
-
-    def fill(text: str) -> str:
-        return _FIELD.sub(lambda match: values[match.group(1)], text)
-
     context = next((match for match in matches if match.group(1) == "context"), None)
     if context is None:
-        return [Segment("question", fill(template))]
+        return [Segment("question", _fill(template, values))]
     texts = {
-        "instruction": fill(template[: context.start()]),
+        "instruction": _fill(template[: context.start()], values),
         "context_doc": values["context"],
-        "question": fill(template[context.end() :]),
+        "question": _fill(template[context.end() :], values),
     }
     return [Segment(kind, text) for kind, text in texts.items() if text]
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    return _FIELD.sub(lambda match: values[match.group(1)], text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """Texts of prompts by name, with placeholders such as `{question}`."""
+
+    texts: Mapping[str, Any]  # or lists of texts
+    source: str = OWN_WORDING  # the file; by default this library's own, by their version
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The texts as a file has them: names with a dot are in sections."""
+        section: dict[str, Any] = {}
+        for name, text in self.texts.items():
+            part, _, rest = name.rpartition(".")
+            (section.setdefault(part, {}) if part else section)[rest] = text
+        return section
+
+    def fill(self, name: str, **values: str) -> str:
+        """The text `name` with values in the place of its placeholders."""
+        return _fill(self.texts[name], values)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields of records about the texts: their source and hash."""
+        return template_fields(json.dumps(self.texts, sort_keys=True), self.source)
+
+
+def read_wording(
+    file: str | None,
+    library: Mapping[str, Any],
+    placeholders: Mapping[str, str | None],
+    key: str,
+    *,
+    needed: Collection[str] | None = None,
+) -> Wording:
+    """Reads the wording of prompts from the YAML file that a task names.
+
+    Args:
+      file: The file, or a recipe `lcjax:NAME`; None gives this library's own texts.
+      library: This library's own texts by name, or by data set and name.
+      placeholders: For each text the names between braces that it may have, separated by blanks.
+        Those without a question mark must be there; None checks nothing. Names in sections are
+        joined by a dot.
+      key: The place of the task in the config, for messages.
+      needed: Texts that the file must have; None for all.
+
+    Raises:
+      InputError: The file lacks a text, or a text lacks a placeholder or has an unknown one.
+    """
+    if file is None:
+        return Wording(_flatten(library))
+    place, texts = f"{key}.wording={file}", _flatten(read_yaml(file))
+    for name, text in texts.items():
+        one_of(f"{place}: name of a text", name, placeholders)
+        is_list = isinstance(_flatten(library)[name], list)
+        if not (is_text_list(text) if is_list else isinstance(text, str)):
+            kind = "a list of texts" if is_list else "a text"
+            raise InputError(f"{place}: {name}={text!r:.40} must be {kind}")
+        if placeholders[name] is None:
+            continue
+        names = placeholders[name].split()
+        present, known = set(_FIELD.findall(str(text))), [n.rstrip("?") for n in names]
+        for unknown in sorted(present - {*known}):
+            rule = f"it may have {{{'}, {'.join(known)}}}" if known else "it has no placeholders"
+            raise InputError(f"{place}: {name} has the unknown placeholder {{{unknown}}}; {rule}")
+        for lacking in (n for n in names if not n.endswith("?") and n not in present):
+            raise InputError(f"{place}: {name} lacks the placeholder {{{lacking}}}")
+    for name in placeholders if needed is None else needed:
+        if name not in texts:
+            raise InputError(
+                f"{place} lacks {name}, which is needed here; the first record of a run without"
+                " `wording` shows all texts (wording_texts)"
+            )
+    return Wording(texts, file)
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections, with their names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        is_section = isinstance(value, Mapping)
+        flat |= _flatten(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return flat
 
 
 @functools.cache
@@ -158,19 +244,25 @@ def choose_template(
     official: Callable[[], tuple[Mapping[str, str], str]],
     lm_eval_task: str | None,
     key: str,
+    placeholders: str = "context input?",
 ) -> tuple[str, str]:
     """Returns the prompt template of a data set, and its source: the first that exists.
 
     Args:
       rule: auto: the official template in the user's folder, that of an installed lm-eval, or the
-        library's own; folder: not lm-eval's; lm_eval: no other.
+        library's own; folder: not lm-eval's; lm_eval: no other. Else the file of `read_wording`.
       benchmark: The benchmark, which is also the folder of its tasks in lm-eval.
       name: The data set.
       official: Returns the official templates by data set, empty without a file, and their source.
       lm_eval_task: Name of the task in lm-eval; None if it has no such task.
       key: The place of the task in the config, for messages.
+      placeholders: Those of the template in a file of the user (`read_wording`).
     """
-    one_of(f"{key}.wording", rule, WORDINGS)
+    if rule.endswith((".yaml", ".yml")) or rule.startswith("lcjax:"):
+        library = library_prompts(benchmark)
+        names = {**dict.fromkeys(library), name: placeholders}
+        return read_wording(rule, library, names, key, needed=(name,)).texts[name], rule
+    one_of(f"{key}.wording", rule, (*WORDINGS, "the name of a .yaml file"))
     if rule != "lm_eval":
         templates, source = official()
         if templates.get(name):
@@ -211,7 +303,7 @@ def python_templates(
 
 def _files(folder: str, names: Sequence[str]) -> list[Path]:
     """The files of `names` that exist in a folder; none without a folder."""
-    paths = [Path(folder, name) for name in names if folder]
+    paths = [to_data_path(folder) / name for name in names if folder]
     return [path for path in paths if path.is_file()]
 
 

@@ -111,7 +111,7 @@ class LongBench(TextCutBenchmark):
 
     reserve: int = 500  # 3,500 tokens of a window of 4,096 are the official budget; LCEG has none
     # Whose prompts. auto: the official ones in the folder, else an installed lm-eval's, else this
-    # library's own; folder: not lm-eval's; lm_eval: these alone
+    # library's own; folder: not lm-eval's; lm_eval: these alone; or a YAML file with your own
     wording: str = "auto"
     e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
     code_metric: str = "indel"  # indel: fuzzywuzzy with python-Levenshtein; difflib: without it
@@ -138,6 +138,10 @@ class LongBench(TextCutBenchmark):
             template(data.name, self.path, self.wording, key)
         if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.selection()):
             qa.words_zh("")  # raises before a model is loaded if jieba is missing
+
+    def wording_texts(self) -> Record:
+        names = [data.name for data in self.selection()]
+        return {name: template(name, self.path, self.wording, self.label)[0] for name in names}
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         return examples(path, *template(data.name, self.path, self.wording), data)

@@ -77,6 +77,9 @@ class ManyShot(TextCutBenchmark):
             if path.name == TEST:
                 local_files.find(self.path, (TRAIN,), key, SOURCE)
 
+    def wording_texts(self) -> Record:
+        return {"trec": self._template()[0]}
+
     def files(self, name: str) -> tuple[str, ...]:
         return f"{name}.jsonl", TEST
 

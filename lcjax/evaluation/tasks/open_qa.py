@@ -3,7 +3,7 @@
 CEPE (arXiv 2402.16617, section 4.2): two demonstrations, each with its best passage, then k
 passages, the question and the beginning of the answer; 25 tokens, up to a newline; exact match over
 all aliases. Files are those of CEPE or Contriever: JSONL with `question`, `answer` and `ctxs`, the
-passages with the best first, with or without a `score`. The wording is this library's own.
+passages with the best first, with or without a `score`. `wording` names a file with other prompts.
 
 The decoder of a model with a memory reads the demonstrations and the first ten passages, the memory
 each of the others as one chunk (`context: {decoder_passages: 10}` of a method). REPLUG reads the
@@ -16,7 +16,7 @@ them.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ import numpy as np
 from lcjax.errors import whole_numbers
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.retrieval import RetrieverSection
@@ -34,6 +34,7 @@ from lcjax.evaluation.statistics import at_longest
 from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
+from lcjax.evaluation.tasks.local_files import Wording
 
 PASSAGES = (0, 1, 5, 10, 15, 20, 30, 60)
 OWN_PASSAGES = (0, 1, 2, 3, *PASSAGES[2:])
@@ -50,7 +51,11 @@ _FILES = {
 }
 _TITLES = {"nq": "Natural Questions", "triviaqa": "TriviaQA", "popqa": "PopQA", "own": "Questions"}
 _FIELDS = ("question", "answer", "ctxs")
-_OMITTED = "\n\n... [The other passages are left out]"
+_TEXTS = local_files.library_prompts("open_qa")
+_PLACEHOLDERS = {
+    "instruction": "", "passage": "title? text", "untitled": "text", "question": "question",
+    "omitted": "",
+}  # fmt: skip
 
 
 _best = functools.partial(best_of, strip=True)
@@ -70,12 +75,12 @@ class _Row:
     line: int
     question: str
     answers: list[str]
-    passages: list[tuple[str, float | None]]  # and scores
+    passages: list[tuple[Any, float | None]]  # with title and text, and their scores
 
-    def text(self, count: int = 0, *, answered: bool = False) -> str:
+    def text(self, wording: Wording, count: int = 0, *, answered: bool = False) -> str:
         """The question after its best `count` passages, with its first answer if `answered`."""
-        text = f"Question: {self.question}\nAnswer:"
-        text = "\n\n".join([*(passage for passage, _ in self.passages[:count]), text])
+        passages = [_titled(wording, passage) for passage, _ in self.passages[:count]]
+        text = "\n\n".join([*passages, wording.fill("question", question=self.question)])
         return f"{text} {self.answers[0]}\n\n" if answered else text
 
 
@@ -92,6 +97,8 @@ class OpenQa(AnswerBenchmark):
     demonstrations: int = 2
     seed: int = 42  # of the demonstrations, and of the choice of max_examples questions
     retriever: RetrieverSection | None = None  # finds the passages; null: those of the files
+    # YAML file with instruction, passage, untitled, question and omitted; null: this library's own
+    wording: str | None = None
 
     def selection(self) -> list[DataSet]:
         chosen = super().selection()
@@ -104,10 +111,17 @@ class OpenQa(AnswerBenchmark):
         if self.retriever is not None:
             self.retriever.check(f"{key}.retriever")
         whole_numbers(key, self, 0, "demonstrations", "seed")
+        self.read_wording(key)
         for data in self.selection():
             if self.demonstrations:
                 folder, _, train = _FILES[data.group]
                 local_files.find(self.path, (f"{folder}/{train}",), key, SOURCE)
+
+    def read_wording(self, key: str) -> Wording:
+        return local_files.read_wording(self.wording, _TEXTS, _PLACEHOLDERS, key)
+
+    def wording_texts(self) -> Mapping[str, Any]:
+        return self.read_wording(self.label).section
 
     def files(self, name: str) -> tuple[str, ...]:
         folder, test, _ = _FILES[self.datasets[name].group]
@@ -115,22 +129,29 @@ class OpenQa(AnswerBenchmark):
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         rows, pool = corpus.once((self, path), lambda: self._rows(data.group, path))
-        count = _num_passages(data)
+        count, wording = _num_passages(data), self.read_wording(self.label)
         for row in rows:
             demos, passages = self._demonstrations(pool, row), row.passages[:count]
+            demo_texts = [demo.text(wording, min(count, 1), answered=True) for demo in demos]
+            passage_texts = [(f"{_titled(wording, p)}\n\n", score) for p, score in passages]
             segments = [
-                *(Segment("demo", demo.text(min(count, 1), answered=True)) for demo in demos),
-                *(Segment("passage", f"{text}\n\n", score=score) for text, score in passages),
-                Segment("question", row.text()),
+                Segment("instruction", wording.texts["instruction"]),
+                *(Segment("demo", text) for text in demo_texts),
+                *(Segment("passage", text, score=score) for text, score in passage_texts),
+                Segment("question", row.text(wording)),
             ]
-            fields = {"line": row.line, "wording": OWN_WORDING}
+            fields = {"line": row.line, **wording.fields}
             fields |= {"passages": len(passages), "question": row.question}
+            fields |= {"omitted": wording.texts["omitted"]}
             yield Example(segments, row.answers, fields)
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Adds a line if the last passages will be cut."""
         example = super().prepare(example, data, tokenizer, length)
-        return self.mark_cut(example, _OMITTED, tokenizer, length)
+        fields = dict(example.fields)
+        mark = "\n\n" + fields.pop("omitted")
+        example = self.mark_cut(example, mark, tokenizer, length)
+        return dataclasses.replace(example, fields=fields)
 
     def summarise(self, records: Records) -> Record:
         further = [name for name in _SCORES if name != "exact_match"]
@@ -184,7 +205,7 @@ class OpenQa(AnswerBenchmark):
         """`rows` with the passages that the retriever finds."""
         results = self.retriever.search([row.question for row in rows], count)
         return [
-            dataclasses.replace(row, passages=[(_titled(h.passage), h.score) for h in hits])
+            dataclasses.replace(row, passages=[(hit.passage, hit.score) for hit in hits])
             for row, hits in zip(rows, results, strict=True)
         ]
 
@@ -223,13 +244,14 @@ def _has_text(passage) -> bool:
     return isinstance(passage, dict) and isinstance(passage.get("text"), str)
 
 
-def _passage(passage: dict) -> tuple[str, float | None]:
-    """The text of a passage after its title, and its score."""
-    text = _titled(SimpleNamespace(**{"title": None, **passage}))
+def _passage(passage: dict) -> tuple[SimpleNamespace, float | None]:
+    """A passage with title and text, and its score."""
+    text = SimpleNamespace(title=passage.get("title"), text=passage["text"])
     return text, local_files.parse_score(passage.get("score"))
 
 
-def _titled(passage: Any) -> str:
+def _titled(wording: Wording, passage: Any) -> str:
     """The text of a passage after its title."""
-    title = f" ({passage.title})" if passage.title else ""
-    return f"Passage{title}: {passage.text}"
+    if not passage.title:
+        return wording.fill("untitled", text=passage.text)
+    return wording.fill("passage", title=str(passage.title), text=passage.text)

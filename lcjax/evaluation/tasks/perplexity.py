@@ -325,7 +325,9 @@ class Perplexity(Task):
         return start_token(tokenizer, self.bos)
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
-        if self.protocol == "stream_sink" and model.config.pattern.cache_window() is None:
+        if self.protocol == "stream_sink" and None in (
+            pattern.cache_window() for pattern in model.config.patterns
+        ):
             raise InputError(
                 f"tasks: {self.label} reads texts by a cache that forgets (stream_sink), and one of"
                 " the methods keeps every key; give it a pattern, such as {type: streaming, sinks:"

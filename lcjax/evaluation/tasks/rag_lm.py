@@ -15,11 +15,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
+from lcjax.config import to_data_path
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt, Span
@@ -54,17 +54,20 @@ class RagLm(Task):
     There is no BOS, as texts are from the middle of documents.
     """
 
-    needs_data: ClassVar[bool] = False
     metric: ClassVar[Metric] = Metric(
         "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2
     )
 
-    path: str = ""  # the JSONL file
+    path: str = ""  # the JSONL file; empty, with a retriever: beginnings of the run's `data`
     decoder: int = 2048  # tokens of the text
     scored: int = 1792  # of these at the end
     chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
     max_examples: int | None = None  # texts, the first ones; null: all
     retriever: RetrieverSection | None = None  # finds the chunks; null: those of the file
+
+    @property
+    def needs_data(self) -> bool:
+        return not self.path
 
     @property
     def _windows(self) -> Perplexity:
@@ -87,7 +90,8 @@ class RagLm(Task):
                 )
         if self.retriever is not None:
             self.retriever.check(f"{key}.retriever")
-        if not Path(self.path).is_file():
+        from_data = self.needs_data and self.retriever is not None
+        if not from_data and not to_data_path(self.path).is_file():
             raise InputError(f"{key}.path={self.path!r} is no file; give {SOURCE}")
 
     def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
@@ -113,24 +117,17 @@ class RagLm(Task):
 
     def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         num_chunks = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
-        reason = f"{self.path} has texts of {self.decoder} tokens with up to {num_chunks} chunks"
+        where = self.path or "data"
+        reason = f"{where} has texts of {self.decoder} tokens with up to {num_chunks} chunks"
         return self.decoder + num_chunks * self.chunk, reason
 
     def _texts(self, corpus: TokenizedCorpus) -> list[Text]:
-        return corpus.once(self, lambda: list(self._read(corpus.tokenizer)))
+        return corpus.once(self, lambda: list(self._read(corpus)))
 
-    def _read(self, tokenizer) -> Iterator[Text]:
-        def parse(line: int, row: dict) -> Text:
-            text = _ids(row, "input_ids", tokenizer)[: self.decoder]
-            chunks = _list(row["chunks"]) if self.retriever is None else []
-            if len(text) < self.decoder:
-                raise ValueError(f"has {len(text)} tokens of text, {self.decoder} are read")
-            return line, str(row.get("domain", "text")), text, self._whole(chunks, tokenizer)
-
-        fields = ("chunks",) if self.retriever is None else ()
-        texts = itertools.islice(
-            local_files.rows(Path(self.path), fields, parse), self.max_examples
-        )
+    def _read(self, corpus: TokenizedCorpus) -> Iterator[Text]:
+        tokenizer = corpus.tokenizer
+        texts = self._of_file(tokenizer) if self.path else self._of_data(corpus)
+        texts = itertools.islice(texts, self.max_examples)
         if self.retriever is None:
             yield from texts
             return
@@ -140,6 +137,21 @@ class RagLm(Task):
         for text, hits in zip(texts, self.retriever.search(queries), strict=True):
             chunks = [{"text": hit.passage.text, "score": hit.score} for hit in hits]
             yield *text[:-1], self._whole(chunks, tokenizer)
+
+    def _of_file(self, tokenizer) -> Iterator[Text]:
+        def parse(line: int, row: dict) -> Text:
+            text = _ids(row, "input_ids", tokenizer)[: self.decoder]
+            chunks = _list(row["chunks"]) if self.retriever is None else []
+            if len(text) < self.decoder:
+                raise ValueError(f"has {len(text)} tokens of text, {self.decoder} are read")
+            return line, str(row.get("domain", "text")), text, self._whole(chunks, tokenizer)
+
+        fields = ("chunks",) if self.retriever is None else ()
+        return local_files.rows(to_data_path(self.path), fields, parse)
+
+    def _of_data(self, corpus: TokenizedCorpus) -> Iterator[Text]:
+        for number, document in enumerate(corpus.documents(self.decoder, self.max_examples)):
+            yield number, "text", document.tokens[: self.decoder], []
 
     def _whole(self, chunks: list, tokenizer) -> list[Chunk]:
         """The first tokens of `chunks` that have enough, the best last."""

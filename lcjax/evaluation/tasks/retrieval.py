@@ -8,9 +8,9 @@ niah: a sentence in essays, a needle in a haystack. The grid of Kamradt's test
   (LLMTest_NeedleInAHaystack), as Fu et al. (arXiv 2402.10171) and LCEG (arXiv 2409.12181) run it on
   base models.
 
-The wording is this library's own, and records name it. The length of a prompt counts everything:
-BOS, chat template, answer prefix and the tokens to be generated. Contexts are token ids without
-special tokens, so that no BOS marks what is hidden.
+The wording is this library's own or that of the file `wording`, and records name it. The length of
+a prompt counts everything: BOS, chat template, answer prefix and the tokens to be generated.
+Contexts are token ids without special tokens, so that no BOS marks what is hidden.
 """
 
 import abc
@@ -20,20 +20,21 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import plots
-from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
-from lcjax.evaluation.generation import OWN_WORDING, Example, GenerationTask
+from lcjax.evaluation.corpus import SentenceEnds, TokenizedCorpus, TokenizedDocument
+from lcjax.evaluation.generation import Example, GenerationTask
 from lcjax.evaluation.metrics import infinitebench, qa, rouge
 from lcjax.evaluation.prompt import PromptEncoder, Segment
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
 from lcjax.evaluation.tasks import local_files
+from lcjax.evaluation.tasks.local_files import Wording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,10 @@ class DepthTask(GenerationTask):
 
     depths: int = 10  # places of what is hidden, from the very beginning to the very end
     trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
+    wording: str | None = None  # YAML file with the texts of prompts; null: this library's own
+
+    # Placeholders that texts may have (`local_files.read_wording`).
+    placeholders: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
@@ -60,6 +65,21 @@ class DepthTask(GenerationTask):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 1, "depths", "trials")
+        self.read_wording(key)
+
+    def library_texts(self) -> Mapping[str, Any]:
+        """This library's own texts."""
+        return local_files.library_prompts(self.get_choice_name(type(self)))
+
+    def read_wording(self, key: str) -> Wording:
+        return local_files.read_wording(self.wording, self.library_texts(), self.placeholders, key)
+
+    def wording_texts(self) -> Mapping[str, Any]:
+        return self.read_wording(self.label).section
+
+    def cached_wording(self, corpus: TokenizedCorpus) -> Wording:
+        """The texts, read once for all examples."""
+        return corpus.once((DepthTask, self), lambda: self.read_wording(self.label))
 
     def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
         for index in range(self.depths):
@@ -67,7 +87,7 @@ class DepthTask(GenerationTask):
             for trial in range(self.trials):
                 seeds = (limits.seed, length, round(depth * 1e6), trial)
                 example = self.example_at(corpus, Placement(length, depth, seeds), limits)
-                fields = {"wording": OWN_WORDING, "depth": depth, "trial": trial}
+                fields = {**self.cached_wording(corpus).fields, "depth": depth, "trial": trial}
                 yield dataclasses.replace(example, fields={**fields, **example.fields})
 
     def insert_needle(
@@ -104,6 +124,10 @@ class DepthTask(GenerationTask):
         context = [*ids[:index], *needle, *ids[index:]]
         return frame(context), bare.start("context_doc") + index
 
+    def overall(self, cells: Records) -> float:
+        """The mean over the lengths, as LCEG's table 1 seems to have it."""
+        return float(np.mean([cell["value"] for cell in cells]))
+
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         title = f"{self.metric.heading}, {self.trials} trial{'s' * (self.trials > 1)} a cell"
         return [
@@ -126,6 +150,11 @@ class Passkey(DepthTask):
     repeat: int = 2  # how often the line states the key (2 in the published versions)
     match: str = "first_integer"  # first_integer (YaRN), first_digits (InfiniteBench), token_ids
 
+    placeholders: ClassVar[Mapping[str, str]] = {
+        "instruction": "", "question": "", "answer_prefix": "", "key_line": "key",
+        "key_repeat": "key", "filler": "",
+    }  # fmt: skip
+
     @property
     def metric(self) -> Metric:
         return Metric("accuracy", f"passkey accuracy ({self.match})", False, 2)
@@ -142,11 +171,12 @@ class Passkey(DepthTask):
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         rng = np.random.default_rng(placement.seeds)
         key = str(rng.integers(10_000, 100_000))
-        prompts = local_files.library_prompts("passkey")
-        filler = prompts["filler"]
+        wording = self.cached_wording(corpus)
+        filler = wording.texts["filler"]
         first = int(rng.integers(len(filler)))
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        text = (prompts["key_line"] + prompts["key_repeat"] * (self.repeat - 1)).format(key=key)
+        line, again = (wording.fill(name, key=key) for name in ("key_line", "key_repeat"))
+        text = line + again * (self.repeat - 1)
         needle = [
             *encode_mid_text(prompt_encoder.tokenizer, text),
             *encode_mid_text(prompt_encoder.tokenizer, "\n"),
@@ -164,7 +194,7 @@ class Passkey(DepthTask):
 
         min_tokens = 2 * max(map(len, sentences))
         segments, start = self.insert_needle(
-            prompt_encoder, _frame(prompts), needle, haystack, min_tokens, placement.length
+            prompt_encoder, _frame(wording.texts), needle, haystack, min_tokens, placement.length
         )
         fields = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
         return Example(segments, [key], fields)
@@ -236,19 +266,20 @@ class KvRetrieval(DepthTask):
 
     max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
 
+    placeholders: ClassVar[Mapping[str, str]] = {
+        "instruction": "", "question": "key", "answer_prefix": "key?"
+    }  # fmt: skip
+
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         tokenizer, length = corpus.tokenizer, placement.length
         rng = np.random.default_rng(placement.seeds)
         key, value = _uuid(rng), _uuid(rng)
         needle = f'\n "{key}": "{value}"'
         needle_tokens = len(encode_mid_text(tokenizer, f",{needle}"))
+        wording = self.cached_wording(corpus)
         instruction, *question = [
-            Segment(
-                "instruction",
-                "Here is a JSON object. You will be asked for the value of one of its keys.\n\n{",
-            ),
-            Segment("question", f'\n}}\n\nKey: "{key}"'),
-            Segment("answer_prefix", "\nThe value of this key is"),
+            Segment(name, wording.fill(name, key=key))
+            for name in ("instruction", "question", "answer_prefix")
         ]
         bare = self.prompt_encoder(tokenizer).prompt([instruction, *question])
         num_tokens = self.budget(length, self.max_new_tokens).left(bare) - needle_tokens
@@ -286,8 +317,7 @@ def _uuid(rng: np.random.Generator) -> str:
 class Haystack:
     """The documents of a corpus one after another, repeated if a length needs more.
 
-    They are tokenised once, without special tokens. As in Kamradt's test, a sentence ends with a
-    token that ends in . ! or ?
+    They are tokenised once, without special tokens.
     """
 
     MIN_TOKENS: ClassVar[int] = 32  # of a document
@@ -305,7 +335,7 @@ class Haystack:
         self._ids: list[int] = [
             int(token) for document in documents for token in (*document.tokens, *gap)
         ]
-        self._is_end: dict[int, bool] = {}  # by token
+        self._ends_sentence = SentenceEnds(self._tokenizer)
 
     def _documents(
         self, corpus: TokenizedCorpus, tokens: int, limit: int | None
@@ -337,12 +367,6 @@ class Haystack:
             index -= 1
         return index
 
-    def _ends_sentence(self, token: int) -> bool:
-        if token not in self._is_end:
-            text = self._tokenizer.decode(np.array([token])).rstrip("\"')\u201d\u2019")
-            self._is_end[token] = text.endswith((".", "!", "?"))
-        return self._is_end[token]
-
 
 _NEEDLE_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
 
@@ -356,11 +380,16 @@ class Niah(DepthTask):
     scoring_settings: ClassVar[tuple[str, ...]] = ("measure",)
 
     max_new_tokens: int = 50  # counted in the length, like everything else
-    # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
+    # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence.
+    # A file of `wording` replaces it, with {key} and {value} where those belong.
     needle: str = "random"
     # What tables show. value_match: the value stands in the answer; rouge1_f and word_recall: how
     # much of the needle's sentence does; word_recall_lceg: as LCEG counts words that stand twice
     measure: str = "value_match"
+
+    placeholders: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("instruction", "sentence", "question", "answer_prefix", "value"), "key? value?"
+    )
 
     @property
     def label(self) -> str:
@@ -375,8 +404,8 @@ class Niah(DepthTask):
         return self.measure
 
     def check(self, limits: Limits, key: str) -> None:
-        super().check(limits, key)
         one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
+        super().check(limits, key)
         one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
 
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
@@ -384,7 +413,8 @@ class Niah(DepthTask):
             (Haystack, limits),
             lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
         )
-        prompts = self._prompts(random.Random(f"niah {' '.join(map(str, placement.seeds))}"))
+        rng = random.Random(f"niah {' '.join(map(str, placement.seeds))}")
+        prompts = self._prompts(self.cached_wording(corpus), rng)
 
         def text(num_tokens: int) -> tuple[list[int], int]:
             ids = haystack.first(num_tokens)
@@ -402,13 +432,16 @@ class Niah(DepthTask):
         }
         return Example(segments, [prompts["value"]], fields)
 
-    def _prompts(self, rng: random.Random) -> dict[str, str]:
+    def library_texts(self) -> Mapping[str, str]:
+        library = local_files.library_prompts("niah")
+        return {"instruction": library["instruction"], **library[self.needle]}
+
+    def _prompts(self, wording: Wording, rng: random.Random) -> dict[str, str]:
         """The texts of a prompt, with the hidden sentence, and the value of a right answer."""
         library = local_files.library_prompts("niah")
         key = f"{rng.choice(library['colours'])} {rng.choice(library['places'])}"
         value = str(rng.randint(1_000_000, 9_999_999))
-        texts = {name: t.format(key=key, value=value) for name, t in library[self.needle].items()}
-        return {"instruction": library["instruction"], **texts}
+        return {name: wording.fill(name, key=key, value=value) for name in wording.texts}
 
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         needle = unit.fields["needle"]

@@ -2,25 +2,28 @@
 
 Rows may be ZeroSCROLLS' own, whose `input` is the official prompt with the indices of its parts, or
 those of SCROLLS, which has references for all of validation: a query, an empty line and the text.
-The latter get this library's own wording, with the text first. The end of a text that is too long
-is cut and replaced by the official line; CEPE cuts the beginning. Generation is greedy.
+The latter get this library's own wording, with the text first, or that of the file `wording`. The
+end of a text that is too long is cut and replaced by the official line; CEPE cuts the beginning.
+Generation is greedy, but CEPE's GovReport is drawn three times (`draws`).
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from lcjax.errors import one_of
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of, by_name
+from lcjax.evaluation.tasks.local_files import Wording
+from lcjax.generation.sampling import Sampling
 
 SOURCE = (
     "ZeroSCROLLS (Hugging Face: tau/zero_scrolls) or SCROLLS (tau/scrolls), a folder a task with"
@@ -28,7 +31,12 @@ SOURCE = (
 )
 _FIELDS = ("id", "input", "output")
 _INDEX_FIELDS = ("document_start_index", "document_end_index", "query_start_index")
-_SEPARATOR = "... [The rest of the text is left out]\n\n"
+_TEXTS = local_files.library_prompts("zeroscrolls")
+_PLACEHOLDERS = {
+    "gov_report": "context", "summ_screen_fd": "context", "qmsum": "context question",
+    "narrative_qa": "context question", "qasper": "context question",
+    "quality": "context question options", "omitted": "",
+}  # fmt: skip
 
 
 _best = functools.partial(best_of, strip=True)
@@ -47,6 +55,7 @@ _QA = {
     "exact_match": _best(qa.exact_match), **_ROUGE_L,
 }  # fmt: skip
 _LETTER = {"letter": _best(qa.letter_match), "letter_cepe": _best(qa.letter_match_cepe)}
+_NUCLEUS = Sampling(min_new_tokens=10, temperature=1.0, top_p=0.95)  # CEPE's GovReport
 # What CEPE's table shows instead of the first one.
 _CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
 _SETS = (
@@ -64,8 +73,7 @@ _SETS = (
 class ZeroScrolls(AnswerBenchmark):
     """Six tasks of ZeroSCROLLS; with `budget_rule=official` only the prompt counts.
 
-    CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`; its
-    GovReport was drawn from the nucleus 0.95, three times, which is not done here.
+    CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`, `draws=3`.
     """
 
     scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
@@ -75,7 +83,13 @@ class ZeroScrolls(AnswerBenchmark):
 
     split: str = "validation"  # references of the official test split are private
     keep: str = "head"  # of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
+    # Answers to each report of GovReport, drawn from the nucleus of 0.95 at temperature 1, of which
+    # the mean counts; 0: one greedy answer
+    draws: int = 0
     flavour: str = "zeroscrolls"  # which scores tables show; cepe: F1 with its rule, ROUGE-L
+    # YAML file with a prompt for each task, and the line `omitted`, for rows of SCROLLS; null: this
+    # library's own
+    wording: str | None = None
 
     @property
     def cut(self) -> str:
@@ -85,15 +99,29 @@ class ZeroScrolls(AnswerBenchmark):
         return f"{name}/{self.split}.jsonl", f"{name}_{self.split}.jsonl", f"{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
+        whole_numbers(key, self, 0, "draws")
         one_of(f"{key}.keep", self.keep, ("head", "tail"))
         one_of(f"{key}.flavour", self.flavour, ("zeroscrolls", "cepe"))
         super().check(limits, key)
+        self.read_wording(key)
+
+    def read_wording(self, key: str) -> Wording:
+        needed = [data.name for data in self.selection()] + ["omitted"] * (self.keep == "head")
+        return local_files.read_wording(self.wording, _TEXTS, _PLACEHOLDERS, key, needed=needed)
+
+    def wording_texts(self) -> Mapping[str, Any]:
+        return self.read_wording(self.label).section
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         """Yields one example per id; rows with the same id hold several references."""
         examples: dict[str, Example] = {}
-        parse = functools.partial(_example, data.name)
+        parse = functools.partial(_example, data.name, self.read_wording(self.label))
         for example in local_files.rows(path, _FIELDS, parse):
+            if self.wording is not None and example.fields["wording"] != self.wording:
+                raise InputError(
+                    f"{self.label}.wording={self.wording}: rows of {path} are ZeroSCROLLS' own,"
+                    " whose input is the official prompt; take SCROLLS' rows, or leave wording out"
+                )
             first = examples.setdefault(example.fields["id"], example)
             references = dict.fromkeys([*first.references, *example.references])
             examples[example.fields["id"]] = dataclasses.replace(first, references=list(references))
@@ -108,18 +136,34 @@ class ZeroScrolls(AnswerBenchmark):
             example = self.mark_cut(example, separator, tokenizer, length)
         return dataclasses.replace(example, fields=fields)
 
+    def examples_of(
+        self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits
+    ) -> Iterator[Example]:
+        """Yields each report of GovReport as often as `draws` says, each time with another seed."""
+        draws = self.draws if data.name == "gov_report" else 0
+        for example in super().examples_of(data, corpus, length, limits):
+            if not draws:
+                yield example
+            for draw in range(draws):
+                least = min(_NUCLEUS.min_new_tokens, example.max_new_tokens)
+                seed = limits.seed + draw
+                sampling = dataclasses.replace(_NUCLEUS, min_new_tokens=least, seed=seed)
+                fields = {**example.fields, "draw": draw, "document": example.fields["id"]}
+                yield dataclasses.replace(example, fields=fields, sampling=sampling)
+
     def scoring(self, data: DataSet) -> DataSet:
         main_score = next(iter(data.scores))
         return data.with_main_score(_CEPE[main_score]) if self.flavour == "cepe" else data
 
 
-def _example(name: str, line: int, row: dict) -> Example:
+def _example(name: str, wording: Wording, line: int, row: dict) -> Example:
     """Parses a row of either form; raises ValueError with what is wrong."""
-    separator = row.get("truncation_seperator") or _SEPARATOR
+    omitted = wording.texts.get("omitted", _TEXTS["omitted"])
+    separator = row.get("truncation_seperator") or f"{omitted}\n\n"
     for field, value in (*((f, row[f]) for f in _FIELDS), ("truncation_seperator", separator)):
         if not isinstance(value, str):
             raise ValueError(f"has {field}={value!r}, no text")
-    fields = {"id": row["id"], "line": line, "wording": OWN_WORDING, "separator": separator}
+    fields = {"id": row["id"], "line": line, "separator": separator}
     if any(field in row for field in _INDEX_FIELDS):
         text, indices = row["input"], [row.get(field) for field in _INDEX_FIELDS]
         if not all(isinstance(i, int) for i in indices) or not 0 <= indices[0] <= indices[1]:
@@ -133,8 +177,8 @@ def _example(name: str, line: int, row: dict) -> Example:
         segments = [Segment(kind, part) for kind, part in parts.items() if part]
         return Example(segments, [row["output"]], {**fields, "wording": "official (its input)"})
     values, answer = _template_values(row, name)
-    template = local_files.library_prompts("zeroscrolls")[name]
-    fields |= local_files.template_fields(template, OWN_WORDING)
+    template = wording.texts[name]
+    fields |= local_files.template_fields(template, wording.source)
     return Example(local_files.fill_template(template, values), [answer], fields)
 
 

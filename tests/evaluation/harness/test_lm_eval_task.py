@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from evaluation_support import BigramModel, only_the_run, token_loss
 
-from lcjax.attention import Causal, VerticalSlash
+from lcjax.attention import VerticalSlash
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
 from lcjax.evaluation import cli as command
@@ -231,9 +231,7 @@ def test_what_a_model_cannot_answer_is_refused_before_it_is_asked_anything(
     task, tmp_path, config, message
 ):
     model = Model(trained=LENGTH)
-    settings = {"check_length": lambda length: None, "max_length": LENGTH}
-    settings |= {"memory": None, "pattern": Causal(), "position": "rope", **config}
-    model.config = types.SimpleNamespace(**settings)
+    model.config = model.config.replace(**config)
     model.with_method = lambda **changes: model
     with pytest.raises(InputError, match=message):
         run(run_of(task, tmp_path), load=lambda section: model)

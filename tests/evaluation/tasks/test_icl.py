@@ -113,7 +113,8 @@ def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(
     asked, task = [], Icl(path=write(tmp_path, count=1), tasks=("sst2",), shots=4)
     (unit,) = plan(task)
     model = Beside()
-    model.config.memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
+    memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
+    model.config = types.SimpleNamespace(max_length=32, memory=memory)
     task.score(SplitModel(model, ContextSplit(decoder=64, chunk=32), 64, 32), [unit], 1)
     (read, beside), bare = asked
     assert beside + read == TOKENIZER.decode(unit.tokens) and bare == ("", "")
@@ -136,7 +137,8 @@ def test_two_demonstrations_stay_with_the_decoder_and_others_are_chunks_of_the_c
     (unit,) = plan(Icl(path=path, tasks=("sst2",), shots=2, context_shots=further))
     assert (unit.fields["shots"], unit.fields["context_shots"]) == (2, further)
     model = Beside()
-    model.config.memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
+    memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
+    model.config = types.SimpleNamespace(max_length=32, memory=memory)
     Icl(path=path).score(SplitModel(model, ContextSplit(), 4000, 32), [unit], 1)
     (read, beside), _ = asked
     (alone,) = plan(Icl(path=path, tasks=("sst2",), shots=2))
@@ -162,6 +164,26 @@ def test_demonstrations_are_balanced_and_drawn_for_every_text(tmp_path):
     assert len({text.rpartition("Text:")[0] for text in texts}) > 1
     again = plan(Icl(path=path, tasks=("banking77",), shots=6))
     assert [u.digest for u in units] == [u.digest for u in again]
+
+
+def test_the_mean_over_seeds_has_the_texts_and_demonstrations_of_each_seed_alone(tmp_path):
+    path = write(tmp_path, count=20)
+    options = {"path": path, "tasks": ("sst2",), "shots": 3, "max_examples": 5, "order": "first"}
+    units = plan(Icl(**options, seeds=3))
+    expected = [unit for seed in (42, 43, 44) for unit in plan(Icl(**options, seed=seed))]
+    assert [unit.tokens.tolist() for unit in units] == [u.tokens.tolist() for u in expected]
+    assert [unit.fields["seed"] for unit in units] == [42] * 5 + [43] * 5 + [44] * 5
+    assert len({unit.digest for unit in units}) > 5, "other demonstrations for each seed"
+    rng, task = np.random.default_rng(0), Icl(**options, seeds=3)
+    records = [
+        {**unit.fields, "method": "m", "answer": "a", "truncated": 0, "correct": correct,
+         "scores": dict.fromkeys(SCORES, correct)}
+        for unit, correct in zip(units, rng.integers(0, 2, 15).astype(float))
+    ]  # fmt: skip
+    means = [np.mean([r["correct"] for r in records[i : i + 5]]) for i in (0, 5, 10)]
+    cell = task.summarise(records)
+    assert cell["value"] == pytest.approx(np.mean(means))
+    assert cell["sst2:deviation"] == pytest.approx(np.std(means))
 
 
 def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):

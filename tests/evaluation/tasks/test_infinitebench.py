@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, scored
 
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.infinitebench import GENERATED, InfiniteBench
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
+from lcjax.generation.language_model import LanguageModel
 
 OPTIONS = ["get_a", "get_b", "get_c", "get_d"]
 # An example's fields, a right answer and a wrong one, by task.
@@ -301,6 +303,26 @@ def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
         for record, name in zip(scored(shown, plan(shown), answers), names):
             assert record["correct"] == record["scores"][name]
     assert scored(task, plan(task), answers)[0]["correct"] == 0
+
+
+def test_answers_to_reports_are_drawn_from_the_nucleus_and_their_mean_counts(tmp_path):
+    task = ZeroScrolls(
+        path=scrolls(tmp_path), tasks=("qasper", "gov_report"), draws=3, max_new_tokens=12
+    )
+    greedy, *drawn = plan(task, 1000)
+    assert len(greedy.shape) == 3 and [unit.fields["draw"] for unit in drawn] == [0, 1, 2]
+    assert len({unit.digest for unit in drawn}) == 1
+    samplings = [unit.shape[3] for unit in drawn]
+    assert [(s.temperature, s.top_p, s.min_new_tokens, s.seed) for s in samplings] == [
+        (1.0, 0.95, 10, seed) for seed in (0, 1, 2)
+    ]
+    model = LanguageModel.load(ModelSection(preset="tiny"))
+    answers = [task.score(model, [unit], 1)[0]["answer"] for unit in drawn]
+    assert len(set(answers)) == 3
+    # Neither the size of a batch nor the other texts in it change a draw.
+    assert answers == [task.score(model, [unit, unit], 3)[1]["answer"] for unit in drawn]
+    records = scored(task, drawn, ["a bird sat down", "cow", "cow"])
+    assert task.summarise(records)["gov_report"] == pytest.approx(1 / 3)
 
 
 def official(folder: Path, **fields) -> str:

@@ -111,7 +111,7 @@ class Forgetful(BigramModel):
 
     def __init__(self, pattern):
         super().__init__()
-        self.config.pattern = pattern
+        self.config = self.config.replace(pattern=pattern)
 
     def seen(self, length):
         at = jnp.arange(length)

@@ -115,6 +115,14 @@ def test_a_retriever_finds_chunks_for_what_stands_before_the_scored_tokens(tmp_p
     assert TOKENIZER.decode(unit.tokens) == "1234wxyzabcdefghijkl"
     assert [passage.score for passage in unit.payload.passages] == [1.0, 2.0]
     assert short.payload.passages == ()
+    # Without a file, texts are the beginnings of the run's documents.
+    own = dataclasses.replace(task, path="")
+    documents = [("short", "abc"), ("one", "abcdefghijklmnop"), ("two", "ABCDEFGHIJKLMNOP")]
+    _, (first, second) = plan_at(own, (12, 20), documents)
+    assert own.needs_data and not task.needs_data
+    assert asked[1:] == [(["abcd", "ABCD"], 7)]
+    assert first.tokens.tolist() == unit.tokens.tolist()
+    assert TOKENIZER.decode(second.tokens) == "1234wxyzABCDEFGHIJKL"
 
 
 def test_domains_count_alike_and_texts_are_tokenised(tmp_path):

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
-from lcjax.errors import InputError
+from lcjax.config import to_data_path
+from lcjax.errors import InputError, install_command
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
@@ -90,7 +91,7 @@ def read_wording(benchmark: str | None, key: str) -> Wording:
     if benchmark is None:
         templates = {family: tuple(texts) for family, texts in library.items()}
         return Wording(templates, **library_prompts("ruler_haystack"), source=OWN_WORDING)
-    root = Path(benchmark)
+    root = to_data_path(benchmark)
     for folder in _FOLDERS:
         constants, niah = root / folder / "constants.py", root / folder / "niah.py"
         if constants.is_file() and niah.is_file():
@@ -145,12 +146,12 @@ def read_words(path: str | None, key: str) -> WordList:
         spec = importlib.util.find_spec("wonderwords")
         if spec is None or spec.origin is None:
             raise InputError(
-                f"{key}=null, and wonderwords is not installed: pip install wonderwords, or name a"
-                " file with one word a line"
+                f"{key}=null, and wonderwords is not installed: {install_command('ruler')}, or name"
+                " a file with one word a line"
             )
         name = f"wonderwords {importlib.metadata.version('wonderwords')}"
         return _word_lists(Path(spec.origin).parent / "assets", key, name)
-    root = Path(path)
+    root = to_data_path(path)
     if root.is_dir():
         return _word_lists(root, key, root.name)
     if not root.is_file():
@@ -236,10 +237,10 @@ def read_questions(path: str | None, name: str, key: str) -> tuple[list[Question
     source = _QA_FILES[name]
     if path is None:
         raise InputError(f"{key}=null, which is needed here: name {source}")
-    if not Path(path).is_file():
+    if not to_data_path(path).is_file():
         raise InputError(f"{key}={path} is no file; it is {source}")
     try:
-        data = parse_json(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(to_data_path(path).read_text(encoding="utf-8"))
         questions, documents = (_squad if name == "squad" else _hotpotqa)(data)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{key}={path} is not {source} ({error!r:.60})") from None

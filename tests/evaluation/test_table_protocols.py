@@ -1,0 +1,234 @@
+"""Tables of CEPE, SharedLLM and E2-LLM: who reads and scores what, built again from the papers."""
+
+import dataclasses
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+from evaluation_support import BigramModel, ByteTokenizer, token_loss
+
+from lcjax.evaluation import reproduce
+from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.split import ContextSplit, SplitModel
+from lcjax.evaluation.task import Limits
+from lcjax.generation.sampling import Sampling
+
+TOKENIZER = ByteTokenizer()
+
+
+def config(table):
+    return reproduce.config_at(table, "paper")
+
+
+def task_of(table, label, **changes):
+    (task,) = (task for task in config(table).tasks if task.label == label)
+    return dataclasses.replace(task, **changes)
+
+
+def plan(task, length):
+    limits = Limits((length,))
+    task.check(limits, "tasks.0")
+    return task.plan(TokenizedCorpus((), TOKENIZER), length, limits)
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def context_of(table, method, length):
+    """(chunks, tokens of a chunk, tokens of the decoder) of a row of a table."""
+    memory = types.SimpleNamespace(
+        max_chunk_size=10**6, default_chunk_size=256, is_prefix=False, check_chunk=lambda *_: None
+    )
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_length=4096, memory=memory))
+    (row,) = (row for row in config(table).methods if row.name == method)
+    split = row.context or ContextSplit()
+    return *split.context(model, length), split.tokens(model, length)
+
+
+@pytest.mark.parametrize(
+    ("table", "method", "expected"),
+    [
+        ("cepe/table1", "cepe",
+         [(8, 256, 2048), (16, 256, 4096), (112, 256, 4096), (496, 256, 4096)]),
+        ("cepe/table4", "ceped", [(0, 256, 2048), (8, 256, 2048), (24, 256, 2048), (56, 256, 2048),
+                                  (120, 256, 2048)]),
+        ("sharedllm/table2", "shared_llm",
+         [(2, 1024, 2048), (4, 1024, 4096), (28, 1024, 4096), (124, 1024, 4096)]),
+        ("sharedllm/table1", "shared_llm",
+         [(4, 512, 2048), (24, 512, 4096), (56, 512, 4096), (192, 512, 4096)]),
+        ("sharedllm/table5", "beta_1", [(28, 1024, 4096)]),
+        ("sharedllm/table11_to_14", "m_8", [(4, 1024, 4096)]),
+    ],
+)  # fmt: skip
+def test_windows_are_divided_between_decoder_and_chunks_as_in_the_papers(table, method, expected):
+    lengths = config(table).lengths
+    assert [context_of(table, method, length) for length in lengths] == expected
+    totals = [chunks * size + decoder for chunks, size, decoder in expected]
+    assert totals == list(lengths)
+
+
+def test_cepes_table_2_scores_the_last_1792_of_2048_tokens_after_the_best_chunks(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "domain": domain, "input_ids": rng.integers(1, 257, 2100).tolist(),
+            "chunks": [
+                {"ids": rng.integers(1, 257, 300).tolist(), "score": float(score)}
+                for score in rng.permutation(50)
+            ],
+        }
+        for domain in ("book", "book", "wikipedia")
+    ]  # fmt: skip
+    write(tmp_path / "rows.jsonl", rows)
+    task = task_of("cepe/table2", "rag_lm", path=str(tmp_path / "rows.jsonl"))
+    lengths = config("cepe/table2").lengths
+    assert [(length - 2048) / 256 for length in lengths] == [0, 8, 20, 50]
+    for length, count in ((2048, 0), (4096, 8)):
+        units, losses = plan(task, length), {"book": [], "wikipedia": []}
+        for unit, row in zip(units, rows, strict=True):
+            best = sorted(row["chunks"], key=lambda chunk: chunk["score"])[50 - count :]
+            tokens = [t for chunk in best for t in chunk["ids"][:256]] + row["input_ids"][:2048]
+            assert unit.tokens.tolist() == tokens
+            scored = range(length - 1792, length)
+            losses[row["domain"]].append(
+                np.mean([token_loss(tokens[:place], tokens[place]) for place in scored])
+            )
+        records = [task.score(BigramModel(), [unit], 1)[0] for unit in units]
+        cell = task.summarise([{**u.fields, **r} for u, r in zip(units, records)])
+        expected = np.mean([math.exp(np.mean(values)) for values in losses.values()])
+        assert cell["value"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("label", "count"), [("icl_2", 2), ("icl_20", 20), ("icl_40", 40)])
+def test_cepes_table_3_has_balanced_demonstrations_of_three_seeds(tmp_path, label, count):
+    names = ("negative", "positive")
+    train = [{"text": f"train {i}", "label": names[i % 2]} for i in range(50)]
+    test = [{"text": f"test {i}", "label": names[i // 150]} for i in range(300)]
+    write(tmp_path / "sst2" / "train.jsonl", train)
+    write(tmp_path / "sst2" / "validation.jsonl", test)
+    units = plan(task_of("cepe/table3", label, path=str(tmp_path), tasks=("sst2",)), 8192)
+    assert [unit.fields["seed"] for unit in units] == [42] * 250 + [43] * 250 + [44] * 250
+    labels = {row["text"]: row["label"] for row in train}
+    seen = set()
+    for index, unit in enumerate(units):
+        text = TOKENIZER.decode(unit.tokens)
+        *demos, question = text.split("\n\n")
+        assert question == f"Sentence: test {index % 250}\nSentiment:"
+        pairs = [demo.removeprefix("Sentence: ").split("\nSentiment: ") for demo in demos]
+        assert len(pairs) == count and all(labels[text] == label for text, label in pairs)
+        assert len({text for text, _ in pairs}) == count
+        # Each round has a demonstration of either class; those of the decoder are the first round.
+        decoder = pairs[-2:]
+        assert sorted(label for _, label in decoder) == sorted(names)
+        assert sum(label == "positive" for _, label in pairs) == count / 2
+        assert len(unit.payload.passages) == count - 2
+        seen.add(tuple(text for text, _ in pairs))
+    assert len(seen) > 500, "demonstrations are drawn for every text and seed"
+
+
+class Noting:
+    """A model with CEPE's chunks that notes what its decoder and its encoder read."""
+
+    def __init__(self):
+        memory = types.SimpleNamespace(is_prefix=False, by_chunk=False)
+        self.config = types.SimpleNamespace(max_length=4096, memory=memory)
+        self.tokenizer, self.read = TOKENIZER, []
+
+    def encode_contexts(self, contexts, chunk):
+        return contexts
+
+    def generate(self, prompts, sampling, *, context):
+        self.read.append((prompts, context))
+        return [""] * len(prompts)
+
+
+def test_cepes_table_4_keeps_the_end_of_texts_and_the_encoder_reads_what_the_decoder_does_not(
+    tmp_path,
+):
+    text = "".join(f"Sentence {i}. " for i in range(300)).strip()
+    row = {"id": "q", "pid": "q_0", "output": "it"}
+    write(tmp_path / "qasper.jsonl", [{**row, "input": f"What is it?\n\n{text}"}])
+    write(tmp_path / "gov_report.jsonl", [{**row, "input": text}])
+    names = ("qasper", "gov_report")
+    task = task_of("cepe/table4", "zeroscrolls", path=str(tmp_path), tasks=names)
+    assert (task.max_examples, task.flavour) == (500, "cepe")
+    short, *drawn = plan(task, 3000)
+    assert [unit.shape[3].seed for unit in drawn] == [0, 1, 2]
+    assert {(u.shape[3].top_p, u.shape[3].temperature) for u in drawn} == {(0.95, 1.0)}
+    assert (short.fields["max_new_tokens"], drawn[0].fields["max_new_tokens"]) == (50, 1024)
+    instruction = (
+        "You are given a scientific article and a question. Answer the question as concisely as you"
+        " can, using a single phrase or sentence if possible. If the question cannot be answered"
+        ' based on the information in the article, write "unanswerable". If the question is a'
+        ' yes/no question, answer "yes", "no", or "unanswerable".'
+    )
+    head, tail = "Article:\n", f"\n\n{instruction}\n\nQuestion:\nWhat is it?\n\nAnswer:\n"
+    room = 3000 - 50 - 1 - len(head) - len(tail)  # BOS counts
+    assert TOKENIZER.decode(short.tokens) == head + text[-room:] + tail
+    # The decoder's 2,048 tokens hold the answer; the beginning of the text goes to the encoder.
+    noting = Noting()
+    model = SplitModel(noting, ContextSplit(decoder=2048, chunk=256), 2048, 256)
+    model = model.with_movable([short.payload.movable], [()])
+    model.generate([short.tokens.tolist()], Sampling(max_new_tokens=50))
+    ((prompt,), (chunks,)), moved = noting.read[0], 3000 - 2048
+    assert len(prompt) == 2048 - 50
+    assert TOKENIZER.decode(prompt) == head + text[-room:][moved:] + tail
+    assert "".join(map(TOKENIZER.decode, chunks)) == text[-room:][:moved]
+    assert [len(chunk) for chunk in chunks] == [moved % 256, 256, 256, 256]
+
+
+def test_sharedllms_longbench_has_five_categories_of_fourteen_sets_and_31500_tokens():
+    (task,) = config("sharedllm/table3").tasks
+    (length,) = config("sharedllm/table3").lengths
+    sets = task.selection()
+    assert length - task.reserve == 31_500 and task.template == "none" and len(sets) == 14
+    groups = {}
+    for data in sets:
+        groups.setdefault(data.group, []).append(data.name)
+    assert [len(names) for names in groups.values()] == [3, 3, 3, 3, 2]
+    rng = np.random.default_rng(0)
+    records = [
+        {"dataset": data.name, "correct": float(correct), "answer": "a", "truncated": 0}
+        for data in sets
+        for correct in rng.random(rng.integers(1, 5))
+    ]
+    means = {
+        group: np.mean(
+            [np.mean([r["correct"] for r in records if r["dataset"] == name]) for name in names]
+        )
+        for group, names in groups.items()
+    }
+    cell = task.summarise(records)
+    (table,) = config("sharedllm/table3").published
+    assert [cell[field] for field in table.fields] == pytest.approx(list(means.values()))
+    assert cell["value"] == pytest.approx(np.mean(list(means.values())))
+    ablations = config("sharedllm/table5_longbench").tasks[0]
+    assert [data.name for data in ablations.selection()] == groups["multi_doc_qa"]
+    assert ablations.reserve == task.reserve
+
+
+def test_sharedllms_passkeys_are_ten_a_length_and_compare_tokens():
+    (task,) = config("sharedllm/table10").tasks
+    units = plan(task, 4096)
+    assert [round(unit.fields["depth"], 3) for unit in units] == [
+        round(i / 9, 3) for i in range(10)
+    ]
+    assert {len(unit.tokens) + task.max_new_tokens for unit in units} == {4096}
+    scores = task.score_answer(
+        " 12345", dataclasses.replace(units[0], fields={"key": "12346"}), TOKENIZER
+    )
+    assert not scores[task.main_score] and task.main_score == "token_ids"
+
+
+@pytest.mark.parametrize("table", ["e2llm/table4", "e2llm/table5", "e2llm/figure4"])
+def test_e2llms_longbench_is_a_plain_mean_over_fourteen_and_four_sets(table):
+    english, chinese, text = config(table).tasks
+    assert [len(task.selection()) for task in (english, chinese)] == [14, 4]
+    groups = {data.group for data in (*english.selection(), *chinese.selection())}
+    assert "synthetic" not in groups and {english.aggregate, chinese.aggregate} == {"flat"}
+    assert (text.protocol, config(table).stride, text.first_documents) == ("slide_press", 256, 128)
+    assert all(method.rope.factor == 8 for method in config(table).methods)

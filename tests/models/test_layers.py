@@ -1,0 +1,238 @@
+"""Layers that differ in pattern or rope compute what a stack of their own blocks does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_lm import text
+
+from lcjax.attention import Causal, Landmark, LMInfinite, Longformer, Sliding, SparseTransformer
+from lcjax.errors import InputError
+from lcjax.memory import BeaconSection, SharedLlmSection
+from lcjax.models import Decoder, LayerKind, layer_groups, preset
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import SequentialBlock, random_params
+from lcjax.models.layers import Context, Norm
+from lcjax.rope import Clex, Default, DynamicNTK, NoRotation, Yarn, stack_rotations
+
+SIX = preset("tiny").replace(num_layers=6, width=32, mlp_width=48, head_dim=8)
+LOCAL = Sliding(window=5)
+DENSE = SparseTransformer(stride=4)
+MIXES = {
+    # GPT-3: dense and locally banded sparse layers in turn.
+    "gpt3": (LayerKind(), LayerKind(pattern=DENSE)),
+    "longformer": tuple(LayerKind(2, Longformer(window)) for window in (3, 6, 12)),
+    # Gemma 3: the local layers fix window and base.
+    "two bases": (LayerKind(2, LOCAL, Default(theta=100.0)), LayerKind()),
+    "no positions": (LayerKind(3), LayerKind(rope=NoRotation())),
+    "moved keys": (LayerKind(pattern=LMInfinite(window=6, sinks=2)), LayerKind(2)),
+}
+EVERY = pytest.mark.parametrize("layers", MIXES.values(), ids=MIXES)
+
+
+def mixed(layers, **changes):
+    return SIX.replace(layers=layers, **changes)
+
+
+@functools.cache
+def params():
+    """Of layers one by one, with weights large enough that patterns matter."""
+    apart = random_params(SIX.replace(scan_layers=False), 0)
+    return jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, apart)
+
+
+def close(x, y, atol=2e-5):
+    np.testing.assert_allclose(x, y, atol=atol, rtol=1e-4)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def hidden_states(config, params, tokens, rotation=None, segments=None):
+    options = {"rotation": rotation, "segments": segments}
+    return Decoder(config).apply({"params": params}, tokens, **options)[0]
+
+
+@EVERY
+def test_a_mixed_model_is_the_stack_of_its_blocks(layers):
+    config, tokens = mixed(layers), text(0, 2, 24)
+    x = params()["embed"]["embedding"][tokens]
+    positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
+    cycle = [kind for kind in layers for _ in range(kind.repeat)]
+    for index in range(6):
+        kind = cycle[index % len(cycle)]
+        own = SIX.replace(pattern=kind.pattern or Causal(), rope=kind.rope or SIX.rope)
+        context = Context(positions, None, own.rope.rotation(8, 24))
+        x, _ = SequentialBlock(own).apply({"params": params()[f"layers_{index}"]}, x, context, None)
+    expected = Norm(SIX).apply({"params": params()["final_norm"]}, x)
+    close(hidden_states(config, params(), tokens), expected)
+    assert (
+        np.abs(expected - hidden_states(SIX.replace(scan_layers=False), params(), tokens)).max()
+        > 0.1
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"pattern": LOCAL}, {"rope": Default(theta=100.0)}], ids=str
+)
+def test_layers_of_one_kind_are_the_model_of_that_kind_bit_by_bit(fields):
+    layers, tokens = (LayerKind(4, **fields),), text(0, 2, 24)
+    config, plain = mixed(layers), SIX.replace(**fields)
+    weights = random_params(plain, 0)
+    assert config.stacked and jax.tree.structure(weights) == jax.tree.structure(
+        random_params(config, 0)
+    )
+    for rotation in (None, config.rotation(30)):
+        other = None if rotation is None else plain.rotation(30)
+        np.testing.assert_array_equal(
+            hidden_states(config, weights, tokens, rotation),
+            hidden_states(plain, weights, tokens, other),
+        )
+
+
+@EVERY
+def test_a_cache_of_mixed_layers_gives_what_the_whole_text_does(layers):
+    config, tokens = mixed(layers), text(0, 2, 40)
+    cache = cache_lib.create(config, 2, 80, chunk=8)
+    step = jax.jit(
+        lambda *x: Decoder(config).apply({"params": params()}, x[0], cache=x[1], rotation=x[2])
+    )
+    rotation, parts = config.rotation(40), []
+    for start, stop in ((0, 8), (8, 16), (16, 17), (17, 18), (18, 26), (26, 34), (34, 40)):
+        out, cache = step(tokens[:, start:stop], cache, rotation)
+        parts.append(out)
+    close(jnp.concatenate(parts, 1), hidden_states(config, params(), tokens, rotation))
+
+
+def nbytes(cache):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+
+
+def test_a_cache_of_mostly_local_layers_is_small_and_describes_each_layout_once():
+    layers = (LayerKind(5, Sliding(window=32)), LayerKind())
+    mix, full = (cache_lib.create(SIX.replace(layers=x), 2, 4096, chunk=16) for x in (layers, ()))
+    assert [group.num_slots for group in mix.slot_groups] == [64, 4096]
+    assert mix.group_by_layer == (0, 0, 0, 0, 0, 1) and full.group_by_layer == (0,) * 6
+    assert nbytes(mix.layers) == nbytes(full.layers) * (4096 + 5 * 64) // (6 * 4096)
+    assert nbytes(mix) < nbytes(full) / 4
+    assert mix.capacity == 4096 and mix.rolling is None
+
+
+@EVERY
+def test_gradients_of_scanned_periods_are_those_of_layers_one_by_one(layers):
+    tokens = text(0, 2, 24)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(config, params):
+        def loss(params):
+            hidden, _ = Decoder(config).apply({"params": params}, tokens)
+            return (hidden * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape))).sum()
+
+        return jax.grad(loss)(params)
+
+    scanned = gradients(mixed(layers, remat="dots"), params())
+    apart = gradients(mixed(layers, scan_layers=False), params())
+    jax.tree.map(lambda x, y: close(x, y, 2e-5 * np.abs(y).max()), scanned, apart)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "groups"),
+    [
+        ("aaaaab" * 4, [(24, 6)]),
+        ("aaaaab" * 4 + "aa", [(24, 6), (2, 1)]),
+        ("aabbcc", [(2, 1), (2, 1), (2, 1)]),
+        ("aaaaaa", [(6, 1)]),
+        ("ab", [(1, 1), (1, 1)]),
+        ("caaaaab" + "aaaaab", [(1, 1), (12, 6)]),
+        ("aaaaaabaabaa", [(6, 1), (6, 3)]),
+    ],
+)
+def test_layers_are_grouped_by_the_period_that_covers_most(kinds, groups):
+    weights = [{"a": np.zeros(2)}] * len(kinds)
+    found = layer_groups.group_layers(weights, kinds)
+    assert [(len(layers), period) for layers, period in found] == groups
+    assert [index for layers, _ in found for index in layers] == [*range(len(kinds))]
+
+
+def test_a_method_of_the_model_changes_the_layers_that_fix_none():
+    config = mixed(MIXES["two bases"]).replace(rope=Yarn(theta=1e4, factor=4.0, original_length=64))
+    assert [config.layer(i).rope.type for i in range(6)] == ["default", "default", "yarn"] * 2
+    assert [config.layer(i).pattern for i in range(6)] == [LOCAL, LOCAL, Causal()] * 2
+    assert config.layer(2).layers == () and SIX.layer(3) == SIX
+
+
+def test_rows_of_a_rope_that_follows_the_length_have_the_rotations_that_they_have_alone():
+    rope = DynamicNTK(theta=1e4, factor=2.0, original_length=8)
+    config, tokens = mixed((LayerKind(rope=rope, pattern=LOCAL), LayerKind())), text(0, 2, 24)
+    rotations = [config.rotation(length) for length in (24, 40)]
+    assert config.follows_length and not SIX.follows_length
+    both = hidden_states(config, params(), tokens, stack_rotations(rotations))
+    for row, rotation in enumerate(rotations):
+        one = slice(row, row + 1)
+        close(both[one], hidden_states(config, params(), tokens[one], rotation))
+    assert np.abs(rotations[0].kinds[0].inv_freq - rotations[1].kinds[0].inv_freq).max() > 0
+    assert (
+        stack_rotations(rotations).rows(np.array([1])).kinds[0].inv_freq
+        == rotations[1].kinds[0].inv_freq
+    ).all()
+
+
+def test_a_rotation_without_those_of_layers_that_fix_a_rope_is_refused():
+    config = mixed(MIXES["two bases"])
+    with pytest.raises(
+        InputError, match=r"rotation: layers .* give model.config.rotation\(length\)"
+    ):
+        hidden_states(config, params(), text(0, 1, 4), SIX.rotation(4))
+
+
+REFUSED = {
+    "landmark below": (
+        {"layers": (LayerKind(2, LOCAL), LayerKind(pattern=Landmark(block=8, token=258)))},
+        "landmark .* model.pattern.type=landmark, and leave model.layers out",
+    ),
+    "landmark above": (
+        {"layers": MIXES["two bases"], "pattern": Landmark(block=8, token=258)},
+        "landmark .* leave model.layers out",
+    ),
+    "learned": (
+        {"layers": (LayerKind(rope=Clex(original_length=64)), LayerKind())},
+        "rope type clex is learned for a whole model; set model.rope.type=clex",
+    ),
+    "prefix": (
+        {"layers": (LayerKind(), LayerKind(rope=NoRotation())), "memory": BeaconSection(chunk=16)},
+        "model.memory.type=beacon .* leave model.layers out",
+    ),
+    "shared": (
+        {
+            "layers": (LayerKind(), LayerKind(rope=NoRotation())),
+            "memory": SharedLlmSection(layers=2, chunk=8, ratios=(2, 1)),
+        },
+        "shared_llm has one rotation .* leave rope out of model.layers",
+    ),
+    "alibi": (
+        {"layers": (LayerKind(pattern=LMInfinite(window=9)), LayerKind()), "position": "t5"},
+        "model.position=t5 is not defined under pattern",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_combinations_that_make_no_sense_are_refused(changes, message):
+    if "memory" in changes:
+        changes = changes | {"memory": changes["memory"].memory(SIX)}
+    with pytest.raises(InputError, match=message) as error:
+        SIX.replace(**changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"repeat": 0}, "layers.repeat=0"),
+        ({"pattern": "sliding"}, "layers.pattern='sliding' must be an instance"),
+        ({"rope": {"type": "none"}}, "layers.rope=.* lcjax.rope.NoRotation"),
+    ],
+)
+def test_entries_with_wrong_values_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        LayerKind(**fields)
