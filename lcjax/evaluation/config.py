@@ -75,6 +75,9 @@ class Study:
     # parts of models, such as an encoder, that later configs and model.path load from there. Keys
     # may follow, as on a command line: mine.yaml --train.steps=9 --run.folder=runs/nine
     stages: tuple[str, ...] = ()
+    # Folder of the trainings of methods, by name; null: `trained` of run.folder. Evaluations with
+    # the same folder share them.
+    folder: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 One config file describes a whole experiment: stages that train parts of models, a base model, and
 methods trained from it in the same way. The base model is trained in `base` and methods in
-`trained/NAME` of the run folder; stages have their own folders. A finished training does not run
-again, and a stopped one is resumed.
+`trained/NAME` of the run folder, or in a folder that evaluations share; stages have their own
+folders. A finished training does not run again, and a stopped one is resumed.
 """
 
 import dataclasses
@@ -118,9 +118,12 @@ def _from_model(
 
 
 def _folder(config: EvalConfig, method: Method | None) -> Path:
+    own = to_path(config.run.folder)
     if method is None:
-        return to_path(config.run.folder) / _BASE
-    return to_path(config.run.folder) / "trained" / folder_name(_first_of(config, method).name)
+        return own / _BASE
+    shared = config.study and config.study.folder
+    folder = to_path(shared) if shared else own / "trained"
+    return folder / folder_name(_first_of(config, method).name)
 
 
 def _first_of(config: EvalConfig, method: Method) -> Method:
@@ -195,14 +198,16 @@ def check_paths(config: EvalConfig, trainings: Trainings) -> None:
 
 
 def _with_existing(config: EvalConfig, trainings: Trainings) -> Trainings:
-    """The trainings with `run.existing` of the evaluation, which they belong to."""
+    """The trainings with `run.existing` of the evaluation; shared ones are never replaced."""
     existing = "resume" if config.run.existing == "refuse" else config.run.existing
-    return {
-        name: training.replace(
-            run=RunSection(training.run.folder, existing=existing, accept=training.run.accept)
-        )
-        for name, training in trainings.items()
-    }
+    shared = to_path(config.study.folder) if config.study and config.study.folder else None
+
+    def with_existing(training: TrainConfig) -> TrainConfig:
+        folder = training.run.folder
+        own = "resume" if to_path(folder).parent == shared else existing
+        return training.replace(run=RunSection(folder, existing=own, accept=training.run.accept))
+
+    return {name: with_existing(training) for name, training in trainings.items()}
 
 
 def run(config: EvalConfig, trainings: Trainings) -> bool:

@@ -1,5 +1,6 @@
 """`python -m lcjax.serve --model PATH [--port=8000] [--rope.type=yarn ...]`, or `lcjax-serve`."""
 
+import contextlib
 import dataclasses
 import socket
 import sys
@@ -76,10 +77,10 @@ def serve(config: ServeConfig) -> None:
         app = Server(lm, config).app
         url = f"http://{config.host}:{listener.getsockname()[1]}/v1"
         print(f"{lm}\nat {url} as {config.model_name}", flush=True)
-        try:
+        # After a signal uvicorn finishes the requests, and may raise the signal again.
+        with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(uvicorn.Config(app, **OPTIONS)).run([listener])
-        except KeyboardInterrupt:  # uvicorn has finished the requests, and raises the signal again
-            print("stopped", flush=True)
+        print("stopped", flush=True)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -31,7 +31,7 @@ def test_the_config_of_every_table_and_scale_is_valid(name, scale):
     local = tuple(task for task in config.tasks if not isinstance(task, LmEval))
     missing = reproduce._missing_tasks(dataclasses.replace(config, tasks=local), {})
     for reason in missing.values():
-        assert re.search("is no file|is no folder|does not exist|is missing", reason)
+        assert re.search("is no file|is no folder|does not exist|is missing|no package", reason)
     tasks = tuple(task for task in local if task.label not in missing)
     if tasks:
         check(dataclasses.replace(config, tasks=tasks, published=()))

@@ -160,6 +160,27 @@ def test_a_study_that_was_stopped_goes_on_with_what_is_not_finished(folder, monk
     assert done == ["PI", "PI_bf16", "base", "PI", "PI_bf16"]
 
 
+def test_evaluations_with_one_folder_share_the_trainings_of_methods(folder, monkeypatch):
+    shared = folder / "shared"
+    first = read(folder, old="study: {", new=f"study: {{folder: {shared}, ")
+    done = stub(monkeypatch)
+    assert study.run(first, study.trainings(first))
+    assert done == ["base", "PI", "PI_bf16"]
+    assert [m.path for m in study.with_trained(first).methods[1:]] == [
+        str(shared / "PI"), str(shared / "PI_bf16"),
+    ]  # fmt: skip
+
+    done.clear()  # the base model is at the same place
+    again = read(folder, "--lengths=[32]", "--run.existing=overwrite")
+    assert study.run(again, study.trainings(again))
+    assert done == ["base"], "overwriting a run leaves what others read"
+
+    done.clear()
+    other = read(folder, "--methods.1.train=[model.rope.type=linear,model.rope.factor=4]")
+    with pytest.raises(InputError, match=r"shared/PI.*rope\.factor"):
+        study.check_paths(other, study.trainings(other))
+
+
 def test_every_method_begins_with_the_base_and_differs_in_its_own_keys_only(folder):
     found = study.trainings(read(folder))
     assert list(found) == ["", "PI", "PI, bf16"]

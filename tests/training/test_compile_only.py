@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from lcjax import cost
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
 from lcjax.errors import InputError
+from lcjax.evaluation import reproduce
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, compile_only, estimate
 
@@ -130,3 +132,45 @@ def test_llama_2_7b_at_32768_tokens_fits_64_chips_as_its_recipe_says(monkeypatch
     assert compiled.traffic["all-reduce"].bytes < 0.01 * sum(
         t.bytes for t in compiled.traffic.values()
     )
+
+
+def compiled_headers():
+    """Recipes with `Hardware: v5e:8x8 (64 TPU chips), 12.4 of the 16.9 GB of each as compiled`."""
+    header = re.compile(r"^# Hardware: (\S+) \(\d+ TPU chips\), ([\d.]+) of the", re.MULTILINE)
+    for file in sorted(ROOT.glob("configs/*.yaml")):
+        if found := header.search(file.read_text()):
+            yield file.stem, found[1], float(found[2])
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(("recipe", "topology", "gigabytes"), list(compiled_headers()))
+def test_a_recipe_needs_the_memory_that_its_header_says(recipe, topology, gigabytes):
+    compiled, _, _ = compile_only.compile_step(
+        parse("--config", f"lcjax:{recipe}"), Topology.parse(topology)
+    )
+    assert compiled.fits
+    assert compiled.needed / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+def trainings_of_tables():
+    """Trainings that tables of configs/reproduce do at the paper's scale, each program once."""
+    recipes = {recipe: topology for recipe, topology, _ in compiled_headers()}
+    programs = {}
+    for table in reproduce.names():
+        config = reproduce.config_at(table, "paper", [])
+        for method in config.methods:
+            if method.train is not None:
+                extended = config.study.extend.removeprefix("lcjax:")
+                programs.setdefault((extended, method.train), f"{table} {method.name}")
+    for (recipe, changes), name in programs.items():
+        yield pytest.param(recipe, recipes[recipe], changes, id=name)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(("recipe", "topology", "changes"), list(trainings_of_tables()))
+def test_the_trainings_of_a_table_compile(recipe, topology, changes):
+    words = ["--config", f"lcjax:{recipe}", *(f"--{change}" for change in changes)]
+    compiled, _, _ = compile_only.compile_step(parse(*words), Topology.parse(topology))
+    assert compiled.needed > 1e9
