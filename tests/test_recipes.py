@@ -11,7 +11,7 @@ import pytest
 from lcjax import config, cost
 from lcjax.attention import Causal, Pattern, ShiftedSparse
 from lcjax.cost.chips import CHIPS, Topology
-from lcjax.evaluation import study
+from lcjax.evaluation import reproduce, study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
@@ -132,12 +132,21 @@ def test_the_command_of_a_datastore_builds_it(file):
     assert config.parse(BuildConfig, ["--config", name]).out in header(file)["Command"]
 
 
+def table_of(words: list[str]) -> tuple[str, str, list[str], list[str]]:
+    """The table, the scale, the keys and the names of `TABLE --scale SCALE --only NAMES --KEYS`."""
+    assert (words[1], words[3]) == ("--scale", "--only")
+    return words[0], words[2], words[5:], words[4].split(",")
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
 def test_every_command_in_a_header_parses(file):
     commands = re.split(r"(?=python \w+\.py )", header(file)["Command"])[1:]
     for command in commands:
         quoted = re.findall(r'"(--[^"]*)"', command)
         plain = re.sub(r'"--[^"]*"', "", command).replace("FOLDER", "texts").split()
+        if plain[2] == "reproduce":
+            assert reproduce.config_at(*table_of(plain[3:])[:3])
+            continue
         cls = EvalConfig if plain[1] == "eval.py" else TrainConfig
         assert config.parse(cls, [*plain[2:], *quoted])
 
@@ -146,13 +155,20 @@ def test_every_command_in_a_header_parses(file):
 def test_the_evaluation_in_a_header_reads_and_writes_folders_of_its_own(file):
     line = header(file)["Command"].split("python eval.py ")[1]
     words = [word for word in line.split(' "--')[0].split() if word != "--config"]
-    found = config.parse(EvalConfig, [f"--config={words[0]}", *words[1:]])
-    assert (found.run.folder, found.data.path) == (f"runs/{file.stem}/eval", "TEST_FOLDER")
+    if words[0] == "reproduce":
+        *table, names = table_of(words[1:])
+        found = reproduce._only(reproduce.config_at(*table), ",".join(names))
+        (task,), (method,) = found.tasks, found.methods
+        corpus = task.corpus
+    else:
+        found = config.parse(EvalConfig, [f"--config={words[0]}", *words[1:]])
+        corpus = found.data.path
+        method = config.parse(EvalConfig, [re.search(r'"(--methods=.*?)"', line)[1]]).methods[0]
+    assert (found.run.folder, corpus) == (f"runs/{file.stem}/eval", "TEST_FOLDER")
     expected = header(file)["Expected"]
     named = {1024 * int(n) for n in re.findall(r" (?:at )?(\d+)K", expected.split("RULER")[0])}
     assert named and named <= set(found.lengths)
     assert "RULER" not in expected or "RULER and LongBench are the published" in expected
-    method = config.parse(EvalConfig, [re.search(r'"(--methods=.*?)"', line)[1]]).methods[0]
     assert method.path == f"{read(file).run.folder}/model"
     assert read(file).train.export_dtype == "bfloat16"
 

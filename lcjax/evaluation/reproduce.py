@@ -36,7 +36,7 @@ from lcjax.storage import is_storage_failure
 
 SCALES = ("paper", "smollm2", "tiny")
 _FOLDER = "reproduce/"
-_SKIP = "--skip_missing"
+_SKIP, _ONLY = "--skip_missing", "--only"
 _OWN_KEYS = ("title", "needs", "scales")
 
 
@@ -58,17 +58,18 @@ def parse(words: Sequence[str]) -> EvalConfig:
     """Returns the config of a table at a scale.
 
     Args:
-      words: the table, `--scale NAME`, keys of eval.py that change it, and `--skip_missing`, which
-        leaves out methods without a checkpoint and tasks without data.
+      words: the table, `--scale NAME`, keys of eval.py that change it, `--only NAMES`, the methods
+        and tasks to run, separated by commas (all of a kind of which none is named), and
+        `--skip_missing`, which leaves out methods without a checkpoint and tasks without data.
 
     Raises:
       InputError: a name is unknown, or a checkpoint or data is missing.
     """
-    name, scale, skips, rest = _options(words)
-    config = config_at(name, scale, rest)
+    name, options, rest = _options(words)
+    config = _only(config_at(name, options["--scale"], rest), options[_ONLY])
     needs = _read(name)["needs"]
     missing = _missing_methods(config, needs) | _missing_tasks(config, needs)
-    if missing and not skips:
+    if missing and not options[_SKIP]:
         first, *others = missing.values()
         print(*(f"missing: {reason}\n" for reason in others), sep="", end="", file=sys.stderr)
         raise InputError(f"{first}; or go on without what is missing: {_SKIP}")
@@ -126,16 +127,17 @@ def _check_names(key: str, entries: Any) -> None:
             )
 
 
-def _options(words: Sequence[str]) -> tuple[str, str, bool, list[str]]:
-    """The table, the scale, whether what is missing is left out, and the other words."""
-    name, scale, skips, rest, words = None, None, False, [], list(words)
+def _options(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
+    """The table, `--scale`, `--only` and `--skip_missing`, and the other words."""
+    options: dict[str, Any] = {"--scale": None, _ONLY: None, _SKIP: False}
+    name, rest, words = None, [], list(words)
     while words:
         word = words.pop(0)
         key, equals, value = word.partition("=")
-        if key == "--scale":
-            scale = value if equals else words.pop(0) if words else ""
+        if key in ("--scale", _ONLY):
+            options[key] = value if equals else words.pop(0) if words else ""
         elif key == _SKIP:
-            skips = True
+            options[key] = True
         elif key.startswith("--"):
             rest += [word] if equals or not words else [f"{key}={words.pop(0)}"]
         elif name is None:
@@ -144,10 +146,24 @@ def _options(words: Sequence[str]) -> tuple[str, str, bool, list[str]]:
             raise InputError(f"{word}: reproduce takes one table, and {name} came before")
     if name is None:
         raise InputError("reproduce: name a table; without any word it lists them")
-    if scale is None:
+    if options["--scale"] is None:
         raise InputError(f"reproduce {name}: add --scale paper, smollm2 or tiny")
-    one_of("--scale", scale, SCALES)
-    return name, scale, skips, rest
+    one_of("--scale", options["--scale"], SCALES)
+    return name, options, rest
+
+
+def _only(config: EvalConfig, names: str | None) -> EvalConfig:
+    """The config with those of its methods and of its tasks that are named."""
+    if names is None:
+        return config
+    chosen = set(names.split(","))
+    methods = [method.name for method in config.methods]
+    tasks = [task.label for task in config.tasks]
+    if unknown := sorted(chosen.difference(methods, tasks)):
+        known = ", ".join([*methods, *tasks])
+        raise InputError(f"{_ONLY}={names}: {unknown[0]!r} is none of {known}")
+    kinds = (kind for kind in (methods, tasks) if chosen.intersection(kind))
+    return _without(config, {name for kind in kinds for name in kind} - chosen)
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -425,3 +425,19 @@ def test_a_scale_also_maps_the_lengths_of_a_task(tmp_path):
     (tmp_path / "mine.yaml").write_text(tree)
     config = reproduce.config_at(str(tmp_path / "mine.yaml"), "tiny")
     assert (config.lengths, config.tasks[0].lengths) == ((64,), (64,))
+
+
+def test_only_some_methods_and_tasks_of_a_table_run():
+    words = ["lceg/table2", "--scale=tiny", "--only=pi_32k,base,pg19"]
+    config = reproduce.parse(words)
+    assert [method.name for method in config.methods] == ["base", "pi_32k"]
+    assert [task.label for task in config.tasks] == ["pg19"]
+    assert {row.method for table in config.published for row in table.rows} == {"pi_32k"}
+    tasks = reproduce.parse(["lceg/table2", "--scale=tiny", "--only", "proof_file"])
+    assert [task.label for task in tasks.tasks] == ["proof_file"]
+    assert len(tasks.methods) == len(reproduce.config_at("lceg/table2", "tiny").methods)
+    # What is left out need not be there.
+    words = ["lceg/table2", "--scale=paper", "--only=base,pg19", "--tasks.0.corpus=python:stdlib"]
+    with pytest.raises(InputError, match=r"--only=x: 'x' is none of base, .*pg19"):
+        reproduce.parse([*words[:2], "--only=x"])
+    assert len(reproduce.parse([*words, "--model.path=null", "--model.preset=tiny"]).tasks) == 1
