@@ -51,6 +51,7 @@ class AttentionMetadata:
     num_heads: int = 1  # query heads, for masks that differ between heads; `attend` sets it
     # Added to the logits, by the distance of order indices, or terms that depend on content, too
     bias: Bias | RelativeTerms | None = None
+    soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     keys_rotated: bool = False  # keys are already rotated to `Pattern.key_positions` (a cache)
     # Partials (out, lse) of the same queries over other keys, in one softmax with these keys.
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
@@ -130,6 +131,7 @@ def partial_attention(
             k,
             v,
             attention_pass.mask,
+            soft_cap=metadata.soft_cap,
             q_index=q_index,
             k_index=k_index,
             q_segments=metadata.q_segments,

@@ -20,8 +20,8 @@ from lcjax.checkpoints.engines import (
     Reading,
     Settings,
 )
+from lcjax.checkpoints.families import FAMILIES, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
-from lcjax.checkpoints.hf_config import CLASSES, default_theta, windows
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
 from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
@@ -224,7 +224,7 @@ class _Model(NamedTuple):
     @property
     def pattern(self) -> str:
         kinds = sorted({f"a window of {w}" if w else "full attention" for w in self.windows})
-        words = " and ".join(kinds) if self.hf["model_type"] in CLASSES else "landmark attention"
+        words = " and ".join(kinds) if self.hf["model_type"] in FAMILIES else "landmark attention"
         return words + (", with a memory" if self.has_memory else "")
 
 
@@ -276,10 +276,10 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
     """What is not as in the model, and the largest relative difference of the rotation."""
     hf, config = model.hf, model.config
     kind = hf["model_type"]
-    if kind not in CLASSES:
+    if kind not in FAMILIES:
         return [_Problem(*engine.landmark)], None
-    architecture = (hf.get("architectures") or [CLASSES[kind]])[0]
-    if architecture != CLASSES[kind]:
+    architecture = (hf.get("architectures") or [FAMILIES[kind].architecture])[0]
+    if architecture != FAMILIES[kind].architecture:
         verdict, reason = engine.foreign
         return [_Problem(verdict, reason.format(architecture=architecture))], None
     if kind not in engine.families:
@@ -308,7 +308,7 @@ def _settings(engine: Engine, model: _Model) -> Settings:
     hf = model.hf
     rope = dict(next((hf[key] for key in engine.keys if hf.get(key)), {}))
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or default_theta(hf["model_type"])
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or FAMILIES[hf["model_type"]].theta
     return Settings(hf, rope, float(theta), *model.lengths)
 
 

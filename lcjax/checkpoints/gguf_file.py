@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lcjax.checkpoints import hf_names
+from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_config import config_from_hf
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import InputError, import_package, whole_number
@@ -245,8 +245,8 @@ class GGUFFile:
             prefix, modules = f"model.layers.{match[1]}.", _LAYER_MODULES.get(match[2], ())
         else:
             prefix, modules = "", _MODULES.get(stem, ())
-        if self.architecture == "phi2":
-            modules = [hf_names.PHI_MODULES.get(module, module) for module in modules]
+        renamed = FAMILIES[_FAMILIES[self.architecture]].modules
+        modules = [renamed.get(module, module) for module in modules]
         return [f"{prefix}{module}.{suffix}" for module in modules] or [name]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lcjax.checkpoints.families import FAMILIES, family_of
 from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory, TensorRow
@@ -26,8 +27,8 @@ from lcjax.models.memory import Memory, TensorRow
 _ATTENTION, _MLP = "layers/attention", "layers/mlp"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
-    ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", ""),
-    ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "phi"),
+    ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", "before"),
+    ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "parallel"),
     ("self_attn.q_proj.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", ""),
     ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", ""),
     ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", ""),
@@ -36,7 +37,14 @@ _DECODER = (
     ("self_attn.k_proj.bias", "KH", f"{_ATTENTION}/key/bias", "KH", "qkv_bias"),
     ("self_attn.v_proj.bias", "KH", f"{_ATTENTION}/value/bias", "KH", "qkv_bias"),
     ("self_attn.o_proj.bias", "D", f"{_ATTENTION}/out/bias", "D", "out_bias"),
-    ("post_attention_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "not phi"),
+    ("self_attn.q_norm.weight", "H", f"{_ATTENTION}/query_norm/scale", "H", "head norms"),
+    ("self_attn.k_norm.weight", "H", f"{_ATTENTION}/key_norm/scale", "H", "head norms"),
+    ("self_attn.q_norm.weight", "NH", f"{_ATTENTION}/query_norm/scale", "NH", "norms over heads"),
+    ("self_attn.k_norm.weight", "KH", f"{_ATTENTION}/key_norm/scale", "KH", "norms over heads"),
+    ("post_attention_layernorm.weight", "D", f"{_ATTENTION}_after_norm/scale", "D", "after"),
+    ("post_attention_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "only before"),
+    ("pre_feedforward_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "before and after"),
+    ("post_feedforward_layernorm.weight", "D", f"{_MLP}_after_norm/scale", "D", "after"),
     ("mlp.gate_proj.weight", "F,D", f"{_MLP}/gate/kernel", "DF", "gated_mlp"),
     ("mlp.up_proj.weight", "F,D", f"{_MLP}/up/kernel", "DF", ""),
     ("mlp.down_proj.weight", "D,F", f"{_MLP}/down/kernel", "FD", ""),
@@ -44,18 +52,10 @@ _DECODER = (
     ("mlp.up_proj.bias", "F", f"{_MLP}/up/bias", "F", "mlp_bias"),
     ("mlp.down_proj.bias", "D", f"{_MLP}/down/bias", "D", "mlp_bias"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
-    ("model.norm.bias", "D", "final_norm/bias", "D", "phi"),
+    ("model.norm.bias", "D", "final_norm/bias", "D", "parallel"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
     ("lm_head.bias", "V", "head/bias", "V", "head_bias"),
 )
-# Modules that have another name in the Phi family.
-PHI_MODULES = {
-    "self_attn.o_proj": "self_attn.dense",
-    "mlp.up_proj": "mlp.fc1",
-    "mlp.down_proj": "mlp.fc2",
-    "model.norm": "model.final_layernorm",
-}
-
 # The learned arrays of published CLEX checkpoints; transformers ignores them.
 _CLEX = (
     ("model.clex_layer.proj_func.ode_up_proj", "P,M", "rope/up", "PM", ""),
@@ -104,11 +104,6 @@ class Entry:
     def to_tensor(self, layer: np.ndarray) -> np.ndarray:
         """One layer of the leaf -> the stored tensor."""
         return layer.transpose(np.argsort(self.order)).reshape(self.tensor_shape)
-
-
-def is_phi(config: ModelConfig) -> bool:
-    """Whether the config is of the Phi family (parallel block, LayerNorm, biases everywhere)."""
-    return config.block == "parallel"
 
 
 def entries(config: ModelConfig | BertConfig) -> tuple[Entry, ...]:
@@ -168,9 +163,20 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 def _rows(config: ModelConfig) -> Iterator[TensorRow]:
     """The rows of the tables whose condition holds, with whole names."""
-    phi = is_phi(config)
-    flags = {"": True, "phi": phi, "not phi": not phi, "untied": not config.tie_embeddings}
-    flags["gate_bias"] = config.gated_mlp and config.mlp_bias
+    parallel, place = config.block == "parallel", config.norm_place
+    flags = {
+        "": True,
+        "parallel": parallel,
+        "before": place != "after",
+        "after": place != "before",
+        "only before": place == "before" and not parallel,
+        "before and after": place == "both",
+        "head norms": config.qk_norm == "head",
+        "norms over heads": config.qk_norm == "all",
+        "untied": not config.tie_embeddings,
+        "gate_bias": config.gated_mlp and config.mlp_bias,
+    }
+    modules = FAMILIES[family_of(config)[0]].modules
     for name, axes, path, ours, condition in (
         *_DECODER,
         *(_CLEX if config.rope.learned else ()),
@@ -179,8 +185,8 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         if not (flags[condition] if condition in flags else getattr(config, condition)):
             continue
         module, _, leaf = name.rpartition(".")
-        if phi:
-            name = f"{PHI_MODULES.get(module, module)}.{leaf}"
+        if module in modules:
+            name = f"{modules[module]}.{leaf}"
         in_layers = path.startswith("layers/")
         yield (f"model.layers.{{}}.{name}" if in_layers else name), axes, path, ours
 

@@ -22,6 +22,8 @@ _CHOICES = {
     "norm": ("rms", "layer"),
     "activation": ("silu", "gelu_tanh"),
     "block": ("sequential", "parallel"),
+    "norm_place": ("before", "after", "both"),
+    "qk_norm": ("none", "head", "all"),
     "position": POSITIONS,
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
@@ -53,7 +55,7 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Llama, Mistral, Qwen2, SmolLM2 and Phi differ only in values."""
+    """A decoder-only transformer: Llama, Qwen, Gemma, OLMo and Phi differ only in values."""
 
     vocab_size: int
     width: int  # D, the size of a token's hidden state
@@ -65,6 +67,11 @@ class ModelConfig:
     max_length: int  # tokens the checkpoint was trained to read
     norm: str = "rms"
     norm_epsilon: float = 1e-5
+    norm_place: str = "before"  # of attention and MLP; "after": OLMo 2; "both": Gemma 2 and 3
+    norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale (Gemma)
+    # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
+    # heads together (OLMo 2)
+    qk_norm: str = "none"
     activation: str = "silu"
     block: str = "sequential"  # "parallel": attention and MLP read the same normed input (Phi-2)
     gated_mlp: bool = True
@@ -74,6 +81,12 @@ class ModelConfig:
     head_bias: bool = False
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
+    embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
+    residual_scale: float = 1.0  # factor of what attention and MLP add (Granite)
+    attention_scale: float | None = None  # factor of the logits of attention; null: 1 / sqrt(H)
+    attention_soft_cap: float | None = None  # logits become c tanh(logit / c) (Gemma 2)
+    logit_scale: float = 1.0  # factor of the logits of the vocabulary (Granite)
+    logit_soft_cap: float | None = None  # they become c tanh(logit / c) (Gemma 2)
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
     # or alibi, t5, transformer_xl, deberta, sinusoidal, learned (see `decoder.PositionEmbedding`)
     position: str = "rope"
@@ -116,7 +129,15 @@ class ModelConfig:
                 "model.mlm_head=true reads logits off the embedding; set tie_embeddings=true"
             )
         if self.memory is not None:
-            self.memory.check(self)
+            self._check_memory()
+        if self.attention_soft_cap is not None and not (
+            self.is_position_based and self.position == "rope"
+        ):
+            raise InputError(
+                "model.attention_soft_cap is not defined under pattern"
+                f" {', '.join(map(repr, self.patterns))} with position={self.position}; take a"
+                " pattern that chooses keys by their position alone, such as sliding or streaming"
+            )
         for kind in self.kinds if self.layers else ():
             self.of_kind(kind)  # raises what is wrong with this pattern or rope
             if kind.rope is not None and kind.rope.learned:
@@ -148,6 +169,18 @@ class ModelConfig:
                     f"model.position={self.position} is not defined under pattern {choice!r}, "
                     f"which places tokens itself; it takes {', '.join(choice.encodings)}"
                 )
+
+    def _check_memory(self) -> None:
+        """Raises an InputError for models whose layers no memory reads."""
+        plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0}
+        plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
+        for field, value in plain.items():
+            if getattr(self, field) != value:
+                raise InputError(
+                    f"model.memory is not defined for models with {field}={getattr(self, field)!r};"
+                    " take a model of the Llama, Mistral or Qwen2 families"
+                )
+        self.memory.check(self)
 
     def for_inference(self) -> "ModelConfig":
         """Returns the config for evaluation and generation."""

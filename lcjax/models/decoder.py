@@ -50,9 +50,10 @@ MAX_DISTANCE = 128  # from which all distances share its last bucket
 
 
 class SequentialBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2.
+    """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen.
 
-    A layer with cross-attention to a memory adds it in between.
+    Norms may stand after attention and MLP (OLMo 2), or before and after (Gemma 2). A layer with
+    cross-attention to a memory adds it in between.
     """
 
     config: ModelConfig
@@ -62,16 +63,26 @@ class SequentialBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
         c, x, context = self.config, keep_tokens(x, self.mesh), context.with_memory_layer(pair)
-        normed = Norm(c, name="attention_norm")(x)
         attention = Attention if c.memory is None else c.memory.attention_module or Attention
+        normed = self.norm_before("attention_norm", x)
         attended, layer = attention(c, self.mesh, name="attention")(normed, context, layer)
-        x = keep_tokens(x + attended, self.mesh)
+        x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
         if self.reads and context.memory is not None:
             reader = c.memory.reader(c, self.mesh, name="memory")
             if reader is not None:  # else self-attention has read it
                 x = keep_tokens(x + reader(x, context), self.mesh)
-        x = x + MLP(c, self.mesh, name="mlp")(Norm(c, name="mlp_norm")(x))
-        return keep_tokens(x, self.mesh), layer
+        y = MLP(c, self.mesh, name="mlp")(self.norm_before("mlp_norm", x))
+        return keep_tokens(x + self.added("mlp_after_norm", y), self.mesh), layer
+
+    def norm_before(self, name: str, x: jax.Array) -> jax.Array:
+        """What attention or the MLP reads of hidden states x."""
+        return x if self.config.norm_place == "after" else Norm(self.config, name=name)(x)
+
+    def added(self, name: str, y: jax.Array) -> jax.Array:
+        """What is added to hidden states of the output y of attention or the MLP."""
+        c = self.config
+        y = y if c.norm_place == "before" else Norm(c, name=name)(y)
+        return y if c.residual_scale == 1 else y * c.residual_scale
 
 
 class ParallelBlock(nn.Module):
@@ -346,8 +357,10 @@ class Decoder(nn.Module):
         """Returns the embeddings of tokens; hidden states pass unchanged."""
         if tokens.ndim == 3:
             return tokens.astype(self.config.compute_dtype())
-        mesh = None if self.is_initializing() else self.mesh
-        return look_up(self.embed.embedding, tokens, self.config.compute_dtype(), mesh)
+        c, mesh = self.config, None if self.is_initializing() else self.mesh
+        x = look_up(self.embed.embedding, tokens, c.compute_dtype(), mesh)
+        # A factor in the type of x, as transformers rounds it.
+        return x if c.embedding_scale == 1 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def before_head(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Returns the inputs of `head`: hidden states, transformed in masked models."""
@@ -402,8 +415,10 @@ class Decoder(nn.Module):
         """Returns the projection of hidden states to logits, in the compute dtype."""
         if not self.config.tie_embeddings:
             return self.head()
-        kernel = self.embed.embedding.astype(self.config.compute_dtype())
-        return Projection(kernel, self.mlm.bias if self.config.mlm_head else None, tied=True)
+        c = self.config
+        kernel = self.embed.embedding.astype(c.compute_dtype())
+        bias = self.mlm.bias if c.mlm_head else None
+        return Projection(kernel, bias, True, c.logit_scale, c.logit_soft_cap)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states."""
@@ -431,6 +446,11 @@ def apply(
     """
     if not with_ffn_input:
         return model.apply({"params": params}, tokens, **options)
+    if model.config.norm_place == "after":
+        raise InputError(
+            "model.norm_place=after: the feed-forward of such a model reads hidden states without a"
+            " norm, so none can be returned; use another representation"
+        )
     norm = "mlp_norm" if model.config.block == "sequential" else "attention_norm"
     layer = f"layers_{model.config.num_layers - 1}"
     (hidden, rest), state = model.apply(

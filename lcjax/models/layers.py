@@ -60,12 +60,14 @@ class Context(NamedTuple):
         self,
         extra_partials: Sequence[tuple[jax.Array, jax.Array]] = (),
         layout: Layout | None = None,
+        soft_cap: float | None = None,
     ) -> AttentionMetadata:
         """The positions, documents and rotation of one attention layer.
 
         Args:
           extra_partials: partials over keys outside the text, as in `AttentionMetadata`.
           layout: the mesh axes over which rows, heads and length are split.
+          soft_cap: of the logits, as in `AttentionMetadata`.
         """
         metadata = AttentionMetadata(
             self.positions,
@@ -79,6 +81,7 @@ class Context(NamedTuple):
             bias=self.bias,
             extra_partials=extra_partials,
             layout=layout,
+            soft_cap=soft_cap,
         )
         return metadata if self.view is None else self.view.update_metadata(metadata)
 
@@ -140,7 +143,8 @@ class Head(nn.Module):
         kernel = self.param("kernel", normal, (c.width, c.vocab_size), dtype)
         zeros = nn.initializers.zeros
         bias = self.param("bias", zeros, (c.vocab_size,), dtype) if c.head_bias else None
-        return Projection(kernel.astype(c.compute_dtype()), bias)
+        scale, cap = c.logit_scale, c.logit_soft_cap
+        return Projection(kernel.astype(c.compute_dtype()), bias, scale=scale, soft_cap=cap)
 
 
 def _project(
@@ -157,21 +161,26 @@ def _project(
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm with bias, in float32."""
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm with bias, over the last axes, in float32."""
 
     config: ModelConfig
+    axes: tuple[int, ...] | None = None  # sizes of the normalised axes; None: the width
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         config, wide = self.config, x.astype(jnp.float32)
-        dtype = jnp.dtype(config.param_dtype)
+        dtype, shape = jnp.dtype(config.param_dtype), self.axes or (config.width,)
+        axes = tuple(range(-len(shape), 0))
         if config.norm == "layer":
-            wide = wide - wide.mean(-1, keepdims=True)
-        variance = jnp.square(wide).mean(-1, keepdims=True)
+            wide = wide - wide.mean(axes, keepdims=True)
+        variance = jnp.square(wide).mean(axes, keepdims=True)
         y = wide * jax.lax.rsqrt(variance + config.norm_epsilon)
-        y = y * self.param("scale", nn.initializers.ones, (config.width,), dtype)
+        if config.norm_plus_one:
+            y = y * (1 + self.param("scale", nn.initializers.zeros, shape, dtype).astype(y.dtype))
+        else:
+            y = y * self.param("scale", nn.initializers.ones, shape, dtype)
         if config.norm == "layer":
-            y = y + self.param("bias", nn.initializers.zeros, (config.width,), dtype)
+            y = y + self.param("bias", nn.initializers.zeros, shape, dtype)
         return y.astype(config.compute_dtype())
 
 
@@ -188,14 +197,25 @@ class Projections(nn.Module):
             return Linear((c.width,), (count, c.head_dim), c, c.qkv_bias, mesh)
 
         self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
+        if c.qk_norm != "none":
+            each = (c.head_dim,)
+            over_all = (c.num_heads, *each), (c.num_kv_heads, *each)
+            sizes = (each, each) if c.qk_norm == "head" else over_all
+            self.query_norm, self.key_norm = (Norm(c, size) for size in sizes)
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
     def project(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Returns queries, keys and values of hidden states."""
+        c = self.config
         with jax.named_scope("qkv"):
-            return self.query(x), self.key(x), self.value(x)
+            q, k, v = self.query(x), self.key(x), self.value(x)
+            if c.qk_norm != "none":
+                q, k = self.query_norm(q), self.key_norm(k)
+            if c.attention_scale is not None:  # kernels divide by sqrt(H)
+                q = q * (c.attention_scale * math.sqrt(c.head_dim))
+            return q, k, v
 
     def combine(self, y: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Returns the output projection of attention."""
@@ -240,11 +260,13 @@ class Attention(Projections):
             partials = self.prefix_partials(q, context)
             if layer is None:
                 layout = attention_layout(mesh, c.context_parallel, x.shape[1])
-                y = pattern.attend(q, k, v, context.attention_metadata(partials, layout))
+                metadata = context.attention_metadata(partials, layout, c.attention_soft_cap)
+                y = pattern.attend(q, k, v, metadata)
                 if context.collect is not None:
                     layer = collect_key_values(k, v, context, pattern)
             else:
-                metadata = context.attention_metadata(partials, attention_layout(mesh))
+                layout = attention_layout(mesh)
+                metadata = context.attention_metadata(partials, layout, c.attention_soft_cap)
                 pattern, state = pattern.for_inference(), layer[2:]
                 keys, values = cache_lib.append(layer, k, v, pattern, context.view, metadata)
                 cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)

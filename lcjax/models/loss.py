@@ -37,6 +37,9 @@ class Projection:
     kernel: Float[Array, "D V"] | Float[Array, "V D"]  # [V, D] if tied
     bias: Float[Array, " V"] | None = None
     tied: bool = dataclasses.field(default=False, metadata={"static": True})
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of logits (Granite)
+    # Logits become soft_cap tanh(logit / soft_cap) (Gemma 2).
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def vocabulary(self) -> int:
@@ -49,7 +52,21 @@ class Projection:
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states, never rounded to 16 bits."""
         logits = _einsum(f"...D,{self.axes}->...V", hidden, self.kernel)
-        return logits if self.bias is None else logits + self.bias.astype(jnp.float32)
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        return logits
+
+    def before_cap(
+        self, d_logits: Float[Array, "... V"], logits: Float[Array, "... V"]
+    ) -> Float[Array, "... V"]:
+        """Returns the derivative by the products with the kernel, from that by `logits`."""
+        if self.soft_cap is not None:
+            d_logits = d_logits * (1 - jnp.square(logits / self.soft_cap))
+        return d_logits if self.scale == 1 else d_logits * self.scale
 
 
 # (float32 logits [B, c, V], their log-sum-exp [B, c, 1], inputs of each token) -> (loss [B, c] of
@@ -269,7 +286,7 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     kernel = everywhere if reduce is None else reduce.kept
     bias = None if projection.bias is None else everywhere
     inputs = tokens, everywhere, tokens, tokens
-    sums = everywhere, Projection(kernel, bias, projection.tied)
+    sums = everywhere, dataclasses.replace(projection, kernel=kernel, bias=bias)
     run = _on_mesh(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
     (sums, d_projection), by_token = run(hidden, projection, known, weights)
     d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
@@ -285,8 +302,9 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
 
     def one(sums, xs):
         hidden, known, weights = xs
-        loss, parts, slope = criterion(*_logits(hidden, projection), known)
-        d_logits = weights[..., None] * slope
+        logits, lse = _logits(hidden, projection)
+        loss, parts, slope = criterion(logits, lse, known)
+        d_logits = projection.before_cap(weights[..., None] * slope, logits)
         low = d_logits.astype(hidden.dtype)
         d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
         # [D, V] also for a tied kernel, with one transpose at the end: [V, D] would transpose the
@@ -309,7 +327,8 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
         losses, d_bias = jax.lax.psum((losses, d_bias), axes)
         d_kernel = jax.lax.psum(d_kernel, axes) if reduce is None else reduce.of(d_kernel)
     by_token = tuple(_joined(x, hidden.shape[1]) for x in by_token)
-    return (losses, Projection(d_kernel, d_bias, projection.tied)), by_token
+    d_projection = dataclasses.replace(projection, kernel=d_kernel, bias=d_bias)
+    return (losses, d_projection), by_token
 
 
 def _backward(criterion, chunk, mesh, residuals, cotangents):

@@ -25,7 +25,7 @@ from jaxtyping import Float
 
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
-from lcjax.checkpoints.hf_config import SUPPORTED
+from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
 from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
@@ -469,11 +469,11 @@ def kind_of(path: Path, allow_pickle: bool) -> type:
     model_type = read_hf_json(file, {"model_type": "bert"}).get("model_type")
     if model_type not in MODEL_TYPES:
         # "llama_with_landmark" is a Llama, and a config of CEPE may name no type.
-        if model_type is None or model_type.startswith(SUPPORTED):
+        if model_type is None or model_type.startswith(tuple(FAMILIES)):
             return DecoderEncoder
         raise InputError(
             f"{file}: model_type={model_type!r:.40} is neither a BERT ({', '.join(MODEL_TYPES)})"
-            f" nor a decoder that lcjax reads ({', '.join(SUPPORTED)})"
+            f" nor a decoder that lcjax reads ({', '.join(FAMILIES)})"
         )
     tensors = BertFolder(path, allow_pickle=allow_pickle).source.tensors
     for name, kind in (("classifier", CrossEncoder), ("linear", LateInteraction)):

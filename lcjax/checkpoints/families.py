@@ -1,0 +1,281 @@
+"""The model families of transformers that the decoder computes, one entry of a table for each.
+
+An entry says what the class of a family fixes, which keys of `config.json` set fields of
+`ModelConfig`, which layers have a window or a rotation of their own, and which modules have other
+names than those of Llama. Reading, writing and the names of tensors follow from it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lcjax.attention import Causal, Sliding
+from lcjax.models.config import ModelConfig
+from lcjax.rope import NoRotation
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of `config.json` that sets fields of `ModelConfig`, which then are equal."""
+
+    name: str
+    fields: tuple[str, ...]
+    default: Any  # what transformers takes for an absent key
+    keeps_null: bool = False  # whether null is a value, and not an absent key
+    read: Callable[[Any], Any] = lambda value: value
+    write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
+
+    def value(self, hf: Mapping[str, Any]) -> Any:
+        """The value of the fields."""
+        value = hf.get(self.name, self.default)
+        if value is None:
+            return None if self.keeps_null else self.read(self.default)
+        return self.read(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a model type of transformers computes, as differences from Llama."""
+
+    architecture: str  # the class of its models
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a function: of the width
+    keys: tuple[Key, ...] = ()
+    epsilon: Key = Key("rms_norm_eps", ("norm_epsilon",), 1e-6)
+    activation_key: str = "hidden_act"
+    head_dim: int | None = None  # where the key is absent; None: the width over the heads
+    tied: bool = False  # where `tie_word_embeddings` is absent
+    theta: float = 10_000.0  # where `rope_theta` is absent
+    rotary_fraction: float | None = None  # where its key is absent; None: heads turn whole
+    # Layers with a window: "none"; "all" with `sliding_window`; "types", as `layer_types` says, or
+    # `default_types` of the config without it.
+    windows: str = "none"
+    window: int | None = 4_096  # where `sliding_window` is absent
+    window_switch: bool = False  # whether `use_sliding_window` must be true
+    default_types: Callable[[dict[str, Any]], list[str]] | None = None
+    unrotated_layers: bool = False  # `no_rope_layers`
+    # Whether layers with a window have a rope of their own, with this base where none is given.
+    local_theta: float | None = None
+    # Modules whose name differs from Llama's.
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def fixed_fields(self, width: int) -> dict[str, Any]:
+        """What the class fixes, as fields of a model of this width."""
+        return {k: v(width) if callable(v) else v for k, v in self.fixed.items()}
+
+
+def _every(period: int) -> Callable[[dict[str, Any]], list[str]]:
+    """Types of layers of which every `period`-th sees the whole text."""
+    return lambda hf: [
+        SLIDING if (i + 1) % period else FULL for i in range(hf["num_hidden_layers"])
+    ]
+
+
+def _from_layer(hf: dict[str, Any]) -> list[str]:
+    full = hf.get("max_window_layers", 28)
+    return [FULL if i < full else SLIDING for i in range(hf["num_hidden_layers"])]
+
+
+def unrotated(hf: dict[str, Any]) -> list[bool]:
+    """Whether each layer of a family with `unrotated_layers` has no rotation."""
+    interval = hf.get("no_rope_layer_interval")
+    interval = 4 if interval is None else interval
+    count = hf["num_hidden_layers"]
+    rotated = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    return [not layer for layer in rotated]
+
+
+_ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "out_bias"), False, read=bool)
+_MLP_BIAS = Key("mlp_bias", ("mlp_bias",), False, read=bool)
+_QWEN_LAYERS = {"windows": "types", "window_switch": True, "default_types": _from_layer}
+_GEMMA = {
+    "activation": "gelu_tanh",
+    "norm_place": "both",
+    "norm_plus_one": True,
+    "embedding_scale": math.sqrt,
+}
+
+
+def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Key, ...]:
+    def write_scale(scale: float | None, config: ModelConfig) -> int | float:
+        value = config.head_dim if scale is None else round(scale**-2, 6)
+        return int(value) if value == int(value) else value
+
+    return (
+        Key(
+            "query_pre_attn_scalar",
+            ("attention_scale",),
+            256,
+            False,
+            lambda s: s**-0.5,
+            write_scale,
+        ),
+        Key("final_logit_softcapping", ("logit_soft_cap",), logit_cap, True),
+        Key("attn_logit_softcapping", ("attention_soft_cap",), attention_cap, True),
+        _ATTENTION_BIAS,
+    )
+
+
+_OLMO = {"norm_place": "after", "qk_norm": "all"}
+_OLMO_EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)
+
+# The first entry that computes what a config describes is the one that is written.
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", keys=(_ATTENTION_BIAS, _MLP_BIAS)),
+    "mistral": Family("MistralForCausalLM", windows="all"),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, **_QWEN_LAYERS),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        windows="types",
+        default_types=lambda hf: [SLIDING] * hf["num_hidden_layers"],
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        keys=(_ATTENTION_BIAS, _MLP_BIAS),
+        tied=True,
+        theta=2_000_000.0,
+        windows="types",
+        window=None,
+        window_switch=True,
+        default_types=lambda hf: [SLIDING if none else FULL for none in unrotated(hf)],
+        unrotated_layers=True,
+    ),
+    "phi": Family(
+        "PhiForCausalLM",
+        {
+            "norm": "layer",
+            "activation": "gelu_tanh",
+            "block": "parallel",
+            "gated_mlp": False,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "head_bias": True,
+            "tie_embeddings": False,
+        },
+        epsilon=Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
+        rotary_fraction=0.5,
+        modules={
+            "self_attn.o_proj": "self_attn.dense",
+            "mlp.up_proj": "mlp.fc1",
+            "mlp.down_proj": "mlp.fc2",
+            "model.norm": "model.final_layernorm",
+        },
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        keys=(
+            Key("embedding_multiplier", ("embedding_scale",), 1.0),
+            Key("residual_multiplier", ("residual_scale",), 1.0),
+            Key(
+                *("attention_multiplier", ("attention_scale",), 1.0),
+                write=lambda scale, config: config.head_dim**-0.5 if scale is None else scale,
+            ),
+            Key(
+                *("logits_scaling", ("logit_scale",), 1.0),
+                read=lambda divisor: 1 / divisor,
+                write=lambda scale, config: 1 / scale,
+            ),
+            *(_ATTENTION_BIAS, _MLP_BIAS),
+        ),
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+    "olmo3": Family(
+        *("Olmo3ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+        theta=500_000.0,
+        windows="types",
+        default_types=_every(4),
+        local_theta=500_000.0,
+    ),
+    "gemma2": Family(
+        *("Gemma2ForCausalLM", _GEMMA, _gemma_keys(30.0, 50.0)),
+        activation_key="hidden_activation",
+        head_dim=256,
+        tied=True,
+        windows="types",
+        default_types=_every(2),
+    ),
+    "gemma3_text": Family(
+        *("Gemma3ForCausalLM", _GEMMA | {"qk_norm": "head"}, _gemma_keys(None, None)),
+        activation_key="hidden_activation",
+        head_dim=256,
+        tied=True,
+        theta=1_000_000.0,
+        windows="types",
+        default_types=lambda hf: _every(hf.get("sliding_window_pattern") or 6)(hf),
+        local_theta=10_000.0,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,), head_dim=128, **_QWEN_LAYERS
+    ),
+}
+
+# What distinguishes models beside their sizes: Llama has the default of each.
+_NEUTRAL = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        *("norm", "norm_place", "norm_plus_one", "qk_norm", "activation", "block", "gated_mlp"),
+        *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
+        *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
+        *("logit_soft_cap", "position"),
+    )
+}
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    """The window of each layer; None: it sees the whole text."""
+    layers = map(config.layer, range(config.num_layers))
+    return [getattr(layer.pattern, "window", None) for layer in layers]
+
+
+def family_of(config: ModelConfig) -> tuple[str, list[str]]:
+    """The family that computes what `config` describes, or comes nearest, and what it cannot."""
+    if len(config.kinds) == 1:
+        config = config.layer(0)
+    wrong = {name: _differences(config, family) for name, family in FAMILIES.items()}
+    # Windows and ropes do not change the weights, so a family that differs in them alone is nearer.
+    nearest = min(wrong, key=lambda name: tuple(map(len, wrong[name])))
+    fields, layers = wrong[nearest]
+    return nearest, fields + layers
+
+
+def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
+    """What a model of the family has not: values of fields; patterns and ropes of layers."""
+    required = _NEUTRAL | family.fixed_fields(config.width)
+    for key in family.keys:
+        for field in key.fields:  # the first of them is free
+            required[field] = getattr(config, key.fields[0])
+    if family.rotary_fraction is not None:
+        del required["rotary_fraction"]
+    fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
+    if family.rotary_fraction is not None and config.head_dim * config.num_heads != config.width:
+        fields.append(f"head_dim={config.head_dim}")
+    wrong = [
+        f"{'layers.' if config.layers else ''}pattern={pattern}"
+        for pattern in config.patterns
+        if not isinstance(pattern, Causal)
+        and not (family.windows != "none" and isinstance(pattern, Sliding))
+    ]
+    sizes = windows(config)
+    if not wrong and len({*sizes} - {None}) > 1:
+        wrong.append(f"layers of windows {sorted({*sizes} - {None})}")
+    if family.windows == "all" and len({*sizes}) > 1:
+        wrong.append("layers with and without a window")
+    if family.windows == "all" and sizes[0] is None:
+        wrong.append("no window")
+    ropes = {layer.rope for layer, _ in config.layer_counts}
+    rotating = {rope for rope in ropes if not isinstance(rope, NoRotation)}
+    if family.local_theta is not None:
+        by_type: dict[bool, set] = {}
+        for index, size in enumerate(sizes):
+            by_type.setdefault(size is None, set()).add(config.layer(index).rope)
+        too_many = any(len(kinds) > 1 for kinds in by_type.values())
+    else:
+        too_many = len(rotating) > 1
+    if too_many or (ropes != rotating and not family.unrotated_layers):
+        wrong.append(f"layers of ropes {', '.join(sorted(map(repr, ropes)))}")
+    return fields, wrong

@@ -1,0 +1,212 @@
+"""Every model family: equal to its class in transformers, in both directions."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import LanguageModel, Sampling
+from lcjax.attention import Landmark
+from lcjax.checkpoints import ByteTokenizer, config_from_hf, load, save_hf
+from lcjax.checkpoints.families import FAMILIES
+from lcjax.errors import InputError
+from lcjax.models import Decoder
+from lcjax.models.loss import Projection, cross_entropy, token_nll
+from lcjax.rope import Default, Yarn
+
+torch = pytest.importorskip("torch")
+os.environ.setdefault("USE_TF", "0")
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 258,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# Model type, and keys of its config; a head of 20 channels is not the width over the heads.
+MODELS = {
+    "llama": ("llama", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"head_dim": 20, "sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 20,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "qwen3": ("qwen3", {"head_dim": 20}),
+    "qwen3, yarn and biases": (
+        "qwen3",
+        {"attention_bias": True, "rope_parameters": YARN | {"rope_theta": 1e6}, "head_dim": 16},
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("olmo2", {"head_dim": 20}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
+    "olmo3, yarn": (
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 7, "rope_scaling": YARN, "rope_theta": 5e5},
+    ),
+    "gemma2": ("gemma2", {"head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30}),
+    "gemma2, without caps": (
+        "gemma2",
+        {"final_logit_softcapping": None, "attn_logit_softcapping": None, "head_dim": 20},
+    ),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "head_dim": 20, "sliding_window": 7}),
+    "gemma3, longer": (
+        "gemma3_text",
+        {
+            "head_dim": 20,
+            "sliding_window": 7,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "final_logit_softcapping": 2.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+def hf_model(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, changes = MODELS[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():  # biases and norms start at 0 and 1, where a swap would not show
+        for path, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in path))
+    return model
+
+
+def saved(name, folder, form="safetensors"):
+    """Saves a model as transformers does; returns it."""
+    model = hf_model(name)
+    if form == "safetensors":
+        model.save_pretrained(folder, max_shard_size="100KB")
+    else:
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    ByteTokenizer().save(folder)
+    return model
+
+
+def test_every_family_is_tested():
+    assert {kind for kind, _ in MODELS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_it_was(
+    tmp_path, name
+):
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "hf").mkdir()
+    model = saved(name, tmp_path / "hf", "bin" if name in ("qwen3", "gemma3") else "safetensors")
+    params, config, tokenizer = load(tmp_path / "hf", allow_pickle=True)
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    lm = LanguageModel(Decoder(config), params, tokenizer)
+    actual = lm.logits(tokens)
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
+
+    # The tokens that follow, each read beside the cache.
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        written = model.generate(torch.tensor(tokens), do_sample=False, max_new_tokens=12)
+    for text, ids in zip(
+        lm.generate(tokens.tolist(), Sampling(max_new_tokens=12)), written[:, 40:].tolist()
+    ):
+        assert list(text.ids) == ids[: len(text.ids)] and text.ids
+
+    save_hf(tmp_path / "out", params, config, tokenizer)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(again) is type(model)
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    with torch.no_grad():
+        exported = again(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(exported, expected, atol=1e-5 * np.abs(expected).max())
+    assert config_from_hf(again.config.to_dict()) == config
+    assert load(tmp_path / "out")[1] == config
+
+
+def test_a_method_of_the_model_leaves_layers_with_a_window_alone(tmp_path):
+    (tmp_path / "hf").mkdir()
+    saved("gemma3", tmp_path / "hf")
+    lm = LanguageModel.load(tmp_path / "hf")
+    longer = lm.with_method(rope=Yarn(factor=4.0))
+    ropes = [longer.config.layer(i).rope for i in range(6)]
+    assert ropes[0] == Default(theta=10_000.0) and ropes[0] == ropes[4]
+    assert isinstance(ropes[5], Yarn) and ropes[5].theta == 1_000_000.0
+
+
+def test_a_family_that_is_not_known_is_refused_by_name():
+    with pytest.raises(InputError, match=r"model_type='mamba' is not supported; .*llama.*qwen3"):
+        config_from_hf({"model_type": "mamba"})
+
+
+def test_what_no_class_computes_is_not_exported(tmp_path):
+    (tmp_path / "hf").mkdir()
+    saved("gemma2", tmp_path / "hf")
+    params, config, _ = load(tmp_path / "hf")
+    wrong = config.replace(block="parallel")
+    with pytest.raises(InputError, match="transformers has no gemma2 model with model.block='para"):
+        save_hf(tmp_path / "out", params, wrong)
+    with pytest.raises(
+        InputError, match="attention_soft_cap is not defined under pattern Landmark"
+    ):
+        config.replace(layers=(), pattern=Landmark(token=259))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_scaled_and_capped_logits_are_those_of_autodiff(tied):
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (2, 7, 8))
+    kernel = jax.random.normal(keys[1], (11, 8) if tied else (8, 11))
+    targets = jax.random.randint(keys[2], (2, 7), 0, 11)
+    weights = jax.random.uniform(keys[3], (2, 7))
+
+    def projected(kernel):
+        return Projection(kernel, None, tied, 0.7, 1.5)
+
+    def fused(hidden, kernel):
+        return cross_entropy(hidden, projected(kernel), targets, weights, chunk=3)[0]
+
+    def plain(hidden, kernel):
+        logits = 1.5 * jnp.tanh(hidden @ (kernel.T if tied else kernel) * 0.7 / 1.5)
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return (weights * nll).sum()
+
+    np.testing.assert_allclose(fused(hidden, kernel), plain(hidden, kernel), rtol=1e-6)
+    for mine, expected in zip(
+        jax.grad(fused, (0, 1))(hidden, kernel), jax.grad(plain, (0, 1))(hidden, kernel)
+    ):
+        np.testing.assert_allclose(mine, expected, atol=1e-6)
+    nll = token_nll(hidden, projected(kernel), targets, chunk=3)
+    np.testing.assert_allclose((weights * nll).sum(), plain(hidden, kernel), rtol=1e-6)
