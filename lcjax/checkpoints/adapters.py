@@ -391,6 +391,11 @@ def save_peft(
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
+    if hf_names.is_fused(config):
+        raise InputError(
+            f"{folder}: transformers stores the projections of this model together, which peft"
+            " adapts as one; write the merged model with save_hf"
+        )
     folder = to_path(folder)
     tensors = _tensors(params, config)  # of all processes, gathered for the one that writes
     if not distributed.is_main_process():

@@ -49,15 +49,17 @@ class Family:
     tied: bool = False  # where `tie_word_embeddings` is absent
     theta: float = 10_000.0  # where `rope_theta` is absent
     rotary_fraction: float | None = None  # where its key is absent; None: heads turn whole
-    # Layers with a window: "none"; "all" with `sliding_window`; "types", as `layer_types` says, or
-    # `default_types` of the config without it.
+    # Layers with a window: "none"; "all", that of `sliding_window` unless it is null; "types", as
+    # `layer_types` says, or `default_types` of the config without it.
     windows: str = "none"
     window: int | None = 4_096  # where `sliding_window` is absent
     window_switch: bool = False  # whether `use_sliding_window` must be true
     default_types: Callable[[dict[str, Any]], list[str]] | None = None
     unrotated_layers: bool = False  # `no_rope_layers`
+    rope_types: tuple[str, ...] | None = None  # that its class takes; None: all
     # Whether layers with a window have a rope of their own, with this base where none is given.
     local_theta: float | None = None
+    fused: bool = False  # whether projections are stored together (`hf_names.FUSED`)
     # Modules whose name differs from Llama's.
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -164,6 +166,15 @@ FAMILIES: dict[str, Family] = {
             "model.norm": "model.final_layernorm",
         },
     ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        rotary_fraction=1.0,
+        windows="all",
+        window=None,
+        rope_types=("default", "longrope"),
+        fused=True,
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         keys=(
@@ -233,9 +244,15 @@ def windows(config: ModelConfig) -> list[int | None]:
 
 
 def family_of(config: ModelConfig) -> tuple[str, list[str]]:
-    """The family that computes what `config` describes, or comes nearest, and what it cannot."""
+    """The family that computes what `config` describes, or comes nearest, and what it cannot.
+
+    Of several it is that of the checkpoint (`ModelConfig.family`), else the first of the table.
+    """
     if len(config.kinds) == 1:
         config = config.layer(0)
+    own = FAMILIES.get(config.family)
+    if own is not None and not any(_differences(config, own)):
+        return config.family, []
     wrong = {name: _differences(config, family) for name, family in FAMILIES.items()}
     # Windows and ropes do not change the weights, so a family that differs in them alone is nearer.
     nearest = min(wrong, key=lambda name: tuple(map(len, wrong[name])))
@@ -265,17 +282,18 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
         wrong.append(f"layers of windows {sorted({*sizes} - {None})}")
     if family.windows == "all" and len({*sizes}) > 1:
         wrong.append("layers with and without a window")
-    if family.windows == "all" and sizes[0] is None:
-        wrong.append("no window")
     ropes = {layer.rope for layer, _ in config.layer_counts}
     rotating = {rope for rope in ropes if not isinstance(rope, NoRotation)}
     if family.local_theta is not None:
         by_type: dict[bool, set] = {}
         for index, size in enumerate(sizes):
             by_type.setdefault(size is None, set()).add(config.layer(index).rope)
-        too_many = any(len(kinds) > 1 for kinds in by_type.values())
+        other_ropes = any(len(kinds) > 1 for kinds in by_type.values())
     else:
-        too_many = len(rotating) > 1
-    if too_many or (ropes != rotating and not family.unrotated_layers):
+        other_ropes = len(rotating) > 1
+    if family.rope_types is not None:
+        form = config.rope.to_hf(config.rotary_dim)["rope_parameters"]
+        other_ropes |= form["rope_type"] not in family.rope_types
+    if other_ropes or (ropes != rotating and not family.unrotated_layers):
         wrong.append(f"layers of ropes {', '.join(sorted(map(repr, ropes)))}")
     return fields, wrong

@@ -72,7 +72,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     if kind == "phi":
         _require(hf, where, "qk_layernorm", False, (False,))
         _require(hf, where, "tie_word_embeddings", False, (False,))
-    return ModelConfig(
+    config = ModelConfig(
         **fields
         | {
             # transformers reads null as absent.
@@ -85,6 +85,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
             **_layer_fields(hf, family, where),
         }
     )
+    return config if family_of(config)[0] == kind else config.replace(family=kind)
 
 
 def _check_activation(hf: dict[str, Any], family: Family, where: str) -> None:
@@ -258,15 +259,17 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     }
     for key in (*family.keys, family.epsilon):
         hf[key.name] = key.write(getattr(config, key.fields[0]), config)
-    if kind == "phi":
-        hf |= {"partial_rotary_factor": config.rotary_fraction, "qk_layernorm": False}
-    else:
+    if family.rotary_fraction is None:
         hf["head_dim"] = config.head_dim
+    else:
+        hf["partial_rotary_factor"] = config.rotary_fraction
+    if kind == "phi":
+        hf["qk_layernorm"] = False
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
     if hf["max_position_embeddings"] != config.max_length:
         # A dynamic rope stores its own length there: transformers has no other key for it.
         hf[_MAX_LENGTH] = config.max_length
-    if kind == "phi" and isinstance(hf.get("rope_parameters"), dict):
+    if family.rotary_fraction is not None and isinstance(hf.get("rope_parameters"), dict):
         # transformers 5 reads the factor from here, transformers 4 from the top level.
         hf["rope_parameters"] = hf["rope_parameters"] | {
             "partial_rotary_factor": config.rotary_fraction

@@ -56,6 +56,12 @@ _DECODER = (
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
     ("lm_head.bias", "V", "head/bias", "V", "head_bias"),
 )
+# Modules that some classes store as one matrix, and the modules whose rows it holds.
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
 # The learned arrays of published CLEX checkpoints; transformers ignores them.
 _CLEX = (
     ("model.clex_layer.proj_func.ode_up_proj", "P,M", "rope/up", "PM", ""),
@@ -104,6 +110,28 @@ class Entry:
     def to_tensor(self, layer: np.ndarray) -> np.ndarray:
         """One layer of the leaf -> the stored tensor."""
         return layer.transpose(np.argsort(self.order)).reshape(self.tensor_shape)
+
+
+def parts_of(name: str) -> list[str]:
+    """The tensors whose rows a fused tensor holds; none of another tensor."""
+    for fused, parts in FUSED.items():
+        if f".{fused}." in name:
+            return [name.replace(fused, part) for part in parts]
+    return []
+
+
+def is_fused(config: ModelConfig | BertConfig) -> bool:
+    """Whether the family of `config` stores the modules of `FUSED`."""
+    return isinstance(config, ModelConfig) and FAMILIES[family_of(config)[0]].fused
+
+
+def fused_name(name: str) -> str | None:
+    """The fused tensor that holds a tensor's rows in some classes; None: it is always alone."""
+    for fused, parts in FUSED.items():
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(part, fused)
+    return None
 
 
 def entries(config: ModelConfig | BertConfig) -> tuple[Entry, ...]:

@@ -14,7 +14,7 @@ import itertools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,12 @@ class WeightStream:
     ):
         """Takes the arguments of `save_hf`; reads nothing yet."""
         table = _in_layer_order(config)
-        self._tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
-        self._arrays = _arrays(params, config, table, self._tensors, progress)
+        tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
+        arrays = _arrays(params, config, table, tensors, progress)
+        fused_name = hf_names.fused_name if hf_names.is_fused(config) else lambda name: None
+        groups = [(fused or names[0], names) for fused, names in _grouped(tensors, fused_name)]
+        self._tensors = {name: _joined([tensors[n] for n in names]) for name, names in groups}
+        self._arrays = _fused(arrays, groups)
         self.nbytes = sum(map(nbytes, self._tensors.values()))
 
     def gather(self) -> None:
@@ -158,6 +162,31 @@ class WeightStream:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
             write_json(folder / INDEX, index)
+
+
+def _grouped(
+    names: Iterable[str], fused_name: Callable[[str], str | None]
+) -> Iterator[tuple[str | None, list[str]]]:
+    """Successive tensors of one fused tensor together, and each other one alone."""
+    for fused, group in itertools.groupby(names, fused_name):
+        if fused is None:
+            yield from ((None, [name]) for name in group)
+        else:
+            yield fused, list(group)
+
+
+def _joined(parts: list[TensorInfo]) -> TensorInfo:
+    rows = sum(part.shape[0] for part in parts) if parts[0].shape else 0
+    return TensorInfo((rows, *parts[0].shape[1:]), parts[0].dtype) if len(parts) > 1 else parts[0]
+
+
+def _fused(
+    arrays: Iterator[tuple[str, np.ndarray]], groups: list[tuple[str, list[str]]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of `arrays`, those of one group as one."""
+    for name, names in groups:
+        parts = [array for _, array in itertools.islice(arrays, len(names))]
+        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:

@@ -31,7 +31,7 @@ from lcjax.checkpoints.weights import (
     DTYPES,
     WeightSource,
     read_params,
-    resolve_aliases,
+    resolve_names,
     spread_layers,
     stored_dtype,
 )
@@ -150,7 +150,7 @@ def _open_adapters(
     check_folder_sums(folder)
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
-    source = resolve_aliases(source, config)
+    source = resolve_names(source, config)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         tokenizer = hf_tokenizer(folder)
     # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.

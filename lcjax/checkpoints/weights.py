@@ -94,25 +94,35 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
     return [folder / name for name in names]
 
 
-class RenamedSource:
-    """A source with the tensors `stored`: {name: name in `source`}."""
+class _Rows(NamedTuple):
+    """Rows of a stored tensor that are a tensor of the model."""
 
-    def __init__(self, source: WeightSource, stored: dict[str, str]):
+    name: str
+    start: int
+    info: TensorInfo
+
+
+class RenamedSource:
+    """A source whose tensors are those of another one under other names, or some of their rows."""
+
+    def __init__(self, source: WeightSource, stored: dict[str, _Rows]):
         self.path, self._source, self._stored = source.path, source, stored
-        self.tensors = {name: source.tensors[other] for name, other in stored.items()}
+        self.tensors = {name: rows.info for name, rows in stored.items()}
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._source.rows(self._stored[name], start, stop)
+        stored, first, _ = self._stored[name]
+        return self._source.rows(stored, first + start, first + stop)
 
 
-def resolve_aliases(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:
-    """Returns `source` with one name for each tensor: the one in the table of names.
+def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:
+    """Returns `source` with the tensors of the table of names: one name each, and none fused.
 
     Raises:
       InputError: if the source stores a tensor under several names with different values.
     """
-    stored = {name: name for name in source.tensors}
-    for entry in hf_names.entries(config):
+    stored = {name: _Rows(name, 0, info) for name, info in source.tensors.items()}
+    table = hf_names.entries(config)
+    for entry in table:
         for name, others in zip(entry.names, entry.aliases, strict=True):
             present = [n for n in (name, *others) if n in source.tensors]
             for copy in present[1:]:
@@ -120,7 +130,18 @@ def resolve_aliases(source: WeightSource, config: ModelConfig | BertConfig) -> W
             for n in present:
                 del stored[n]
             if present:
-                stored[name] = present[0]
+                stored[name] = _Rows(present[0], 0, source.tensors[present[0]])
+    expected = {name: entry.tensor_shape[0] for entry in table for name in entry.names}
+    for name, info in source.tensors.items():
+        parts = hf_names.parts_of(name)
+        sizes = [expected.get(part, 0) for part in parts]
+        if not parts or name in expected or info.shape[:1] != (sum(sizes),):
+            continue
+        del stored[name]
+        start = 0
+        for part, size in zip(parts, sizes, strict=True):
+            stored[part] = _Rows(name, start, TensorInfo((size, *info.shape[1:]), info.dtype))
+            start += size
     unchanged = stored.keys() == source.tensors.keys()
     return source if unchanged else RenamedSource(source, stored)
 
@@ -205,7 +226,7 @@ def read_params(
     Raises:
       InputError: if the tensors do not fit the config, or one holds NaN or infinity.
     """
-    source = resolve_aliases(source, config)
+    source = resolve_names(source, config)
     check(source, config)
     table = hf_names.entries(config)
     dtypes = {entry.path: DTYPES[entry.dtype(config.param_dtype)] for entry in table}

@@ -87,6 +87,8 @@ class ModelConfig:
     attention_soft_cap: float | None = None  # logits become c tanh(logit / c) (Gemma 2)
     logit_scale: float = 1.0  # factor of the logits of the vocabulary (Granite)
     logit_soft_cap: float | None = None  # they become c tanh(logit / c) (Gemma 2)
+    # Model type of transformers in which it is stored, where that of another one computes the same
+    family: str | None = None
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
     # or alibi, t5, transformer_xl, deberta, sinusoidal, learned (see `decoder.PositionEmbedding`)
     position: str = "rope"

@@ -16,6 +16,7 @@ from lcjax import config as config_lib
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import build, check_source
+from lcjax.checkpoints.hf_names import is_fused
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark import with_landmark
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel, fingerprint
@@ -234,12 +235,13 @@ class LanguageModelTask(Task):
     def export(self, folder: Path, trained: dict, frozen: dict) -> None:
         """Writes the merged model; also the adapters alone, if nothing else was trained.
 
-        Adapters are merged one layer at a time while writing, so no second model is in memory. All
-        processes must call this: each holds a part of the weights, and the first one writes.
+        Models with fused projections have no adapters of peft's form. Adapters are merged one
+        layer at a time while writing, so no second model is in memory. All processes must call
+        this: each holds a part of the weights, and the first one writes.
         """
         train, section = self.config.train, self.config.model
         options = {"overwrite": True, "checksums": train.checksums}
-        if all(map(lora_lib.is_adapter, flatten(trained))):
+        if all(map(lora_lib.is_adapter, flatten(trained))) and not is_fused(self.model):
             base = section.path or str(section.preset)
             save_peft(folder / folder_lib.ADAPTER, trained, self.model, base=base, **options)
         params = union(trained, frozen)

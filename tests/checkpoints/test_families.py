@@ -1,18 +1,24 @@
 """Every model family: equal to its class in transformers, in both directions."""
 
+import json
 import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convert_support import assert_same
+from safetensors import safe_open
 
 from lcjax import LanguageModel, Sampling
 from lcjax.attention import Landmark
 from lcjax.checkpoints import ByteTokenizer, config_from_hf, load, save_hf
+from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.families import FAMILIES
+from lcjax.checkpoints.hf_config import config_to_hf
 from lcjax.errors import InputError
 from lcjax.models import Decoder
+from lcjax.models.lora import LoRA
 from lcjax.models.loss import Projection, cross_entropy, token_nll
 from lcjax.rope import Default, Yarn
 
@@ -50,6 +56,21 @@ MODELS = {
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "phi3, all channels": ("phi3", {}),
+    "phi3": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.5,
+            "sliding_window": 9,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [2.0, 3.0, 4.0],
+            },
+        },
+    ),
     "qwen3": ("qwen3", {"head_dim": 20}),
     "qwen3, yarn and biases": (
         "qwen3",
@@ -164,6 +185,40 @@ def test_a_method_of_the_model_leaves_layers_with_a_window_alone(tmp_path):
     ropes = [longer.config.layer(i).rope for i in range(6)]
     assert ropes[0] == Default(theta=10_000.0) and ropes[0] == ropes[4]
     assert isinstance(ropes[5], Yarn) and ropes[5].theta == 1_000_000.0
+
+
+def test_phi3_keeps_its_class_as_long_as_that_takes_the_position_method(tmp_path):
+    (tmp_path / "hf").mkdir()
+    saved("phi3, all channels", tmp_path / "hf")
+    params, config, _ = load(tmp_path / "hf")
+    assert config.family == "phi3" == config_to_hf(config)["model_type"]
+    assert "model.layers.1.self_attn.qkv_proj.weight" in stored_names(
+        save_hf(tmp_path / "same", params, config, ByteTokenizer())
+    )
+    longer = config.replace(rope=Yarn(theta=1e4, factor=4.0, original_length=128))
+    assert config_to_hf(longer)["model_type"] == "llama"
+    assert "model.layers.1.self_attn.q_proj.weight" in stored_names(
+        save_hf(tmp_path / "longer", params, longer, ByteTokenizer())
+    )
+    assert_same(load(tmp_path / "longer")[0], params)
+    with pytest.raises(InputError, match=r"transformers has no phi3 model .*YaRN|ropes Yarn"):
+        config_to_hf(longer.replace(rotary_fraction=0.5))
+    with pytest.raises(InputError, match="stores the projections of this model together"):
+        save_peft(tmp_path / "adapter", params, config.replace(lora=LoRA(rank=2)), base=None)
+
+
+def stored_names(folder):
+    with safe_open(folder / "model.safetensors", "np") as file:
+        return set(file.keys())
+
+
+def test_fused_tensors_of_another_size_are_named(tmp_path):
+    (tmp_path / "hf").mkdir()
+    saved("phi3", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    with pytest.raises(InputError, match=r"missing: .*q_proj.*unexpected: .*qkv_proj"):
+        load(tmp_path / "hf")
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():
