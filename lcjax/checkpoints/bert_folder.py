@@ -23,6 +23,7 @@ from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files
 from lcjax.checkpoints.weights import (
     DTYPES,
     RenamedSource,
+    Rows,
     WeightSource,
     read_params,
     read_tensor,
@@ -209,7 +210,7 @@ class BertFolder:
             for name, stored in names.items()
             if name.startswith(parts) and not name.endswith("position_ids")
         }
-        source = RenamedSource(self.source, names)
+        source = RenamedSource(self.source, {name: Rows(stored) for name, stored in names.items()})
         return read_params(source, config.replace(param_dtype="float32"), mesh=mesh)
 
     def head(self, name: str, outputs: int | None = None, *, bias: bool) -> dict[str, np.ndarray]:

@@ -94,20 +94,24 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
     return [folder / name for name in names]
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows of a stored tensor that are a tensor of the model."""
 
     name: str
-    start: int
-    info: TensorInfo
+    start: int = 0
+    count: int | None = None  # None: all
 
 
 class RenamedSource:
     """A source whose tensors are those of another one under other names, or some of their rows."""
 
-    def __init__(self, source: WeightSource, stored: dict[str, _Rows]):
+    def __init__(self, source: WeightSource, stored: dict[str, Rows]):
         self.path, self._source, self._stored = source.path, source, stored
-        self.tensors = {name: rows.info for name, rows in stored.items()}
+        self.tensors = {name: self._info(rows) for name, rows in stored.items()}
+
+    def _info(self, rows: Rows) -> TensorInfo:
+        info = self._source.tensors[rows.name]
+        return info if rows.count is None else info._replace(shape=(rows.count, *info.shape[1:]))
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         stored, first, _ = self._stored[name]
@@ -120,7 +124,7 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
     Raises:
       InputError: if the source stores a tensor under several names with different values.
     """
-    stored = {name: _Rows(name, 0, info) for name, info in source.tensors.items()}
+    stored = {name: Rows(name) for name in source.tensors}
     table = hf_names.entries(config)
     for entry in table:
         for name, others in zip(entry.names, entry.aliases, strict=True):
@@ -130,7 +134,7 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
             for n in present:
                 del stored[n]
             if present:
-                stored[name] = _Rows(present[0], 0, source.tensors[present[0]])
+                stored[name] = Rows(present[0])
     expected = {name: entry.tensor_shape[0] for entry in table for name in entry.names}
     for name, info in source.tensors.items():
         parts = hf_names.parts_of(name)
@@ -140,7 +144,7 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
         del stored[name]
         start = 0
         for part, size in zip(parts, sizes, strict=True):
-            stored[part] = _Rows(name, start, TensorInfo((size, *info.shape[1:]), info.dtype))
+            stored[part] = Rows(name, start, size)
             start += size
     unchanged = stored.keys() == source.tensors.keys()
     return source if unchanged else RenamedSource(source, stored)

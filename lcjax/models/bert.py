@@ -61,6 +61,9 @@ class BertConfig:
 
     # What the shared layers read, and is the same for every BERT.
     norm: ClassVar[str] = "layer"
+    norm_plus_one: ClassVar[bool] = False
+    qk_norm: ClassVar[str] = "none"
+    attention_scale: ClassVar[float | None] = None
     gated_mlp: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
