@@ -210,7 +210,7 @@ def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama", {"rotary_fraction": 0.5}, "rotary_fraction=0.5"),
+        ("llama", {"rotary_fraction": 0.5, "head_dim": 20}, "rotary_fraction=0.5|head_dim=20"),
         ("llama", {"norm": "layer"}, "norm='layer'"),
         ("phi", {"head_bias": False}, "head_bias=False"),
         ("phi", {"pattern": Sliding(4)}, "pattern=Sliding"),
