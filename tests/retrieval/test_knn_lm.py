@@ -151,7 +151,7 @@ def test_a_part_of_the_text(lm, store, corpus, tmp_path):
     part = TokenStore(tmp_path / "part")
     assert len(part) == 33
     np.testing.assert_array_equal(part.values, store.values[:33])
-    np.testing.assert_allclose(part.keys, store.keys[:33], atol=1e-5)
+    np.testing.assert_allclose(part.keys, store.keys[:33], rtol=1e-4, atol=5e-5)
 
 
 # The mixture
