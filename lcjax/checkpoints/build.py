@@ -197,12 +197,16 @@ def _check_there(key: str, name: str) -> None:
 
 
 def build(
-    section: ModelSection, mesh: jax.sharding.Mesh | None = None, *, host: bool = False
+    section: ModelSection,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    host: bool = False,
+    scan_layers: bool = True,
 ) -> tuple[Decoder, dict, Tokenizer]:
     """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given.
 
     With `host` the weights of a checkpoint go into the memory of the mesh's hosts, if they need
-    nothing done to them before.
+    nothing done to them before. `scan_layers` is that of the model: False for inference.
     """
     check_source(section)
     if section.path is not None:
@@ -212,12 +216,17 @@ def build(
             mesh=mesh,
             param_dtype=section.param_dtype,
             host=host and section.memory is section.encoder_layers is section.layers is None,
+            # A memory and an encoder are made of stacked layers.
+            scan_layers=scan_layers or not (section.memory is section.encoder_layers is None),
         )
         config = resolve(section, config)
     else:
         config = resolve(section, preset(section.preset))
         params, tokenizer = None, ByteTokenizer()
     params = init_params(section, config, params, mesh)
+    if config.scan_layers and not scan_layers:
+        config = config.replace(scan_layers=False)
+        params = arrange_layers(params, config)
     if section.tokenizer is not None:
         tokenizer = checkpoints.load_tokenizer(section.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")

@@ -32,12 +32,12 @@ from lcjax.checkpoints.weights import (
     WeightSource,
     read_params,
     resolve_names,
-    spread_layers,
     stored_dtype,
 )
 from lcjax.errors import InputError
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
+from lcjax.models.layer_groups import arrange_layers
 from lcjax.rope import from_hf
 from lcjax.storage import read_range
 
@@ -61,6 +61,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     param_dtype: str | None = None,
     host: bool = False,
+    scan_layers: bool = True,
     allow_pickle: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> tuple[dict, ModelConfig, Tokenizer]:
@@ -82,6 +83,8 @@ def load(
         stored matrices (float32 when they differ or are quantised).
       host: whether parameters go into the memory of the mesh's hosts, as
         `lcjax.parallel.offload.host_shardings` says, if they need no work first.
+      scan_layers: whether layers that are alike are stacked, as training scans them; False: each
+        has its own arrays, as inference reads them.
       allow_pickle: whether `.bin` files are read (with a restricted reader).
       progress: is called with the bytes of each leaf.
     """
@@ -94,18 +97,25 @@ def load(
         _refuse(path, "a run folder", base=base, context=context)
         from lcjax.checkpoints.run_folder import load_run
 
-        return load_run(*run, mesh=mesh, param_dtype=param_dtype)
+        loaded = load_run(*run, mesh=mesh, param_dtype=param_dtype)
+        if scan_layers:
+            return loaded
+        params, config, tokenizer = loaded
+        config = config.replace(scan_layers=False)
+        return arrange_layers(params, config), config, tokenizer
     if path.is_dir() and is_adapter_folder(path):
         source, config, tokenizer = _open_adapters(path, base, context, allow_pickle)
     else:
         _refuse(path, "a whole model", base=base)
         source, config, tokenizer = _open(path, allow_pickle)
         config = config if context is None else with_context(config, context, path)
+    if not scan_layers:
+        config = config.replace(scan_layers=False)
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
-    params = read_params(source, config, mesh=mesh, host=host and config.stacked, progress=progress)
-    return params if config.stacked else spread_layers(params, config), config, tokenizer
+    params = read_params(source, config, mesh=mesh, host=host, progress=progress)
+    return params, config, tokenizer
 
 
 def _run_of(path: Path) -> tuple[Path, int | None] | None:

@@ -5,6 +5,7 @@ device's shard of each leaf is read on its own: only the bytes that this process
 the host never has more than one shard of one leaf beside the model itself.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -19,10 +20,9 @@ from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
 from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
-from lcjax.models.layer_groups import unstack_layers
 from lcjax.parallel.offload import host_shardings
 from lcjax.parallel.sharding import param_shardings
-from lcjax.tree import lookup, nest, union
+from lcjax.tree import lookup, nest
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -218,7 +218,7 @@ def read_params(
     host: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> dict:
-    """Returns the parameter tree in `config.param_dtype`, one branch for all layers.
+    """Returns the parameter tree in `config.param_dtype`, layers as `config.stacked` says.
 
     Args:
       source: the stored tensors.
@@ -232,7 +232,7 @@ def read_params(
     """
     source = resolve_names(source, config)
     check(source, config)
-    table = hf_names.entries(config)
+    table = _leaves(config)
     dtypes = {entry.path: DTYPES[entry.dtype(config.param_dtype)] for entry in table}
     shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtypes[e.path]) for e in table})
     if mesh is None:
@@ -254,6 +254,29 @@ def read_params(
     return nest(leaves)
 
 
+def _leaves(config: ModelConfig | BertConfig) -> list[hf_names.Entry]:
+    """The leaves of `config`'s tree; those of separate layers one by one, without a stack."""
+    table = hf_names.entries(config)
+    if isinstance(config, BertConfig) or config.stacked:
+        return list(table)
+    leaves = [entry for entry in table if not entry.path.startswith("layers/")]
+    for entry in table:
+        if entry.path.startswith("layers/"):
+            _, _, path = entry.path.partition("/")
+            layers = enumerate(zip(entry.names, entry.aliases, strict=True))
+            leaves += [
+                dataclasses.replace(
+                    entry,
+                    path=f"layers_{i}/{path}",
+                    names=(name,),
+                    stacked=False,
+                    aliases=(others,),
+                )
+                for i, (name, others) in layers
+            ]
+    return leaves
+
+
 def read_tensor(source: WeightSource, name: str) -> np.ndarray:
     """Returns a whole tensor in float32.
 
@@ -268,16 +291,6 @@ def read_tensor(source: WeightSource, name: str) -> np.ndarray:
     if tensor.size and not _all_finite(tensor):
         raise InputError(f"{source.path}: {name} holds NaN or infinity; use another checkpoint")
     return tensor
-
-
-def spread_layers(params: dict, config: ModelConfig) -> dict:
-    """Returns a tree with one branch per layer, of a model whose layers differ.
-
-    Parameters that only some layers have are in branches `layers_0`, ... of `params` already.
-    """
-    single = {name: branch for name, branch in params.items() if name.startswith("layers_")}
-    common = {name: branch for name, branch in params.items() if name not in single}
-    return union(unstack_layers(common, config), single)
 
 
 def stored_dtype(source: WeightSource, config: ModelConfig) -> str:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.errors import InputError, whole_number
+from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import check_rows, check_token_ids, round_up_to_bucket
 from lcjax.memory import Tree
 from lcjax.models import Decoder
@@ -314,7 +315,7 @@ def embed_queries(
     return _embed(lm.model, lm.params, tokens, ends, rotation)[: len(texts)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(InferenceJit, static_argnums=0)
 def _embed(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> jax.Array:
     """float32 [B, D] of texts [B, T] at their tokens `ends` [B]."""
     tokens = keep_rows(tokens, model.mesh)
@@ -526,7 +527,7 @@ def _make_batch(
     return _Batch(indices, tokens, mask, *places, path)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+@functools.partial(InferenceJit, static_argnums=(0, 4, 5))
 def _encode(
     model: Decoder, params: dict, tokens, mask, projected: bool, tree=None, options=None
 ) -> EncodedContext:
@@ -539,7 +540,7 @@ def _encode(
     return encoded
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(InferenceJit, static_argnums=0)
 def _choose(model: Decoder, params: dict, tokens, mask, query, rows, tags) -> jax.Array:
     """The paths bool [R, h - 1] of R rows of one chunk each, for `query` [B, D]."""
     tokens, mask, query = (keep_rows(x, model.mesh) for x in (tokens, mask, query[rows]))

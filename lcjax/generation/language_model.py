@@ -49,7 +49,7 @@ from lcjax.generation.session import (
     check_rows,
     check_token_rows,
 )
-from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
+from lcjax.models import Decoder, unstack_layers
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows
@@ -109,13 +109,8 @@ class LanguageModel(Scorer):
             source = dataclasses.replace(source, **settings)
         else:
             source = ModelSection(path=str(source), **settings)
-        model, params, tokenizer = build(
-            source, make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
-        )
-        config = model.config
-        if config.stacked:
-            unstack_layers_in_place(params, config)
-        return cls(Decoder(config.replace(scan_layers=False), model.mesh), params, tokenizer)
+        mesh = make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
+        return cls(*build(source, mesh, scan_layers=False))
 
     def __repr__(self) -> str:
         config = self.config

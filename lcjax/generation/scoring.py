@@ -23,6 +23,7 @@ import numpy as np
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
+from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import (
     CachedPrefix,
     Session,
@@ -108,7 +109,7 @@ def score_texts(
     return [jax.tree.map(operator.itemgetter(span), scores) for span in spans]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="with_ffn_input")
+@functools.partial(InferenceJit, static_argnums=(0, 1), static_argnames="with_ffn_input")
 def _score_rows(
     model: Decoder, score, params, rows: TextRows, rotation: Rotation, memory, *, with_ffn_input
 ):

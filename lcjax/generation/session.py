@@ -15,6 +15,7 @@ import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, aligned
 from lcjax.errors import InputError, whole_number
+from lcjax.generation.programs import InferenceJit
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models import decoder as decoder_lib
@@ -302,8 +303,8 @@ def _step(
 
 
 _STATIC = {"static_argnums": 0, "static_argnames": ("score", "with_ffn_input")}
-_read = jax.jit(_step, **_STATIC, donate_argnums=2)
-_score = jax.jit(_step, **_STATIC)
+_read = InferenceJit(_step, **_STATIC, donate_argnums=2)
+_score = InferenceJit(_step, **_STATIC)
 
 
 def nll_and_match(
@@ -508,7 +509,7 @@ def read_packed(
     return logits
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(InferenceJit, static_argnums=0, donate_argnums=2)
 def _read_packed(model, params, cache, packed, ends, segments, positions, rotation):
     is_rotated = any(group.rotated for group in cache.slot_groups)
     key_positions = positions.reshape(1, -1) if is_rotated else None

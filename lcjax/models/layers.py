@@ -18,7 +18,7 @@ from lcjax.attention import AttentionMetadata, Causal, Disentangled, Pattern, Tr
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
-from lcjax.models.loss import Projection
+from lcjax.models.loss import Projection, product_of_one_row
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.offload import is_offloaded, to_device
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
@@ -109,7 +109,11 @@ class Linear(nn.Module):
             return value.astype(config.compute_dtype())
 
         kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
-        y = _project(x, kernel, count, self._reduction(x, kernel))
+        product = functools.partial(_project, contracted=count, reduce=self._reduction(x, kernel))
+        if config.param_dtype != "float32" and math.prod(x.shape[: x.ndim - count]) == 1:
+            y = product_of_one_row(product, x, kernel)
+        else:
+            y = product(x, kernel)
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:

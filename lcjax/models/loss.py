@@ -51,7 +51,11 @@ class Projection:
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states, never rounded to 16 bits."""
-        logits = _einsum(f"...D,{self.axes}->...V", hidden, self.kernel)
+        product = functools.partial(_einsum, f"...D,{self.axes}->...V")
+        if hidden.ndim > 1 and math.prod(hidden.shape[:-1]) == 1:
+            logits = product_of_one_row(product, hidden, self.kernel)
+        else:
+            logits = product(hidden, self.kernel)
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)
         if self.scale != 1:
@@ -239,6 +243,21 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """einsum with float32 sums; float32 operands are not rounded, as accelerators would do."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def product_of_one_row(
+    product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    """Returns `product(x, kernel)` of one token x [1, ...], on a CPU as a product of two rows.
+
+    XLA for CPUs writes a float32 copy of 16-bit weights before it multiplies them by a vector; a
+    product of matrices can read them as they are (`lcjax.generation.programs`).
+    """
+
+    def of_two_rows(x, kernel):
+        return product(jnp.concatenate([x, jnp.zeros_like(x)]), kernel)[:1]
+
+    return jax.lax.platform_dependent(x, kernel, cpu=of_two_rows, default=product)
 
 
 def _logits(hidden, projection):

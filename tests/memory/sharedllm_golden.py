@@ -6,7 +6,7 @@ import numpy as np
 from memory_support import Golden
 
 from lcjax.checkpoints import config_from_hf
-from lcjax.checkpoints.weights import read_params, spread_layers
+from lcjax.checkpoints.weights import read_params
 from lcjax.models import Decoder
 
 GOLDEN = Golden("sharedllm")
@@ -27,7 +27,7 @@ def model(name: str) -> tuple[Decoder, dict]:
         "positions": "paper",
     }
     config = config_from_hf(hf | {"lcjax_shared_llm": own})
-    return Decoder(config), spread_layers(read_params(GOLDEN.weights(name), config), config)
+    return Decoder(config), read_params(GOLDEN.weights(name), config)
 
 
 def tokens(name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from tiny_lm import text
 from lcjax import checkpoints
 from lcjax.checkpoints.build import ModelSection, build, resolve
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
-from lcjax.checkpoints.weights import read_params, spread_layers
+from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import Decoder, head, preset, unstack_layers
@@ -251,7 +251,6 @@ def test_a_saved_folder_is_read_back_bit_for_bit(layers, tmp_path):
     config = checkpoints.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
     found = read_params(SafetensorsFolder(tmp_path / "model"), config)
-    found = found if config.stacked else spread_layers(found, config)
     assert jax.tree.structure(found) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
 

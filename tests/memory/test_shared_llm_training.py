@@ -14,7 +14,7 @@ from lcjax import checkpoints, cost
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection, build, resolve
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
-from lcjax.checkpoints.weights import read_params, spread_layers
+from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.memory import MemorySection, Policy, QueryAware, Random, Right, SharedLlmSection, Tree
@@ -156,7 +156,6 @@ def test_a_saved_folder_is_read_back_bit_for_bit(changes, tmp_path):
     assert config.memory == model.config.memory
     source = SafetensorsFolder(tmp_path / "model")
     found = read_params(source, config)
-    found = found if config.stacked else spread_layers(found, config)
     assert jax.tree.structure(found) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
     first = {"bottom": 0, "top": 1, "interleaved": 0}[config.memory.placement]

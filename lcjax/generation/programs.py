@@ -1,0 +1,53 @@
+"""`jax.jit` for the programs of inference."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lcjax.models.decoder import Decoder
+
+# XLA for CPUs multiplies 16-bit weights as float32. By default a program first converts those of
+# all layers, which takes twice their memory. With this option a product converts what it reads.
+_IN_THE_PRODUCT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+
+
+class InferenceJit:
+    """A jitted `function(model, params, ...)`, compiled for the dtype of the weights.
+
+    The model is static, and `options` are those of `jax.jit`.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any):
+        functools.update_wrapper(self, function)
+        self._default = jax.jit(function, **options)
+        self._from_16_bits = jax.jit(function, compiler_options=_IN_THE_PRODUCT, **options)
+
+    def _for(self, model: Decoder) -> Any:
+        platform = (
+            jax.default_backend() if model.mesh is None else model.mesh.devices.flat[0].platform
+        )
+        if platform != "cpu" or model.config.param_dtype == "float32" or not _option_is_known():
+            return self._default
+        return self._from_16_bits
+
+    def __call__(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
+        return self._for(model)(model, *args, **kwargs)
+
+    def trace(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
+        return self._default.trace(model, *args, **kwargs)
+
+    def _cache_size(self) -> int:
+        """The number of compiled programs, as of `jax.jit`."""
+        return self._default._cache_size() + self._from_16_bits._cache_size()
+
+
+@functools.cache
+def _option_is_known() -> bool:
+    """Whether this version of XLA has the option, which is experimental."""
+    try:
+        jax.jit(lambda: 0, compiler_options=_IN_THE_PRODUCT).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
