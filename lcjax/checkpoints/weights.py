@@ -20,6 +20,7 @@ from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
 from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
+from lcjax.parallel.free_memory import check_fits
 from lcjax.parallel.offload import host_shardings
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import lookup, nest
@@ -228,7 +229,8 @@ def read_params(
       progress: is called with the bytes of each leaf.
 
     Raises:
-      InputError: if the tensors do not fit the config, or one holds NaN or infinity.
+      InputError: if the tensors do not fit the config, they need more memory than is free, or
+        one holds NaN or infinity.
     """
     source = resolve_names(source, config)
     check(source, config)
@@ -242,6 +244,12 @@ def read_params(
         shardings = param_shardings(mesh, shapes)
     if host:
         shardings = host_shardings(shapes, shardings)
+    check_fits(
+        jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings),
+        f"{source.path}: its weights in {config.param_dtype}",
+        "read them as bfloat16 (param_dtype), spread them over more devices (mesh), or take a"
+        " smaller model",
+    )
     leaves = {}
     for entry in table:
         leaves[entry.path] = jax.make_array_from_callback(

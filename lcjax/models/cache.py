@@ -14,6 +14,7 @@ unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import AttentionMetadata, Pattern
 from lcjax.errors import InputError
+from lcjax.parallel.free_memory import check_fits
 from lcjax.parallel.sharding import rows_over
 from lcjax.rope import rotate
 
@@ -139,7 +141,36 @@ def create(
         rolling cache if that is smaller. None: a full cache.
       rotated: whether keys are stored rotated; None: unless the pattern of a layer moves them.
       mesh: shards rows over data and fsdp, and heads over tensor; each device creates its part.
+
+    Raises:
+      InputError: it is larger than the free memory of a device.
     """
+
+    def shape(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
+
+    def zeros(array):
+        return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+
+    cache = _shapes(config, batch, length, chunk, rotated, shape)
+    check_fits(
+        cache,
+        f"a cache for {batch} rows of {length:,} tokens would",
+        "read fewer rows at a time or shorter texts, or use more devices or a pattern that keeps"
+        " fewer keys (model.pattern)",
+    )
+    return jax.tree.map(zeros, cache)
+
+
+def _shapes(
+    config: "ModelConfig",
+    batch: int,
+    length: int,
+    chunk: int | None,
+    rotated: bool | None,
+    array: Callable[..., jax.ShapeDtypeStruct],
+) -> Cache:
+    """The shapes of `create`, each made by `array(shape, dtype)`."""
     patterns = [config.of_kind(kind).pattern.for_inference() for kind in config.kinds]
     layouts = [
         (*policy(pattern, length, chunk), not pattern.moves_keys if rotated is None else rotated)
@@ -147,31 +178,28 @@ def create(
     ]
     distinct = list(dict.fromkeys(layouts))
 
-    def zeros(shape, dtype):
-        return jnp.zeros(shape, dtype, device=_layout(mesh, shape))
-
     def layer(kind, *stack):
         size, (slots, *_) = config.head_dim, layouts[kind]
         pair = 2 * [((config.num_kv_heads, slots, size), config.compute_dtype())]
         states = patterns[kind].cache_state_shapes(slots, size)
         states = [((config.num_heads, *shape), jnp.float32) for shape in states]
-        return tuple(zeros((*stack, batch, *shape), dtype) for shape, dtype in pair + states)
+        return tuple(array((*stack, batch, *shape), dtype) for shape, dtype in pair + states)
 
     kinds = config.kind_by_layer
     return Cache(
         layers=layer(0, len(kinds)) if config.stacked else tuple(map(layer, kinds)),
         slot_groups=tuple(
             SlotGroup(
-                segments=zeros((batch, slots), jnp.int32),
-                positions=zeros((batch, slots), jnp.float32),  # may be fractional
-                index=zeros((batch, slots), jnp.int32),
+                segments=array((batch, slots), jnp.int32),
+                positions=array((batch, slots), jnp.float32),  # may be fractional
+                index=array((batch, slots), jnp.int32),
                 rolling=rolling,
                 rotated=is_rotated,
             )
             for slots, rolling, is_rotated in distinct
         ),
-        filled=zeros((), jnp.int32),
-        tokens=zeros((batch,), jnp.int32),
+        filled=array((), jnp.int32),
+        tokens=array((batch,), jnp.int32),
         group_by_layer=tuple(distinct.index(layouts[kind]) for kind in kinds),
     )
 

@@ -1,0 +1,102 @@
+"""Programs of inference on a CPU read 16-bit weights as they are stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import LanguageModel
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.generation import programs, session
+from lcjax.models import Decoder, ModelConfig
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import random_params
+from lcjax.models.loss import product_of_one_row
+
+CONFIG = ModelConfig(
+    **dict(vocab_size=384, width=256, mlp_width=704, num_layers=6, num_heads=4, num_kv_heads=2),
+    **dict(head_dim=64, max_length=512, tie_embeddings=False, scan_layers=False),
+)
+
+
+def model(dtype, param_dtype="bfloat16"):
+    config = CONFIG.replace(dtype=dtype, param_dtype=param_dtype)
+    return Decoder(config), random_params(config, 0)
+
+
+def arguments(decoder, params, tokens):
+    shape, config = (1, tokens), decoder.config
+    rng = np.random.default_rng(0)
+    return (
+        *(decoder, params, cache_lib.create(config, 1, 64)),
+        jnp.asarray(rng.integers(0, 384, shape), jnp.int32),
+        *(None, jnp.broadcast_to(jnp.arange(tokens), shape), config.rotation(64), None, None),
+    )
+
+
+@pytest.mark.skipif(not programs._option_is_known(), reason="this XLA does not have the option")
+@pytest.mark.parametrize("tokens", [1, 2, 48])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_copy_of_the_weights_in_float32_exists(dtype, tokens):
+    decoder, params = model(dtype)
+    inputs = arguments(decoder, params, tokens)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+    def temporaries(program):
+        return program.lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+    assert session._score._for(decoder) is session._score._from_16_bits
+    assert temporaries(session._score._from_16_bits) < weights / 4
+    assert temporaries(session._score._default) > weights  # else the option is no longer needed
+
+
+@pytest.mark.parametrize("tokens", [1, 48])
+def test_logits_are_those_of_the_same_weights_in_float32(tokens):
+    decoder, params = model("float32")
+    wide = Decoder(decoder.config.replace(param_dtype="float32"))
+    logits, cache = session._score(*arguments(decoder, params, tokens))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    want, want_cache = session._score(*arguments(wide, exact, tokens))
+    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(want_cache), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_float32_and_other_platforms_have_the_default_program(monkeypatch):
+    assert session._read._for(model("float32", "float32")[0]) is session._read._default
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert session._read._for(model("bfloat16")[0]) is session._read._default
+
+
+def test_an_xla_without_the_option_has_the_default_program(monkeypatch):
+    monkeypatch.setattr(programs, "_IN_THE_PRODUCT", {"xla_cpu_no_such_option": "1"})
+    assert not programs._option_is_known.__wrapped__()
+    monkeypatch.setattr(programs, "_option_is_known", lambda: False)
+    assert session._read._for(model("bfloat16")[0]) is session._read._default
+
+
+def test_a_product_of_one_row_equals_that_of_many_and_has_its_gradients():
+    rng = np.random.default_rng(1)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, 1, 24), (24, 40)))
+
+    def product(x, kernel):
+        return jnp.tanh(x @ kernel)
+
+    def of_one(x, kernel):
+        return product_of_one_row(product, x, kernel)
+
+    def gradients(function):
+        return jax.grad(lambda *arrays: function(*arrays).sum(), (0, 1))(x, kernel)
+
+    np.testing.assert_allclose(of_one(x, kernel), product(x, kernel), rtol=1e-5, atol=1e-6)
+    for got, want in zip(gradients(of_one), gradients(product), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_are_those_without_the_option(monkeypatch):
+    config = CONFIG.replace(dtype="bfloat16", param_dtype="bfloat16")
+    lm = LanguageModel(Decoder(config), random_params(config, 3), ByteTokenizer())
+    tokens = np.random.default_rng(2).integers(0, 384, (2, 40))
+    scores = lm.nll(tokens)
+    monkeypatch.setattr(programs, "_option_is_known", lambda: False)
+    np.testing.assert_allclose(scores, lm.nll(tokens), atol=0.05)  # bfloat16 rounds other sums

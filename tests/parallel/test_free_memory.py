@@ -1,0 +1,83 @@
+"""What does not fit into memory is refused before it is read or made."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import LanguageModel
+from lcjax.checkpoints import ByteTokenizer, save_hf
+from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError
+from lcjax.models import cache, preset
+from lcjax.models.decoder import random_params
+from lcjax.parallel import free_memory
+from lcjax.parallel.sharding import Mesh, make_mesh
+
+CONFIG = preset("tiny").replace(vocab_size=ByteTokenizer().vocab_size)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets the free memory of every device."""
+    return lambda size: monkeypatch.setattr(free_memory, "free_bytes", lambda device: size)
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh(fsdp=8)], ids=["one_device", "eight"])
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_read(
+    tmp_path, free, monkeypatch, mesh
+):
+    params = random_params(CONFIG, 0)
+    save_hf(tmp_path / "m", params, CONFIG, ByteTokenizer())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    free(2 * size)  # on eight devices norms and the like are copied
+    LanguageModel.load(tmp_path / "m", mesh=mesh)
+    free(size // 2 - 1)
+    monkeypatch.setattr("lcjax.checkpoints.weights._read_block", pytest.fail)
+    message = r"weights in float32 take .* GB, and .* has .* GB free; read them as bfloat16"
+    with pytest.raises(InputError, match=message):
+        LanguageModel.load(tmp_path / "m", mesh=mesh)
+
+
+def test_a_cache_that_does_not_fit_is_refused(free):
+    lm = LanguageModel.load(ModelSection(preset="tiny", dtype="float32"))
+    config = lm.model.config
+    size = 2 * 4 * 64 * config.num_layers * config.num_kv_heads * config.head_dim
+    free(2 * size)
+    cache.create(config, 1, 64)
+    free(size)  # with the segments and positions of the slots it is more
+    with pytest.raises(InputError, match="a cache for 1 rows of 64 tokens would take"):
+        cache.create(config, 1, 64)
+    with pytest.raises(InputError, match="read fewer rows at a time or shorter texts"):
+        lm.generate(["x" * 200])
+
+
+def test_devices_that_share_an_array_need_their_parts_only(free):
+    mesh = make_mesh(Mesh(fsdp=8))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    free(8 * 100)
+    array = jax.ShapeDtypeStruct((8, 25), jnp.float32, sharding=rows)
+    free_memory.check_fits({"x": array}, "they", "stop")
+    with pytest.raises(InputError, match="they take"):  # all CPU devices share one memory
+        free_memory.check_fits({"x": array.update(sharding=copies)}, "they", "stop")
+
+
+def test_what_nobody_knows_is_not_refused(free):
+    free(None)
+    free_memory.check_fits({"x": jax.ShapeDtypeStruct((2**50,), np.int8)}, "they", "stop")
+
+
+def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
+    device = jax.devices()[0]
+    machine = free_memory.free_bytes(device)
+    assert machine is None or machine > 2**26
+    if machine is None:
+        pytest.skip("this system does not tell its free memory")
+    (tmp_path / "memory.max").write_text("9000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\n")
+    monkeypatch.setattr(free_memory, "_LIMITS", tmp_path)
+    assert free_memory.free_bytes(device) == 9000 - 5000 + 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory.free_bytes(device) > 2**26
