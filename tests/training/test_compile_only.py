@@ -162,9 +162,15 @@ def trainings_of_tables():
         for method in config.methods:
             if method.train is not None:
                 extended = config.study.extend.removeprefix("lcjax:")
-                programs.setdefault((extended, method.train), f"{table} {method.name}")
+                changes = tuple(
+                    change
+                    for change in method.train
+                    if not change.startswith(("data.sources=", "model.path=runs/"))
+                )
+                programs.setdefault((extended, changes), f"{table} {method.name}")
     for (recipe, changes), name in programs.items():
-        yield pytest.param(recipe, recipes[recipe], changes, id=name)
+        if changes:  # else it is the recipe's own program
+            yield pytest.param(recipe, recipes[recipe], changes, id=name)
 
 
 @pytest.mark.slow
