@@ -38,6 +38,15 @@ gc.set_threshold(10_000, 20)
 MAPPINGS = 20_000
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`slow_except(*ids)`: the parameter sets with other ids are slow."""
+    for item in items:
+        mark = item.get_closest_marker("slow_except")
+        if mark is not None and item.callspec.id not in mark.args:
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_stays_is_not_collected():
     """Collecting garbage goes through all that lives: most of it imported, or a file's programs.

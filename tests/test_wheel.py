@@ -92,6 +92,7 @@ def test_recipes_and_the_recipes_that_they_name_are_read_from_an_installed_wheel
     assert "did you mean quickstart_train?" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmarks_check_kernels_in_processes_of_an_installed_wheel(installed):
     only = ("--only", "small, float32: causal, odd", "--backends", "xla", "--processes", "1")
     done = installed("-m", "lcjax.benchmarks.gpu.check", *only)

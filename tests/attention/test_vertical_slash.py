@@ -104,6 +104,7 @@ def test_budgets_are_counted_exactly(queries, budgets, least, row_indices):
     np.testing.assert_allclose(got, naive(q, k, v, *least)[0], **golden.TOLERANCE)
 
 
+@pytest.mark.slow
 def test_padding_on_either_side_changes_nothing():
     q, k, v = qkv(2)
     q, k, v = (x[:, -300:] for x in (q, k, v))

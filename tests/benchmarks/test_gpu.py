@@ -158,6 +158,7 @@ def test_implementations_are_ranked_on_the_workload_that_most_of_them_did():
     assert report.fastest(kept) == line
 
 
+@pytest.mark.slow
 def test_every_kind_of_call_that_is_dispatched_is_timed_unless_groups_are_chosen():
     every = measure.chosen(attention.arguments([]))
     assert {w.kind for w in every} >= {

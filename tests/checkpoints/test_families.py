@@ -140,6 +140,7 @@ def test_every_family_is_tested():
     assert {kind for kind, _ in MODELS.values()} == set(FAMILIES)
 
 
+@pytest.mark.slow_except("llama", "qwen3", "phi3", "gemma3")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_it_was(
     tmp_path, name

@@ -71,6 +71,7 @@ def test_a_file_in_a_store_that_does_not_answer_is_neither_absent_nor_damaged(re
         read(url)
 
 
+@pytest.mark.slow
 def test_an_export_that_is_killed_at_any_change_is_no_model(store):
     """Afterwards the folder is written again; before, the old model or none can be opened."""
     old = None

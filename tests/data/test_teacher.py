@@ -151,6 +151,7 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_pat
     assert teach(config)["rows"] == ROWS, "what is finished is not made again"
 
 
+@pytest.mark.slow
 def test_another_text_teacher_or_size_does_not_go_on_in_the_same_folder(path, made):
     for more, what in [
         ({"top": 6}, "top 7, which is 6 now"),

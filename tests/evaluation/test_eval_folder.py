@@ -133,6 +133,7 @@ def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
     run(config)
 
 
+@pytest.mark.slow
 def test_a_changed_datastore_is_refused_when_a_run_continues(config, tmp_path):
     pytest.importorskip("bm25s")
     (tmp_path / "chunks.jsonl").write_text('{"text": "The harbour was quiet in the morning."}\n')

@@ -71,7 +71,7 @@ def run_folder(tmp_path_factory):
     tasks = run.tasks | {task: _answers(task, like) for task in counted}
     notes = "| method | loss |\n| --- | ---: |\n| base | 2.5 |\n"
     report.write(
-        run.folder, run.settings, tasks, order=run.order, notes=notes, environment=run.made
+        run.folder, run.settings, tasks, order=run.order, notes=notes, environment=run.environment
     )
     return run.folder
 

@@ -401,6 +401,7 @@ def test_a_task_reads_its_own_corpus_as_data_says(tmp_path):
         check(config_lib.parse(EvalConfig, [], tree=tree))
 
 
+@pytest.mark.slow
 def test_a_task_may_have_lengths_of_its_own(tmp_path):
     tasks = [
         {"type": "perplexity", "name": "short"},

@@ -41,6 +41,7 @@ def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(lm
     assert_same(found, lm.with_method(length=32).continuations(read, OPTIONS, context=context))
 
 
+@pytest.mark.slow
 def test_replug_reads_the_same_prompt_once_behind_every_chunk(lm):
     split = ReplugSplit(decoder=32, chunk=16).of(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
     found = split.continuations(PROMPTS, OPTIONS)

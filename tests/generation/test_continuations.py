@@ -43,6 +43,7 @@ def assert_same(found, wanted, atol=2e-4):
             np.testing.assert_allclose(one.nll, loss, atol=atol)
 
 
+@pytest.mark.slow
 def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
     lm = lm.with_method(length=512)
     assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))

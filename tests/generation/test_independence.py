@@ -188,6 +188,12 @@ def padded(rows, width, seed):
 BATCHES = (([0, 1, 2, 3], 61), ([3, 1], 77), ([1], 64))
 
 
+@pytest.mark.slow_except(
+    "quick-causal-0-dynamic_ntk",
+    "quick-causal-0-clex",
+    "quick-causal-0-e2_llm",
+    "quick-causal-0-longrope",
+)
 @EVERY
 def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
     lm = loaded(case)
@@ -207,6 +213,9 @@ def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
                     assert not row_scores[end:].any()
 
 
+@pytest.mark.slow_except(
+    "quick-causal-0-dynamic_ntk", "quick-causal-0-e2_llm", "quick-causal-0-longrope"
+)
 @EVERY
 def test_continuations_of_a_prompt_are_scored_as_alone(case):
     lm = loaded(case)
@@ -223,6 +232,12 @@ def test_continuations_of_a_prompt_are_scored_as_alone(case):
                 assert one.greedy == expected.greedy
 
 
+@pytest.mark.slow_except(
+    "quick-landmark-all-default",
+    "quick-causal-0-dynamic_ntk",
+    "quick-causal-0-e2_llm",
+    "quick-causal-0-longrope",
+)
 @EVERY
 def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
     lm, sampling = loaded(case), Sampling(max_new_tokens=5, min_new_tokens=5)
@@ -275,6 +290,7 @@ def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
         np.testing.assert_allclose(states[0, at : at + size], alone, atol=TOLERANCE, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_registered_method_has_a_case():
     assert {type(rope) for rope in ROPES.values()} == set(Rope.get_known_choices().values())
     kinds = {type(pattern) for pattern in PATTERNS.values()}

@@ -169,6 +169,7 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
     assert not got[:, :first].any()
 
 
+@pytest.mark.slow_except("cepe", "dynamic_ntk", "mesh")
 @pytest.mark.parametrize("method", ["dynamic_ntk", "inf_llm", "cepe", "mesh"])
 def test_logits_give_the_scores_of_each_row_alone(alone, spread, method):
     pattern = InfLLM(window=6, sinks=2, block=3, top_k=2, representatives=2, chunk=8)
@@ -187,6 +188,7 @@ def test_logits_give_the_scores_of_each_row_alone(alone, spread, method):
     assert logits[1, 39].any() and not logits[1, 40:].any() and not logits[2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["predict", "skip"])
 def test_logits_of_a_model_with_landmarks_give_its_scores(alone, loss):
     pattern = Landmark(block=8, top_k=1, train_length=32, token=258, loss=loss)

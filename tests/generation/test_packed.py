@@ -52,6 +52,7 @@ def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm
         assert not found[row, length:].any() and not found[row, :30].any()
 
 
+@pytest.mark.slow
 def test_rows_of_packed_texts_are_no_longer_than_one_may_be(monkeypatch):
     lm = sharper(LanguageModel.load(ModelSection(preset="tiny"))).with_method(length=256)
     laid = spied(monkeypatch, scoring, "_lay_out")

@@ -34,6 +34,7 @@ def arguments(decoder, params, tokens):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not programs._option_is_known(), reason="this XLA does not have the option")
 @pytest.mark.parametrize("tokens", [1, 2, 48])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -62,6 +63,7 @@ def test_logits_are_those_of_the_same_weights_in_float32(tokens):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_in_float32_and_other_platforms_have_the_default_program(monkeypatch):
     assert session._read._for(model("float32", "float32")[0]) is session._read._default
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -93,6 +95,7 @@ def test_a_product_of_one_row_equals_that_of_many_and_has_its_gradients():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_are_those_without_the_option(monkeypatch):
     config = CONFIG.replace(dtype="bfloat16", param_dtype="bfloat16")
     lm = LanguageModel(Decoder(config), random_params(config, 3), ByteTokenizer())

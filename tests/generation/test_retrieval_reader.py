@@ -114,6 +114,7 @@ def test_every_token_is_picked_from_the_marginal(lm, how):
                 p /= p.sum()
 
 
+@pytest.mark.slow
 def test_continuations_of_sequences_count_from_the_end_of_each_prompt(lm):
     prompts, options = [ids(3, 4), ids(4, 7)], [[ids(5, 3), ids(6, 2)], [ids(7, 3)]]
     store = Store()
@@ -155,6 +156,7 @@ def test_a_model_reads_by_itself_what_a_retriever_finds(lm):
     assert [search.query for search in whole.passages] == ["harbour"]
 
 
+@pytest.mark.slow_except("input", "mixture", "rag_sequence", "rag_token")
 @pytest.mark.parametrize("how", METHODS)
 def test_strides_equal_reading_all_of_it_again(lm, how):
     prompts, sampling, store = [ids(8, 7), ids(9, 40)], dataclasses.replace(GREEDY), Store()
@@ -257,6 +259,7 @@ def test_every_whole_chunk_of_a_text_reads_what_is_found_for_it():
     np.testing.assert_array_equal(foreign, expected)
 
 
+@pytest.mark.slow
 def test_generated_chunks_read_what_is_found_for_the_chunk_before():
     lm, store, prompts = retro(), Store(), [ids(8, 7), ids(9, 2)]
     reader = RetrievalReader(lm, store, 2, "context")
@@ -340,6 +343,7 @@ def test_scores_that_make_all_weights_alike_are_a_warning(lm, scores, is_flat):
     assert len(messages) == (3 if is_flat else 0)
 
 
+@pytest.mark.slow_except("rag_sequence")
 @pytest.mark.parametrize("how", ["input", "mixture", "rag_sequence", "context"])
 def test_passages_that_make_a_text_too_long_are_one_warning(lm, how):
     """The tiny model was trained with 128 tokens."""

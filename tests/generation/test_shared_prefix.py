@@ -129,6 +129,7 @@ def test_a_prefix_is_as_long_as_prompts_to_come_share(lm, read):
         assert (reader._cache is None) == (row == 1)
 
 
+@pytest.mark.slow
 def test_equal_prompts_one_at_a_time_are_read_once(lm, read):
     reader = PrefixReader(lm, [TEXT[:200]] * 3, least=LEAST)
     for left in (2, 1, 0):
@@ -139,6 +140,7 @@ def test_equal_prompts_one_at_a_time_are_read_once(lm, read):
     assert reader.saved_tokens == 3 * (200 - 64) - 192
 
 
+@pytest.mark.slow
 def test_a_prompt_that_others_go_on_from_leaves_its_last_token_to_ask(lm, read):
     reader = PrefixReader(lm, least=LEAST)
     assert_same(reader, lm, [TEXT[:192], *PROMPTS[:2]])

@@ -99,6 +99,7 @@ def test_loss_equals_the_released_code():
     assert_close(total / count, io["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", ["states", "projected"])
 def test_decoding_with_a_cache_equals_the_released_code(keys):
     stacked, params = golden.model("decode_cache")
@@ -227,6 +228,7 @@ def holes():
     return batch(8, chunk=8) | {"chunk_mask": np.random.default_rng(5).random((8, 2, 8)) < 0.8}
 
 
+@pytest.mark.slow
 def test_what_is_trained_is_encoder_and_cross_attention_and_all_of_it_has_a_gradient():
     model, params = small()
     _, grads = gradients(model.config, params, RULES, holes())

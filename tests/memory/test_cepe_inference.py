@@ -38,6 +38,7 @@ CHUNKS = [  # of 64 tokens, the odd one first
 ]
 
 
+@pytest.mark.slow
 def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chunks(lm):
     assert_reads(lm, TOKENS, CONTEXT, CHUNKS)
 

@@ -94,6 +94,7 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
     assert talk.tokens[23:] == picked(lm, talk.tokens[:23], [PASSAGES])
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_where_it_was_without_reading_anything_twice(lm, monkeypatch):
     read, read_tokens = [], session._read
 

@@ -47,10 +47,12 @@ def lm(request):
     return loaded(request.param)
 
 
+@pytest.mark.slow
 def test_contexts_of_any_length_are_read_window_by_window_under_the_ropes_own_rotation(lm):
     assert_reads(lm, TOKENS, CONTEXT, CHUNKS, tolerance=5e-4)
 
 
+@pytest.mark.slow
 def test_text_is_written_with_a_cache_as_without_for_unequal_prompts(lm):
     prompts = [ids(1, 30), ids(2, 5), ids(3, 18)]
     found = picked(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=16)

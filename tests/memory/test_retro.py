@@ -149,6 +149,7 @@ def test_cross_attention_equals_a_float64_oracle(chunk, starts):
     assert (chunk < 9) == (np.abs(wanted).max() > 0.1)
 
 
+@pytest.mark.slow
 def test_packed_documents_read_what_they_read_alone():
     lengths = (13, 4, 10)  # 2, 0 and 2 whole chunks
     documents = [text(seed, 1, n) for seed, n in enumerate(lengths)]
@@ -268,6 +269,7 @@ def test_a_saved_model_is_the_same_model(tmp_path):
 # Training
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_memory_alone():
     model, params = small()
     rows = batch(2, chunk=7)
@@ -281,6 +283,7 @@ def test_gradients_reach_the_memory_alone():
     assert all(np.abs(x).max() > 0 for x in flat.values())
 
 
+@pytest.mark.slow
 def test_packed_documents_are_trained_as_separate_ones():
     model, params = small()
     row = batch(1, chunk=7) | {
@@ -313,6 +316,7 @@ def test_a_mesh_trains_the_same(sizes):
     assert_trained_alike_on(sizes, SECTION, ["memory"], rows)
 
 
+@pytest.mark.slow
 def test_a_few_steps_learn_what_neighbours_say():
     """The neighbours of a chunk repeat the one token that the next chunk consists of."""
     section = dataclasses.replace(SECTION, output_share=0.0)

@@ -51,16 +51,19 @@ def asking():
     return loaded(QueryAware())
 
 
+@pytest.mark.slow
 def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chunks(lm):
     assert_reads(lm, TOKENS, CONTEXT, CHUNKS, first=12)
 
 
+@pytest.mark.slow
 def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm):
     prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
     found = picked(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=32)
     assert_most_probable(lm, prompts, found, CHUNKS)
 
 
+@pytest.mark.slow
 def test_fewer_tokens_than_a_chunk_are_one_smaller_tree(lm):
     context = lm.encode_contexts([ids(4, 3)], query=[ids(1, 5)])
     assert context.chunks == (1,) and context.tokens == (3,)
@@ -113,6 +116,7 @@ def test_one_context_serves_many_questions(lm):
     np.testing.assert_allclose(found, wanted, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_another_question_encodes_only_what_was_not_there(asking, encoded):
     # The second passage is no full chunk, but one of which a half can be encoded alone.
     document, questions = [[ids(8, 32 * 12 + 7), ids(9, 24)]], [[ids(s, 9)] for s in range(1, 5)]
@@ -167,6 +171,7 @@ def test_new_questions_need_few_programs_and_then_none(asking):
     assert counted([ids(seed, 9) for seed in range(2, 32)]) == every
 
 
+@pytest.mark.slow
 def test_a_function_chooses_where_no_policy_does(asking):
     def left(level):
         return jnp.zeros(level.left.shape, bool)
@@ -185,12 +190,14 @@ def test_a_function_chooses_where_no_policy_does(asking):
         dataclasses.replace(chosen, policy=3)
 
 
+@pytest.mark.slow
 def test_a_random_policy_reads_a_text_alike_in_every_row():
     lm, (a, b) = loaded(Random()), ([ids(seed, 32 * 4)] for seed in (8, 9))
     one, other = (lm.encode_contexts(rows).encoded.layers for rows in ([a, b], [b, a]))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[::-1], atol=2e-5), one, other)
 
 
+@pytest.mark.slow
 def test_contexts_are_read_as_they_were_encoded_or_refused(asking):
     lm = loaded(Right())
     found = lm.encode_contexts([CONTEXT[0]])
@@ -248,6 +255,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
     assert_same(talk.context, asking.encode_contexts(document, query=[ids(7, 9)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -34,6 +34,7 @@ def decoder(tmp_path_factory):
     return str(folder), params
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_states_are_those_of_the_first_layers_seen_from_both_sides(decoder, layers):
     folder, given = decoder

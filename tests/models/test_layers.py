@@ -53,6 +53,7 @@ def hidden_states(config, params, tokens, rotation=None, segments=None):
     return Decoder(config).apply({"params": params}, tokens, **options)[0]
 
 
+@pytest.mark.slow_except("moved keys", "longformer", "two bases", "no positions")
 @EVERY
 def test_a_mixed_model_is_the_stack_of_its_blocks(layers):
     config, tokens = mixed(layers), text(0, 2, 24)
@@ -90,6 +91,7 @@ def test_layers_of_one_kind_are_the_model_of_that_kind_bit_by_bit(fields):
         )
 
 
+@pytest.mark.slow_except("two bases")
 @EVERY
 def test_a_cache_of_mixed_layers_gives_what_the_whole_text_does(layers):
     config, tokens = mixed(layers), text(0, 2, 40)
@@ -118,6 +120,7 @@ def test_a_cache_of_mostly_local_layers_is_small_and_describes_each_layout_once(
     assert mix.capacity == 4096 and mix.rolling is None
 
 
+@pytest.mark.slow_except("two bases")
 @EVERY
 def test_gradients_of_scanned_periods_are_those_of_layers_one_by_one(layers):
     tokens = text(0, 2, 24)

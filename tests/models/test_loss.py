@@ -28,6 +28,14 @@ def _optax_loss(hidden, kernel, bias, targets, weights):
     return (nll * weights).sum() / weights.sum()
 
 
+@pytest.mark.slow_except(
+    "own head-2-29-257-None",
+    "tied-1-50-333-999",
+    "tied-2-29-257-None",
+    "tied-2-13-127-4",
+    "tied-3-37-1001-16",
+    "tied-1-1-2-1",
+)
 @pytest.mark.parametrize(
     ("batch", "length", "vocabulary", "chunk"),
     [(1, 1, 2, 1), (2, 13, 127, 4), (3, 37, 1001, 16), (2, 29, 257, None), (1, 50, 333, 999)],

@@ -69,6 +69,7 @@ def tokens(rows=2, length=T):
     return np.random.default_rng(0).integers(0, 256, (rows, length))
 
 
+@pytest.mark.slow_except("deberta")
 @EVERY
 def test_packed_documents_equal_separate_ones_and_order_matters(name):
     model, params = made(name)
@@ -118,6 +119,7 @@ def test_reading_in_steps_equals_reading_at_once(name, pattern):
     np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
 
 
+@pytest.mark.slow_except("deberta")
 @EVERY
 def test_parameters_of_positions_are_trained(name):
     model, params = made(name)
@@ -250,6 +252,7 @@ def test_transformer_xl_counts_the_distances_of_the_pattern():
     np.testing.assert_allclose(got, naive(q + u, k, v, terms / 4, seen), rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_disentangled_terms_have_gradients_of_their_formula_and_no_kernel():
     rng = np.random.default_rng(4)
     bias = Disentangled(*(jnp.asarray(rng.normal(size=(16, 16, 6)), jnp.float32) for _ in "kq"), 20)

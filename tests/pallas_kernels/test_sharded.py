@@ -78,6 +78,7 @@ def assert_agree(found, wanted):
         assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_gradients_do_not_need_jit():
     arrays, weights = inputs()
 

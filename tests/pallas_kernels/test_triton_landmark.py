@@ -45,6 +45,7 @@ def small_steps(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=n, marks=() if n in QUICK else slow) for n, c in CASES.items()]
 )

@@ -91,6 +91,7 @@ def test_sizes_that_do_not_fit_the_devices_are_named_with_what_does(shape, devic
     assert math.prod(dataclasses.astuple(mesh_sizes(changed, devices))) == devices
 
 
+@pytest.mark.slow_except("Mesh(data=2, fsdp=2, tensor=2, context=1)")
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, batch):
     want = _alone(CONFIG)(params, batch)

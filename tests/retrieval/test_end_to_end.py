@@ -515,6 +515,7 @@ def replug_nll(task, config, lm, batch, rows, scores, marginal):
     return total
 
 
+@pytest.mark.slow_except("plain-token")
 @pytest.mark.parametrize("section", [LSR_FAST, *MARGINALS], ids=["lsr", "sequence", "token"])
 @pytest.mark.parametrize("is_plain", [False, True], ids=["questions", "plain"])
 def test_the_objective_is_the_formula_over_separate_passes(section, is_plain, toy, texts, tmp_path):
@@ -601,6 +602,7 @@ def test_loss_and_gradients_are_those_of_one_device(section, mesh, toy, tmp_path
         np.testing.assert_allclose(actual, gradient, atol=2e-4 * scale, err_msg=path)
 
 
+@pytest.mark.slow
 def test_what_has_a_gradient(toy, tmp_path):
     def largest(gradients):
         return {path: np.abs(gradient).max() for path, gradient in gradients.items()}
@@ -630,6 +632,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [5, 7], ids=["before a refresh", "after a refresh"])
 def test_a_killed_and_resumed_run_has_the_same_bits(kill_at, toy, whole, tmp_path, monkeypatch):
     """Steps 0, 3 and 6 make the vectors; checkpoints are of steps 2, 4 and 6."""
@@ -706,6 +709,7 @@ def test_vectors_that_a_checkpoint_needs_are_missing(toy, whole, tmp_path):
         run(settings)
 
 
+@pytest.mark.slow
 def test_the_loss_on_held_out_questions_and_frozen_passages(toy, tmp_path):
     options = {"passages": "frozen", "temperature": 0.1}
     run(
@@ -792,6 +796,7 @@ def test_values_that_no_training_has(kind, options, match):
         kind(**{"store": "store"} | options)
 
 
+@pytest.mark.slow
 def test_a_store_of_the_rows_own_document_is_refused_unless_that_is_allowed(toy, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "only.txt").write_text(" ".join(WORDS * 20))
@@ -806,6 +811,7 @@ def test_a_store_of_the_rows_own_document_is_refused_unless_that_is_allowed(toy,
     assert run(config(toy, tmp_path / "same", section, data=data, steps=1))["queries"] == 8
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_with_the_same_passages(toy, tmp_path):
     store = shutil.copytree(toy / "store", tmp_path / "store")
     section = (LSR, {"store": str(store), "k": 2})

@@ -172,6 +172,7 @@ def test_scores_equal_the_mixture_in_float64(lm, store):
             assert nll[row, place] == pytest.approx(-log_p[tokens[row, place]], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_picked_from_the_mixture(lm, store):
     knn, prompts = KnnLM(lm, store, **SETTINGS), [ids(5, 7), ids(6, 12)]
     texts, plain = knn.generate(prompts, GREEDY), lm.generate(prompts, GREEDY)
@@ -223,6 +224,7 @@ def test_the_text_of_the_datastore_becomes_probable(lm, store):
     assert plain > 4 and nll < 1.6, "at most -log 0.25 for each token"
 
 
+@pytest.mark.slow
 def test_a_model_with_landmarks(lm, corpus, tmp_path):
     other = lm.with_method(pattern=Landmark(block=4, token=258))
     build_tokens(config(corpus, tmp_path / "out", overlap=1), lm=other)
@@ -292,6 +294,7 @@ def _windows(lm):
                 yield start
 
 
+@pytest.mark.slow
 def test_the_command_builds_and_eval_reads(lm, corpus, tmp_path, capsys):
     out = tmp_path / "out"
     words = [f"--data.path={corpus}", "--model.preset=tiny", f"--out={out}", "--window=24"]

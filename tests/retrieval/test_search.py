@@ -53,6 +53,7 @@ def assert_equal(result, expected, exact=True):
         np.testing.assert_allclose(scores, expected[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
@@ -418,6 +419,7 @@ def test_faiss_training_rows_are_bounded_and_seeded(monkeypatch):
     assert_equal(one.search(queries, 5), two.search(queries, 5))
 
 
+@pytest.mark.slow
 def test_faiss_bad_input_is_one_line(tmp_path, monkeypatch):
     pytest.importorskip("faiss")
     queries, vectors = normal(18, 2, 300, 8)

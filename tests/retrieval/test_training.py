@@ -169,6 +169,7 @@ def test_the_loss_is_the_formula(symmetric, num_passages):
     assert 0 <= parts["accuracy"] <= 6
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradient_are_those_of_one_device(bert, pairs, tmp_path):
     results = []
     for mesh in (Mesh(fsdp=8), Mesh(data=2, tensor=2, context=2), Mesh(data=1, fsdp=1)):
@@ -251,6 +252,7 @@ def reference(tmp_path_factory, bert, pairs):
     return folder, run(config), config
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_recall_rises(reference, bert, pairs):
     folder, metrics, _ = reference
     by_step = losses(folder)
@@ -330,6 +332,7 @@ def test_a_changed_byte_of_the_written_folder_is_found(reference, tmp_path):
         open_encoder(path)
 
 
+@pytest.mark.slow
 def test_resuming_after_kill_9_has_bit_equal_losses_and_weights(
     tmp_path, bert, text, compiled_once
 ):
@@ -384,6 +387,7 @@ def test_titles_of_a_trained_dpr_are_read_as_in_the_folder_that_it_writes(tmp_pa
     assert (dpr.encode_passages([text], [title]) != expected).any()  # a pair
 
 
+@pytest.mark.slow
 def test_two_encoders_are_written_as_query_and_passage(tmp_path, bert, pairs):
     passage, query = (
         write_bert(tmp_path / name, seed, f"{name}_encoder.bert_model.", model_type="dpr")
@@ -433,6 +437,7 @@ def test_two_encoders_are_written_as_query_and_passage(tmp_path, bert, pairs):
     assert open_encoder(folder).pooling == "mean"
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_written_folder(tmp_path, bert, pairs):
     config = settings(
         tmp_path / "run",

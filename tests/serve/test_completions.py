@@ -27,6 +27,7 @@ def nll(lm, row, first=1):
     return lm.nll([row], first=first)[0, first:]
 
 
+@pytest.mark.slow_except("1", "3")
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_echo_gives_the_scores_of_the_model(client, max_tokens):
     lm = client.lm

@@ -75,6 +75,7 @@ def bodies(draw):
     return path, body | (draw(st.dictionaries(TEXTS, ANY, max_size=1)) if not usual else {})
 
 
+@pytest.mark.slow
 @settings(
     max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )

@@ -240,6 +240,7 @@ def test_a_key_is_asked_of_all_but_health(lm):
 # Contexts
 
 
+@pytest.mark.slow
 def test_a_context_is_read_once_before_any_prompt(client, monkeypatch):
     lm, text = client.server._lm, ids(5, 2000)
     context = client.post("contexts", tokens=text, name="a book")
@@ -304,6 +305,7 @@ def test_a_bad_context_has_status_400(client, body):
         assert status == 400, answer
 
 
+@pytest.mark.slow_except("shared_llm")
 @pytest.mark.parametrize(
     "section",
     [
@@ -331,6 +333,7 @@ def test_a_memory_reads_a_context_beside_the_prompt(section):
         np.testing.assert_allclose(scores[1:], -nll, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"rope": DynamicNTK(factor=2.0)}, {"pattern": Landmark(block=8, top_k=2, token=258)}],
@@ -403,6 +406,7 @@ def test_a_config_needs_sensible_limits():
             ServeConfig(ModelSection(preset="tiny"), **wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_an_interrupt_ends_the_server_after_the_running_answer():
     words = ["-m", "lcjax.serve", "--model.preset=tiny", "--port=0", "--length=512"]

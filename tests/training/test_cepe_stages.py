@@ -144,6 +144,7 @@ def stored(corpus, tmp_path_factory):
 WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "distill", "match"),
     [

@@ -72,6 +72,7 @@ def test_adapters_and_new_tokens_are_part_of_the_model():
     assert estimate.model_of(parse("--config", recipe)).lora.rank == 8
 
 
+@pytest.mark.slow
 def test_the_step_is_lowered_without_an_array(tmp_path):
     config = parse(*TINY)
     before = len(jax.live_arrays())

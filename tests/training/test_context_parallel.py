@@ -97,6 +97,7 @@ def test_every_mesh_computes_what_one_device_does(pattern, shape):
     assert_as_on_one_device(config(pattern), shape)
 
 
+@pytest.mark.slow_except("all_to_all")
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_a_text_cut_in_two_has_the_loss_of_the_whole(method):
     assert_as_on_one_device(config(context_parallel=method), (2, 1, 2, 2))

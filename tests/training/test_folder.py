@@ -45,6 +45,7 @@ def folder(complete, tmp_path):
     return shutil.copytree(complete, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_exported_folders_have_checksums_on_request(folder, corpus):
     for name in ("model", "adapter"):
         lines = (folder / name / CHECKSUMS).read_text().splitlines()
@@ -138,6 +139,7 @@ def test_a_model_that_transformers_cannot_hold_is_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_layers_that_differ_is_opened_with_them(tmp_path, corpus):
     layers = (LayerKind(pattern=Sliding(8), rope=Default(theta=100.0)), LayerKind())
     model = {"preset": "tiny", "layers": layers}
@@ -167,6 +169,7 @@ def checkpoints(tmp_path_factory):
 CHUNKS = {"length": 32, "chunks": Chunks(count=2, length=8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "model", "data", "frozen"),
     [

@@ -45,6 +45,7 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_a_toy_corpus(reference):
     _, metrics, losses_by_step = reference
     assert list(losses_by_step) == list(range(1, STEPS + 1))
@@ -53,6 +54,7 @@ def test_the_loss_falls_on_a_toy_corpus(reference):
     assert metrics["loss"] == losses_by_step[STEPS] and metrics["mfu"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_on_one_of_the_devices_has_the_losses_of_a_run_on_all(reference, corpus, tmp_path):
     metrics = run(tiny(tmp_path, corpus, mesh=Mesh(fsdp=1)), devices=jax.devices()[3:4])
     assert metrics["loss"] == pytest.approx(reference[1]["loss"], rel=1e-4)
@@ -352,6 +354,7 @@ def test_a_package_that_is_missing_is_said_before_a_model_is_read(tmp_path, corp
         run(tiny(tmp_path / "run", corpus).replace(track=TrackSection(wandb="p")))
 
 
+@pytest.mark.slow
 def test_a_task_completes_batches_with_the_weights_of_the_step_and_resumes_the_same(
     tmp_path, corpus, monkeypatch
 ):

@@ -60,6 +60,7 @@ def assert_no_temporary_files():
     assert not list(Path(tempfile.gettempdir()).glob("lcjax-staging-*"))
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_with_data_at_a_url_is_the_local_one(corpus, reference):
     bucket = memory("runs")
     data = upload(corpus, bucket / "data")
@@ -134,6 +135,7 @@ def assert_complete(folder, reference):
     assert_no_temporary_files()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_kill_at_any_change_of_its_store(corpus, reference, store):
     """Every tenth change here, the same loop over all of them is a slow test."""
     with dying_at(None) as counts:
@@ -177,6 +179,7 @@ def process(folder, corpus, programs, kill_at, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_an_upload_is_followed_by_another(
     tmp_path, corpus, reference, store, compiled_once
 ):
@@ -224,6 +227,7 @@ def denied(*_, **__):
     raise PermissionError("403 Forbidden")
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_sync_or_lock_holds_the_same_run(tmp_path, corpus, monkeypatch):
     """As a mounted Google Drive: nor are there hard links, times, or renames onto a file."""
 
@@ -290,6 +294,7 @@ def test_temporary_folders_of_processes_that_do_not_run_are_removed_but_not_of_o
         assert in_container.exists() and not leftover.exists()
 
 
+@pytest.mark.slow
 def test_files_of_the_profiler_are_uploaded(corpus):
     folder = memory("runs") / "run"
     run(tiny(folder, corpus, export=False, profile=Profile(start=2, steps=1)))

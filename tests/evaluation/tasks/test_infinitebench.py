@@ -305,6 +305,7 @@ def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
     assert scored(task, plan(task), answers)[0]["correct"] == 0
 
 
+@pytest.mark.slow
 def test_answers_to_reports_are_drawn_from_the_nucleus_and_their_mean_counts(tmp_path):
     task = ZeroScrolls(
         path=scrolls(tmp_path), tasks=("qasper", "gov_report"), draws=3, max_new_tokens=12

@@ -68,6 +68,7 @@ def lm():
     return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [None, 5])
 def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, lm, decoder):
     chunks = [{"ids": ids(i, 4), "score": score} for i, score in enumerate((0.5, 2.0, 1.0))]

@@ -93,6 +93,7 @@ def questions(tmp_path_factory):
 PLACES = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))]
 
 
+@pytest.mark.slow_except("0-vt", "0-niah_single_1")
 @pytest.mark.parametrize("task", [needs(name) for name in MEANS])
 @pytest.mark.parametrize("place", PLACES)
 def test_prompts_are_as_long_as_upstreams_on_average(smollm2, questions, task, place):
@@ -107,6 +108,7 @@ def test_prompts_are_as_long_as_upstreams_on_average(smollm2, questions, task, p
         assert np.mean(sizes) / length == pytest.approx(MEANS[task][place], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [needs(name) for name in SIZES])
 @pytest.mark.parametrize("place", PLACES)
 def test_as_much_text_as_upstream_fits_the_smollm2_tokenizer(smollm2, task, place):
