@@ -64,9 +64,8 @@ class AutoCompressor(PrefixMemory):
             whole_number(name, self.gradient_segments, 2, "null trains through all")
         if self.chunk + self.summary > config.max_length:
             raise InputError(
-                f"model.memory.summary={self.summary} finds no room behind chunk={self.chunk} in"
-                f" the {config.max_length} tokens that the model was trained to read; at most"
-                f" {config.max_length - self.chunk}"
+                f"model.memory.summary={self.summary} plus chunk={self.chunk} exceeds the trained"
+                f" length {config.max_length}; use summary <= {config.max_length - self.chunk}"
             )
 
     def encode_window(

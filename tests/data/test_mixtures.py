@@ -163,7 +163,7 @@ def test_windows_without_a_document_long_enough_are_refused(path):
         config_for("", sources=[TextSource(path, pack="best_fit", stride=8)])
     with pytest.raises(InputError, match=r"sources.0.stride=7 must divide data.length=32"):
         config_for("", sources=[TextSource(path, stride=7)])
-    with pytest.raises(InputError, match=r"pack='x' is none of concat"):
+    with pytest.raises(InputError, match=r"pack='x' must be one of concat"):
         TextSource(path, pack="x")
 
 
@@ -286,7 +286,7 @@ def test_conversations_that_cannot_be_read_are_placed(tmp_path):
 
     talk = [message("user", "q"), message("assistant", "r")]
     assert_refused({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
-    with pytest.raises(InputError, match=r"learn='x' is none of answers, all"):
+    with pytest.raises(InputError, match=r"learn='x' must be one of answers, all"):
         ChatSource("a", learn="x")
     with pytest.raises(InputError, match=r"prompt='{': .*write a brace of the text twice"):
         ChatSource("a", prompt="{")

@@ -310,7 +310,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         (["prepare"], "error: give --path= or sources"),
         (
             ["prepare", "--path=a", "--tokenizer=b", "--out=c", "--dtype=int8"],
-            "dtype='int8' is none of",
+            "dtype='int8' must be one of",
         ),
     ]:
         assert command.main(words) == 2

@@ -271,7 +271,7 @@ def with_bad_records(tmp_path):
 def test_a_bad_record_is_an_error_of_one_line_before_the_training(with_bad_records):
     with pytest.raises(InputError, match=r"a.jsonl:2 .*"):
         scan(DataConfig(path=with_bad_records))
-    with pytest.raises(InputError, match=r"data.on_bad_record='x' is none of error, skip"):
+    with pytest.raises(InputError, match=r"data.on_bad_record='x' must be one of error, skip"):
         DataConfig(path=with_bad_records, on_bad_record="x")
 
 
@@ -291,9 +291,9 @@ def test_bad_records_are_skipped_and_named(with_bad_records, stream, capsys):
     ("fields", "match"),
     [
         ({"length": 1}, "data.length=1 must be a whole number of at least 2"),
-        ({"pack": "tight"}, "data.pack='tight' is none of concat, first_fit, best_fit"),
-        ({"overlong": "x"}, "data.overlong='x' is none of"),
-        ({"on_bad_text": "x"}, "data.on_bad_text='x' is none of"),
+        ({"pack": "tight"}, "data.pack='tight' must be one of concat, first_fit, best_fit"),
+        ({"overlong": "x"}, "data.overlong='x' must be one of"),
+        ({"on_bad_text": "x"}, "data.on_bad_text='x' must be one of"),
         ({"repeat": 0}, "data.repeat=0 must be .* at least 1; null leaves it open"),
         ({"seed": -1}, "data.seed=-1 must be a whole number of at least 0"),
         ({"seed": 2**32}, "data.seed=4294967296 must be a whole number of at most 4294967295"),

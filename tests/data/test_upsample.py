@@ -236,7 +236,10 @@ def test_a_source_that_upsampling_empties_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"mode": "x"}, "upsample.mode='x' is none of per_source, code_arxiv_book, global, none"),
+        (
+            {"mode": "x"},
+            "upsample.mode='x' must be one of per_source, code_arxiv_book, global",
+        ),
         ({"ratio": 1.5}, "upsample.ratio=1.5 must be a fraction"),
         ({"tokens": 0}, "upsample.tokens=0 must be positive"),
         ({"seed": -1}, "upsample.seed=-1 must be"),

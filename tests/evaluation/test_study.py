@@ -276,7 +276,7 @@ def test_records_of_models_that_were_trained_otherwise_are_not_continued(folder,
         (", extend: FOLDER/extend.yaml", "", r"methods.1.train=\[.* set study.extend"),
         ("study:", "model: {preset: tiny}\nstudy:", "study.base=.* leave model.path"),
         ("name: PI,", "name: PI, path: x,", "methods.1.train: PI has path=x, too"),
-        ("factor=2]", "factor=2, model.path=x]", "model.path=x is said by the study"),
+        ("factor=2]", "factor=2, model.path=x]", "the study sets the base model"),
     ],
 )
 def test_a_study_that_cannot_start_says_why_in_one_line(folder, old, new, message):

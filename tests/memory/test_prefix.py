@@ -273,7 +273,7 @@ BAD = [
     (BEACON, {"init_token": 300}, "init_token=300 must lie between 0 and"),
     (SUMMARY, {"summary": 0}, "summary=0"),
     (SUMMARY, {"gradient_segments": 1}, "gradient_segments=1 must be a whole number of at least 2"),
-    (SUMMARY, {"summary": 600}, "summary=600 finds no room behind chunk=8.*at most"),
+    (SUMMARY, {"summary": 600}, "summary=600 plus chunk=8 exceeds the trained length"),
 ]
 
 

@@ -248,8 +248,8 @@ def test_training_with_a_context_takes_memory(remat):
         ({"output_share": 2.0}, "output_share=2.0 must lie in 0 ... 1"),
         ({"output_share": float("nan")}, "output_share=nan must lie in 0 ... 1"),
         ({"noise": -1.0}, "noise=-1.0 must be above 0"),
-        ({"placement": "middle"}, "placement='middle' is none of bottom, top, interleaved"),
-        ({"positions": "all"}, "positions='all' is none of paper, released, none"),
+        ({"placement": "middle"}, "placement='middle' must be one of bottom, top, interleaved"),
+        ({"positions": "all"}, "positions='all' must be one of paper, released, none"),
     ],
 )
 def test_bad_sections_are_refused_in_one_line(section, words):

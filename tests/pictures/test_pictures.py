@@ -246,12 +246,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
 
 
 def test_layers_and_heads_that_are_not_there_are_refused(lm):
-    with pytest.raises(InputError, match="layers: 2 is none of the model's 2"):
+    with pytest.raises(InputError, match="layers: 2 must be from -2 to 1"):
         pictures.answer_attention(lm, [5, 6], answer="a", layers=(2,))
     with pytest.raises(InputError, match="landmark reads a prompt piece by piece"):
         pictures.answer_attention(lm.with_method(pattern=Landmark(token=3)), [5, 6], answer="a")
     found = pictures.AnswerAttention("a", ["a"], 1, (0,), np.zeros((1, 2, 1, 1)))
-    with pytest.raises(InputError, match="head=2 is none of the model's 2"):
+    with pytest.raises(InputError, match="head=2 must be from 0 to 1"):
         pictures.draw_attention(found, "never.png", head=2)
 
 

@@ -362,7 +362,7 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(text, tmp_path):
         build(settings(text, tmp_path / "dim"), encoder=short)
     for fields, match in [
         ({"out": ""}, "out is empty"),
-        ({"dtype": "int8"}, "dtype='int8' is none of"),
+        ({"dtype": "int8"}, "dtype='int8' must be one of"),
         ({"workers": -1}, "workers=-1 must be"),
         ({"data": TextConfig(sources=[TeacherSource("x")])}, "sources.0: rows of type teacher"),
         ({"data": TextConfig(sources=[TextSource("x", upsample=Upsample())])}, "leave it out"),

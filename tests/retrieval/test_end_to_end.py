@@ -782,8 +782,16 @@ def test_bad_input_is_one_line_with_the_way_out(section, more, match, toy, tmp_p
         (LSR, {"temperature": 0.0}, r"retriever.temperature=0.0 must be a number above 0"),
         (LSR, {"lm_temperature": -1}, r"retriever.lm_temperature=-1 must be a number above 0"),
         (LSR, {"store": ""}, r"retriever.store is empty: name a folder"),
-        (Marginal, {"marginal": "words"}, r"retriever.marginal='words' is none of sequence, token"),
-        (Marginal, {"passages": "never"}, r"retriever.passages='never' is none of trained, frozen"),
+        (
+            Marginal,
+            {"marginal": "words"},
+            r"retriever.marginal='words' must be one of sequence",
+        ),
+        (
+            Marginal,
+            {"passages": "never"},
+            r"retriever.passages='never' must be one of trained",
+        ),
         (Marginal, {"refresh": 0}, r"retriever.refresh=0 must be a whole number of at least 1"),
     ],
 )

@@ -652,7 +652,7 @@ BAD = {
     "model_type='roberta' is not a BERT": _config(model_type="roberta"),
     "position_embedding_type='relative_key'": _config(position_embedding_type="relative_key"),
     "is_decoder=True": _config(is_decoder=True),
-    "hidden_act='tanh' is none of gelu": _config(hidden_act="tanh"),
+    "hidden_act='tanh' must be one of gelu": _config(hidden_act="tanh"),
     "num_attention_heads=4 must divide": _config(num_attention_heads=4),
     "missing: encoder.layer.2": _config(num_hidden_layers=3),
     "unexpected: encoder.layer.1": _config(num_hidden_layers=1),

@@ -106,7 +106,7 @@ def test_new_tokens_begin_as_the_mean_of_all_others():
     ("pattern", "more", "message"),
     [
         (Landmark(block=8, top_k=None), {}, "pattern.token is not set"),
-        (Landmark(block=8, top_k=None, token=259), {}, "pattern.token=259 is beyond .* give 260"),
+        (Landmark(block=8, top_k=None, token=259), {}, "pattern.token=259 exceeds .* use 260"),
         (PATTERN, {"trainable": ("norms",)}, "and <landmark> untrained .*embeddings and head, or"),
     ],
 )

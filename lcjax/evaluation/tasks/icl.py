@@ -130,7 +130,9 @@ class Icl(FileBenchmark):
         instruction, example = (f"{data.name}.{text}" for text in ("instruction", "example"))
         train, rows = corpus.once((Icl, path), lambda: [_rows(file, data) for file in files])
         if not train:
-            raise InputError(f"{files[0]} has no line that fits; it is none of {data.name}")
+            raise InputError(
+                f"{files[0]} contains no valid row; use the official file of {data.name}"
+            )
         labels = {label for _, _, label in train}
         options = [name for name in data.classes if name in labels] or sorted(labels)
         by_class = [[row for row in train if row[2] == option] for option in options]
@@ -254,7 +256,7 @@ def _rows(path: Path, data: IclSet) -> list[tuple[int, str, str]]:
             label = data.classes[label]
         if not isinstance(text, str) or not isinstance(label, str) or not label.strip("_ \n"):
             known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
-            raise ValueError(f"has label={label!r} or a text that fits not; {known}")
+            raise ValueError(f"text must be a string, and label={label!r} must be {known}")
         return number, " ".join(text.split()), label.replace("_", " ").strip()
 
     return list(local_files.rows(path, ("text", "label"), parse))

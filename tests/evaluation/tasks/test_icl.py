@@ -194,7 +194,7 @@ def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):
     assert [unit.fields["line"] for unit in drawn] != [1, 2, 3, 4, 5] and len(drawn) == 5
 
 
-@pytest.mark.filterwarnings("ignore:.*fits not.*")
+@pytest.mark.filterwarnings("ignore:.*text must be a string.*")
 def test_labels_that_fit_not_are_named(tmp_path):
     path = write(tmp_path)
     file = tmp_path / "sst2" / "validation.jsonl"
@@ -209,7 +209,7 @@ def test_labels_that_fit_not_are_named(tmp_path):
     train = tmp_path / "sst2" / "train.jsonl"
     before = train.read_text()
     train.write_text("\n".join(map(json.dumps, bad[:1])))
-    with pytest.raises(InputError, match=r"train\.jsonl has no line that fits"):
+    with pytest.raises(InputError, match=r"train\.jsonl contains no valid row"):
         plan(task)
     train.write_text(before)
     limits = Limits((1000,))

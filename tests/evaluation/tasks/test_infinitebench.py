@@ -124,7 +124,7 @@ def test_the_input_alone_is_cut_in_the_middle_and_the_answer_comes_on_top(tmp_pa
         ("code_run", {"input": "What is it?"}, "func_1"),
         ("math_find", {"input": "Which one?"}, "The ... of"),
         ("code_debug", {"options": ["a"]}, "not four"),
-        ("code_debug", {"answer": "other"}, "none of the options"),
+        ("code_debug", {"answer": "other"}, "must be one of the options"),
         ("passkey", {"answer": []}, "empty answer"),
         ("passkey", {"context": 3}, "no text"),
         *((name, {"answer": answer}, "no text") for name in TASKS for answer in (None, 3.5)
@@ -366,7 +366,7 @@ def test_places_that_are_none_are_named(tmp_path, fields):
     task = ZeroScrolls(path=official(tmp_path, **fields), tasks=("narrative_qa",))
     with (
         pytest.warns(UserWarning, match=r"validation\.jsonl:1 has indices"),
-        pytest.raises(InputError, match="no line that fits"),
+        pytest.raises(InputError, match="contains no valid row"),
     ):
         plan(task)
 
@@ -388,6 +388,6 @@ def test_a_split_without_references_is_refused_by_line(tmp_path):
     task = ZeroScrolls(path=official(tmp_path, output=None), tasks=("narrative_qa",))
     with (
         pytest.warns(UserWarning, match="no text"),
-        pytest.raises(InputError, match="no line that fits"),
+        pytest.raises(InputError, match="contains no valid row"),
     ):
         plan(task)

@@ -232,7 +232,7 @@ def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
         ("passage_retrieval_en", {"answers": ["3"]}, "name no paragraph"),
         ("passage_retrieval_zh", {"answers": ["段落3", "Paragraph 3"]}, "name no paragraph"),
         ("hotpotqa", {"answers": []}, "no list of texts"),
-        ("hotpotqa", {"context": "half \ud83d"}, "half a character"),
+        ("hotpotqa", {"context": "half \ud83d"}, "a lone surrogate"),
         ("qasper", {"length": "many"}, "length='many', no number"),
     ],
 )
@@ -272,7 +272,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tasks": ("hotpot",)}, "tasks='hotpot' is none of"),
+        ({"tasks": ("hotpot",)}, "tasks='hotpot' must be one of"),
         ({"path": "nowhere"}, "is no folder.*data.zip"),
         ({"aggregate": "mean"}, "flat, category_macro"),
         ({"code_metric": "bleu"}, "indel, difflib"),

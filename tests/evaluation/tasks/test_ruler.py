@@ -333,7 +333,7 @@ def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ({"tasks": ("niah",)}, "tasks='niah' is none of"),
+        ({"tasks": ("niah",)}, "tasks='niah' must be one of"),
         ({"tasks": ("vt", "vt")}, "twice"),
         ({"shuffles": "none"}, "shuffles='none'"),
         ({"samples": 0}, "samples=0"),
