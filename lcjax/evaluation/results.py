@@ -168,7 +168,7 @@ def score(
       The report of the new folder.
 
     Raises:
-      InputError: `out` has records, or a setting changes what the model was asked.
+      InputError: `out` has records, or a changed setting affects the prompts.
     """
     run = read(folder)
     out = to_path(out) if out is not None else run.folder.with_name(f"{run.folder.name}_scored")

@@ -89,7 +89,7 @@ class RetrieverSection:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A method that searches by itself, whatever the task, and reads what it finds.
+    """A method with its own retriever, which reads the retrieved passages in any task.
 
     The fields are those of `RetrievalReader`.
     """
@@ -136,7 +136,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class WindowReader(WrappedScorer):
-    """Reads the last `decoder` tokens of a window with what is found for them.
+    """Reads the last `decoder` tokens of a window with the passages retrieved for them.
 
     With source=foreign the tokens before are the end of a window of another document, and passages
     are those that are found for it.

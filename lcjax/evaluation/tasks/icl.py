@@ -9,10 +9,10 @@ and the option with the highest score:
 where the end of a document replaces BOS if the tokenizer has none (`bare_prefix` of a record).
 Each set shows the score that CEPE's table chose by Llama-2 with two demonstrations. Options are
 tokenised after a blank, as inside a text. The first demonstrations that do not fit the decoder of a
-model with a memory are its context. CEPE's tables 3 and 8 fix who reads what: `shots: 2` in every
-decoder, and `context_shots: 18` or 38 more that a memory reads, each as one chunk; models that read
-all with the decoder have 20 or 40 there. The decoder's own are those of the same task without
-`context_shots`.
+model with a memory are its context. CEPE's tables 3 and 8 fix which part reads which
+demonstrations: `shots: 2` in every decoder, and `context_shots: 18` or 38 more that a memory reads,
+each as one chunk; models that read all with the decoder have 20 or 40 there. The decoder's own are
+those of the same task without `context_shots`.
 """
 
 import dataclasses
