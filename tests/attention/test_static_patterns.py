@@ -71,7 +71,7 @@ def test_masks_to_both_sides_equal_the_stored_ones(name, mask):
 
 
 @pytest.mark.parametrize("size", [1, 7, T])
-def test_chunks_see_what_texts_cut_into_pieces_would(size):
+def test_chunked_attention_equals_separate_texts(size):
     expected = np.zeros((T, T), bool)
     for start in range(0, T, size):
         stop = min(start + size, T)
@@ -172,7 +172,7 @@ def test_a_plan_of_the_authors_is_taken_as_it_is():
         (lambda: seen(BigBird(table=(((0,),),) * 3)), "pattern.table holds 3 plans; must hold 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(make, message):
+def test_what_does_not_fit_raises_input_error(make, message):
     with pytest.raises(InputError, match=message) as error:
         make()
     assert "\n" not in str(error.value)

@@ -24,7 +24,7 @@ def config(tmp_path_factory):
     return run_of_three(tmp_path_factory.mktemp("run"), TASKS)
 
 
-def test_the_page_of_a_run_stands_alone_and_leads_to_what_went_wrong(config):
+def test_the_report_is_self_contained_and_links_wrong_answers(config):
     page = check_page(Path(config.run.folder) / "report.html")
     text = Path(config.run.folder, "report.html").read_text()
     assert "a &lt;b&gt; &amp; c" in text and "a <b>" not in text
@@ -127,7 +127,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
         (["--lengths=[500]"], "lengths affects"),
     ],
 )
-def test_score_refuses_what_changes_the_question(copied, words, message):
+def test_score_raises_input_error_for_settings_that_affect_prompts(copied, words, message):
     with pytest.raises(InputError, match=message):
         score(copied, None, words)
     assert not (copied.parent / "first_scored").exists()
@@ -187,7 +187,7 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
         assert counts == [2, 3]
 
 
-def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
+def test_make_data_writes_the_prompts_of_a_run(config, tmp_path):
     path = dataclasses.replace(config.model, path="somewhere")
     with_path = dataclasses.replace(config, model=path)
     files = make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())

@@ -290,7 +290,7 @@ def test_deleted_passages_are_never_found_and_k_others_are(text, tmp_path):
         store.delete([p.id for p in store.passages(valid)])
 
 
-def test_another_encoder_is_refused_by_name_and_can_be_added(text, tmp_path):
+def test_another_encoder_raises_input_error_by_name_and_can_be_added(text, tmp_path):
     encoder, other = WordEncoder(), WordEncoder(dim=8, seed=1)
     store = built(text, tmp_path / "out", encoder)
     with pytest.raises(InputError, match=r"was built by the encoder words .*, and encoder=words"):

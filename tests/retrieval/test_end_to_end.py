@@ -673,7 +673,7 @@ def whole(toy, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_find_and_learn_what_one_does(toy, compiled_once, tmp_path):
+def test_two_processes_equal_one(toy, compiled_once, tmp_path):
     options = {"temperature": 0.1, "refresh": 2}
     settings = [config(toy, tmp_path / name, (Marginal, options), steps=5) for name in "ab"]
     run(settings[0])
@@ -800,7 +800,7 @@ def test_values_that_no_training_has(kind, options, match):
         kind(**{"store": "store"} | options)
 
 
-def test_a_store_of_the_rows_own_document_is_refused_unless_that_is_allowed(toy, tmp_path):
+def test_a_store_of_the_rows_own_document_raises_input_error_unless_that_is_allowed(toy, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "only.txt").write_text(" ".join(WORDS * 20))
     text, store = str(tmp_path / "text"), str(tmp_path / "store")
@@ -814,7 +814,7 @@ def test_a_store_of_the_rows_own_document_is_refused_unless_that_is_allowed(toy,
     assert run(config(toy, tmp_path / "same", section, data=data, steps=1))["queries"] == 8
 
 
-def test_a_run_goes_on_only_with_the_same_passages(toy, tmp_path):
+def test_a_run_resumes_only_with_the_same_passages(toy, tmp_path):
     store = shutil.copytree(toy / "store", tmp_path / "store")
     section = (LSR, {"store": str(store), "k": 2})
     run(config(toy, tmp_path / "run", section, steps=2))

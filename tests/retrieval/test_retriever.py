@@ -136,7 +136,7 @@ def test_changes_of_the_datastore_change_no_other_hit(kind, store, encoder):
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf_pq"])
-def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder, capsys):
+def test_a_faiss_index_is_stored_with_the_vectors(kind, store, encoder, capsys):
     pytest.importorskip("faiss")
     with pytest.raises(InputError, match=f"has no index {kind}, but none: build it with"):
         Retriever.open(store, "dense", encoder=encoder, index=kind)
@@ -161,7 +161,7 @@ def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder, capsy
     assert store.check_files() and len(list(store.folder.glob("*.faiss"))) == 1
 
 
-def test_more_is_asked_of_an_index_that_cannot_leave_out_rows():
+def test_an_index_without_deletions_is_searched_for_more_hits():
     class Index:
         def search(self, queries, k):
             self.k = k

@@ -38,7 +38,7 @@ def test_rows_are_those_without_landmarks_with_landmarks_put_in(corpus):
             np.testing.assert_array_equal(batch[name], field)
 
 
-def test_reading_goes_on_where_it_was_and_not_with_other_landmarks(corpus):
+def test_data_resumes_at_its_position_and_not_with_other_landmarks(corpus):
     loader = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
     next(loader)
     state, expected = loader.get_state(), next(loader)
@@ -50,7 +50,7 @@ def test_reading_goes_on_where_it_was_and_not_with_other_landmarks(corpus):
         make_loader(data(corpus), ByteTokenizer(), 4).set_state(state)
 
 
-def test_rows_that_are_not_whole_blocks_are_refused_before_training(corpus):
+def test_rows_that_are_not_whole_blocks_raise_input_error_before_training(corpus):
     with pytest.raises(InputError, match="data.length=32 must be a multiple .* nearest: 28, 35"):
         make_loader(data(corpus), ByteTokenizer(), 4, landmarks=Landmarks(260, 7, "drop"))
 
