@@ -1,4 +1,5 @@
-"""Published ways to make a language model read more than it was trained for, in JAX.
+"""Long-context methods for language models in JAX: train, evaluate and compare them on one model
+implementation.
 
     lm = lcjax.LanguageModel.load("smollm2-135m-instruct", rope=lcjax.rope.Yarn(factor=4))
     print(lm.chat("What is a dog?"))

@@ -166,10 +166,7 @@ def _check_destination(args: argparse.Namespace) -> None:
         source = to_path(name or "").expanduser()
         is_there = name and type(source) is type(dst) and source.exists()
         if is_there and _overlap(source.resolve(), dst.resolve()):
-            raise InputError(
-                f"{dst} is, holds or lies in {key}={name}, which is never replaced; choose another"
-                " folder"
-            )
+            raise InputError(f"DST {dst} overlaps {key}={name}; choose a separate folder")
     check_destination(dst, HF_FOLDER, args.force, "--force")
     if isinstance(dst, URLPath):
         check_writable(dst)

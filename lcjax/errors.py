@@ -76,9 +76,9 @@ def _shown(value: object) -> str:
 
 
 def one_of(key: str, value: object, known: Collection) -> None:
-    """Refuses what is not among the `known` values, and names these."""
+    """Raises an InputError that lists the `known` values unless `value` is one of them."""
     if value not in known:
-        raise InputError(f"{key}={value!r} is none of {', '.join(known)}")
+        raise InputError(f"{key}={value!r} must be one of {', '.join(known)}")
 
 
 def missing_extra(what: str, package: str, extra: str, error: ImportError) -> InputError:

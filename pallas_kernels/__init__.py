@@ -3,10 +3,11 @@
     out, lse = flash(q, k, v, causal() & window(4096))
     out, lse = merge([(out_a, lse_a), (out_b, lse_b)])
 
-Which keys are seen: a mask of atoms (`causal`, `window`, ...), and a `BlockTable` on top of it that
-`tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`, `from_lengths`). `decode` reads
-a cache as it lies, `landmark_attention` is a softmax of its own kind, and `Layout` spreads any of
-them over the devices of a mesh. `explain` says which implementation runs, and why.
+The visible keys are given by a mask of atoms (`causal`, `window`, ...) and optionally a
+`BlockTable`, which `tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`,
+`from_lengths`). `decode` reads a cache in its memory layout, `landmark_attention` computes a
+grouped softmax, and `Layout` distributes each of them over the devices of a mesh. `explain` reports
+which implementation runs, and why.
 
 Depends on JAX only.
 """

@@ -67,7 +67,7 @@ def flash(
       q_index, k_index: order indices of queries and keys, of all rows or of each, by default
         0, 1, ...; they may be traced (a decoding step passes offset + arange(T)).
       q_segments, k_segments: keys are seen only inside the same segment; segment 0 is padding,
-        which sees nothing and is seen by nobody.
+        which sees no key and is visible to no query.
       k_lengths: the number of first keys of each row that are no padding.
       splits: see `decode`.
       layout: the axes of a mesh over which rows, heads and the length are split, and whether a
@@ -124,12 +124,12 @@ def decode(
     splits: int | None = None,
     **options,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Returns `flash` of few queries over a cache of keys and values, read as it lies in memory.
+    """Returns `flash` of few queries over a cache of keys and values, read in its memory layout.
 
-    Heads stand before keys, as in a cache that grows along S: a step multiplies whole runs of it,
-    and no part of it is reordered, padded or copied. Key blocks that no query sees, such as those
-    of a cache that are not filled yet or lie before a window, are not read. Where T queries times
-    the G of them that share a key head are at most 128 rows, TPUs run a kernel of their own.
+    Heads precede keys, as in a cache that grows along S: a step multiplies whole runs of it, and no
+    part of it is reordered, padded or copied. Key blocks that no query sees, such as those of a
+    cache that are not filled yet or lie before a window, are not read. Where T queries times the G
+    of them that share a key head are at most 128 rows, TPUs run a kernel of their own.
 
     Args:
       q: queries; N is a multiple of K.

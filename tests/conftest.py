@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_stays_is_not_collected():
+def freeze_garbage():
     """Collecting garbage goes through all that lives: most of it imported, or a file's programs.
 
     So what a file finds and leaves is set apart, until many programs have gathered and are freed.
@@ -65,7 +65,7 @@ def what_stays_is_not_collected():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
+def disable_xla_optimizations():
     """Compiling is most of the time of a test, and how fast its programs run matters to few."""
     import jax
 
@@ -76,7 +76,7 @@ def compiled_quickly():
 
 
 @pytest.fixture
-def optimised(compiled_quickly):
+def enable_xla_optimizations(disable_xla_optimizations):
     """For what a compiler says of a program that users run: whether it fits, what it copies."""
     import jax
 

@@ -92,7 +92,7 @@ def ready(rope: Rope, model: ModelConfig = LLAMA) -> Rope:
 
 
 @pytest.mark.parametrize("file", [*RECIPES, *DATASTORES], ids=stem)
-def test_a_recipe_says_what_it_promises(file):
+def test_a_recipe_header_has_all_parts(file):
     parts = header(file)
     assert [part for part in PARTS if len(parts.get(part, "")) < 10] == []
     assert re.search(r"arXiv \d{4}\.\d{5}", parts["Paper"])
@@ -396,7 +396,7 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
     assert hours == pytest.approx(flops / (devices * peak * 1e12 * share / 100) / 3600, abs=0.6)
 
 
-def test_what_the_quickstart_trains_is_what_it_evaluates():
+def test_the_quickstart_evaluates_the_model_that_it_trains():
     train, evaluation = (read(ROOT / "configs" / f"quickstart_{x}.yaml") for x in ("train", "eval"))
     trained = [method for method in evaluation.methods if method.path]
     assert [method.path for method in trained] == [f"{train.run.folder}/model"]

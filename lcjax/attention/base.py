@@ -1,7 +1,8 @@
 """The interface of attention patterns, and the partial attentions of which they are made.
 
-A pattern is a list of passes. A pass says at which positions queries and keys are rotated and which
-keys are visible. `partial_attention` computes one pass, and `pallas_kernels.merge` adds up passes.
+A pattern is a list of passes. A pass defines the positions at which queries and keys are rotated,
+and the visible keys. `partial_attention` computes one pass, and `pallas_kernels.merge` adds up
+passes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """InfLLM (Xiao et al. 2024, arXiv 2402.04617): a memory of blocks behind a window, untrained.
 
 Queries are processed one chunk after another. A chunk needs only the keys of its window and a few
-gathered blocks, whatever the length of the text. The chunks of one row are processed in order,
-because the attention that a key receives in the window decides about the summary of its block. The
-chunks of different rows are processed side by side.
+gathered blocks, independent of the length of the text. The chunks of one row are processed in
+order, because the attention that a key receives in the window decides about the summary of its
+block. The chunks of different rows are processed side by side.
 
 Letters: Q queries of a chunk, W keys of its window, P keys of a part, C blocks of a text, M chosen
 blocks. Keys and values are held as [B, K, S, H], as in a cache.
@@ -78,7 +78,7 @@ class InfLLM(Pattern):
             )
 
     def num_blocks(self, tokens: int | Int[Array, " ..."]) -> int | Int[Array, " ..."]:
-        """The number of blocks behind the window when the last of `tokens` is read."""
+        """The number of blocks outside the window when the last of `tokens` is read."""
         return (tokens - self.window - self.sinks) // self.block
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:

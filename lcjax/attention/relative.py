@@ -54,7 +54,7 @@ class TransformerXL(RelativeTerms):
 
         (q_i + v) W R_{i-j} = rotate(W^T (q_i + v), i) . rotate(R_0, j),
 
-    and these D channels are put behind those of queries and keys. That is exact for any positions,
+    and these D channels are appended to those of queries and keys. That is exact for any positions,
     on any kernel that takes heads of H + D channels.
     """
 

@@ -1,4 +1,4 @@
-"""Shifted sparse attention, S2-Attn: how LongLoRA trains (Chen et al. 2023, arXiv 2309.12307)."""
+"""Shifted sparse attention (S2-Attn) of LongLoRA (Chen et al. 2023, arXiv 2309.12307)."""
 
 from __future__ import annotations
 

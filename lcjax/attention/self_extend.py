@@ -15,7 +15,7 @@ from pallas_kernels import causal, window
 @Pattern.register_subclass("self_extend")
 @dataclass(frozen=True)
 class SelfExtend(Pattern):
-    """Full attention whose far keys stand at positions divided by `group`.
+    """Full attention in which far keys have positions divided by `group`.
 
     With W = window and G = group, query i sees key j at distance i - j if i - j < W, and at
     distance floor(i/G) + W - floor(W/G) - floor(j/G) otherwise (i/G and j/G are floored

@@ -140,7 +140,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return run
 
     def _product(self, value: Any, others: list[Any]) -> float:
-        """A bound of what a string method, a filter or a product makes of `value`.
+        """Returns an upper bound on the size of a string method, filter or product of `value`.
 
         Numbers may be widths or counts, also those inside of a format.
         """

@@ -47,9 +47,9 @@ def with_landmark(
         return params, config, tokenizer
     if landmarks.token != rows + 1 or tokenizer.vocab_size != rows:
         raise InputError(
-            f"model.pattern.token={landmarks.token} is beyond the {rows} rows of the model and the "
-            f"{tokenizer.vocab_size} ids of its tokenizer; give {rows + 1}, before which [PAD] is "
-            "added, if both are as many, else an unused id of the vocabulary"
+            f"model.pattern.token={landmarks.token} exceeds the model's {rows} embedding rows (its "
+            f"tokenizer has {tokenizer.vocab_size} ids); use {rows + 1} if both numbers are equal "
+            "([PAD] and the landmark token are then added), otherwise an unused id"
         )
     tables = to_device({name: params[name] for name in ("embed", "head") if name in params})
 

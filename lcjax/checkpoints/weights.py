@@ -96,7 +96,7 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
 
 
 class Rows(NamedTuple):
-    """Rows of a stored tensor that are a tensor of the model."""
+    """A range of rows of a stored tensor, which forms one tensor of the model."""
 
     name: str
     start: int = 0
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
 
 
 class RenamedSource:
-    """A source whose tensors are those of another one under other names, or some of their rows."""
+    """A view of another source with renamed tensors, or with ranges of their rows."""
 
     def __init__(self, source: WeightSource, stored: dict[str, Rows]):
         self.path, self._source, self._stored = source.path, source, stored

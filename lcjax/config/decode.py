@@ -76,8 +76,8 @@ def _refuse_duplicates(
             raise InputError(f"{name}: a key is a list or a section; keys must be single words")
         if key.value in seen and (not sections_only or isinstance(value, yaml.MappingNode)):
             raise InputError(
-                f"{name}: `{key.value}` stands twice (here or through `<<:`); one would replace "
-                f"the other whole; merge inside: `{key.value}: {{<<: !include ..., key: value}}`"
+                f"{name}: duplicate key `{key.value}` (here or through `<<:`); one value would "
+                f"replace the other; merge inside: `{key.value}: {{<<: !include ..., key: value}}`"
             )
         seen.add(key.value)
 

@@ -1,4 +1,4 @@
-"""The config of `eval.py`, and the model, weights and tokenizer that a method stands for."""
+"""The config of `eval.py`, and the model, weights and tokenizer of each method."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

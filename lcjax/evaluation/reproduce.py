@@ -46,7 +46,7 @@ def names() -> list[str]:
 
 
 def overview() -> str:
-    """Returns all tables, with what they are and their scales, as Markdown."""
+    """Returns all tables with their titles and scales, as Markdown."""
     rows = [["table", "what it is", "scales"]]
     for name in names():
         tree = _read(name)

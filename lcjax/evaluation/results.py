@@ -168,7 +168,7 @@ def score(
       The report of the new folder.
 
     Raises:
-      InputError: `out` has records, or a setting changes what the model was asked.
+      InputError: `out` has records, or a changed setting affects the prompts.
     """
     run = read(folder)
     out = to_path(out) if out is not None else run.folder.with_name(f"{run.folder.name}_scored")
@@ -204,9 +204,7 @@ def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
     """Raises InputError for changed settings other than those of scores."""
     others = dataclasses.replace(config, tasks=before.tasks, run=before.run)
     if changed := _changed_fields(before, others):
-        raise InputError(
-            f"{changed[0]} decides what the model was asked; score changes --tasks.* alone"
-        )
+        raise InputError(f"{changed[0]} affects the prompts; `score` can change only --tasks.*")
     if len(config.tasks) != len(before.tasks):
         raise InputError("tasks: score keeps the tasks of the run; change fields of --tasks.* only")
     for index, (old, new) in enumerate(zip(before.tasks, config.tasks)):
@@ -216,8 +214,8 @@ def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
             changed = ["type"]
         if changed:
             raise InputError(
-                f"tasks.{index}.{changed[0]} decides what the model was asked; of {old.label} score"
-                f" may change {', '.join(free)}"
+                f"tasks.{index}.{changed[0]} affects the prompts; for {old.label}, `score` can"
+                f" change only {', '.join(free)}"
             )
 
 

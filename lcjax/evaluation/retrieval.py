@@ -89,7 +89,7 @@ class RetrieverSection:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A method that searches by itself, whatever the task, and reads what it finds.
+    """A method with its own retriever, which reads the retrieved passages in any task.
 
     The fields are those of `RetrievalReader`.
     """
@@ -136,7 +136,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class WindowReader(WrappedScorer):
-    """Reads the last `decoder` tokens of a window with what is found for them.
+    """Reads the last `decoder` tokens of a window with the passages retrieved for them.
 
     With source=foreign the tokens before are the end of a window of another document, and passages
     are those that are found for it.
@@ -306,7 +306,8 @@ def evaluate(config: RetrievalConfig) -> Records:
         section.check(f"retrievers.{index}")
     labels = [section.label for section in config.retrievers]
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-        raise InputError(f"retrievers: {', '.join(repeated)} stands twice; give each its own name")
+        names = ", ".join(repeated)
+        raise InputError(f"retrievers: duplicate name {names}; give each a unique name")
     for k in config.k:
         whole_number("k", k, 1)
     whole_numbers("", config, 1, "max_examples")
@@ -317,7 +318,7 @@ def evaluate(config: RetrievalConfig) -> Records:
     rows = list(local_files.rows(to_path(config.path), ("question",), Question.parse))
     questions = rows[: config.max_examples]
     if not questions:
-        raise InputError(f"{config.path} has no line that fits; give {SOURCE}")
+        raise InputError(f"{config.path} contains no valid row; give {SOURCE}")
     ks = sorted(set(config.k))
     return [_record(section, questions, ks) for section in config.retrievers]
 

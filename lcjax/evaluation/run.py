@@ -141,7 +141,9 @@ def check(config: EvalConfig) -> None:
             raise InputError(f"{key}: a name is empty; give each its own name")
         repeated = sorted({str(name) for name in names if names.count(name) > 1})
         if repeated:
-            raise InputError(f"{key}: {', '.join(repeated)} stands twice; give each its own name")
+            kind = "length" if key.endswith("lengths") else "name"
+            names = ", ".join(repeated)
+            raise InputError(f"{key}: duplicate {kind} {names}; give each a unique {kind}")
     for index, label in enumerate(_labels(config)):
         if not re.fullmatch(r"[\w.-]+", label):
             raise InputError(
@@ -335,9 +337,8 @@ class _Runner:
             str([(u.index, u.shape, u.digest) for u in units])
         ):
             raise InputError(
-                f"the processes of this job ask different questions in {task.label} at length"
-                f" {length}; give all machines the same files of data and tasks, best on storage"
-                " that they share"
+                f"processes planned different examples for {task.label} at length {length}; give"
+                " all machines the same data and task files"
             )
 
     def _plan_key(self, tokenizer) -> tuple:

@@ -1,4 +1,4 @@
-"""Splits windows into the decoder's text and context that is read beside it, in chunks.
+"""Splits windows into the decoder's text, and a context in chunks for a memory or REPLUG.
 
 Of a prompt only documents and demonstrations move to the context, the earliest first. Instruction,
 question and answer prefix stay with the decoder. Of a prompt with retrieved passages only these
@@ -77,7 +77,7 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
-        """Those of `passages` that the decoder does not read."""
+        """The passages of `passages` that the decoder does not read."""
 
     @abc.abstractmethod
     def scorer(

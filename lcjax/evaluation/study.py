@@ -105,8 +105,8 @@ def _from_model(
         return extension
     if model.path is not None or model.preset is not None:
         raise InputError(
-            f"{key}: model.path={model.path or model.preset} is said by the study, so that all"
-            " methods begin with one model; leave it out of study.extend"
+            f"{key}: the study sets the base model; remove"
+            f" model.{'preset' if model.path is None else 'path'} from study.extend"
         )
     if source is None:
         check_source(config.model)  # a preset, or nothing

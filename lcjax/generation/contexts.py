@@ -1,4 +1,4 @@
-"""Contexts beside the window: texts are cut into chunks, encoded once, and kept for any use.
+"""Contexts outside the window: texts are split into chunks, encoded once, and reused.
 
 contexts = lm.encode_contexts([[passage, passage], [document], []])
 contexts = lm.encode_contexts([[], [], [later_passage]], after=contexts)
@@ -6,7 +6,7 @@ lm.generate(prompts, context=contexts)
 
 Chunks of all rows are encoded together, some at a time, so memory is bounded however long a context
 is. Chunks of similar length make a batch, so a few compiled shapes serve every context. The states
-of a row lie without gaps in one array with room for M tokens in each row.
+of a row are stored without gaps in an array with M slots per row.
 
 Where the encoding depends on a question, contexts keep their tokens, and `search_contexts` encodes
 for another question: only tree nodes that were not encoded before.
@@ -46,7 +46,7 @@ ContextRow = str | Sequence[int] | Sequence[str | Sequence[int] | Sequence[str |
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A piece of a context that is encoded at once, and where its states go."""
+    """A piece of a context that is encoded at once, and the slots of its states."""
 
     tokens: np.ndarray  # int32 [up to P]
     row: int
@@ -107,7 +107,7 @@ class Contexts:
             )
 
     def precede(self, count: int) -> list[bool]:
-        """Which of `count` texts have a context before them, in the same sequence of positions."""
+        """Returns which of `count` texts follow a context in the same sequence of positions."""
         if self.rope is None:
             return [False] * count
         tokens = self.tokens * count if len(self.tokens) == 1 else self.tokens

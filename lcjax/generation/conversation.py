@@ -1,4 +1,4 @@
-"""A running exchange: what was read stays read, and contexts may come in between turns.
+"""Conversations: earlier turns stay in the KV cache, and contexts can be added between turns.
 
 talk = Conversation(lm, context=["a long document ..."])
 print(talk.say("Who is the harbour master?"))
@@ -39,16 +39,15 @@ from lcjax.parallel.sharding import padding_rows
 class Conversation:
     """One text that a model and a user write in turns, with one KV cache for all turns.
 
-    A turn is read when an answer is generated, beside the context of that time; earlier turns are
-    not read again when a context is added. So a conversation equals reading all of it at once as
-    long as its context stays the same. A memory whose encoding depends on a question is searched in
-    every turn, with the last token of the text or with the turn's `query`; unchanged parts are not
-    encoded again. Where a context stands before the text (Activation Beacon, AutoCompressor), the
-    text is read again after a context that has grown, and BOS stands before the context.
+    A turn is read when an answer is generated, with the context at that time; earlier turns are not
+    read again when a context is added. A conversation with a constant context therefore equals
+    reading all of it at once. A memory whose encoding depends on a question is searched in every
+    turn, with the last token of the text or with the turn's `query`; unchanged parts are not
+    encoded again. For prefix memories (Activation Beacon, AutoCompressor), the text is read again
+    after a context that has grown, and BOS precedes the context.
 
-    With a `retriever` every message of `say` is the query of a search. A memory reads the passages
-    that it has not read before as further context; other models read all of them in front of the
-    message, in its turn.
+    With a `retriever` every message of `say` is the query of a search. A memory adds new passages
+    to the context; other models read all passages before the message, in the same turn.
 
     `say` follows the model's chat format; `read` and `write` leave the format to the caller.
     """
@@ -109,7 +108,7 @@ class Conversation:
         return self._ids.copy()
 
     def add_context(self, context: ContextRow) -> None:
-        """Adds a context to read beside the text, from the next turn on; only it is encoded."""
+        """Adds a context for the next turns; only the new context is encoded."""
         self.context = self.lm.encode_contexts(
             [context], projected=self._projected, after=self.context
         )

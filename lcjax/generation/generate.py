@@ -1,7 +1,7 @@
 """Text generation: prompts are read in chunks, then one token at a time is picked and read.
 
-The next step is always dispatched before the tokens of the last one are looked at, so the
-accelerator does not wait for Python.
+Each step is dispatched before the tokens of the previous step are read, so the accelerator does not
+wait for Python.
 """
 
 import dataclasses
@@ -56,16 +56,16 @@ class Request:
       prompts: token ids.
       sampling: how tokens are picked and when to stop.
       exact: the rotation follows the length of the text. The cache keeps unrotated keys, and every
-        step rotates all of them again. (What deeper layers computed from earlier tokens is not
-        computed again, as in every cache.) Otherwise the length of a row is fixed: its prompt plus
+        step rotates all of them again. (As in every cache, the outputs of deeper layers for earlier
+        tokens are not recomputed.) Otherwise the length of a row is fixed: its prompt plus
         `max_new_tokens`, so that a step never disagrees with the keys in the cache.
       prefill_chunk: tokens of long prompts that are read at once, which bounds the memory; None: a
         size that suits the platform.
       memory: the encoded context of the prompts, rows that fill up the mesh included.
       mixture: several prompts are one text: their probabilities are mixed, and all read the token
         that is picked.
-      prefix: what all prompts begin with, read before. Not with `memory`.
-      top_logprobs: pieces have log p of their tokens, and so many of the most probable ones; None:
+      prefix: the cached common prefix of all prompts. Not with `memory`. top_logprobs: pieces have
+      log p of their tokens, and so many of the most probable ones; None:
         they have none.
     """
 

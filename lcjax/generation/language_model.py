@@ -1,4 +1,4 @@
-"""A model ready for use: `LanguageModel.load(...)` reads, scores and generates text.
+"""`LanguageModel`: loads a checkpoint, scores text and generates text.
 
 lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
 print(lm.chat("What is a dog?"))
@@ -59,8 +59,8 @@ from lcjax.rope import Default, Rope, Rotation, stack_rotations
 class LanguageModel(Scorer):
     """Weights, tokenizer and method together; `with_method` swaps the method, not the weights.
 
-    Layers are kept apart (`scan_layers=False`): a scanned layer copies its weights, and its part of
-    the cache, out of the stack for every token.
+    Layers are not stacked (`scan_layers=False`): a scanned layer would copy its weights, and its
+    part of the cache, out of the stack for every token.
     """
 
     def __init__(
@@ -140,10 +140,11 @@ class LanguageModel(Scorer):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prompts may go on from a prefix that was read alone.
+        """Whether prompts can reuse the KV cache of a common prefix.
 
-        What a token sees must depend on its position alone, not on what is read with it (Landmark,
-        InfLLM, vertical_slash); and a pattern whose cache has few keys has little to share.
+        The visible keys of a token must depend only on its position, not on the other tokens of the
+        call, as they do in Landmark, InfLLM and vertical_slash. A pattern whose cache has few keys
+        has little to share.
         """
         return can_share_prefix(self.config)
 
@@ -269,15 +270,15 @@ class LanguageModel(Scorer):
         after: Contexts | None = None,
         query: Sequence[str | Sequence[int]] | None = None,
     ) -> Contexts:
-        """Encodes what lies beside the window of every row, once for any number of calls.
+        """Encodes the context outside the window of every row, for use in any number of calls.
 
         Args:
           contexts: for each row a document, or a list of passages (each a text, or token ids).
-            Every passage begins a chunk, and long ones are split into several. Where the memory
-            stands before the text (Activation Beacon, AutoCompressor), the first text of a row gets
-            BOS if the model expects one, and the text after it none; token ids stay as they are.
-            Where chunks of the text read passages of their own (RETRO), a row is a list with the
-            passages of each chunk, [] for none; `after` is followed by the next chunk.
+            Every passage begins a chunk, and long ones are split into several. For prefix memories
+            (Activation Beacon, AutoCompressor), the first text of a row gets BOS if the model
+            expects one, and later texts do not; token ids are unchanged. For memories with passages
+            per chunk of the text (RETRO), a row is a list with the passages of each chunk, [] for
+            none; `after` is followed by the next chunk.
           chunk: tokens of the chunks that long texts are split into; None: what the memory was
             trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
           batch_tokens: tokens that are encoded at once, which bounds the memory; None: a size that
@@ -329,7 +330,7 @@ class LanguageModel(Scorer):
 
     @property
     def prefix_rope(self) -> Rope | None:
-        """The position method of windows before a text; None without a memory that reads them."""
+        """The position method of windows before a text; None without a prefix memory."""
         memory = self.config.memory
         return self.config.rope if memory is not None and memory.is_prefix else None
 
@@ -366,9 +367,9 @@ class LanguageModel(Scorer):
         Args:
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1; only from there logits are computed.
-          lengths: int [B], number of tokens of each row; None: T. What stands after them is not
-            read: a row has the scores that it has alone.
-          context: what every row reads beside its tokens, as `encode_contexts` takes or returns it.
+          lengths: int [B], number of tokens of each row; None: T. Later tokens are not read: a row
+          has the same scores as alone. context: the context of every row, as `encode_contexts`
+          takes or returns it.
             Where the encoding depends on a question and has none, it is searched for the token
             before `first`.
 
@@ -396,8 +397,8 @@ class LanguageModel(Scorer):
           tokens: as in `nll`, like `first`, `lengths` and `context`.
           first: the first token that is scored.
           lengths: of the rows.
-          context: beside the tokens.
-          with_ffn_input: `score` gets `lcjax.models.decoder.States` as hidden states: also the
+          context: of every row. with_ffn_input: `score` gets `lcjax.models.decoder.States` as
+          hidden states: also the
             input of the last layer's feed-forward.
 
         Returns:
@@ -480,7 +481,7 @@ class LanguageModel(Scorer):
     ) -> list[list[Continuation]]:
         """Scores the continuations of each prompt (token ids), reading the prompt once.
 
-        `context` is what every prompt reads beside it, as in `generate`; `prefix` as in `stream`.
+        `context` is the context of every prompt, as in `generate`; `prefix` as in `stream`.
         """
         self.config.check_scores()
         if prefix is not None:
@@ -508,7 +509,7 @@ class LanguageModel(Scorer):
         Args:
           prompts: texts or token ids; a list also for a single prompt.
           sampling: how tokens are picked and when to stop.
-          context: what every row reads beside its prompt, as `encode_contexts` takes or returns it.
+          context: the context of every row, as `encode_contexts` takes or returns it.
             Where the encoding depends on a question and has none, it is searched for the prompt.
           exact: a rotation that depends on the length follows it while the text grows: all keys are
             rotated again for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
@@ -547,9 +548,9 @@ class LanguageModel(Scorer):
     ) -> Iterator[Piece]:
         """Yields the text of `generate` piece by piece; the arguments are checked at once.
 
-        With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is
-        what all prompts begin with, read before (`lcjax.generation.shared_prefix`). With
-        `top_logprobs` (0 or more) pieces have log p of their tokens, and of so many alternatives.
+        With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is the
+        cached common prefix of all prompts (`lcjax.generation.shared_prefix`). With `top_logprobs`
+        (0 or more) pieces have log p of their tokens, and of so many alternatives.
         """
         if top_logprobs is not None:
             whole_number("top_logprobs", top_logprobs, 0, "None leaves them out")
@@ -581,7 +582,7 @@ class LanguageModel(Scorer):
     ) -> str:
         """Generates the answer to a conversation, or one question, in the model's chat format.
 
-        `context` is a document or a list of passages that it reads beside; options as in
+        `context` is a document or a list of passages for the model to read; options as in
         `generate`.
         """
         if isinstance(messages, str):

@@ -1,4 +1,4 @@
-"""REPLUG: one retrieved passage at a time in front of the text, their probabilities mixed.
+"""REPLUG: reads one passage at a time before the text, and mixes the predictions.
 
 replug = Replug(lm)
 replug.generate(["Question: ...\\nAnswer:"], context=[[passage, passage]], scores=[[1.4, 0.9]])
@@ -38,11 +38,11 @@ MARGINALS = ("token", "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Replug(WrappedScorer):
-    """A language model that reads passages by turns.
+    """A language model that reads each passage separately and mixes the predictions.
 
     `context` holds the passages of each text (texts or token ids), [] where there are none: such a
     text is read alone. `scores` holds a number for each passage, such as a retriever's inner
-    products with the text; None: all count alike.
+    products with the text; None: equal weights.
     """
 
     lm: LanguageModel
@@ -69,8 +69,9 @@ class Replug(WrappedScorer):
         """-log sum_i w_i p(tokens[t] | d_i tokens[:t]), float32 [B, T].
 
         Arguments as in `LanguageModel.nll`, but `first` may be 0 where all texts have passages.
-        Passages stand right before the text, whatever their length. Under `marginal="sequence"` the
-        sum over the scored tokens of a text is -log sum_i w_i p(text | d_i).
+        Every passage directly precedes the text, independent of its length. Under
+        `marginal="sequence"` the sum over the scored tokens of a text is -log sum_i w_i p(text |
+        d_i).
         """
         tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
         num_rows, length = tokens.shape

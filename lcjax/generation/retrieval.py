@@ -15,8 +15,8 @@ best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three choi
   "rag_token" and "rag_sequence", the marginals of RAG (Lewis et al. 2020, arXiv 2005.11401) over
   p(z | x) = softmax(scores): of every token, or of the whole text.
 - When: "once", with the whole prompt as query; or a number of tokens after which the last 32
-  (`query_tokens`) of the text are the query of a new search, and the text is read again beside what
-  it finds.
+  (`query_tokens`) of the text are the query of a new search, and the text is read again with the
+  new passages.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _LEAST_SPREAD = 0.05  # of scores, in temperatures: below it weights differ by 5
 
 
 class Retriever(Protocol):
-    """What finds passages, such as `lcjax.retrieval.Retriever`."""
+    """An object that finds passages, such as `lcjax.retrieval.Retriever`."""
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Any]]:
         """Returns the `k` best hits of every query."""
@@ -86,7 +86,7 @@ def join_title(title: str, text: str, separator: str = "\n") -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalReader(WrappedScorer):
-    """A language model that reads what a retriever finds. Without hits it is the model itself.
+    """A language model that reads retrieved passages. Without hits it equals the model.
 
     Token ids of a prompt that begin with BOS begin with it before the passages, too.
     """

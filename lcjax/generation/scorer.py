@@ -1,8 +1,8 @@
 """The interface of everything that scores and generates text.
 
-`LanguageModel` is a scorer, and so is what reads text with one (`WrappedScorer`): REPLUG, readers
-of retrieved passages, kNN-LM, windows that are split into context and text. A new one defines `nll`
-and `generate`; the other methods have defaults. Evaluation calls nothing else of a model, so a new
+`LanguageModel` is a scorer, and so are the wrappers of one (`WrappedScorer`): REPLUG, readers of
+retrieved passages, kNN-LM, windows that are split into context and text. A new scorer defines `nll`
+and `generate`; the other methods have defaults. Evaluation calls only these methods, so a new
 scorer needs no change there.
 """
 

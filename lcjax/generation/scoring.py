@@ -281,7 +281,7 @@ def score_continuations(
       prompts: token ids.
       continuations: token ids, a list of continuations for each prompt.
       memory: the encoded context of the prompts, rows that fill up the mesh included.
-      prefix: what all prompts begin with, read before.
+      prefix: the cached common prefix of all prompts.
     """
     config = lm.model.config
     check_continuations(prompts, continuations, config.vocab_size)
@@ -300,7 +300,7 @@ def score_continuations(
 def score_at_once(lm, prompts, continuations, rotation: Rotation, memory):
     """Scores one continuation for each prompt, which is read with it as one text.
 
-    For patterns under which no token depends on what follows it.
+    For patterns under which no token depends on later tokens.
     """
     pairs = [(prompt, row[0]) for prompt, row in zip(prompts, continuations, strict=True)]
     texts = [Text([*prompt, *ids[:-1]], len(prompt) - 1, ids) for prompt, ids in pairs]
@@ -346,7 +346,7 @@ def score_behind(
         targets int32 [B, m]. It is compiled: use one function, not a new one for each call.
       prompt: token ids.
       texts: token ids, none empty.
-      prefix: what the prompt begins with.
+      prefix: the cached prefix of the prompt.
 
     Returns:
       A tree of arrays [B, m, ...], whose rows are as long as the longest text or longer.

@@ -340,7 +340,7 @@ def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.
 
 
 class CachedPrefix(NamedTuple):
-    """What every prompt of a batch begins with, read before with the rotation of all rows."""
+    """The KV cache of the common prefix of a batch, read with the rotation of all rows."""
 
     cache: Cache  # full, of one row without padding
     ids: np.ndarray  # int32 [n], its first tokens
@@ -352,7 +352,7 @@ class CachedPrefix(NamedTuple):
     def check(
         self, config: ModelConfig, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
     ) -> None:
-        """Raises an InputError where prompts cannot go on from this prefix.
+        """Raises an InputError if prompts cannot continue from this prefix.
 
         `exact` says that rotations change while text is generated.
         """
@@ -375,7 +375,7 @@ class CachedPrefix(NamedTuple):
 
 
 def can_share_prefix(config: ModelConfig) -> bool:
-    """Whether what a token sees depends on its position alone, and the cache keeps all keys."""
+    """Whether visible keys depend only on positions, and the cache keeps all keys."""
     keeps_all = all(pattern.cache_window() is None for pattern in config.patterns)
     return config.is_position_based and keeps_all
 
@@ -413,12 +413,11 @@ def read_prompts(
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: of a model that reads landmarks; the prompts contain them.
       memory: the encoded context of the rows.
-      prefix: what all prompts begin with, read before.
-      with_ffn_input: as in `Session`.
+      prefix: the cached common prefix of all prompts. with_ffn_input: as in `Session`.
 
     Returns:
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
-      session to go on with.
+      session to continue with.
     """
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]

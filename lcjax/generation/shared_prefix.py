@@ -1,4 +1,4 @@
-"""Prompts with a common beginning: it is read once, into a cache of one row.
+"""Prompts with a common prefix, which is read once into a cache of one row.
 
 reader = PrefixReader(lm, prompts)                    # lists of token ids
 for rows in group_by_prefix(prompts):
@@ -65,7 +65,7 @@ def group_by_prefix(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of tokens that both begin with."""
+    """Returns the length of the longest common prefix."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     return int(differ.argmax()) if differ.any() else size
@@ -150,12 +150,12 @@ class PrefixReader(WrappedScorer):
     def batches(
         self, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
     ) -> Iterator[list[Any]]:
-        """Yields lists of at most `size` items, together those whose prompts begin alike."""
+        """Yields lists of at most `size` items, grouped by the common prefixes of their prompts."""
         for rows in group_by_prefix([prompt(item) for item in items]):
             yield from super().batches([items[row] for row in rows], size, prompt)
 
     def _prefix(self, prompts: Sequence[Ids], num_new: Sequence[int]) -> CachedPrefix | None:
-        """The prefix of `prompts`, before `num_new` tokens; None where it does not pay off."""
+        """Returns the shared prefix of `prompts`; None if reading it separately saves nothing."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         self._remove_from_remaining(rows)
         if not all(map(len, rows)) or not rows:

@@ -1,8 +1,8 @@
-"""AutoCompressor: segments of a text, summed up in vectors that stand before the next ones.
+"""AutoCompressor: summarizes segments of a text in vectors that precede the next segments.
 
 Chevalier, Wettig, Ajith and Chen 2023, "Adapting language models to compress contexts" (arXiv
-2305.14788, sec. 3). After the tokens of segment i stand kappa summary tokens with embeddings of
-their own, before them the summaries of all earlier segments:
+2305.14788, sec. 3). kappa summary tokens with learned embeddings follow the tokens of segment i,
+and the summaries of all earlier segments precede them:
 
     sigma_i = the last hidden states, after the final norm, of the summary tokens in
               [sigma_1 ... sigma_{i-1} | segment i | summary tokens]
@@ -34,7 +34,7 @@ from lcjax.models.memory import EncodedContext, Memory, TensorRow
 @Memory.register_subclass("auto_compressor")
 @dataclasses.dataclass(frozen=True)
 class AutoCompressor(PrefixMemory):
-    """How many vectors sum up a segment of up to `chunk` tokens."""
+    """The number of summary vectors for a segment of up to `chunk` tokens."""
 
     summary: int = 50  # kappa
     # In training gradients flow through so many segments, the text as the last of all: the slots
@@ -64,9 +64,8 @@ class AutoCompressor(PrefixMemory):
             whole_number(name, self.gradient_segments, 2, "null trains through all")
         if self.chunk + self.summary > config.max_length:
             raise InputError(
-                f"model.memory.summary={self.summary} finds no room behind chunk={self.chunk} in"
-                f" the {config.max_length} tokens that the model was trained to read; at most"
-                f" {config.max_length - self.chunk}"
+                f"model.memory.summary={self.summary} plus chunk={self.chunk} exceeds the trained"
+                f" length {config.max_length}; use summary <= {config.max_length - self.chunk}"
             )
 
     def encode_window(
@@ -97,7 +96,7 @@ class AutoCompressor(PrefixMemory):
 @MemorySection.register_subclass("auto_compressor")
 @dataclasses.dataclass(frozen=True)
 class AutoCompressorSection(MemorySection):
-    """AutoCompressor (arXiv 2305.14788): segments before the text are summed up in vectors."""
+    """AutoCompressor (arXiv 2305.14788): segments before the text are summarized in vectors."""
 
     chunk: int = 1536  # tokens of a segment
     summary: int = 50  # vectors that sum it up

@@ -1,17 +1,16 @@
 """Activation Beacon: windows of a text, condensed to keys and values of beacon tokens.
 
 Zhang et al. 2024, "Soaring from 4K to 400K: extending LLM's context with activation beacon" (arXiv
-2401.03462, first version). Behind a window of P tokens stand P / r beacons, one for every r of its
-tokens, all with one learned embedding. They have projections of queries, keys, values and outputs
-of their own in every layer; norms and MLPs are the decoder's, which stays as it is. With m beacons
-of earlier windows before it,
+2401.03462, first version). A window of P tokens is followed by P / r beacons, one for every r of
+its tokens, all with one learned embedding. Beacons have separate projections of queries, keys,
+values and outputs in every layer; norms and MLPs are those of the decoder, which is not changed.
+After m beacons of earlier windows,
 
-    token j stands at m + j and sees these m, and the tokens of the window up to itself;
-    beacon i stands at m + (i + 1) r and sees these m, the first (i + 1) r tokens, and itself
+    token j has position m + j and sees these m, and the tokens of the window up to itself;
+    beacon i has position m + (i + 1) r and sees these m, the first (i + 1) r tokens, and itself
 
-("step-expansion"). The keys and values of the beacons remain of the window in every layer, the keys
-before their rotation: as memory they stand at m, m + 1, ..., so r times as much text fits before
-the window that is read at last.
+("step-expansion"). Each layer keeps only the beacons' values and unrotated keys of a window. As
+memory they have positions m, m + 1, ..., so r times as much text fits before the last window.
 """
 
 import dataclasses
@@ -158,7 +157,7 @@ class Beacon(PrefixMemory):
 
 
 class BeaconAttention(Attention):
-    """Self-attention in which beacons have projections of their own, and no token sees them."""
+    """Self-attention in which beacons have separate projections and are visible to no token."""
 
     def setup(self):
         super().setup()

@@ -1,13 +1,13 @@
 """CEPE: chunks of a context, encoded in parallel, read by cross-attention.
 
 Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2). A small bidirectional encoder reads every chunk
-by itself, positions from 0. Its last hidden states Phi are what all reader layers attend to,
-between their self-attention and their MLP:
+by itself, with positions from 0. All reader layers attend to its last hidden states Phi, between
+their self-attention and their MLP:
 
     h <- h + Wo softmax(Wq norm(h) (Wk Phi)^T / sqrt(H)) Wv Phi
 
-without gate, rotation or order: a permutation of the chunks changes nothing, and a row without any
-context is the decoder as it was.
+without gate, rotation or order: a permutation of the chunks changes nothing, and a row without
+context equals the decoder.
 
 Checkpoints are published as hyen/CEPE-LLaMA-2-7B, hyen/CEPED-LLaMA-2-Chat-7B (class
 LlamaForCausalContextLM) and, the encoder alone, hyen/LLaMA-MLM-Large (LlamaForMLM); tensor names
@@ -44,7 +44,7 @@ _ENCODER_CLASS = "LlamaForMLM"
 @Memory.register_subclass("cepe")
 @dataclasses.dataclass(frozen=True)
 class Cepe(CrossAttentionMemory):
-    """Which encoder, and how many layers, from the last one down, read its states."""
+    """The encoder, and the number of last layers that read its states."""
 
     states: ModelConfig  # the encoder; its width is E
     layers: int

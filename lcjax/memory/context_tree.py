@@ -1,4 +1,4 @@
-"""Context trees: which tokens of a chunk are selected, more of them where it matters more.
+"""Context trees: the selection of tokens of a chunk, denser where it matters more.
 
 SharedLLM ("Two are better than one: context window extension with multi-grained self-injection",
 sec. 3.2). A chunk is split in two; one half, chosen by a policy, is split again, the other is
@@ -96,7 +96,8 @@ class Tree:
         return int(_max_selected(self, length)[-1])
 
     def below(self, level: int) -> "Tree":
-        """Returns the tree of what remains once all levels before `level` have their node."""
+        """Returns the tree of the tokens that remain after the nodes of all levels before
+        `level`."""
         return dataclasses.replace(self, ratios=self.ratios[level - 1 :])
 
     def max_shift(self, half):
@@ -253,7 +254,7 @@ def without_padding(
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What a policy sees: the two halves of one node of R chunks."""
+    """The input of a policy: the two halves of one node of R chunks."""
 
     number: int  # 1 ... h-1
     tokens: jax.Array  # int32 [R, W]: the left half, the right one after it, and then padding
@@ -277,7 +278,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class Policy(draccus.ChoiceRegistry, abc.ABC):
-    """How the half of a node that is split again is chosen."""
+    """A rule that chooses which half of a node is split again."""
 
     query_dependent: ClassVar[bool] = False  # whether `choose` needs the query
 
@@ -321,7 +322,7 @@ class Policy(draccus.ChoiceRegistry, abc.ABC):
 @Policy.register_subclass("right")
 @dataclasses.dataclass(frozen=True)
 class Right(Policy):
-    """The half that is nearer to the text: what the paper does in language modelling."""
+    """The half that is nearer to the text, as in the paper's language modelling."""
 
     def choose(self, level: Level) -> jax.Array:
         return jnp.ones(level.left.shape, bool)
@@ -332,8 +333,8 @@ class Right(Policy):
 class QueryAware(Policy):
     """The half whose last token is more like the query's; the left one if both are (sec. 3.2).
 
-    Compared are hidden states after one layer and the final norm, by their cosine. (The paper says
-    one self-attention layer; the released code runs the whole layer.)
+    The comparison is the cosine of hidden states after one layer and the final norm. (The paper
+    says one self-attention layer; the released code runs the whole layer.)
     """
 
     query_dependent: ClassVar[bool] = True
@@ -346,7 +347,7 @@ class QueryAware(Policy):
 @Policy.register_subclass("random")
 @dataclasses.dataclass(frozen=True)
 class Random(Policy):
-    """Either half, whatever its text: a control."""
+    """A random half, independent of the text: a control."""
 
     def choose(self, level: Level) -> jax.Array:
         return jax.vmap(jax.random.bernoulli)(level.keys)

@@ -85,7 +85,7 @@ class CrossAttentionMemory(Memory):
 
 
 class CrossAttention(nn.Module):
-    """What a layer reads of the context: [B, T, D], 0 in rows whose context is all padding.
+    """Cross-attention to the context: returns [B, T, D], 0 in rows whose context is all padding.
 
     By default every reader layer projects the context's states itself.
     """
@@ -112,7 +112,7 @@ class CrossAttention(nn.Module):
     def queries(
         self, q: Float[Array, "B T N H"], encoded: EncodedContext
     ) -> Float[Array, "B T N H"]:
-        """Returns projected queries as they meet the keys, rotated or scaled."""
+        """Returns the projected queries, rotated or scaled as the keys require."""
         return q
 
     def keys(
@@ -128,7 +128,7 @@ class CrossAttention(nn.Module):
         )
 
     def visible_slots(self, context: Context) -> dict[str, Any]:
-        """Returns the arguments of `flash` that say which slots a token sees: all filled ones."""
+        """Returns the arguments of `flash` for the visible slots: by default all filled ones."""
         mask, length = context.memory.mask, context.positions.shape[1]
         return {
             "q_segments": jnp.ones((len(mask), length), jnp.int32),

@@ -1,9 +1,9 @@
-"""Memories that stand before the text: windows of it, read by the decoder itself one by one.
+"""Prefix memories: the decoder encodes windows of the context one by one, before the text.
 
 A window is read after the slots of all windows before it. Its own slots, keys and values of every
 layer, follow these. The keys are not rotated: M filled slots have positions 0 ... M - 1 for
-whatever is read next, be it a window or the text, and the text begins at position M. So they are
-one softmax with the text's own keys, and a row without any is the decoder as it was.
+whatever is read next, be it a window or the text, and the text begins at position M. They share one
+softmax with the keys of the text. A row without slots equals the decoder.
 
 Checkpoints are Llama folders. Tensors have the names of the released code (Activation Beacon's
 `beacon_q_proj`, AutoCompressor's `embed_summary`); the memory's settings are in a field of
@@ -46,7 +46,7 @@ from pallas_kernels import flash
 
 @dataclasses.dataclass(frozen=True)
 class PrefixMemory(Memory):
-    """Windows of up to `chunk` tokens, and the keys and values that remain of each."""
+    """Encodes windows of up to `chunk` tokens as a few keys and values each."""
 
     chunk: int
     # How the fields begin that only config.json files of the authors' code have.
@@ -186,7 +186,7 @@ class PrefixMemory(Memory):
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
-        """Refuses folders of the authors' code, whose memory would be ignored."""
+        """Raises an InputError for folders of the authors' code, whose memory would be ignored."""
         released = cls.released_field if HF_FIELD not in hf else None
         for key, value in hf.items():
             if released is not None and key.startswith(released) and value:

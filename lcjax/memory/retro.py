@@ -1,4 +1,4 @@
-"""RETRO: every chunk of the text reads the neighbours that were retrieved for the chunk before it.
+"""RETRO: each chunk of the text reads neighbours that were retrieved for the previous chunk.
 
 "Improving language models by retrieving from trillions of tokens" (Borgeaud et al. 2022, arXiv
 2112.04426, sec. 2). A text is split into chunks C_0, C_1, ... of m tokens. A datastore gives k

@@ -1,16 +1,16 @@
-"""SharedLLM: a model reads a context through the keys and values of its own lower layers.
+"""SharedLLM: a model reads a context through the keys and values of its lower layers.
 
 "Two are better than one: context window extension with multi-grained self-injection" (sec. 3). The
-lower model, a copy of the embedding and the first M layers, reads a context in chunks: each becomes
-a tree of nodes (`lcjax.memory.context_tree`), a node is read by itself, causally, from position 0,
-and keys and values of some of its tokens are collected. Layer l of the lower model is read by one
-layer of the upper one, between its self-attention and its MLP:
+lower model, a copy of the embedding and the first M layers, reads a context in chunks. Each chunk
+becomes a tree of nodes (`lcjax.memory.context_tree`). Each node is read by itself, causally, from
+position 0, and keys and values of some of its tokens are collected. One layer of the upper model
+attends to layer l of the lower model, between its self-attention and its MLP:
 
     h <- h + Wo softmax(q K_l^T / sqrt(H)) V_l        q = R(n) Wq norm(h),  K_l = R(i + j) Wk ...
 
-with the keys' own position j in their node, i the number of their chunk, and n that of all chunks,
-where every query stands (sec. 3.3, eq. 6). There are no projections of keys and values: they are
-shared with the lower model's self-attention.
+where j is the position of a key in its node, i the number of its chunk, and n, the position of
+every query, the number of all chunks (sec. 3.3, eq. 6). There are no projections of keys and
+values: they are shared with the lower model's self-attention.
 
 Tensor names and fields of config.json are those of the released code (Clement25/SharedLLM), which
 is CEPE's with a number of layers below 0, from the first one up. Settings that it has no field for
@@ -423,7 +423,7 @@ def _split_noise(tree: Tree, key: jax.Array | None, rows: int, count: int) -> ja
 
 
 class TreeAttention(CrossAttention):
-    """Cross-attention to keys that are rotated already.
+    """Cross-attention to keys that are already rotated.
 
     Every query is rotated to one position, the number of chunks.
     """

@@ -271,5 +271,5 @@ class Bert(nn.Module):
         return x
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B D"]:
-        """Returns tanh(dense(x)) of the first token: what classifiers read."""
+        """Returns tanh(dense(x)) of the first token, the input of classifiers."""
         return jnp.tanh(self.pooler(hidden[:, 0]))

@@ -52,7 +52,7 @@ class Rolling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotGroup:
-    """What the S slots of some layers hold; they are the same where patterns need the same keys."""
+    """The contents of the S slots of a group of layers whose patterns need the same keys."""
 
     segments: Int[Array, "B S"]  # 1 where a slot holds a token, else 0
     positions: Float[Array, "B S"]  # of the keys

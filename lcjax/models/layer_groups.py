@@ -1,8 +1,8 @@
 """The layers of a decoder: their weights stacked for a scan, in groups, or one by one.
 
-If not all layers of a model are alike, successive ones that are form a group, or that repeat a
-period such as five layers of one kind and one of another. Each group is one scan over its periods.
-Such a model stores the weights of every layer separately, under the names that they have
+If the layers of a model differ, successive equal layers form a group, and so do layers that repeat
+with a period, such as five layers of one kind and one of another. Each group is one scan over its
+periods. Such a model stores the weights of every layer separately, under the names that they have
 without a scan, so checkpoints, training rules and generation know nothing of groups. The program
 stacks the weights of a group, which costs one copy of them and of their gradients in a step.
 Without groups, compilers take minutes instead of seconds.
@@ -28,7 +28,7 @@ from lcjax.tree import flatten, nest
 
 
 class Group(NamedTuple):
-    """Successive layers, and after how many of them the same kinds of layers follow again."""
+    """Successive layers, and the period after which their kinds repeat."""
 
     layers: range
     period: int = 1
@@ -82,13 +82,14 @@ def _is_offloaded(node: Any) -> bool:
 def contexts_by_layer(
     memory: EncodedContext | None, reads: Sequence[bool]
 ) -> list[EncodedContext | None]:
-    """Returns what each layer reads of `memory`: None for layers that do not read."""
+    """Returns the part of `memory` that each layer reads: None for layers that do not read it."""
     numbers = itertools.count()
     return [memory.for_layer(next(numbers)) if memory and reads_it else None for reads_it in reads]
 
 
 def stack_contexts(memories: Sequence[EncodedContext | None]) -> tuple[EncodedContext | None, Any]:
-    """Returns what all of some layers read, and for a scan a stack [L, ...] of what each reads."""
+    """Returns the context that some layers share, and a stack [L, ...] of each layer's own, for a
+    scan."""
     memory = memories[0]
     if memory is None or memory.layers is None:
         return memory, None

@@ -31,7 +31,7 @@ DEBERTA_DISTANCE = 512  # from which all distances share the last one
 
 
 class CollectKeyValues(NamedTuple):
-    """Tokens whose keys and values [B, S, K, H] a layer returns, where nothing is cached."""
+    """Tokens whose keys and values [B, S, K, H] a layer returns if it has no cache."""
 
     index: jax.Array  # int32 [B, S], indices of the tokens in the row
     # [B, S], positions assigned to these keys when they are attended to, and so their order
@@ -451,7 +451,7 @@ def differentiable(params: dict) -> dict:
 
 
 def with_gradients(params: dict, by: dict) -> dict:
-    """Returns the parameters of a model whose gradients are those of `by` (`differentiable`)."""
+    """Returns parameters for the model, with gradients by the arrays `by` of `differentiable`."""
     return jax.tree.map(lambda x, d: Offloaded(x, d) if is_offloaded(x) else d, params, by)
 
 

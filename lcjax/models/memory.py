@@ -1,4 +1,4 @@
-"""The context beside a decoder's window, and the interface of the methods that encode it."""
+"""The context outside a decoder's window, and the interface of the methods that encode it."""
 
 import abc
 import dataclasses
@@ -59,7 +59,7 @@ class EncodedContext:
     def packed(self) -> "EncodedContext":
         """Returns a copy with the filled slots of each row first, in their order.
 
-        Attention skips blocks of keys that nobody sees. Padding at the end of every chunk leaves
+        Attention skips blocks of keys that no query sees. Padding at the end of every chunk leaves
         visible keys in all blocks; after all text it fills blocks of its own.
         """
         order = jnp.argsort(~self.mask, axis=1, stable=True)
@@ -220,7 +220,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the context stands before the text, in one sequence of positions with it."""
+        """Whether the context precedes the text in one sequence of positions."""
         return False
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:

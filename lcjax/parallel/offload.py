@@ -1,7 +1,7 @@
-"""Arrays offloaded to the memory of their device's host, and how they get there and back.
+"""Offloading of arrays to host memory, and transfers between host and device.
 
-Where an array lies is part of its sharding, and of its type while a program is traced: programs
-look there instead of being told.
+The memory kind of an array is part of its sharding, and of its type during tracing. Programs read
+it there, so no function needs an argument for it.
 """
 
 import re
@@ -11,7 +11,7 @@ import jax
 
 from lcjax.parallel.sharding import path_of
 
-# What of a training run waits there: nothing, the optimizer's state, or the weights, too.
+# What a training run offloads: nothing, the optimizer's state, or the weights as well.
 Offload = Literal["none", "optimizer", "parameters"]
 
 # At the start of a path: of layers stacked [L, ...], and of a layer by itself.

@@ -141,5 +141,5 @@ def _layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
         return tuple(sorted({0, count // 2, count - 1}))
     for layer in layers:
         if not -count <= layer < count:
-            raise InputError(f"layers: {layer} is none of the model's {count}, counted from 0")
+            raise InputError(f"layers: {layer} must be from {-count} to {count - 1}")
     return tuple(sorted({layer % count for layer in layers}))

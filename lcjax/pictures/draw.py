@@ -294,4 +294,4 @@ def draw_attention(
 
 def _check_head(head: int | None, count: int) -> None:
     if head is not None and not 0 <= head < count:
-        raise InputError(f"head={head} is none of the model's {count}, counted from 0")
+        raise InputError(f"head={head} must be from 0 to {count - 1}")

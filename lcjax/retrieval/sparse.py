@@ -235,7 +235,7 @@ def _stemmer(language: str | None) -> Callable[[list[str]], list[str]] | None:
         return Stemmer.Stemmer(language).stemWords
     except KeyError:
         known = ", ".join(Stemmer.algorithms())
-        raise InputError(f"sparse.stemmer={language} is none of {known}") from None
+        raise InputError(f"sparse.stemmer={language} must be one of {known}") from None
 
 
 def _bm25s() -> Any:

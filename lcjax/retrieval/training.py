@@ -212,7 +212,9 @@ def check_encoder(section: EncoderSection) -> None:
     if not section.path:
         raise InputError("retriever.encoder.path is empty: name the folder or hub id of a BERT")
     if section.dtype not in (None, *DTYPES):
-        raise InputError(f"retriever.encoder.dtype={section.dtype} is none of {', '.join(DTYPES)}")
+        raise InputError(
+            f"retriever.encoder.dtype={section.dtype} must be one of {', '.join(DTYPES)}"
+        )
     for key in ("path", "query_folder"):
         if (path := getattr(section, key)) is None:
             continue

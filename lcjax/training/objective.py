@@ -81,7 +81,7 @@ def target_nll(
 ) -> Callable[[dict, Batch, jax.Array], jax.Array]:
     """Returns a function of (parameters, batch, key): float32 [B, T], -log p of every target.
 
-    For losses that are no sum over tokens. Arguments are those of `language_model`, of a model
+    For losses that are not a sum over tokens. Arguments are those of `language_model`, of a model
     without a memory.
     """
     _check_positions(config, positions)

@@ -1,4 +1,4 @@
-"""What a training step reads and writes: the model's parameters and the state of the optimizer."""
+"""The state of a training: the model's parameters and the state of the optimizer."""
 
 import dataclasses
 from collections.abc import Callable

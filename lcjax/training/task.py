@@ -1,4 +1,4 @@
-"""What a run trains: `Task`, and the language model, which is the task of most runs.
+"""Tasks of a training: the interface `Task`, and language modelling, the task of most runs.
 
 The loop, validation and checkpoints (`lcjax.training.loop`) are the same for all tasks. The section
 `retriever` of a config makes another task; its types are in `lcjax.retrieval.training`.
@@ -48,16 +48,15 @@ def make_task(config: TrainConfig, mesh: jax.sharding.Mesh) -> "Task":
 
 
 class Task(abc.ABC):
-    """What a run trains. The loop calls `check`, then `load`, then the other methods.
+    """A training task. The loop calls `check`, then `load`, then the other methods.
 
     All processes of a job call the methods, since loading and writing are collective operations.
 
     Attributes:
       config: of the run.
       mesh: the devices.
-      unit: what the weights of a batch count, in the plural.
-      export_format: of `<run>/model`.
-      dtype: of activations, for the peak of the devices; set by `load`.
+      unit: name of the items that the weights of a batch count, in the plural. export_format: of
+      `<run>/model`. dtype: of activations, for the peak of the devices; set by `load`.
     """
 
     unit: str = "tokens"
@@ -120,7 +119,8 @@ class Task(abc.ABC):
         """Describes the frozen parameters, which the run's checkpoints leave out."""
 
     def write_config(self, folder: Path) -> None:
-        """Writes what a reader of checkpoints needs into the run folder; in one process only."""
+        """Writes the config that readers of checkpoints need into the run folder; in one process
+        only."""
         del folder
 
     @abc.abstractmethod
@@ -148,7 +148,7 @@ class LanguageModelTask(Task):
         estimate.check_rules(self.config)
 
     def check_inputs(self) -> None:
-        """Makes all checks of the model and the text, but for the rules of what is trained."""
+        """Checks the model and the text, but not the rules that select trained parameters."""
         config = self.config
         batches.check_batch(config, self.mesh)
         check_source(config.model)
@@ -167,7 +167,8 @@ class LanguageModelTask(Task):
         return trained, frozen
 
     def load_model(self) -> dict:
-        """Returns all parameters, with adapters; sets what is known of the model from here on."""
+        """Returns all parameters, with adapters, and sets the attributes that depend on the
+        model."""
         config, mesh = self.config, self.mesh
         announce(f"loading {config.model.path or config.model.preset}")
         is_host = config.train.offload == "parameters"

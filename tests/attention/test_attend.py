@@ -128,7 +128,7 @@ class Moved(Halved):
     ],
     ids=str,
 )
-def test_a_pattern_that_moves_keys_says_so_and_refuses_rotated_ones(
+def test_a_pattern_that_moves_keys_sets_moves_keys_and_rejects_rotated_keys(
     pattern, rotated, error, message
 ):
     q, k, v = arrays()
@@ -141,7 +141,7 @@ def test_a_pattern_that_moves_keys_says_so_and_refuses_rotated_ones(
         )
 
 
-def test_a_pattern_that_chooses_keys_refuses_the_partials_of_other_keys():
+def test_a_pattern_that_chooses_keys_rejects_partials_of_other_keys():
     q, k, v = arrays()
     partial = q, jnp.zeros(q.shape[:3])
     metadata = AttentionMetadata(positions(), positions(), extra_partials=[partial])
@@ -157,6 +157,6 @@ def test_order_indices_restart_in_every_document():
 
 
 @pytest.mark.parametrize("size", [0, -4, 2.5, True, None])
-def test_a_window_that_is_no_positive_integer_is_refused(size):
+def test_a_window_that_is_no_positive_integer_raises_input_error(size):
     with pytest.raises(InputError, match=r"pattern\.window=.* at least 1"):
         Sliding(size)

@@ -50,7 +50,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("pattern", "fields", "message"), REFUSED, ids=str)
-def test_a_field_out_of_range_is_refused_in_one_line(pattern, fields, message):
+def test_a_field_out_of_range_raises_input_error(pattern, fields, message):
     fields = {"window": 4} | fields if pattern in (Sliding, ReRoPE) else fields
     with pytest.raises(InputError, match=message) as error:
         pattern(**fields)
@@ -124,7 +124,7 @@ def test_full_patterns_see_every_key_once(pattern):
     ],
     ids=str,
 )
-def test_a_cache_of_what_is_kept_holds_every_key_that_is_seen(pattern):
+def test_a_rolling_cache_holds_every_visible_key(pattern):
     sinks, recent = pattern.cache_window()
     at = np.arange(60)
     behind = at[:, None] - at[None]

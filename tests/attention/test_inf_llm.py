@@ -153,7 +153,7 @@ def test_attention_equals_its_definition_token_by_token(fields):
 
 
 @slow
-def test_what_is_noted_decides_what_is_read():
+def test_representatives_determine_selected_blocks():
     arrays = qkv()
     usual = alone(BASE, *arrays)
     for fields in ({"per_head": True}, {"representatives": 4}, {"top_k": 3}, {"chunk": 4}):
@@ -267,7 +267,7 @@ CALLS = {
 
 @slow
 @pytest.mark.parametrize("calls", CALLS)
-def test_a_cache_notes_what_the_definition_says(calls):
+def test_cache_state_equals_its_definition(calls):
     chunk, cuts, padding, per_head = CALLS[calls]
     pattern, arrays = dataclasses.replace(BASE, chunk=chunk, per_head=per_head), qkv()
     out, received, (_, _, _, summaries) = in_calls(pattern, arrays, cuts, padding)
@@ -347,7 +347,7 @@ def test_memory_grows_with_the_length_not_with_its_square():
     assert long < 5 * short and long < 16384**2 / 8
 
 
-def test_the_cost_of_a_cache_counts_what_is_noted():
+def test_the_cost_of_a_cache_counts_its_state():
     config = CONFIG.replace(dtype="bfloat16")
     shape = Mesh(data=2, fsdp=1, tensor=2)
     found = cost.generation_memory(config, 256, 4, shape).cache
@@ -390,13 +390,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
-def test_a_field_out_of_range_is_refused_in_one_line(fields, message):
+def test_a_field_out_of_range_raises_input_error(fields, message):
     with pytest.raises(InputError, match=message) as error:
         InfLLM(**fields)
     assert "\n" not in str(error.value)
 
 
-def test_keys_whose_queries_are_unknown_are_refused():
+def test_keys_whose_queries_are_unknown_raise_input_error():
     q, k, v = (jnp.zeros((1, n, 2, 16)) for n in (3, 40, 40))
     at = jnp.arange(40)[None]
     metadata = AttentionMetadata(at[:, 37:], at, rotation=ROTATION)

@@ -18,7 +18,7 @@ TRAINED = TINY.replace(pattern=ShiftedSparse(group=8))
 
 
 @pytest.mark.slow
-def test_a_language_model_reads_with_full_attention_what_was_trained_in_groups():
+def test_models_trained_with_s2_use_full_attention_at_inference():
     model = Decoder(TRAINED)
     # Weights are made with two tokens, which are no group.
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -38,7 +38,7 @@ def test_a_language_model_reads_with_full_attention_what_was_trained_in_groups()
         np.testing.assert_array_equal(lm.nll(odd), plain.nll(odd))
 
 
-def test_an_export_says_full_attention():
+def test_an_export_has_full_attention():
     assert config_to_hf(TRAINED) == config_to_hf(TINY)
 
 

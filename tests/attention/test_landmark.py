@@ -247,7 +247,7 @@ def test_distances_stay_within_the_trained_length():
         ({"loss": "none"}, "predict, skip, drop"),
     ],
 )
-def test_fields_that_cannot_work_are_refused(fields, message):
+def test_fields_that_cannot_work_raise_input_error(fields, message):
     with pytest.raises(InputError, match=message):
         Landmark(**fields)
 

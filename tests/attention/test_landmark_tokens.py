@@ -91,7 +91,7 @@ def test_packed_documents_equal_documents_alone(loss):
     assert not any(row[name][0][padding].any() for name in row)
 
 
-def test_rows_of_a_batch_keep_their_dtypes_and_what_they_learn():
+def test_rows_of_a_batch_keep_their_dtypes_and_weights():
     rows = [batch(text(10), length=16), batch(text(7), text(9, 40))]
     both = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     learned = both["targets"][both["weights"] > 0]
@@ -111,7 +111,7 @@ def test_a_prompt_is_closed_where_a_block_is_full():
     assert in_prompt([], marks) == []
 
 
-def test_the_next_token_is_asked_of_the_landmark_only_where_it_learned_to_answer():
+def test_landmarks_predict_the_next_token_only_if_trained_to():
     closed, open_block = [*text(4), MARK], [*text(4), MARK, 14]
     assert next_token_offset(closed, Landmarks(MARK, 4)) == -1
     assert next_token_offset(closed, Landmarks(MARK, 4, "skip")) == -2
@@ -127,12 +127,12 @@ def test_the_next_token_is_asked_of_the_landmark_only_where_it_learned_to_answer
         ({"loss": "ignore"}, "predict, skip, drop"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(fields, message):
+def test_settings_that_cannot_work_raise_input_error(fields, message):
     with pytest.raises(InputError, match=message):
         Landmarks(**{"token": MARK} | fields)
 
 
-def test_a_pattern_says_which_landmarks_its_model_reads():
+def test_a_pattern_defines_the_landmarks_of_its_model():
     pattern = Landmark(block=51, token=MARK, loss="skip")
     assert Landmarks.from_pattern(pattern) == Landmarks(MARK, 50, "skip")
     with pytest.raises(InputError, match="pattern.token is not set"):

@@ -71,7 +71,7 @@ def test_masks_to_both_sides_equal_the_stored_ones(name, mask):
 
 
 @pytest.mark.parametrize("size", [1, 7, T])
-def test_chunks_see_what_texts_cut_into_pieces_would(size):
+def test_chunked_attention_equals_separate_texts(size):
     expected = np.zeros((T, T), bool)
     for start in range(0, T, size):
         stop = min(start + size, T)
@@ -158,8 +158,8 @@ def test_a_plan_of_the_authors_is_taken_as_it_is():
         (lambda: Longformer(dilation=0), "pattern.dilation=0 must be"),
         (lambda: Longformer(dilated_heads=0), "pattern.dilated_heads=0 must be"),
         (lambda: seen(Longformer(dilation=2, dilated_heads=9)), "9 must not exceed the 4 heads"),
-        (lambda: SparseTransformer(kind="x"), "pattern.kind='x' is none of strided, fixed"),
-        (lambda: SparseTransformer(heads="all"), "pattern.heads='all' is none of merged"),
+        (lambda: SparseTransformer(kind="x"), "pattern.kind='x' must be one of strided, fixed"),
+        (lambda: SparseTransformer(heads="all"), "pattern.heads='all' must be one of merged"),
         (lambda: SparseTransformer(stride=0), "pattern.stride=0 must be"),
         (
             lambda: SparseTransformer(kind="fixed", stride=8, summary=5, columns=2),
@@ -172,7 +172,7 @@ def test_a_plan_of_the_authors_is_taken_as_it_is():
         (lambda: seen(BigBird(table=(((0,),),) * 3)), "pattern.table holds 3 plans; must hold 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(make, message):
+def test_what_does_not_fit_raises_input_error(make, message):
     with pytest.raises(InputError, match=message) as error:
         make()
     assert "\n" not in str(error.value)

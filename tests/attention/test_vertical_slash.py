@@ -128,7 +128,7 @@ def test_few_queries_see_everything():
 
 
 @pytest.mark.parametrize("field", ["vertical", "slash"])
-def test_budgets_out_of_range_are_refused(field):
+def test_budgets_out_of_range_raise_input_error(field):
     with pytest.raises(InputError, match=f"pattern.{field}=0 must be a whole number of at least 1"):
         VerticalSlash(**{field: 0})
     assert VerticalSlash() == VerticalSlash(vertical=1000, slash=6096)  # of the released code

@@ -46,7 +46,7 @@ def test_counted_pairs_are_those_that_are_visible(w):
 
 @pytest.mark.slow  # importing torch is
 @EVERY
-def test_torch_masks_and_block_masks_say_the_same(w):
+def test_torch_masks_equal_block_masks(w):
     torch = pytest.importorskip("torch")
     if w.landmark:
         with pytest.raises(implementations.Unavailable, match="no FlexAttention mask"):
@@ -184,7 +184,7 @@ def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
     assert "FAIL wrong" in capsys.readouterr().out
 
 
-def test_a_run_that_checks_first_says_what_failed(tmp_path, monkeypatch, capsys):
+def test_a_run_that_checks_first_reports_failures(tmp_path, monkeypatch, capsys):
     log = check.Log(["some"])
     log.take(row={"backend": "some", "case": "this one", "status": "FAIL", "why": "it is wrong"})
     monkeypatch.setattr(check, "run", lambda args, options: log)

@@ -50,14 +50,14 @@ def test_a_loop_is_counted_without_its_element_test():
     }
 
 
-def test_predictions_are_the_peak_of_what_the_tensor_cores_wait_for():
+def test_predictions_are_bound_by_the_slowest_unit():
     clocks = dict.fromkeys(machine_code.UNITS, 0) | {"tensor": 300, "special": 100, "issue": 50}
     assert predicted(clocks) == pytest.approx((PEAK, PEAK * 3 / 4))
     assert predicted(clocks | {"shared": 600}) == pytest.approx((PEAK / 2, PEAK / 3))
     assert pytest.approx(989, abs=1) == PEAK
 
 
-def test_without_a_disassembler_it_says_what_to_install(monkeypatch, capsys):
+def test_a_missing_disassembler_names_the_package(monkeypatch, capsys):
     monkeypatch.setattr(machine_code, "disassembler", lambda: None)
     monkeypatch.setattr("sys.argv", ["machine_code"])
     assert machine_code.main() == 1

@@ -91,7 +91,7 @@ def test_a_destination_that_is_holds_or_lies_in_the_source_is_refused(
     assert main(["absent", str(tmp_path / dst), "--base", str(tmp_path / src), *force]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
-    assert "is, holds or lies in SRC=" in said[0] and "is, holds or lies in --base=" in said[1]
+    assert "overlaps SRC=" in said[0] and "overlaps --base=" in said[1]
     assert_same(load(tmp_path / "a" / "b")[0], params)
 
 
@@ -103,7 +103,7 @@ def test_a_new_folder_inside_the_source_is_refused(tmp_path, capsys, dst):
     before = sorted(tmp_path.rglob("*"))
     assert main([str(tmp_path / "src"), str(tmp_path / dst)]) == 2
     said = capsys.readouterr().err
-    assert "lies in SRC=" in said and said.count("\n") == 1
+    assert "overlaps SRC=" in said and said.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 

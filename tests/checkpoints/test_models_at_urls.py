@@ -133,8 +133,8 @@ def test_convert_reads_and_writes_urls(tmp_path, capsys):
     assert content(tmp_path / "dst") == content(tmp_path / "src")
     capsys.readouterr()
     for words, message in [
-        ([f"{url}/model", f"{url}/model"], "is, holds or lies in SRC="),
-        ([f"{url}/model", f"{url}/model/inner"], "is, holds or lies in SRC="),
+        ([f"{url}/model", f"{url}/model"], "overlaps SRC="),
+        ([f"{url}/model", f"{url}/model/inner"], "overlaps SRC="),
         ([f"{url}/none", f"{url}/other"], "none: no such file or folder"),
         ([f"{url}/model", "http://127.0.0.1:9/model"], "http://127.0.0.1:9/model"),
         ([f"{url}/model", "nonsense://x"], "nonsense:// is unknown"),

@@ -23,13 +23,13 @@ def test_a_topology_names_a_chip_and_how_many(text, devices, tpu):
 @pytest.mark.parametrize(
     "text", ["v5e", "v5e:", "v5e:16", "v5p:2x2", "h200:2x4", "v5e:0x4", "v5e:4x"]
 )
-def test_a_shape_that_a_chip_does_not_come_in_is_refused_with_one_that_it_does(text):
+def test_an_unknown_topology_raises_input_error_with_a_valid_one(text):
     chip = text.partition(":")[0]
     with pytest.raises(InputError, match=rf"write the devices, as {chip}:\d"):
         Topology.parse(text)
 
 
-def test_an_unknown_chip_is_refused_with_the_known_ones():
+def test_an_unknown_chip_raises_input_error_with_the_known_ones():
     with pytest.raises(InputError, match="v7x.*v4, v5e"):
         Topology.parse("v7x:4x4")
 
@@ -58,7 +58,7 @@ def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
     assert found == {"all-gather": Traffic(5, 5 * 64 * 64 * 4 * 7 // 8)}
 
 
-def test_the_cost_of_a_program_compares_what_a_program_needs_with_what_a_chip_has():
+def test_the_cost_of_a_program_is_compared_with_the_memory_of_a_chip():
     found = program_cost(loop(make_mesh(Mesh(fsdp=8)), 3), CHIPS["v5e"])
     assert found.fits and "FITS" in str(found) and found.traffic["all-gather"].count == 3
     assert found.arguments == 64 * 64 * 4 / 8
@@ -113,12 +113,12 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
         ),
     ],
 )
-def test_bytes_are_what_a_device_receives(operation, kind, received):
+def test_bytes_count_the_traffic_received_by_a_device(operation, kind, received):
     text = f"{HEADER}\nENTRY %main (x: f32[8]) -> f32[8] {{\n  %r = {operation}\n}}\n"
     assert collectives(text) == {kind: Traffic(1, received)}
 
 
-def test_a_sum_of_which_each_device_keeps_its_part_is_told_from_one_that_all_keep():
+def test_reduce_scatter_and_all_reduce_are_distinguished():
     text = """
 %all-reduce-scatter.3 (x: f32[64]) -> f32[8] {
   %r = f32[64]{0} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add

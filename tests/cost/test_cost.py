@@ -61,7 +61,7 @@ def test_causal_queries_see_half_of_the_keys(length):
     assert seen == pytest.approx((length + 1) / 2, rel=2e-3)
 
 
-def test_a_window_bounds_what_is_seen():
+def test_a_window_bounds_the_visible_keys():
     config = preset("tiny").replace(pattern=Sliding(window=10))
     exact = (sum(range(1, 10)) + 10 * 191) / 200
     assert cost.visible_keys(config, 200) == exact
@@ -197,7 +197,7 @@ def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_activations_are_about_what_the_compiler_reserves(remat):
+def test_estimated_activations_are_close_to_the_compilers(remat):
     config = preset("tiny").replace(num_layers=4, remat=remat)
     model = Decoder(config)
 

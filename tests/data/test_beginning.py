@@ -116,12 +116,12 @@ def test_the_papers_rows_have_the_chunks_of_the_released_code():
         ({"length": 65}, "data.length=65 is more than.*set it to 64 or less"),
     ],
 )
-def test_rows_that_are_not_of_one_document_are_refused(changes, words, tmp_path):
+def test_rows_that_are_not_of_one_document_raise_input_error(changes, words, tmp_path):
     with pytest.raises(InputError, match=words):
         config_for([TextSource("x")], **changes)
 
 
-def test_chunks_say_what_the_decoder_needs():
+def test_invalid_chunks_raise_input_error():
     with pytest.raises(InputError, match="chunks.decoder=None must be at least 16"):
         replace(FIVE, decoder=None)
     with pytest.raises(InputError, match="chunks.most=2 is for chunks.text=beginning"):

@@ -200,7 +200,7 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
         ({"masking": Masking()}, r"data.chunks give the decoder .* keep one of them"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(fields, match):
+def test_settings_that_do_not_go_together_raise_input_error(fields, match):
     with pytest.raises(InputError, match=match) as caught:
         config_for(sources=[TextSource("a.txt")], **fields)
     assert "\n" not in str(caught.value)
@@ -211,14 +211,14 @@ def test_settings_that_do_not_go_together_are_refused(fields, match):
     [
         ({"length": 0}, r"chunks.length=0 must be a whole number of at least 1"),
         ({"count": 0}, r"chunks.count=0 must be a whole number of at least 1"),
-        ({"text": "after"}, r"chunks.text='after' is none of before, same"),
+        ({"text": "after"}, r"chunks.text='after' must be one of before, same"),
         (
             {"text": "same", "learned": True},
             r"chunks.learned=true adds targets",
         ),
     ],
 )
-def test_chunks_that_cannot_be_are_refused(fields, match):
+def test_chunks_that_cannot_be_raise_input_error(fields, match):
     with pytest.raises(InputError, match=match):
         Chunks(**fields)
 

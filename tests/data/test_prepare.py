@@ -103,7 +103,7 @@ def test_a_shuffled_folder_lies_in_the_order_in_which_a_stream_reads_the_text(te
     assert rows.tolist() == ids
 
 
-def test_upsampling_while_preparing_takes_what_upsampling_while_training_takes(text, tmp_path):
+def test_upsampling_in_prepare_equals_upsampling_in_training(text, tmp_path):
     shares = [Share("books", 0.5), Share("web", 0.5)]
     chosen = Upsample(tokens=600, ratio=0.3, below=20, shares=shares)
     source = TextSource(text, upsample=chosen)
@@ -173,7 +173,7 @@ def runs(process):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
+def test_a_killed_run_resumes_and_leaves_no_process(text, tmp_path):
     code = (
         "import time, data_support, lcjax.data.jobs as jobs, lcjax.data.prepare as p\n"
         "class Slow(data_support.Bytes):\n"
@@ -207,7 +207,7 @@ def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
     ) | {"index.json": b"", "report.md": b""}
 
 
-def test_other_settings_other_text_and_other_folders_are_refused(text, tmp_path):
+def test_other_settings_other_text_and_other_folders_raise_input_error(text, tmp_path):
     out = tmp_path / "out"
     run(text, out)
     with pytest.raises(InputError, match=r"was made with seed 0, which is 1 now"):
@@ -224,7 +224,7 @@ def test_other_settings_other_text_and_other_folders_are_refused(text, tmp_path)
         run(text, tmp_path / "none", min_document_tokens=1000)
 
 
-def test_ids_of_another_tokenizer_and_changed_shards_are_refused(text, tmp_path):
+def test_ids_of_another_tokenizer_and_changed_shards_raise_input_error(text, tmp_path):
     run(text, tmp_path / "out")
     source = TokenSource(str(tmp_path / "out"))
 
@@ -301,7 +301,7 @@ def test_a_vocabulary_decides_how_wide_ids_are(text, tmp_path, monkeypatch):
     assert len(data) == 4 * index["shards"][0]["tokens"]
 
 
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
+def test_the_command_prints_errors_in_one_line(tmp_path, capsys):
     for words, match in [
         ([], "error: no command; write: python -m lcjax.data prepare --help"),
         (["prep"], "error: prep is not a command"),
@@ -310,7 +310,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         (["prepare"], "error: give --path= or sources"),
         (
             ["prepare", "--path=a", "--tokenizer=b", "--out=c", "--dtype=int8"],
-            "dtype='int8' is none of",
+            "dtype='int8' must be one of",
         ),
     ]:
         assert command.main(words) == 2
@@ -404,7 +404,7 @@ def test_rows_are_cut_once_where_documents_run_together(kind, stride, text, tmp_
     assert rows.ravel()[:64].tolist() == wanted[:32] + wanted[stride or 32 : (stride or 32) + 32]
 
 
-def test_cut_rows_resume_and_refuse_what_they_cannot_do(text, tmp_path):
+def test_cut_rows_resume_and_reject_unsupported_settings(text, tmp_path):
     run(text, tmp_path / "out")
     source = TokenSource(str(tmp_path / "out"), rows=True)
     config = DataConfig(sources=[source], length=32, repeat=2)

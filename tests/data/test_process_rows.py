@@ -67,7 +67,7 @@ def test_rows_lie_where_the_batch_sharding_puts_them():
     assert jax.process_count() == 1
 
 
-def test_rows_that_do_not_fit_the_mesh_or_the_batch_are_refused(tmp_path):
+def test_rows_that_do_not_fit_the_mesh_or_the_batch_raise_input_error(tmp_path):
     with pytest.raises(InputError, match=r"batch size 6 must be .* mesh.fsdp = 4; nearest: 8"):
         process_rows(mesh_of((2, 2, 1), [0, 0, 1, 1]), 6, 0)
     config = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", make_texts(9)), length=8)

@@ -235,7 +235,7 @@ def test_prompts_are_read_and_only_targets_learned(tokens):
     assert sorted(seen) == sorted(wanted)
 
 
-def test_a_tasks_ids_of_another_vocabulary_are_refused():
+def test_a_tasks_ids_of_another_vocabulary_raise_input_error():
     config = config_for("lcjax_pairs", converter="chunks", context="context")
     with pytest.raises(
         InputError, match=r"feature context has .*ByteVocabulary .*the model's vocabulary"
@@ -256,7 +256,7 @@ def test_features_that_are_not_there_are_named(fields, match):
     assert "\n" not in str(caught.value)
 
 
-def test_a_length_of_nothing_is_refused():
+def test_a_length_of_nothing_raises_input_error():
     with pytest.raises(InputError, match="length=0 must be 1 or more"):
         context_chunks(FOUR, 0)
 

@@ -113,7 +113,7 @@ def test_resuming_anywhere_continues_bit_for_bit(task, pack):
         assert_same(batches[at + 1 :], list(resumed))
 
 
-def test_a_position_of_another_split_or_feature_is_refused():
+def test_a_position_of_another_split_or_feature_raises_input_error():
     state = make_loader(config_for(), Bytes(), 2).get_state()
     with pytest.raises(InputError, match=r"text fields was .*lcjax_bytes.* is .*lcjax_other"):
         make_loader(config_for("lcjax_other"), Bytes(), 2).set_state(state)
@@ -167,7 +167,7 @@ def test_token_ids_are_those_of_the_text_when_the_vocabularies_agree():
     assert_same(list(make_loader(ids, ByteIds(), 4)), list(make_loader(config_for(), ByteIds(), 4)))
 
 
-def test_token_ids_of_another_vocabulary_are_refused():
+def test_token_ids_of_another_vocabulary_raise_input_error():
     with pytest.raises(InputError, match=r"ByteVocabulary of 259 ids, which is not the model's of"):
         make_loader(config_for(tokens=True), Bytes(), 4)
 

@@ -166,7 +166,7 @@ def test_the_papers_mixtures_are_registered_on_import(folder, tmp_path, monkeypa
         ({"sources": [ChatSource("x")]}, "data.sources.0 learns its answers only"),
     ],
 )
-def test_sources_that_no_task_can_stand_for_are_refused(fields, match, folder):
+def test_sources_that_no_task_can_stand_for_raise_input_error(fields, match, folder):
     with pytest.raises(InputError, match=match):
         register("lcjax_test", DataConfig(**fields), Bytes())
     assert "lcjax_test" not in seqio.MixtureRegistry.names()

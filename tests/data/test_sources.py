@@ -240,7 +240,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
     assert_refused(r"a.jsonl.gz is damaged or cut short", path)
 
 
-def test_too_little_text_is_told_with_numbers_and_the_way_out(tmp_path):
+def test_too_little_text_raises_an_error_with_numbers_and_the_fix(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["abcd", "efgh"])
     config = DataConfig(path=path, length=32, add_bos=False, add_eos=False)
     with pytest.raises(InputError, match=r"holds 8 tokens, too few .* 64 .*data.repeat=8"):
@@ -250,7 +250,7 @@ def test_too_little_text_is_told_with_numbers_and_the_way_out(tmp_path):
     assert (batch["segments"] > 0).all()
 
 
-def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
+def test_a_holdout_that_leaves_nothing_raises_input_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["abcd" * 9])
     with pytest.raises(InputError, match=r"data.holdout=0.5 leaves no document for \w+ out of 1"):
         for split in ("train", "validation"):
@@ -271,7 +271,7 @@ def with_bad_records(tmp_path):
 def test_a_bad_record_is_an_error_of_one_line_before_the_training(with_bad_records):
     with pytest.raises(InputError, match=r"a.jsonl:2 .*"):
         scan(DataConfig(path=with_bad_records))
-    with pytest.raises(InputError, match=r"data.on_bad_record='x' is none of error, skip"):
+    with pytest.raises(InputError, match=r"data.on_bad_record='x' must be one of error, skip"):
         DataConfig(path=with_bad_records, on_bad_record="x")
 
 
@@ -291,9 +291,9 @@ def test_bad_records_are_skipped_and_named(with_bad_records, stream, capsys):
     ("fields", "match"),
     [
         ({"length": 1}, "data.length=1 must be a whole number of at least 2"),
-        ({"pack": "tight"}, "data.pack='tight' is none of concat, first_fit, best_fit"),
-        ({"overlong": "x"}, "data.overlong='x' is none of"),
-        ({"on_bad_text": "x"}, "data.on_bad_text='x' is none of"),
+        ({"pack": "tight"}, "data.pack='tight' must be one of concat, first_fit, best_fit"),
+        ({"overlong": "x"}, "data.overlong='x' must be one of"),
+        ({"on_bad_text": "x"}, "data.on_bad_text='x' must be one of"),
         ({"repeat": 0}, "data.repeat=0 must be .* at least 1; null leaves it open"),
         ({"seed": -1}, "data.seed=-1 must be a whole number of at least 0"),
         ({"seed": 2**32}, "data.seed=4294967296 must be a whole number of at most 4294967295"),
@@ -306,7 +306,7 @@ def test_bad_records_are_skipped_and_named(with_bad_records, stream, capsys):
         ({"sources": [TextSource("b", weight=float("nan"))]}, "data.sources.0.weight=nan must be"),
     ],
 )
-def test_settings_out_of_range_are_refused(fields, match):
+def test_settings_out_of_range_raise_input_error(fields, match):
     with pytest.raises(InputError, match=match):
         DataConfig(**fields)
 

@@ -152,7 +152,7 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_pat
 
 
 @pytest.mark.slow
-def test_another_text_teacher_or_size_does_not_go_on_in_the_same_folder(path, made):
+def test_another_text_teacher_or_size_does_not_resume_in_the_same_folder(path, made):
     for more, what in [
         ({"top": 6}, "top 7, which is 6 now"),
         ({"rows": 30}, "rows 21, which is 30 now"),
@@ -202,18 +202,18 @@ class Other(Bytes):
         ({"chunks": Chunks(2, 9)}, r"data.chunks=2 x 9, text=before is not that of"),
     ],
 )
-def test_rows_of_another_shape_are_refused(fields, match, made):
+def test_rows_of_another_shape_raise_input_error(fields, match, made):
     with pytest.raises(InputError, match=match) as caught:
         make_loader(student_config(made[0], **fields), ByteTokenizer(), 1)
     assert "\n" not in str(caught.value)
 
 
-def test_rows_of_another_tokenizer_are_refused(made):
+def test_rows_of_another_tokenizer_raise_input_error(made):
     with pytest.raises(InputError, match=r"with the tokenizer of random weights of tiny .*\(other"):
         make_loader(student_config(made[0]), Other(), 1)
 
 
-def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
+def test_a_shard_that_was_cut_or_moved_raises_input_error(path, made, tmp_path):
     for name, data in content(made[0]).items():
         (tmp_path / name).write_bytes(data)
     config = student_config(tmp_path)
@@ -252,7 +252,7 @@ def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
         ({"rows": 2 * 10**9}, r"rows=2000000000: the missing ones take .* GB free; ask"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(fields, match, path, tmp_path):
+def test_invalid_settings_raise_input_error(fields, match, path, tmp_path):
     data = text_config(path, **fields.pop("data", {}))
     with pytest.raises(InputError, match=match) as caught:
         teach(config_for(path, **{"out": tmp_path / "out", "data": data} | fields))
@@ -265,7 +265,7 @@ def test_encoders_do_not_teach(path, tmp_path):
         teach(config)
 
 
-def test_the_command_reads_a_file_and_says_what_is_wrong(path, tmp_path, capsys):
+def test_the_command_reads_a_config_and_prints_errors(path, tmp_path, capsys):
     file = tmp_path / "teacher.yaml"
     file.write_text(
         f"model: {{preset: tiny}}\ndata: {{path: {path}, length: 28, document_mask: false,"

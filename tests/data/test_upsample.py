@@ -172,7 +172,7 @@ def test_a_stream_holds_out_the_documents_that_an_index_holds_out(folder):
     ]
 
 
-def test_the_other_modes_keep_what_they_promise(golden, folder):
+def test_the_other_modes_equal_their_definitions(golden, folder):
     everything = names(small(folder, mode="none", tokens=10**9), shuffle=False, repeat=1)
     assert len(everything) == len(golden["docs_chars"])
     short = [c / 3.68 < 4096 for c in golden["docs_chars"]]
@@ -236,7 +236,10 @@ def test_a_source_that_upsampling_empties_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"mode": "x"}, "upsample.mode='x' is none of per_source, code_arxiv_book, global, none"),
+        (
+            {"mode": "x"},
+            "upsample.mode='x' must be one of per_source, code_arxiv_book, global",
+        ),
         ({"ratio": 1.5}, "upsample.ratio=1.5 must be a fraction"),
         ({"tokens": 0}, "upsample.tokens=0 must be positive"),
         ({"seed": -1}, "upsample.seed=-1 must be"),
@@ -246,6 +249,6 @@ def test_a_source_that_upsampling_empties_is_named(tmp_path):
         ({"shares": [Share("a", 1.0)], "mode": "global"}, "global does not use shares"),
     ],
 )
-def test_settings_out_of_range_are_refused(fields, match):
+def test_settings_out_of_range_raise_input_error(fields, match):
     with pytest.raises(InputError, match=match):
         Upsample(**fields)

@@ -24,7 +24,7 @@ def config(tmp_path_factory):
     return run_of_three(tmp_path_factory.mktemp("run"), TASKS)
 
 
-def test_the_page_of_a_run_stands_alone_and_leads_to_what_went_wrong(config):
+def test_the_report_is_self_contained_and_links_wrong_answers(config):
     page = check_page(Path(config.run.folder) / "report.html")
     text = Path(config.run.folder, "report.html").read_text()
     assert "a &lt;b&gt; &amp; c" in text and "a <b>" not in text
@@ -101,7 +101,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
     before = path.read_bytes()
     options = {"tokenizer": lambda path: ByteTokenizer()}
     words = ["--model.path=somewhere", "--tasks.1.match=first_digits"]
-    with pytest.raises(InputError, match="model decides what the model was asked"):
+    with pytest.raises(InputError, match="model affects the prompts"):
         score(copied, None, words, **options)
     with_path(copied)
     for rule, value in (("first_digits", 0.0), ("first_integer", 1.0)):
@@ -120,14 +120,14 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tasks.1.depths=3"], "tasks.1.depths decides.*of passkey score may change name, match"),
-        (["--tasks.0.last=4"], "tasks.0.last decides.*of perplexity_last_k score may change name"),
+        (["--tasks.1.depths=3"], "tasks.1.depths affects.*for passkey, `score` can"),
+        (["--tasks.0.last=4"], "tasks.0.last affects.*perplexity_last_k, `score` can"),
         (["--tasks=[{type: passkey}]"], "score keeps the tasks of the run"),
-        (["--tasks=[{type: niah}, {type: passkey}]"], "tasks.0.type decides"),
-        (["--lengths=[500]"], "lengths decides"),
+        (["--tasks=[{type: niah}, {type: passkey}]"], "tasks.0.type affects"),
+        (["--lengths=[500]"], "lengths affects"),
     ],
 )
-def test_score_refuses_what_changes_the_question(copied, words, message):
+def test_score_raises_input_error_for_settings_that_affect_prompts(copied, words, message):
     with pytest.raises(InputError, match=message):
         score(copied, None, words)
     assert not (copied.parent / "first_scored").exists()
@@ -162,7 +162,9 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
     assert {"index", "pred", "input", "outputs", "others"} <= first.keys()
     run = results.read(copied)
-    with pytest.raises(InputError, match=r"--export='csv' is none of lm_eval, longbench, ruler"):
+    with pytest.raises(
+        InputError, match=r"--export='csv' must be one of lm_eval, longbench, ruler"
+    ):
         export(run, ["csv"], out)
 
 
@@ -185,7 +187,7 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
         assert counts == [2, 3]
 
 
-def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
+def test_make_data_writes_the_prompts_of_a_run(config, tmp_path):
     path = dataclasses.replace(config.model, path="somewhere")
     with_path = dataclasses.replace(config, model=path)
     files = make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())

@@ -64,7 +64,7 @@ def test_results_at_a_url_are_those_of_a_local_folder(config, monkeypatch, capsy
     assert content(bucket / "run")[0] == expected
 
 
-def test_a_killed_evaluation_at_a_url_goes_on(config, store):
+def test_a_killed_evaluation_at_a_url_resumes(config, store):
     run(config, load=fake())
     expected = content(Path(config.run.folder))[0]
     with dying_at(None) as counts:

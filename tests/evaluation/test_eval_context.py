@@ -193,7 +193,7 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
-def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm, score):
+def test_methods_with_different_contexts_score_the_same_text(config, lm, score):
     methods = (
         Method("usual"),
         Method("none", context=ContextSplit(chunks=0)),
@@ -225,7 +225,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
 
 
 @pytest.mark.slow
-def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
+def test_trees_are_searched_for_the_scored_tokens_under_any_policy(config):
     section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0)
     own = ModelSection(preset="tiny", memory=section)
     model = LanguageModel.load(own)
@@ -256,7 +256,7 @@ def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
 
 
 @pytest.mark.slow
-def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
+def test_every_context_method_retrieves_a_key_from_the_context(config, score):
     # Instruction and question stay with the decoder: about 270 bytes.
     methods = (
         Method("usual", context=ContextSplit(decoder=400)),
@@ -284,7 +284,7 @@ def store(monkeypatch):
     monkeypatch.setattr(RetrieverSection, "fingerprint", "digest")
 
 
-def test_a_method_searches_by_itself_as_its_section_says(lm, store):
+def test_a_method_retrieves_passages_by_its_section(lm, store):
     section = Reading(RetrieverSection(".", k=3), "mixture", stride=8, query_tokens=4)
     model = apply_method(lm, Method("a", retrieval=section), 96)
     assert (model.k, model.how, model.when, model.query_tokens) == (3, "mixture", 8, 4)
@@ -296,7 +296,7 @@ def test_a_method_searches_by_itself_as_its_section_says(lm, store):
 
 
 @pytest.mark.slow
-def test_perplexity_is_that_of_what_a_method_finds(config, lm, score, store):
+def test_perplexity_uses_the_retrieved_passages(config, lm, score, store):
     section = RetrieverSection(config.data.path, k=1)
     methods = (
         Method("once", retrieval=Reading(section)),
@@ -326,7 +326,7 @@ class NotingReader(Noting):
         return np.ones(tokens.shape, np.float32)
 
 
-def test_the_end_of_a_window_is_read_with_what_is_found_for_it_or_for_a_foreign_one():
+def test_the_end_of_a_window_is_read_with_its_own_or_foreign_passages():
     units = [unit(i, i // 2) for i in range(8)]
     put_foreign = importlib.import_module("lcjax.evaluation.run")._with_foreign_context
     documents = set()
@@ -375,7 +375,7 @@ def test_consecutive_chunks_are_dealt_to_chunks_of_the_text_as_in_training():
 
 
 @pytest.mark.slow
-def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
+def test_cells_state_the_number_of_passages_of_the_decoder(config, score, tmp_path):
     passages = [{"text": f"text {n}.", "score": 5 - n} for n in range(5)]
     rows = [{"question": f"who is {n}?", "answer": "x", "ctxs": passages} for n in range(4)]
     (tmp_path / "own").mkdir()
@@ -448,14 +448,14 @@ def test_cells_say_how_many_passages_the_decoder_reads(config, score, tmp_path):
         (lambda: {"methods": (Method("a", context=ContextSplit(chunk=65)),)}, "chunk=65"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_line(config, score, changes, words):
+def test_invalid_contexts_raise_input_error(config, score, changes, words):
     with pytest.raises(InputError, match=words) as caught:
         own = dataclasses.replace(config, **changes())
         (score if own.model == TINY else run)(own)
     assert "\n" not in str(caught.value)
 
 
-def test_a_method_with_a_memory_is_refused_before_anything_is_scored(config, score):
+def test_a_method_with_a_memory_raises_input_error_before_anything_is_scored(config, score):
     tasks = (Perplexity(protocol="last_k", last=48, windows_per_document=1),)
     methods = (Method("long", context=ContextSplit(decoder=90)), Method("usual"))
     with pytest.raises(InputError, match="scores tokens from 48 on, and the decoder reads from 48"):

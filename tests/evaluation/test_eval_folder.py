@@ -28,7 +28,7 @@ from lcjax.rope import Linear
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):
+def test_a_folder_with_another_run_raises_input_error_and_names_the_difference(config):
     run(config, load=fake())
     with pytest.raises(InputError, match=r"stride was 4, is 2"):
         changed(config, stride=2)()
@@ -90,14 +90,14 @@ def test_the_folder_of_a_training_run_is_not_written_into(config):
     assert [path.name for path in folder.iterdir()] == ["model.yaml"]
 
 
-def test_two_runs_at_once_are_refused(config):
+def test_two_runs_at_once_raise_input_error(config):
     with RunLock(config.run.folder), pytest.raises(InputError, match="is in use by process"):
         run(config, load=fake())
     assert not Path(config.run.folder).exists()
     run(config, load=fake())
 
 
-def test_changed_text_is_refused_when_a_run_continues(config):
+def test_changed_text_raises_input_error_when_a_run_continues(config):
     run(config, load=fake())
     path = f"{config.data.path}/text3.txt"
     with open(path) as file:
@@ -108,7 +108,7 @@ def test_changed_text_is_refused_when_a_run_continues(config):
         run(config, load=fake())
 
 
-def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
+def test_other_weights_under_the_same_path_raise_input_error_when_a_run_continues(
     config, tmp_path, monkeypatch
 ):
     def save(seed):
@@ -134,7 +134,7 @@ def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
 
 
 @pytest.mark.slow
-def test_a_changed_datastore_is_refused_when_a_run_continues(config, tmp_path):
+def test_a_changed_datastore_raises_input_error_when_a_run_continues(config, tmp_path):
     pytest.importorskip("bm25s")
     (tmp_path / "chunks.jsonl").write_text('{"text": "The harbour was quiet in the morning."}\n')
     text = TextConfig(path=str(tmp_path / "passages"))

@@ -36,7 +36,7 @@ def found(tmp_path_factory):
     return config, run(config)
 
 
-def test_the_summary_says_with_which_model_and_scale_each_method_was_evaluated(found):
+def test_the_summary_names_the_model_and_scale_of_each_method(found):
     _, report = found
     models = json.loads(report.files[0].read_text())["models"]
     assert models["base"]["rope"]["type"] == "default"
@@ -87,7 +87,9 @@ def test_a_checkpoint_that_is_not_there_is_named_before_any_model_is_read(tmp_pa
         run(EvalConfig(model=ModelSection(preset="tiny"), methods=methods))
 
 
-def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_written(tmp_path):
+def test_a_mesh_that_does_not_fit_the_devices_raises_input_error_before_anything_is_written(
+    tmp_path,
+):
     config = EvalConfig(model=ModelSection(preset="tiny"), run=RunSection(str(tmp_path / "out")))
     with pytest.raises(InputError, match=r"mesh\.data=3 must divide"):
         run(dataclasses.replace(config, mesh=Mesh(data=3)))

@@ -20,7 +20,7 @@ run_module = importlib.import_module("lcjax.evaluation.run")
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_the_bar_counts_tokens_of_what_is_left_and_the_longest_come_first(config, monkeypatch):
+def test_the_progress_bar_counts_remaining_tokens_and_the_longest_run_first(config, monkeypatch):
     bars = []
 
     class Bar(tqdm):
@@ -48,7 +48,7 @@ def test_the_bar_counts_tokens_of_what_is_left_and_the_longest_come_first(config
     assert [sum(bar.said) for bar in bars] == [finished, tokens - finished]
 
 
-def test_of_units_of_several_shapes_the_longest_are_asked_first():
+def test_the_longest_units_run_first():
     units = [
         Unit(index, (size,), np.zeros(size, np.int32), {"size": size})
         for index, size in enumerate((4, 9, 4, 9, 6))
@@ -57,7 +57,7 @@ def test_of_units_of_several_shapes_the_longest_are_asked_first():
     assert [[unit.index for unit in some] for some in asked] == [[1, 3], [4], [0, 2]]
 
 
-def test_processes_that_would_ask_different_questions_are_refused(config, monkeypatch):
+def test_processes_with_different_examples_raise_input_error(config, monkeypatch):
     said = []
     monkeypatch.setattr(
         distributed, "equal_on_all_processes", lambda value: said.append(value) or True

@@ -38,5 +38,5 @@ def test_processes_with_other_texts_end_with_one_line_and_write_nothing(tmp_path
     ended = Job(config, tmp_path, tmp_path / "xla", code=CODE, processes=2, devices=4).end()
     for code, log in ended:
         assert code == 2, log[-3000:]
-        assert "error: the processes of this job ask different questions in perplexity_sl" in log
+        assert "error: processes planned different examples for perplexity_sl" in log
     assert not (tmp_path / "out" / "records").exists()

@@ -207,7 +207,7 @@ def test_costs_are_bars_and_a_peak_that_is_only_a_bound_is_hatched(tmp_path):
     assert 0 < red[:, half:].sum() < 0.5 * blue[:, half:].sum()
 
 
-def test_the_scatter_says_how_perplexity_and_accuracy_go_together(tmp_path):
+def test_the_scatter_plots_perplexity_against_accuracy(tmp_path):
     points = {name: (8.0 - i, 0.2 * i) for i, name in enumerate("abcd")}
     panels = {"accuracy": points, "needle": dict(list(points.items())[:3])}
     path = tmp_path / "a.png"
@@ -265,13 +265,13 @@ def test_attention_is_exact_where_all_layers_and_no_memory_see_all():
         ("a_by_task", "scale"),
     ],
 )
-def test_a_figure_says_what_it_shows(tmp_path, name, words):
+def test_a_figure_has_a_description(tmp_path, name, words):
     (tmp_path / f"{name}.svg").write_text("<svg></svg>")
     (figure,) = page.figures_of([tmp_path / f"{name}.png"], "a")
     assert words in figure["caption"]
 
 
-def test_figures_over_lengths_say_what_is_drawn(tmp_path):
+def test_figures_over_lengths_have_a_description(tmp_path):
     cells = [cell("a", 4096, 5.0), cell("a", 8192, 4.0), cell("a", 16384, 3.0)]
     said = []
     for index, own in enumerate((cells, [{**c, "trained": 10} for c in cells], cells[:1])):

@@ -57,7 +57,7 @@ def test_a_run_compares_methods_at_all_lengths_and_equals_the_reference(config, 
     assert "| linear |" in printed and all(str(path) in printed for path in report.files)
 
 
-def test_every_record_says_how_it_was_made(config):
+def test_records_contain_their_settings(config):
     run(config, load=fake())
     keys = {"protocol", "length", "stride", "bos", "method", "window", "digest", "trained"}
     keys |= {"source", "start", "size", "first", "weight", "nll", "scored", "nan", "bytes"}
@@ -160,7 +160,7 @@ def test_the_summary_is_strict_json_with_config_versions_and_seed(config):
     assert "without the windows that gave NaN" in report.text
 
 
-def test_the_summary_says_of_which_commit_the_code_is_where_there_is_one(config, monkeypatch):
+def test_the_summary_names_the_commit_of_the_code(config, monkeypatch):
     module = importlib.import_module("lcjax.evaluation.report.report")
     summary = run(config, load=fake()).summary
     if (Path(module.__file__).parents[3] / ".git").exists():
@@ -173,7 +173,7 @@ def test_the_summary_says_of_which_commit_the_code_is_where_there_is_one(config,
     assert run(config, load=fake()).summary["commit"] is None
 
 
-def test_cells_say_what_a_budget_counts_where_there_is_one(config):
+def test_cells_name_the_parts_that_a_budget_counts(config):
     own = dataclasses.replace(config, tasks=(Perplexity(), Passkey(depths=2)), lengths=(500,))
     Path(config.data.path, "long.txt").write_text(texts((1500,))[0][1])
     text, *_, asked = run(own, load=fake(trained=1000)).cells
@@ -331,11 +331,11 @@ def test_a_checkpoint_with_another_chat_template_gets_its_own_prompts(config):
             ["lengths: 60 got no window", "longest of 4 documents has 51 tokens"],
         ),
         ({"lengths": (1,)}, ["lengths: 1", "at least 2"]),
-        ({"lengths": (12, 12)}, ["lengths: 12 stands twice"]),
+        ({"lengths": (12, 12)}, ["lengths: duplicate length 12"]),
         ({"lengths": ()}, ["lengths is empty"]),
         ({"lengths": (13,)}, ["13", "multiple of stride=4", "12, 16"]),
-        ({"methods": (Method("a"), Method("a"))}, ["methods: a stands twice"]),
-        ({"tasks": (Perplexity(), Perplexity(last=2))}, ["perplexity_slide_press stands twice"]),
+        ({"methods": (Method("a"), Method("a"))}, ["methods: duplicate name a"]),
+        ({"tasks": (Perplexity(), Perplexity(last=2))}, ["duplicate name perplexity_slide_press"]),
         (
             {"tasks": (Perplexity(), Perplexity(protocol="press"))},
             ["tasks.1.protocol='press'", "slide_press"],
@@ -359,7 +359,7 @@ def test_a_checkpoint_with_another_chat_template_gets_its_own_prompts(config):
         ),
     ],
 )
-def test_bad_settings_are_refused_in_one_line(config, fields, parts):
+def test_bad_settings_raise_input_error(config, fields, parts):
     with pytest.raises(InputError) as error:
         changed(config, **fields)()
     assert all(part in str(error.value) for part in parts), str(error.value)

@@ -86,7 +86,7 @@ def test_a_verdict_must_be_the_whole_answer():
         ("", "x y", 0.0, [0.0, 0.0, 0, 0]),
     ],
 )  # fmt: skip
-def test_both_rouges_give_what_their_packages_give(prediction, reference, sets, stems):
+def test_both_rouge_scores_equal_their_packages(prediction, reference, sets, stems):
     assert rouge.rouge_l_sets(prediction, reference) == pytest.approx(sets, abs=1e-6)
     found = [rouge.rouge_n(prediction, reference, size, stem=True) for size in (1, 2)]
     found.append(rouge.rouge_l(prediction, reference, stem=True))
@@ -147,7 +147,7 @@ def table_lcs(one, two):
 
 @settings(max_examples=60, deadline=None)
 @given(st.text("abc", max_size=70), st.text("abc", max_size=70))
-def test_common_subsequences_are_common_and_as_long_as_the_table_says(one, two):
+def test_common_subsequences_equal_dynamic_programming(one, two):
     pairs = lcs_pairs(one, two)
     assert lcs_length(one, two) == len(pairs) == table_lcs(one, two)
     assert all(one[i] == two[j] for i, j in pairs)
@@ -216,7 +216,7 @@ class _Jieba:
         return iter(text.split("|"))
 
 
-def test_chinese_is_cut_by_jieba_and_its_absence_says_what_to_install(monkeypatch):
+def test_chinese_is_split_by_jieba_or_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", _Jieba)
     assert qa.qa_f1_zh("上涨|，|价格", "价格|。|上涨|了") == pytest.approx(0.8)
     assert rouge.rouge_l_sets_zh("价格|上涨", "价格|没有|上涨") == pytest.approx(0.8, abs=1e-6)

@@ -93,7 +93,7 @@ def test_ids_stand_as_they_are_and_may_not_hold_bos():
         Segment("story", "once")
 
 
-def test_a_budget_says_what_it_counts():
+def test_a_budget_names_the_parts_that_it_counts():
     prompt = PromptEncoder(TOKENIZER, "chat").prompt(segments("one"))
     whole = Budget(500, 20)
     assert whole.used(prompt) == len(prompt.ids) + 20 and whole.left(prompt) == 500 - whole.used(
@@ -198,7 +198,7 @@ def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept
     assert split.num_unread(len(prompt.ids) + 6, prompt.movable) == unread
 
 
-def test_a_decoder_without_room_for_instruction_and_question_is_refused():
+def test_a_decoder_without_room_for_instruction_and_question_raises_input_error():
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12))
     fixed = len(prompt.ids) - 12 + 6
     split = ContextSplit(decoder=fixed - 1, chunk=8).of(Noting(), 100)
@@ -269,7 +269,7 @@ def test_the_decoder_reads_demonstrations_and_the_best_passages_and_the_memory_w
     assert split.num_decoder_passages(size, prompt.passages) == in_decoder
 
 
-def test_demonstrations_that_leave_the_decoder_no_room_are_refused():
+def test_demonstrations_that_leave_the_decoder_no_room_raise_input_error():
     split = ContextSplit(decoder=27, chunk=8).of(Noting(), 200)
     with pytest.raises(InputError, match="leaves no room"):
         generate(split, [question()], Sampling(max_new_tokens=4))

@@ -126,7 +126,7 @@ def test_the_command_shows_how_many_answers_each_retriever_finds(words, tmp_path
             ["--retrievers=[{folder: 'memory://store'}]"],
             "retrievers.0.folder=memory://store must be a local path: its files are mapped",
         ),
-        (["--retrievers=[{folder: .}, {folder: .}]"], "stands twice"),
+        (["--retrievers=[{folder: .}, {folder: .}]"], "duplicate name"),
         (["--max_examples=0"], "max_examples=0"),
         ([f"--out={__file__}"], "cannot be a folder"),
     ],

@@ -51,7 +51,7 @@ def test_replug_reads_the_same_prompt_once_behind_every_chunk(lm):
     assert_same(found, replug.continuations([rest, PROMPTS[1]], OPTIONS, context=context))
 
 
-def test_continuations_that_leave_the_decoder_no_prompt_are_refused(lm):
+def test_continuations_that_leave_the_decoder_no_prompt_raise_input_error(lm):
     split = ContextSplit(decoder=8, chunk=16).of(lm, 128)
     with pytest.raises(InputError, match="8 leaves no room for a prompt beside 8 new tokens"):
         split.continuations(PROMPTS[:1], [[ids(3, 8)]])

@@ -41,7 +41,7 @@ def test_heavier_values_pull_the_interval():
     assert low > 0.99
 
 
-def test_a_paired_difference_sees_what_separate_intervals_hide():
+def test_paired_differences_detect_what_separate_intervals_hide():
     rng = np.random.default_rng(2)
     base = rng.normal(0, 10, 100)
     other = base + rng.normal(0.5, 1, 100)
@@ -53,7 +53,7 @@ def test_a_paired_difference_sees_what_separate_intervals_hide():
     assert back.mean == pytest.approx(-found.mean) and back.p == pytest.approx(found.p, abs=0.01)
 
 
-def test_equal_runs_do_not_differ_and_few_examples_say_nothing():
+def test_equal_runs_do_not_differ_and_one_example_has_no_p_value():
     same = paired([0, 1, 1], [0, 1, 1])
     assert (same.mean, same.p, same.mark) == (0.0, 1.0, "")
     assert math.isnan(paired([0.0], [1.0]).p) and paired([0.0], [1.0]).mark == ""

@@ -146,7 +146,7 @@ def test_a_method_does_not_take_the_place_of_another_training(folder, name):
         study.trainings(dataclasses.replace(config, methods=methods))
 
 
-def test_a_study_that_was_stopped_goes_on_with_what_is_not_finished(folder, monkeypatch):
+def test_a_stopped_study_resumes_its_unfinished_trainings(folder, monkeypatch):
     config = read(folder)
     found = study.trainings(config)
     done = stub(monkeypatch, stop_at="PI")
@@ -276,10 +276,10 @@ def test_records_of_models_that_were_trained_otherwise_are_not_continued(folder,
         (", extend: FOLDER/extend.yaml", "", r"methods.1.train=\[.* set study.extend"),
         ("study:", "model: {preset: tiny}\nstudy:", "study.base=.* leave model.path"),
         ("name: PI,", "name: PI, path: x,", "methods.1.train: PI has path=x, too"),
-        ("factor=2]", "factor=2, model.path=x]", "model.path=x is said by the study"),
+        ("factor=2]", "factor=2, model.path=x]", "the study sets the base model"),
     ],
 )
-def test_a_study_that_cannot_start_says_why_in_one_line(folder, old, new, message):
+def test_invalid_studies_raise_input_error(folder, old, new, message):
     old, new = (text.replace("FOLDER", str(folder)) for text in (old, new))
     with pytest.raises(InputError, match=message) as error:
         run(read(folder, old=old, new=new))
@@ -287,7 +287,7 @@ def test_a_study_that_cannot_start_says_why_in_one_line(folder, old, new, messag
     assert not (folder / "out").exists()
 
 
-def test_names_that_make_one_folder_are_refused(folder):
+def test_names_that_make_one_folder_raise_input_error(folder):
     with pytest.raises(InputError, match="'PI bf16' and 'PI, bf16' would both be trained in"):
         run(read(folder, old="name: PI,", new="name: PI bf16,"))
 

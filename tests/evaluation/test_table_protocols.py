@@ -146,7 +146,7 @@ class Noting:
         return [""] * len(prompts)
 
 
-def test_cepes_table_4_keeps_the_end_of_texts_and_the_encoder_reads_what_the_decoder_does_not(
+def test_cepes_table_4_keeps_the_end_of_texts_and_the_encoder_reads_the_rest(
     tmp_path,
 ):
     text = "".join(f"Sentence {i}. " for i in range(300)).strip()

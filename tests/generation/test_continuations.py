@@ -113,7 +113,7 @@ def test_on_a_mesh_every_device_has_rows_and_nothing_changes(lm):
 
 
 @pytest.mark.slow
-def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
+def test_replug_mixes_continuation_scores_of_all_passages(lm):
     lm = lm.with_method(length=512)
     passages = [[ids(11, 20), ids(12, 7)], [ids(13, 5)], []]
     found = Replug(lm).continuations(PROMPTS, OPTIONS, context=passages)
@@ -124,7 +124,7 @@ def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
             np.testing.assert_allclose(one.nll, wanted, atol=2e-4)
 
 
-def test_the_longest_row_is_what_a_table_of_positions_must_hold():
+def test_a_position_table_must_hold_the_longest_row():
     def lengths(prompts, options):
         asked = []
         config = types.SimpleNamespace(
@@ -139,7 +139,7 @@ def test_the_longest_row_is_what_a_table_of_positions_must_hold():
     assert lengths([[1] * 9, [1] * 2], [[[1]], [[1] * 3, [1] * 5]]) == [9]
 
 
-def test_a_prompt_or_a_continuation_without_a_token_is_refused(lm):
+def test_a_prompt_or_a_continuation_without_a_token_raises_input_error(lm):
     for prompts, options, said in (
         ([[]], [[[1]]], "begin it with BOS"),
         ([[1]], [[[]]], "each a token"),

@@ -129,7 +129,7 @@ def test_unrotated_keys_follow_logits_that_grow_while_decoding(params):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_patterns_generate_what_reading_everything_anew_gives(params, pattern, slots, monkeypatch):
+def test_generation_with_patterns_equals_full_recomputation(params, pattern, slots, monkeypatch):
     made, create = [], cache_lib.create
     monkeypatch.setattr(
         cache_lib, "create", lambda *a, **k: made.append(create(*a, **k)) or made[-1]
@@ -252,14 +252,14 @@ def test_the_end_of_text_token_and_the_limit_finish_a_row():
     assert _row("abcdef", max_new_tokens=3)[:2] == ("abc", "length")
 
 
-def test_a_whole_text_has_the_tokens_that_were_picked_and_says_why_it_ended():
+def test_generated_text_has_its_token_ids_and_finish_reason():
     other = [Piece(1, "x", (24,)), Piece(1, "", (25,), "length")]
     first, second = join_pieces([other[0], *_row("ab.cd")[2], other[1]], 2)
     assert (first, first.ids, first.finish) == ("ab", (1, 2, 0), "stop")
     assert (second, second.ids, second.finish) == ("x", (24, 25), "length")
 
 
-def test_bad_requests_are_refused_in_one_line(params):
+def test_bad_requests_raise_input_error(params):
     lm = _model(params)
     for prompts in ([[]], []):
         with pytest.raises(InputError, match="non-empty list of non-empty token lists"):

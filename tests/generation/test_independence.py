@@ -164,10 +164,10 @@ def loaded(case):
 
 
 @pytest.fixture(params=[False, slow(True)], ids=["quick", "optimised"], autouse=True)
-def compiled(request, compiled_quickly):
+def compiled(request, disable_xla_optimizations):
     """As tests compile programs, and as users do."""
     if request.param:
-        request.getfixturevalue("optimised")
+        request.getfixturevalue("enable_xla_optimizations")
     yield
     if request.node.get_closest_marker("slow"):
         jax.clear_caches()  # hundreds of cases have more programs than a process may map

@@ -114,7 +114,7 @@ def test_rows_with_retrieval_do_not_know_of_each_other(lm):
         assert alone == both[row] and MARK not in alone
 
 
-def test_rotations_that_change_while_decoding_are_refused(lm):
+def test_rotations_that_change_while_decoding_raise_input_error(lm):
     lm = lm.with_method(pattern=ALL, rope=DynamicNTK(factor=2.0))
     with pytest.raises(InputError, match="exact=True"):
         list(lm.stream([[1, 2]], exact=True))

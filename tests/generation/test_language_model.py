@@ -136,7 +136,7 @@ def test_a_rotation_is_computed_once_for_a_method_and_length(monkeypatch):
     ("key", "value"),
     [("dtype", "fp8"), ("param_dtype", "int8"), ("remat", "half"), ("remat", None)],
 )
-def test_numerics_that_do_not_exist_are_refused_before_anything_is_read(key, value):
+def test_numerics_that_do_not_exist_raise_input_error_before_anything_is_read(key, value):
     for make in (ModelSection, lambda **kw: LanguageModel.load("absent", **kw)):
         with pytest.raises(InputError, match=rf"model\.{key}={value!r} is not one of") as error:
             make(**{key: value})
@@ -258,7 +258,7 @@ def test_editors_are_shown_the_fields_of_a_section_as_settings():
 
 
 @pytest.mark.parametrize("token", [259, -1, 100_000, 2**40, 1.5])
-def test_what_is_no_token_is_refused_wherever_text_comes_in(alone, token):
+def test_invalid_token_ids_raise_input_error_in_every_method(alone, token):
     beside = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
     number = rf"token={token!r} must|whole numbers"
     for call in (
@@ -327,13 +327,13 @@ def test_a_model_is_printed_as_one_line(spread):
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5, 3), (1, 2, 5, 64)])
-def test_a_decoder_says_which_shape_of_tokens_it_takes(alone, shape):
+def test_decoder_errors_name_the_expected_token_shape(alone, shape):
     with pytest.raises(InputError, match=r"tokens of shape .* must be token ids \[B, T\]") as error:
         alone.model.apply({"params": alone.params}, jnp.zeros(shape, jnp.int32))
     assert "\n" not in str(error.value)
 
 
-def test_tokens_and_lengths_that_do_not_fit_are_refused_in_one_line(alone):
+def test_tokens_and_lengths_that_do_not_fit_raise_input_error(alone):
     tokens = np.ones((2, 8), np.int32)
     for changes, message in (
         ({"tokens": tokens.astype(float)}, "must be token ids, whole numbers in rows"),

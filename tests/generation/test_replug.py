@@ -150,7 +150,7 @@ def test_a_mesh_picks_the_same_tokens(lm):
     assert found[0] == found[1]
 
 
-def test_bos_stands_before_the_passage_of_a_text(lm, monkeypatch):
+def test_bos_precedes_the_passage(lm, monkeypatch):
     read = []
     monkeypatch.setattr(LanguageModel, "stream", lambda self, ids, *_, **__: read.extend(ids) or [])
     Replug(lm).generate(["b", [5]], context=[["a", "cc"], [[7]]])
@@ -171,7 +171,7 @@ def test_bos_stands_before_the_passage_of_a_text(lm, monkeypatch):
         (lambda r: Replug(r.lm, batch=0), "batch=0"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused_in_one_line(lm, call, words):
+def test_invalid_mixtures_raise_input_error(lm, call, words):
     with pytest.raises(InputError, match=words) as caught:
         call(Replug(lm))
     assert "\n" not in str(caught.value)

@@ -147,7 +147,7 @@ def test_text_is_read_behind_the_passages_and_bos_before_them(lm):
     np.testing.assert_allclose(reader.nll(tokens, first=4)[0, 4:], expected, atol=1e-4)
 
 
-def test_a_model_reads_by_itself_what_a_retriever_finds(lm):
+def test_generate_with_a_retriever_reads_its_passages(lm):
     (generated,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2, when=4)
     (expected,) = RetrievalReader(lm, Store(), 2, when=4).generate(["harbour"], GREEDY)
     assert (generated, generated.ids) == (expected, expected.ids)
@@ -241,7 +241,7 @@ def retro():
     return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
 
 
-def test_every_whole_chunk_of_a_text_reads_what_is_found_for_it():
+def test_retro_reads_the_passages_of_every_complete_chunk():
     lm, store = retro(), Store()
     reader = RetrievalReader(lm, store, 2, "context")
     # The last chunk of the first row ends with the row, and predicts nothing.
@@ -260,7 +260,7 @@ def test_every_whole_chunk_of_a_text_reads_what_is_found_for_it():
 
 
 @pytest.mark.slow
-def test_generated_chunks_read_what_is_found_for_the_chunk_before():
+def test_generated_chunks_read_the_passages_of_the_previous_chunk():
     lm, store, prompts = retro(), Store(), [ids(8, 7), ids(9, 2)]
     reader = RetrievalReader(lm, store, 2, "context")
     for prompt, text in zip(prompts, reader.generate(prompts, GREEDY), strict=True):
@@ -325,7 +325,7 @@ def test_passages_may_be_those_of_other_texts(lm):
         (lambda lm: Replug(lm, marginal="word"), "marginal='word'"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_line(lm, call, words):
+def test_invalid_arguments_raise_input_error(lm, call, words):
     with pytest.raises(InputError, match=words) as caught:
         call(lm)
     assert "\n" not in str(caught.value)

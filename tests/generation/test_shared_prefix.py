@@ -76,7 +76,7 @@ def assert_same(reader, lm, prompts):
     ],
     ids=["causal", "group", "chunks"],
 )
-def test_batches_read_what_they_begin_with_once_and_answer_the_same(lm, pattern, read):
+def test_batches_read_common_prefixes_once_with_equal_answers(lm, pattern, read):
     lm = lm.with_method(pattern=pattern, length=512)
     reader = PrefixReader(lm, least=LEAST)
     reader.generate(PROMPTS, WRITE)
@@ -98,7 +98,7 @@ def test_batches_read_what_they_begin_with_once_and_answer_the_same(lm, pattern,
 
 
 @pytest.mark.slow
-def test_single_prompts_that_go_on_from_each_other_are_answered_the_same(lm):
+def test_prompts_that_extend_each_other_have_equal_answers(lm):
     prompts = [TEXT[:cut] + ids(cut, 20) + TEXT[cut:] for cut in (64, 192, 128)]
     reader = PrefixReader(lm, prompts, least=LEAST)
     found = {
@@ -109,7 +109,7 @@ def test_single_prompts_that_go_on_from_each_other_are_answered_the_same(lm):
     assert reader.saved_tokens == 64 + 128 and reader._cache is None
 
 
-def test_single_prompts_leave_what_the_next_one_begins_with(lm, read):
+def test_single_prompts_keep_the_prefix_of_the_next_prompt(lm, read):
     # As needles in one text, at several places.
     prompts = [TEXT[:cut] + ids(cut, 20) + TEXT[cut:] for cut in (64, 192, 128)]
     (order,) = group_by_prefix(prompts, LEAST)
@@ -141,7 +141,7 @@ def test_equal_prompts_one_at_a_time_are_read_once(lm, read):
 
 
 @pytest.mark.slow
-def test_a_prompt_that_others_go_on_from_leaves_its_last_token_to_ask(lm, read):
+def test_a_prompt_that_is_a_prefix_of_others_reads_its_last_token(lm, read):
     reader = PrefixReader(lm, least=LEAST)
     assert_same(reader, lm, [TEXT[:192], *PROMPTS[:2]])
     assert len(reader._ids) == 176
@@ -155,7 +155,7 @@ def test_a_beginning_that_is_read_again_anyway_is_not_read_apart(lm, read):
 
 
 @pytest.mark.slow
-def test_a_prefix_shorter_than_what_is_read_again_changes_nothing(lm, read):
+def test_a_prefix_shorter_than_the_tokens_read_again_changes_nothing(lm, read):
     reader = PrefixReader(lm, least=LEAST)
     prompts = [TEXT[:50] + ids(seed, 200) for seed in (60, 61, 62)]
     prefix = CachedPrefix(reader._prefix(PROMPTS, [6] * 3).cache, np.array(TEXT[:48]))
@@ -194,7 +194,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_a_prefix_that_does_not_fit_is_refused(lm, options, words):
+def test_a_prefix_that_does_not_fit_raises_input_error(lm, options, words):
     prefix, options = CachedPrefix(None, np.array(TEXT[:9])), {"prompts": [TEXT[:20]]} | options
     if "context" in options:
         options["context"] = lm.encode_contexts([[]])
@@ -206,14 +206,14 @@ def test_a_prefix_that_does_not_fit_is_refused(lm, options, words):
             lm.continuations(prefix=prefix, **options)
 
 
-def test_a_prefix_is_refused_where_what_a_token_sees_depends_on_the_rest(lm):
+def test_a_prefix_raises_input_error_for_patterns_that_choose_keys_by_content(lm):
     prefix = CachedPrefix(None, np.array(TEXT[:9]))
     for pattern in PATTERNS:
         with pytest.raises(InputError, match=f"prefix: what {type(pattern).__name__} lets"):
             lm.with_method(pattern=pattern).stream([TEXT[:20]], prefix=prefix)
 
 
-def test_what_cannot_be_asked_is_refused_as_without_a_prefix(lm):
+def test_invalid_requests_raise_input_error_as_without_a_prefix(lm):
     reader = PrefixReader(lm, PROMPTS, least=LEAST)
     for prompts in ([], [[]], [TEXT, []]):
         for one in (reader, lm):
@@ -227,7 +227,7 @@ def test_what_cannot_be_asked_is_refused_as_without_a_prefix(lm):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: type(pattern).__name__)
-def test_patterns_that_cannot_go_on_read_every_prompt(lm, pattern, read):
+def test_patterns_without_shared_prefixes_read_every_prompt(lm, pattern, read):
     reader = PrefixReader(lm.with_method(pattern=pattern, length=512), PROMPTS, least=LEAST)
     assert reader._prefix(PROMPTS, [6] * 3) is None and not read
 

@@ -298,13 +298,13 @@ def test_sizes_of_the_published_models():
         (dict(preset="tiny", memory=CepeSection()), "1024 channels"),
     ],
 )
-def test_bad_sections_are_refused_in_one_line(section, words):
+def test_bad_sections_raise_input_error(section, words):
     with pytest.raises(InputError, match=words) as caught:
         build(ModelSection(**section))
     assert "\n" not in str(caught.value)
 
 
-def test_a_memory_of_no_layers_is_refused():
+def test_a_memory_of_no_layers_raises_input_error():
     with pytest.raises(InputError, match="layers=0 must be a whole number of at least 1"):
         CepeSection(layers=0)
     with pytest.raises(InputError, match="output_share=-0.5 must lie in 0 ... 1"):

@@ -72,7 +72,7 @@ def test_chunks_are_encoded_a_few_at_a_time_by_few_programs(lm, encoded):
 
 
 @pytest.mark.parametrize("projected", [False, True], ids=["states", "projected"])
-def test_what_is_added_later_equals_what_is_encoded_at_once(lm, projected):
+def test_contexts_added_later_equal_contexts_encoded_at_once(lm, projected):
     first = lm.encode_contexts([[], ids(1, 64)], projected=projected)
     before = jax.tree.map(np.array, first.encoded)
     second = lm.encode_contexts([ids(2, 64), []], after=first)
@@ -229,7 +229,7 @@ def without_memory(lm):
         ),
     ],
 )
-def test_contexts_that_cannot_be_read_are_refused_in_one_line(lm, call, words):
+def test_contexts_that_cannot_be_read_raise_input_error(lm, call, words):
     with pytest.raises(InputError, match=words) as caught:
         call(lm)
     assert "\n" not in str(caught.value)
@@ -241,7 +241,7 @@ def test_a_model_without_a_memory_takes_an_empty_context(lm):
     np.testing.assert_array_equal(found, lm.nll(TOKENS))
 
 
-def test_chunks_and_masks_that_do_not_fit_are_refused_in_one_line(lm):
+def test_chunks_and_masks_that_do_not_fit_raise_input_error(lm):
     def encode(lm, chunks, mask):
         shapes = (np.zeros(chunks, np.int32), np.ones(mask, bool))
         apply = functools.partial(lm.model.apply, method="encode")

@@ -106,7 +106,7 @@ def test_what_a_recipe_trains_has_the_papers_size(name, overrides, trained, at_t
     assert sum(math.prod(leaf.shape) for path, leaf in shapes.items() if chosen(path)) == trained
 
 
-def test_recipes_go_on_from_what_the_recipe_before_them_makes(at_the_root, tmp_path, monkeypatch):
+def test_recipes_start_from_the_result_of_the_previous_recipe(at_the_root, tmp_path, monkeypatch):
     for name, before in [("cepe_7b", "cepe_warmup_7b"), ("cepe_smollm2", "cepe_smollm2_warmup")]:
         recipe, warmup = read(name), read(before)
         assert recipe.model.path == f"{warmup.run.folder}/model" == f"runs/{before}/model"

@@ -43,7 +43,7 @@ def _built(tree, lengths, path, width, drawn=None):
     ids=lambda tree: f"{tree.ratios}-{tree.noise}",
 )
 @pytest.mark.parametrize("width", [50, pytest.param(64, marks=pytest.mark.slow)])
-def test_nodes_and_what_is_kept_of_them_equal_lists_built_level_by_level(tree, width):
+def test_nodes_and_selected_tokens_equal_a_recursive_construction(tree, width):
     random = np.random.default_rng(0)
     lengths = np.r_[random.integers(0, width + 1, 200), np.arange(4), width].astype(np.int32)
     path = random.random((len(lengths), tree.depth - 1)) < 0.5
@@ -63,7 +63,7 @@ def test_nodes_and_what_is_kept_of_them_equal_lists_built_level_by_level(tree, w
 
 
 @pytest.mark.parametrize(("depth", "leaf"), [(1, 4), (2, 1), (3, 4), (4, 2), (5, 1)])
-def test_as_many_are_kept_as_the_formula_says(depth, leaf):
+def test_the_number_of_selected_tokens_equals_the_formula(depth, leaf):
     tree = Tree(tuple(leaf << (depth - level) for level in range(1, depth + 1)))
     chunk = (leaf << depth) * 3
     wanted = (depth + 1) * chunk // (2**depth * leaf)
@@ -184,14 +184,14 @@ def test_chunks_are_read_wherever_their_padding_is():
         (Tree((16, 8, 4)), 16, "one of 16 tokens.*chunks of at least 32"),
     ],
 )
-def test_trees_that_cannot_be_built_are_refused_in_one_line(tree, chunk, words):
+def test_trees_that_cannot_be_built_raise_input_error(tree, chunk, words):
     with pytest.raises(InputError, match=words) as caught:
         tree.check()
         tree.check_chunk(chunk, "chunk")
     assert "\n" not in str(caught.value)
 
 
-def test_the_right_half_is_chosen_where_nothing_is_asked():
+def test_the_right_half_is_chosen_without_a_question():
     tokens = np.ones((2, 16), np.int32)
     found = paths(Right(), Tree((4, 2, 1)), tokens, np.array([16, 1], np.int32))
     assert found.tolist() == [[True, True], [False, False]], "one token has no right half"

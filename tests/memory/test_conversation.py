@@ -95,7 +95,7 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on_where_it_was_without_reading_anything_twice(lm, monkeypatch):
+def test_a_chat_continues_without_reading_anything_twice(lm, monkeypatch):
     read, read_tokens = [], session._read
 
     def noted(model, params, cache, tokens, *rest, **options):
@@ -139,7 +139,7 @@ class Store:
         return [hits[: 1 + (query == "When?")][:k] for query in queries]
 
 
-def test_every_turn_searches_and_a_memory_reads_what_is_new(lm):
+def test_every_turn_searches_and_a_memory_reads_new_passages(lm):
     talk, plain = Conversation(lm, retriever=Store()), Conversation(lm)
     for message, new in (("Who?", PASSAGES[:1]), ("When?", PASSAGES[1:]), ("Who?", [])):
         answer = talk.say(message, GREEDY)
@@ -154,7 +154,7 @@ def test_every_turn_searches_and_a_memory_reads_what_is_new(lm):
     assert bare.say("Who?", GREEDY).passages[0].hits == () and bare.context.chunks == (0,)
 
 
-def test_a_model_without_a_memory_reads_what_is_found_in_front_of_the_message():
+def test_a_model_without_a_memory_reads_passages_before_the_message():
     lm = sharper(LanguageModel.load(ModelSection(preset="tiny")))
     lm.tokenizer = Letters()
     talk = Conversation(lm, retriever=Store(), length=256)
@@ -177,7 +177,7 @@ def test_a_conversation_on_a_mesh_equals_that_of_one_device():
     assert found[0] == found[1]
 
 
-def test_conversations_that_cannot_go_on_are_refused_in_one_line(lm):
+def test_conversations_that_cannot_go_on_raise_input_error(lm):
     for call, words in (
         (lambda: Conversation(lm).write(), "empty"),
         (lambda: Conversation(lm, length=20).say("Who is it?", GREEDY), "length=20: .* or more"),

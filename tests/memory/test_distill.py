@@ -233,13 +233,13 @@ def test_what_is_stored_are_the_largest_probabilities_and_the_rest():
         ({"top": 0}, r"train.distill.top=0 must be a whole number of at least 1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields, match):
+def test_settings_that_cannot_be_raise_input_error(fields, match):
     with pytest.raises(InputError, match=match) as caught:
         Distill(**fields)
     assert "\n" not in str(caught.value)
 
 
-def test_more_probabilities_than_are_stored_are_refused():
+def test_more_probabilities_than_are_stored_raise_input_error():
     hidden, kernel, bias, targets, weights, teacher = inputs()
     with pytest.raises(InputError, match=r"top=50 is more than the 9 .* stored; set it to 9"):
         distillation(hidden, Projection(kernel, bias), targets, weights, teacher)

@@ -173,7 +173,7 @@ def test_a_cache_is_filled_layer_by_layer_with_the_same_numbers(config):
     assert_close(*both(params), 1e-5)
 
 
-def test_groups_end_where_reading_shapes_or_precision_change_and_leave_out_what_is_offloaded():
+def test_groups_end_where_readers_shapes_or_dtypes_change_and_at_offloaded_layers():
     plain, other = {"a": np.zeros(2)}, {"a": np.zeros(3)}
     away = {"a": Offloaded(np.zeros(2))}
     reads = [True, True, False, False, False, False, False]

@@ -238,7 +238,7 @@ def test_a_ratio_below_all_that_are_drawn_loses_no_beacon():
 
 
 @pytest.mark.parametrize("ratio", [2, 4])
-def test_places_hold_what_the_ratio_itself_and_all_that_are_drawn_keep(ratio):
+def test_slots_suffice_for_the_ratio_and_all_sampled_ratios(ratio):
     memory = Beacon(chunk=8, ratio=ratio, ratios=(4, 8))
     assert memory.max_slots(8) == 8 // ratio
     assert memory.tokens_read(8) == 8 + 8 // ratio
@@ -273,7 +273,7 @@ BAD = [
     (BEACON, {"init_token": 300}, "init_token=300 must lie between 0 and"),
     (SUMMARY, {"summary": 0}, "summary=0"),
     (SUMMARY, {"gradient_segments": 1}, "gradient_segments=1 must be a whole number of at least 2"),
-    (SUMMARY, {"summary": 600}, "summary=600 finds no room behind chunk=8.*at most"),
+    (SUMMARY, {"summary": 600}, "summary=600 plus chunk=8 exceeds the trained length"),
 ]
 
 
@@ -286,7 +286,7 @@ def test_a_window_and_its_summary_may_be_as_long_as_the_model_reads():
 
 
 @pytest.mark.parametrize(("section", "changes", "words"), BAD)
-def test_bad_sections_are_refused_in_one_line(section, changes, words):
+def test_bad_sections_raise_input_error(section, changes, words):
     with pytest.raises(InputError, match=words) as caught:
         resolve(ModelSection(memory=dataclasses.replace(section, **changes)), preset("tiny"))
     assert "\n" not in str(caught.value)
@@ -300,7 +300,7 @@ def test_bad_sections_are_refused_in_one_line(section, changes, words):
         ({"position": "alibi"}, "position=alibi"),
     ],
 )
-def test_decoders_whose_text_cannot_follow_a_memory_are_refused(change, words):
+def test_decoders_whose_text_cannot_follow_a_memory_raise_input_error(change, words):
     config = preset("tiny").replace(**change)
     with pytest.raises(InputError, match=words):
         resolve(ModelSection(memory=SUMMARY), config)

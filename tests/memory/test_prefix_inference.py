@@ -111,7 +111,7 @@ def test_a_ratio_is_chosen_when_a_text_is_read():
 
 
 @pytest.mark.slow
-def test_one_bos_stands_before_the_context_and_none_before_the_text_behind_it(lm):
+def test_bos_precedes_the_context_and_not_the_text(lm):
     bos, words = lm.tokenizer.bos_id, "some words of a text"
     texts = [[words, "others"], [], [ids(4, 20), words], ["", words]]
     known = [
@@ -196,7 +196,7 @@ def test_a_split_prompt_has_its_bos_before_the_documents_that_go_beside(lm, monk
         assert texts == [text, prompt[:9]]
 
 
-def test_contexts_read_under_another_rope_are_refused(lm):
+def test_contexts_read_under_another_rope_raise_input_error(lm):
     words = "context was read with rope Linear.*read with rope Linear.*use encode_contexts"
     context, other = lm.encode_contexts(CONTEXT), lm.with_method(rope=Linear(factor=4.0))
     for use in (

@@ -95,13 +95,13 @@ def test_loss_and_gradients_are_the_same_on_any_mesh(section, sizes):
     assert_trained_alike_on(sizes, section, ("memory",), batch(8))
 
 
-def test_texts_that_are_cut_over_devices_are_refused():
+def test_texts_that_are_cut_over_devices_raise_input_error():
     model, params = small(SUMMARY)
     with pytest.raises(InputError, match="mesh.context=4: windows .* set mesh.context=1"):
         gradients(model.config, params, ("memory",), batch(2), make_mesh(Mesh(2, 1, 1, 4)))
 
 
-def test_tokens_that_are_moved_in_training_are_refused():
+def test_tokens_that_are_moved_in_training_raise_input_error():
     with pytest.raises(InputError, match="train.positions.type=e2_llm changes the positions"):
         language_model(small(SUMMARY)[0].config, E2Positions())
 
@@ -121,7 +121,7 @@ def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
     assert names < set(source.tensors)
 
 
-def test_a_note_that_was_not_written_here_is_refused():
+def test_a_note_that_was_not_written_here_raises_input_error():
     hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
     for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}, "beacon", ["beacon"], 3):
         with pytest.raises(InputError, match="config.json: lcjax_memory=.*auto_compressor, beacon"):
@@ -136,7 +136,7 @@ def test_a_note_that_was_not_written_here_is_refused():
     ("name", "value", "kind"),
     [("summary_length", 50, "auto_compressor"), ("beacon_window", 1024, "beacon")],
 )
-def test_a_released_checkpoint_is_refused_by_name(name, value, kind):
+def test_a_released_checkpoint_raises_input_error(name, value, kind):
     hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
     hf.pop("lcjax_memory")
     words = f"config.json: {name}={value} is of a released.*load the Llama.*memory.type={kind}"

@@ -150,7 +150,7 @@ def test_cross_attention_equals_a_float64_oracle(chunk, starts):
 
 
 @pytest.mark.slow
-def test_packed_documents_read_what_they_read_alone():
+def test_packed_documents_equal_separate_ones():
     lengths = (13, 4, 10)  # 2, 0 and 2 whole chunks
     documents = [text(seed, 1, n) for seed, n in enumerate(lengths)]
     neighbours = text(9, 1, 4, 2, 7)
@@ -317,7 +317,7 @@ def test_a_mesh_trains_the_same(sizes):
 
 
 @pytest.mark.slow
-def test_a_few_steps_learn_what_neighbours_say():
+def test_a_few_steps_learn_to_use_neighbours():
     """The neighbours of a chunk repeat the one token that the next chunk consists of."""
     section = dataclasses.replace(SECTION, output_share=0.0)
     model, params = small(section)
@@ -397,7 +397,7 @@ def test_bad_settings_are_one_line(changes, words):
         build(ModelSection(preset="tiny", memory=dataclasses.replace(SECTION, **changes)))
 
 
-def test_chunks_that_are_no_multiple_of_the_neighbours_are_refused():
+def test_chunks_that_are_no_multiple_of_the_neighbours_raise_input_error():
     memory = small()[0].config.memory
     with pytest.raises(InputError, match="data.chunks.count=3 must be a multiple"):
         memory.check_training_chunks(3, has_targets=False, has_teacher=False)
@@ -406,7 +406,7 @@ def test_chunks_that_are_no_multiple_of_the_neighbours_are_refused():
 @pytest.mark.parametrize(
     "change", [{"layers": None}, {"colour": 1}, {"chunk": "many"}, {"encoder": 3}]
 )
-def test_a_changed_config_is_refused(change, tmp_path):
+def test_a_changed_config_raises_input_error(change, tmp_path):
     folder = language_model().save(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["lcjax_retro"] |= change
@@ -415,6 +415,6 @@ def test_a_changed_config_is_refused(change, tmp_path):
         lcjax.LanguageModel.load(str(folder))
 
 
-def test_a_row_without_lists_is_refused():
+def test_a_row_without_lists_raises_input_error():
     with pytest.raises(InputError, match="context: a row='a document' must be a list"):
         language_model().encode_contexts(["a document"])

@@ -97,7 +97,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.slow
-def test_what_is_added_later_equals_what_is_encoded_at_once(lm):
+def test_contexts_added_later_equal_contexts_encoded_at_once(lm):
     question = [ids(1, 9), ids(2, 9)]
     first = lm.encode_contexts([[], ids(1, 32)], query=question)
     before = jax.tree.map(np.array, first.encoded)
@@ -117,7 +117,7 @@ def test_one_context_serves_many_questions(lm):
 
 
 @pytest.mark.slow
-def test_another_question_encodes_only_what_was_not_there(asking, encoded):
+def test_another_question_encodes_only_new_nodes(asking, encoded):
     # The second passage is no full chunk, but one of which a half can be encoded alone.
     document, questions = [[ids(8, 32 * 12 + 7), ids(9, 24)]], [[ids(s, 9)] for s in range(1, 5)]
     fresh = 32 * 12 + 7 + 24
@@ -268,7 +268,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
         (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows"),
     ],
 )
-def test_contexts_that_cannot_be_read_are_refused_in_one_line(asking, call, words):
+def test_contexts_that_cannot_be_read_raise_input_error(asking, call, words):
     with pytest.raises(InputError, match=words) as caught:
         call(asking)
     assert "\n" not in str(caught.value)

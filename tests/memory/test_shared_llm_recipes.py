@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
     ],
 )
-def test_sharedllm_trains_what_its_papers_settings_say(name, layers, chunk, noise, policy, rows):
+def test_sharedllm_recipes_have_the_settings_of_the_paper(name, layers, chunk, noise, policy, rows):
     recipe = config.parse(TrainConfig, [f"--config={ROOT}/configs/{name}.yaml"])
     train, data, section = recipe.train, recipe.data, recipe.model.memory
     assert (section.layers, section.chunk, section.noise, section.policy) == (

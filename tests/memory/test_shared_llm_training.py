@@ -76,7 +76,7 @@ def test_in_validation_and_inference_nothing_is_drawn():
     assert LanguageModel(model, params, ByteTokenizer()).config.memory == plain.memory
 
 
-def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answer():
+def test_the_question_is_the_last_token_before_the_loss():
     model, params = small(policy=QueryAware(), noise=None)
     plain = asked(2)
     rest = plain["positions"], model.config.rope.rotation(16, 16), jax.random.key(0)
@@ -92,7 +92,7 @@ def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answe
     assert np.abs(kept(question) - found).max() > 1e-3
 
 
-def test_a_text_that_asks_nothing_keeps_the_half_that_is_nearer_to_it():
+def test_a_text_without_a_question_keeps_the_nearer_half():
     model, params = small(policy=QueryAware(), noise=None)
     nearer = Decoder(model.config.replace(memory=model.config.memory.without_query()))
     rows = asked(2)
@@ -165,7 +165,7 @@ def test_a_saved_folder_is_read_back_bit_for_bit(changes, tmp_path):
     )
 
 
-def test_a_config_of_the_released_code_says_what_it_computes():
+def test_released_configs_give_the_released_computation():
     hf = checkpoints.config_to_hf(small()[0].config)
     del hf["lcjax_shared_llm"], hf["last_p"]
     hf |= {"last_p": '"32,32"', "do_retrieval": False}
@@ -248,17 +248,17 @@ def test_training_with_a_context_takes_memory(remat):
         ({"output_share": 2.0}, "output_share=2.0 must lie in 0 ... 1"),
         ({"output_share": float("nan")}, "output_share=nan must lie in 0 ... 1"),
         ({"noise": -1.0}, "noise=-1.0 must be above 0"),
-        ({"placement": "middle"}, "placement='middle' is none of bottom, top, interleaved"),
-        ({"positions": "all"}, "positions='all' is none of paper, released, none"),
+        ({"placement": "middle"}, "placement='middle' must be one of bottom, top, interleaved"),
+        ({"positions": "all"}, "positions='all' must be one of paper, released, none"),
     ],
 )
-def test_bad_sections_are_refused_in_one_line(section, words):
+def test_bad_sections_raise_input_error(section, words):
     with pytest.raises(InputError, match=words) as caught:
         build(ModelSection(preset="tiny", memory=dataclasses.replace(SECTION, **section)))
     assert "\n" not in str(caught.value)
 
 
-def test_models_of_other_kinds_are_refused():
+def test_models_of_other_kinds_raise_input_error():
     for name, words in (("phi-2", "block=parallel"),):
         with pytest.raises(InputError, match=words):
             resolve(ModelSection(preset=name, memory=SECTION), preset(name))

@@ -27,7 +27,7 @@ TINY = preset("tiny").replace(num_layers=1)
     ],
     ids=str,
 )
-def test_a_cache_holds_what_can_be_seen_while_a_chunk_is_read(pattern, length, chunk, slots):
+def test_a_cache_holds_the_visible_keys_of_a_chunk(pattern, length, chunk, slots):
     found, rolling = cache_lib.policy(pattern.for_inference(), length, chunk)
     assert found == slots
     assert (rolling is None) == (slots == length)
@@ -52,7 +52,7 @@ def test_tokens_go_round_the_ring_behind_the_sinks_and_padding_goes_nowhere():
         np.testing.assert_array_equal(slots.index[row, view.write_slots[row]], view.q_index[row])
 
 
-def test_more_tokens_at_once_than_the_ring_allows_are_refused():
+def test_more_tokens_at_once_than_the_ring_allows_raise_input_error():
     cache = cache_lib.create(TINY.replace(pattern=Sliding(30)), 1, 1000, chunk=8)
     assert cache.capacity == 64
     cache_lib.extend(cache, None, jnp.zeros((1, 35)))

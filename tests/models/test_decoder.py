@@ -239,7 +239,7 @@ def test_bfloat16_compute_stays_near_float32_and_keeps_float32_parameters():
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
-def test_bad_architectures_are_refused_with_the_rule():
+def test_bad_architectures_raise_input_error_with_the_rule():
     with pytest.raises(InputError, match="num_kv_heads=3 must divide"):
         dataclasses.replace(TINY, num_kv_heads=3)
     with pytest.raises(InputError, match="rms, layer"):

@@ -111,7 +111,7 @@ def test_on_a_mesh_it_begins_alike(decoder):
         ({"encoder_layers": 2, "path": None, "preset": "tiny"}, "makes an encoder of the check"),
     ],
 )
-def test_bad_sections_are_refused(decoder, settings, message):
+def test_bad_sections_raise_input_error(decoder, settings, message):
     with pytest.raises(InputError, match=message):
         build(ModelSection(**({"path": decoder[0]} | settings)))
 

@@ -93,7 +93,7 @@ def test_layers_of_one_kind_are_the_model_of_that_kind_bit_by_bit(fields):
 
 @pytest.mark.slow_except("two bases")
 @EVERY
-def test_a_cache_of_mixed_layers_gives_what_the_whole_text_does(layers):
+def test_a_cache_of_mixed_layers_equals_prefill(layers):
     config, tokens = mixed(layers), text(0, 2, 40)
     cache = cache_lib.create(config, 2, 80, chunk=8)
     step = jax.jit(
@@ -180,7 +180,7 @@ def test_rows_of_a_rope_that_follows_the_length_have_the_rotations_that_they_hav
     ).all()
 
 
-def test_a_rotation_without_those_of_layers_that_fix_a_rope_is_refused():
+def test_a_rotation_without_those_of_layers_that_fix_a_rope_raises_input_error():
     config = mixed(MIXES["two bases"])
     with pytest.raises(
         InputError, match=r"rotation: layers .* give model.config.rotation\(length\)"
@@ -220,7 +220,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_combinations_that_make_no_sense_are_refused(changes, message):
+def test_combinations_that_make_no_sense_raise_input_error(changes, message):
     if "memory" in changes:
         changes = changes | {"memory": changes["memory"].memory(SIX)}
     with pytest.raises(InputError, match=message) as error:
@@ -236,6 +236,6 @@ def test_combinations_that_make_no_sense_are_refused(changes, message):
         ({"rope": {"type": "none"}}, "layers.rope=.* lcjax.rope.NoRotation"),
     ],
 )
-def test_entries_with_wrong_values_are_refused(fields, message):
+def test_entries_with_wrong_values_raise_input_error(fields, message):
     with pytest.raises(InputError, match=message):
         LayerKind(**fields)

@@ -89,7 +89,7 @@ def test_bad_adapter_settings_name_the_projections():
 
 
 @pytest.mark.parametrize("rank", [65, 10**9])
-def test_a_rank_above_that_of_all_matrices_is_refused_by_arithmetic(rank):
+def test_a_rank_above_that_of_all_matrices_raises_input_error(rank):
     preset("tiny").replace(lora=LoRA(rank=64))
     with pytest.raises(InputError, match=f"lora.rank={rank} must be at most the width 64"):
         preset("tiny").replace(lora=LoRA(rank=rank))

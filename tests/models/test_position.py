@@ -352,7 +352,7 @@ def test_a_table_of_positions_ends():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_in_one_line(make, message):
+def test_invalid_combinations_raise_input_error(make, message):
     with pytest.raises(InputError, match=message) as error:
         make()
     assert "\n" not in str(error.value)

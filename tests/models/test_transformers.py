@@ -152,7 +152,7 @@ def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     assert written["architectures"] == [type(again).__name__]  # what other engines choose by
 
 
-def test_left_padded_batches_generate_what_transformers_generates(tmp_path):
+def test_left_padded_batches_generate_as_transformers(tmp_path):
     peer = _peer("llama", ROPES["yarn"])
     peer.save_pretrained(tmp_path)
     checkpoints.ByteTokenizer().save(tmp_path)

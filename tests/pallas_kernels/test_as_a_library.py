@@ -139,7 +139,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_told_with_the_way_out(name):
+def test_wrong_arguments_raise_errors_that_name_the_fix(name):
     error, message, call = WRONG[name]
     with pytest.raises(error, match=message):
         call(*arrays())
@@ -229,7 +229,7 @@ def test_axes_of_the_kind_explicit_are_those_that_make_mesh_makes(length):
         np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
 
 
-def test_inside_shard_map_the_check_of_what_varies_has_to_be_off():
+def test_shard_map_needs_check_vma_false():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     x, spec = arrays(), P("data", None, "tensor")
 

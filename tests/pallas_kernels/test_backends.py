@@ -46,7 +46,7 @@ def test_what_has_not_run_on_its_device_runs_by_name_only(other, monkeypatch):
     assert np.all(flash(Q, Q, Q, implementation="other")[0] == 7.0)
 
 
-def test_a_fallback_says_its_reason_once(other, caplog):
+def test_a_fallback_logs_its_reason_once(other, caplog):
     other.reason = f"it has no taste for {id(other)}"
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -56,7 +56,7 @@ def test_a_fallback_says_its_reason_once(other, caplog):
     ]
 
 
-def test_an_implementation_by_name_that_cannot_run_is_refused_with_its_reason(other):
+def test_an_implementation_by_name_that_cannot_run_raises_value_error_with_its_reason(other):
     other.reason = "heads are too large"
     with pytest.raises(ValueError, match="'other'.*: heads are too large; leave implementation"):
         flash(Q, Q, Q, implementation="other")

@@ -57,6 +57,6 @@ def test_gradients_are_those_of_the_logits(bias):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), shared, alone)
 
 
-def test_tables_without_room_for_their_distances_are_refused():
+def test_tables_without_room_for_their_distances_raise_value_error():
     with pytest.raises(ValueError, match="32 buckets a direction with max_distance=16"):
         RelativeBias(jnp.zeros((32, 2)), max_distance=16).logits(jnp.arange(3), jnp.arange(3))

@@ -51,7 +51,7 @@ def test_rows_of_a_batch_skip_each_their_own_documents():
     np.testing.assert_array_equal(apart.full[:, 0], [[0, 0], [0, 1]])
 
 
-def test_rows_that_walk_together_see_what_any_sees_and_test_what_one_must():
+def test_grouped_rows_visit_the_union_of_blocks_and_test_partial_ones():
     segments = np.stack([np.repeat([1, 2], 32), np.repeat([1, 1], 32)])
     together = walked(causal(), 2, 64, 32, 1, segments)
     np.testing.assert_array_equal(together.seen, [[[1, 2]]])
@@ -62,7 +62,7 @@ def test_rows_that_walk_together_see_what_any_sees_and_test_what_one_must():
     np.testing.assert_array_equal(found.full, [[[0, 1]]])
 
 
-def test_nothing_is_computed_for_keys_that_nobody_sees():
+def test_nothing_is_computed_for_invisible_keys():
     # A NaN in an unseen block would reach the output through 0 * NaN if the block were walked.
     q, k, v = arrays(batch=1, t=2048)
     poisoned = v.at[:, 1024:].set(jnp.nan)

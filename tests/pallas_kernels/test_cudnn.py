@@ -191,14 +191,14 @@ TABLE = from_mask(causal(), queries=64, keys=64, q_block=64, k_block=64)
         (dict(v_size=512), {}, {}, "head dim must be <= 256"),
     ],
 )
-def test_what_cudnn_cannot_run_says_why(installed, inputs, operands, spec, reason):
+def test_unsupported_calls_return_reason(installed, inputs, operands, spec, reason):
     spec = Spec(**{"mask": causal(), "scale": 1.0} | spec)
     assert reason in _cudnn.unsupported(*shapes(**inputs), Operands(**operands), spec)
     for mask in (everything(), causal(), causal() & window(4)):
         assert _cudnn.unsupported(*shapes(), Operands(), Spec(mask, 1.0)) is None
 
 
-def test_older_gpus_are_refused(installed, monkeypatch):
+def test_older_gpus_are_rejected(installed, monkeypatch):
     monkeypatch.setattr(fused, "check_compute_capability", lambda least: float(least) <= 7.5)
     reason = _cudnn.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
     assert reason == "cuDNN's fused attention is for GPUs of compute capability 8.0 or above"
@@ -213,7 +213,7 @@ def test_without_cudnn_the_reason_is_jaxs_own():
     assert reason in ("cuDNN is not detected.", "cuDNN not found.")
 
 
-def test_a_cotangent_of_lse_that_came_through_would_be_refused():
+def test_a_cotangent_of_lse_is_rejected():
     x = jnp.ones((1, 8, 1, 8), "bfloat16")
     with pytest.raises(TypeError, match="takes no cotangent of lse"):
         lse = jnp.zeros((1, 8, 1))
@@ -248,7 +248,7 @@ def test_both_passes_lower_to_cudnns_calls_with_the_causal_mask_beside_a_window(
         assert config["sliding_window_length"] == size
 
 
-def test_flash_refuses_it_away_from_cuda():
+def test_flash_rejects_cudnn_on_other_platforms():
     q = jnp.ones((1, 64, 2, 64), "bfloat16")
     with pytest.raises(ValueError, match="it runs on cuda and this process runs on cpu"):
         flash(q, q, q, causal(), implementation="cudnn")

@@ -109,7 +109,7 @@ def test_steps_at_new_places_are_one_program():
     assert step._cache_size() == 1
 
 
-def test_no_parts_at_all_are_refused():
+def test_no_parts_at_all_raise_value_error():
     arrays, _ = build(Case())
     with pytest.raises(ValueError, match="splits .* is 0, must be an integer of at least 1"):
         decode(*arrays, splits=0)

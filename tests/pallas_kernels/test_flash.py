@@ -135,7 +135,7 @@ def test_of_no_rows_no_queries_or_no_keys_nothing_is_seen(batch, queries, keys):
         ),
     ],
 )
-def test_wrong_inputs_are_refused_in_one_line(change, message):
+def test_wrong_inputs_raise_value_error(change, message):
     x = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=message):
         flash(**(dict(q=x, k=x, v=x) | change))

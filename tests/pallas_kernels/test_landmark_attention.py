@@ -166,7 +166,7 @@ def test_no_array_of_queries_times_keys_is_made():
     assert memory.temp_size_in_bytes < 16 * 65_536 * 2 * 64 * 4
 
 
-def test_a_block_without_an_ordinary_token_is_refused():
+def test_a_block_without_an_ordinary_token_raises_value_error():
     q = jnp.ones((1, 4, 1, 8))
     with pytest.raises(ValueError, match="block=1 must be an integer of at least 2"):
         landmark_attention(q, q, q, 1)

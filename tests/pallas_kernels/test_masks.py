@@ -93,7 +93,7 @@ def grid(q=Q, k=K, size=4):
 
 
 @pytest.mark.parametrize(("mask", "definition"), DEFINITIONS.items(), ids=NAMES)
-def test_an_atom_says_what_its_definition_says(mask, definition):
+def test_mask_atoms_equal_their_definitions(mask, definition):
     expected = np.array([[definition(int(q), int(k)) for k in K] for q in Q])
     actual = mask.element(Q[:, None], K[None, :])
     assert actual.shape == expected.shape and actual.dtype == bool
@@ -217,7 +217,7 @@ def test_masks_per_head_combine_part_by_part():
     assert pk.by_heads(causal(), 7) == ((causal(), 7),)
 
 
-def test_masks_per_head_of_different_numbers_of_heads_are_refused():
+def test_masks_per_head_of_different_numbers_of_heads_raise_an_error():
     halves = pk.per_head((causal(), 2), (window(3), 2))
     with pytest.raises(ValueError, match="cover 3 query heads and are used with 4"):
         _ = halves & pk.per_head((causal(), 3))
@@ -230,7 +230,7 @@ def test_masks_per_head_of_different_numbers_of_heads_are_refused():
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "3"])
-def test_a_window_without_a_token_is_refused(size):
+def test_a_window_without_a_token_raises_value_error(size):
     with pytest.raises(ValueError, match="window: size is .*, must be an integer of at least 1"):
         window(size)
 

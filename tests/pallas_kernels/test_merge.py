@@ -165,6 +165,6 @@ def test_sinks_are_one_more_partial_without_values():
     assert_same(*run(q, k, v, sinks))
 
 
-def test_merging_nothing_is_refused():
+def test_merging_nothing_raises_value_error():
     with pytest.raises(ValueError, match="at least one"):
         merge([])

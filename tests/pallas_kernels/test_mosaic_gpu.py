@@ -107,14 +107,14 @@ def shapes(t=128, s=128, size=64, dtype="bfloat16"):
         ({}, {}, dict(mask=keys_in(tuple(range(0, 600, 2)))), "long list"),
     ],
 )
-def test_what_cannot_run_says_why(inputs, operands, spec, reason):
+def test_unsupported_calls_return_reason(inputs, operands, spec, reason):
     spec = Spec(**{"mask": causal(), "scale": 1.0} | spec)
     with described():
         assert reason in _mosaic_gpu.unsupported(*shapes(**inputs), Operands(**operands), spec)
         assert _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0)) is None
 
 
-def test_blocks_that_no_warpgroup_can_hold_say_why():
+def test_blocks_that_do_not_fit_a_warpgroup_return_reason():
     table = from_mask(causal(), queries=128, keys=128, q_block=32, k_block=64)
     with described():
         reason = _mosaic_gpu.unsupported(*shapes(), Operands(table=table), Spec(causal(), 1.0))
@@ -122,7 +122,7 @@ def test_blocks_that_no_warpgroup_can_hold_say_why():
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
-def test_other_gpus_are_refused(kind):
+def test_other_gpus_are_rejected(kind):
     with described(kind):
         reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
     assert reason == "these kernels are for Hopper GPUs (compute capability 9.0)"
@@ -133,7 +133,7 @@ def test_other_gpus_are_refused(kind):
     [((12, 6, 85), False), ((12, 8, 61), True), ((12, 9, 41), True), ((12, 9, 86), False),
      ((13, 0, 88), False), (None, False)],
 )  # fmt: skip
-def test_assemblers_that_miscompile_are_refused(monkeypatch, version, refused):
+def test_assemblers_that_miscompile_are_rejected(monkeypatch, version, refused):
     monkeypatch.setattr(tuning, "assembler", lambda: version)
     with described():
         reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))

@@ -36,7 +36,7 @@ def test_compiled_kernels_compute_the_formulas_in_every_order_of_work():
         ("mbarrier.arrive.release", "all wait for ever"),
     ],
 )
-def test_a_kernel_without_what_it_needs_fails(without, fault):
+def test_a_kernel_without_its_synchronization_fails(without, fault):
     """What the test above would say if a kernel forgot it."""
     code, said = emulate("--only", "queries before every key", "--without", without)
     assert code == 1 and fault in said, said[-3000:]

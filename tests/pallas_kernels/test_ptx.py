@@ -72,7 +72,7 @@ def add_one(numbers, late, **options):
 
 @LATE
 @pytest.mark.parametrize("count", [128, 100])
-def test_a_kernel_computes_what_it_says_and_boxes_end_in_zeros(late, count):
+def test_kernels_compute_and_boxes_are_padded_with_zeros(late, count):
     numbers = np.random.default_rng(count).normal(size=count).astype(np.float32)
     expected = np.pad(numbers, (0, 128 - count)) + np.float32(1)
     np.testing.assert_array_equal(add_one(numbers, late), expected)
@@ -90,12 +90,12 @@ def test_a_kernel_computes_what_it_says_and_boxes_end_in_zeros(late, count):
         ("setp", "%p1"),
     ],
 )
-def test_what_a_gpu_would_not_forgive_is_a_fault(without, fault):
+def test_emulator_rejects_undefined_behaviour(without, fault):
     with pytest.raises((Fault, KeyError, ValueError), match=fault):
         add_one(np.ones(128, np.float32), True, without=without)
 
 
-def test_tensor_maps_that_no_driver_takes_are_refused():
+def test_tensor_maps_that_no_driver_takes_are_rejected():
     for tiles in (
         Tiles(0, 2, [64, 64], [60, 1], 128, [8, 64]),  # rows of 120 bytes
         Tiles(0, 2, [64, 64], [64, 1], 64, [8, 64]),  # 128 bytes shuffled over 64

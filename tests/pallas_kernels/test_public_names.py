@@ -26,7 +26,7 @@ def test_a_table_is_made_and_used_with_public_names_alone():
     np.testing.assert_allclose(found, flash(q, q[:, :4], q[:, :4])[0], atol=1e-6)
 
 
-def test_forward_mode_is_refused_as_the_docstring_says():
+def test_forward_mode_raises_type_error_as_the_docstring_says():
     x = jnp.ones((1, 4, 1, 8))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: flash(q, x, x)[0], (x,), (x,))
@@ -42,7 +42,7 @@ def test_forward_mode_is_refused_as_the_docstring_says():
     ],
 )
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_a_second_derivative_says_that_it_is_not_supported(second, implementation):
+def test_second_derivatives_raise_an_error(second, implementation):
     x = jnp.ones((1, 4, 1, 8))
     with pytest.raises(NotImplementedError, match="second derivatives of attention are not"):
         second(lambda q: flash(q, x, x, implementation=implementation)[0].sum(), x)

@@ -179,7 +179,7 @@ def test_keys_travel_no_further_than_the_mask_sees():
     assert hops(band(-7, 7)) == 8  # the keys of the next device come last
 
 
-def test_what_cannot_be_cut_is_refused_with_the_way_out():
+def test_what_cannot_be_cut_raises_value_error_with_the_way_out():
     arrays, _ = inputs(t=44)
     with pytest.raises(ValueError, match="44 queries cannot be split over the 8 devices.*48"):
         flash(*arrays, causal(), layout=layout(length=8))

@@ -248,7 +248,7 @@ def test_restricting_a_table_leaves_the_blocks_of_both(places, traced):
             np.testing.assert_array_equal(part, visible & other)
 
 
-def test_restricting_keeps_the_order_and_what_a_table_calls_full():
+def test_restrict_keeps_the_order_and_full_blocks():
     index = np.array([[[[3, 0, 2, 1]]]], np.int32)
     counts = np.array([[[2]]], np.int32), np.array([[[4]]], np.int32)
     table = pk.BlockTable(index, *counts, None, q_block=4, k_block=4)
@@ -311,7 +311,7 @@ def test_a_table_expands_to_the_tokens_of_its_blocks():
     np.testing.assert_array_equal(traced[0, 0], expected)
 
 
-def test_places_without_their_partner_are_refused():
+def test_places_without_their_partner_raise_value_error():
     sizes = dict(queries=4, keys=4, q_block=2, k_block=2)
     with pytest.raises(ValueError, match="give both q_segments and k_segments"):
         from_mask(causal(), **sizes, q_segments=np.ones((1, 4), np.int32))

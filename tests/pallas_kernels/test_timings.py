@@ -100,7 +100,7 @@ def taken(mask, direction="forward", d_lse=False, **inputs):
 TIMES = {"quick": 2.0, "quicker": 1.0, "refusing": 0.5, "xla": 9.0}
 
 
-def test_nothing_new_runs_where_nothing_was_measured_and_it_says_how_to(gpu, caplog):
+def test_xla_runs_without_measurements_and_explain_names_the_command(gpu, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert "cuda" not in taken(causal())
@@ -145,7 +145,7 @@ def test_the_nearest_kind_counts_where_one_was_not_measured(gpu):
     assert "cuda" not in taken(causal(), dtype="float32")
 
 
-def test_files_are_added_to_and_forget_what_was_wrong(gpu):
+def test_files_are_extended_and_drop_wrong_implementations(gpu):
     timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
     dense = {"dense, heads of 64": {"forward": TIMES}}
     file = timings.write(gpu, DEVICE, dense, {"quicker": "off"})
@@ -176,7 +176,7 @@ def test_figures_of_another_jax_are_used_and_named(gpu, caplog):
     assert f"measured with jax 0.1.0, this is {jax.__version__}" in caplog.records[0].message
 
 
-def test_explain_says_what_runs_and_why(gpu):
+def test_explain_returns_the_implementation_and_the_reason(gpu):
     timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
     (found,) = explain(lambda *x: flash(*x, causal()), *shapes())
     lines = str(found).splitlines()
@@ -190,7 +190,7 @@ def test_explain_says_what_runs_and_why(gpu):
     assert [x for x in said if said[x].startswith("  > ")] == ["quicker"]
 
 
-def test_explain_finds_backward_passes_and_refuses_what_has_no_attention():
+def test_explain_finds_backward_passes_and_rejects_functions_without_attention():
     def loss(q, k, v):
         return jnp.sum(flash(q, k, v, causal())[0].astype(jnp.float32))
 

@@ -304,12 +304,12 @@ def test_forward_equals_splash_attention_of_jax():
         (dict(tables=(1, 1), q_block=48), "48 queries times 2 heads are 96 rows"),
     ],
 )
-def test_what_cannot_run_says_why(change, reason):
+def test_unsupported_calls_return_reason(change, reason):
     arrays, operands, spec, _ = build(Case(**change))
     assert reason in _tpu.unsupported(*arrays[:3], operands, spec)
 
 
-def test_a_bias_of_more_buckets_than_lanes_says_why():
+def test_a_bias_with_more_buckets_than_lanes_returns_reason():
     (q, k, v, *_), operands, spec, _ = build(Case())
     operands = operands._replace(bias=RelativeBias(jnp.zeros((130, 2)), 1000))
     reason = _tpu.unsupported(q, k, v, operands, spec)
@@ -328,7 +328,7 @@ def test_levels_of_distances_are_the_buckets(buckets, far, both_ways):
     np.testing.assert_array_equal(found, bias.buckets(np.zeros(1, np.int32), ahead)[0])
 
 
-def test_narrow_blocks_of_keys_say_why():
+def test_narrow_blocks_of_keys_return_reason():
     (q, k, v, *_), operands, spec, _ = build(Case())
     table = from_mask(causal(), queries=150, keys=300, q_block=64, k_block=32)
     reason = _tpu.unsupported(q, k, v, operands, Spec(spec.mask, 1.0, None, Constant(table)))

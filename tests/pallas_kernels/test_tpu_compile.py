@@ -22,7 +22,7 @@ from pallas_kernels.landmark import older_spec
 from pallas_kernels.tables import from_block_mask
 
 # The compiler: two minutes together.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("enable_xla_optimizations")]
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 131072

@@ -41,7 +41,7 @@ from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import decode as _tpu_decode
 from pallas_kernels.dispatch import Operands, Spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]  # the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("enable_xla_optimizations")]  # the compiler
 
 
 def step(q, new_key, new_value, keys, values, place, segments, spec, bias=None):

@@ -130,18 +130,18 @@ def test_a_program_for_a_tpu_holds_the_kernels(places, implementation, number):
         (dict(block=1025, s=2050), "blocks of 1025 tokens are above 1024"),
     ],
 )
-def test_what_cannot_run_says_why(change, reason):
+def test_unsupported_calls_return_reason(change, reason):
     arrays, operands, spec = build(Case(**change))
     assert reason in _tpu_landmark.unsupported(*arrays[:3], operands, spec)
 
 
-def test_too_many_blocks_say_why():
+def test_too_many_blocks_return_reason():
     q = jax.ShapeDtypeStruct((1, 2**25, 1, 128), jnp.float32)
     reason = _tpu_landmark.unsupported(q, q, q, Operands(), older_spec(64, 1.0))
     assert "65536 x 65536 blocks of a step are more than 16383" in reason
 
 
-def test_the_kernels_by_name_say_that_a_cpu_is_no_tpu():
+def test_selecting_the_kernels_by_name_on_a_cpu_raises_an_error():
     q = jnp.ones((1, 32, 1, 8))
     for call in (landmark_attention, functools.partial(older_blocks, scale=1.0)):
         reason = r"landmark_attention\(.*'tpu'\): it runs on tpu and this .* cpu"

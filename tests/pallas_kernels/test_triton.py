@@ -173,7 +173,7 @@ def inputs(size=64, dtype="bfloat16", heads=2, table=None, mask=causal(), bias=N
         (dict(table=(64, 40)), "blocks of 40 keys are no multiple of 16"),
     ],
 )
-def test_what_cannot_run_says_why(monkeypatch, change, reason):
+def test_unsupported_calls_return_reason(monkeypatch, change, reason):
     monkeypatch.setattr(tuning, "architecture", lambda: "sm90")
     if "table" in change:
         blocks = dict(zip(("q_block", "k_block"), change["table"], strict=True))
@@ -182,7 +182,7 @@ def test_what_cannot_run_says_why(monkeypatch, change, reason):
     assert found is None if reason is None else reason in found
 
 
-def test_they_run_where_they_are_asked_for_and_say_why_they_cannot(monkeypatch):
+def test_kernels_run_when_selected_or_raise_the_reason(monkeypatch):
     arguments = inputs()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")

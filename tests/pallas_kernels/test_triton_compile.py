@@ -156,7 +156,7 @@ def test_the_assembler_of_either_cuda_is_found(folder, tmp_path, monkeypatch):
     assert toolkit() == tmp_path / "nvidia" / folder
 
 
-def test_compiled_kernels_use_no_more_than_the_table_says():
+def test_compiled_kernels_stay_within_the_table():
     if importlib.util.find_spec("jax_plugins") is None or not any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
     ):

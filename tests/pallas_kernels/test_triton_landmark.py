@@ -127,7 +127,7 @@ def test_nothing_is_read_above_the_diagonal():
         (dict(batch=65536, t=1, s=8), "65536 rows of 2 heads are more than a grid's"),
     ],
 )
-def test_what_cannot_run_says_why(monkeypatch, change, reason):
+def test_unsupported_calls_return_reason(monkeypatch, change, reason):
     monkeypatch.setattr(tuning, "landmark", TILES)
     case = dataclasses.replace(Case(dtype="bfloat16"), **change)
     q, k = (
@@ -146,7 +146,7 @@ def test_what_cannot_run_says_why(monkeypatch, change, reason):
             choose("triton", *arguments)
 
 
-def test_products_too_exact_for_registers_say_why(monkeypatch):
+def test_products_too_exact_for_registers_return_reason(monkeypatch):
     monkeypatch.setattr(tuning, "LARGEST_EXACT", 16)
     arrays, operands, spec = build(Case(t=1, s=8))
     reason = _triton_landmark.unsupported(*arrays[:3], operands, spec)

@@ -28,7 +28,7 @@ from pallas_kernels import timings
         ({"timeout": 0}, r"distributed.timeout=0 must be"),
     ],
 )
-def test_a_section_that_cannot_be_is_refused(fields, message):
+def test_a_section_that_cannot_be_raises_input_error(fields, message):
     with pytest.raises(InputError, match=message):
         Distributed(**fields)
 
@@ -95,7 +95,7 @@ def test_a_host_with_tpus_that_is_part_of_no_pod_runs_alone(monkeypatch):
     assert start_process("Distributed()").returncode == 0
 
 
-def test_a_process_without_a_number_is_refused(monkeypatch):
+def test_a_process_without_a_number_raises_input_error(monkeypatch):
     clean(monkeypatch)
     error = start_process("Distributed('10.0.0.1:1', 2)").stderr.splitlines()[-1]
     assert re.search(r"InputError: distributed: .*process id .*give coordinator", error)
@@ -117,7 +117,7 @@ def test_processes_that_do_not_come_end_the_others_with_one_line(process):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_whose_peer_dies_ends_with_a_line_that_says_what_to_do(killed):
+def test_a_process_whose_peer_dies_ends_with_a_line_that_names_the_fix(killed):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     code = (
@@ -225,13 +225,13 @@ def test_what_another_process_cannot_read_this_one_does_not_take(tmp_path, monke
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2.damaged"]
 
 
-def test_processes_that_see_different_checkpoints_are_told_so(tmp_path, monkeypatch):
+def test_processes_with_different_checkpoints_raise_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: False)
     with pytest.raises(CheckpointError, match=r"must lie on storage that all machines share"):
         Checkpoints(tmp_path)
 
 
-def test_processes_that_measured_other_kernels_are_told_so(monkeypatch):
+def test_processes_with_different_kernel_timings_raise_an_error(monkeypatch):
     @dataclasses.dataclass
     class Config:
         distributed: Distributed = dataclasses.field(default_factory=Distributed)

@@ -24,7 +24,7 @@ def free(monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(fsdp=8)], ids=["one_device", "eight"])
-def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_read(
+def test_a_checkpoint_that_does_not_fit_raises_input_error_before_it_is_read(
     tmp_path, free, monkeypatch, mesh
 ):
     params = random_params(CONFIG, 0)
@@ -39,7 +39,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_read(
         LanguageModel.load(tmp_path / "m", mesh=mesh)
 
 
-def test_a_cache_that_does_not_fit_is_refused(free):
+def test_a_cache_that_does_not_fit_raises_input_error(free):
     lm = LanguageModel.load(ModelSection(preset="tiny", dtype="float32"))
     config = lm.model.config
     size = 2 * 4 * 64 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -63,7 +63,7 @@ def test_devices_that_share_an_array_need_their_parts_only(free):
         free_memory.check_fits({"x": array.update(sharding=copies)}, "they", "stop")
 
 
-def test_what_nobody_knows_is_not_refused(free):
+def test_unknown_free_memory_raises_no_error(free):
     free(None)
     free_memory.check_fits({"x": jax.ShapeDtypeStruct((2**50,), np.int8)}, "they", "stop")
 

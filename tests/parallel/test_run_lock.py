@@ -46,7 +46,7 @@ def test_a_lock_is_released_and_leaves_nothing_behind(tmp_path):
     assert [file.name for file in folder.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_second_run_is_told_who_holds_the_folder(tmp_path, holder):
+def test_a_second_run_raises_an_error_that_names_the_first(tmp_path, holder):
     match = rf"run.folder=.*run is in use by process {holder.pid} on .* since 2.*remove .*{LOCK}"
     for _ in range(2):
         with pytest.raises(InputError, match=match), RunLock(tmp_path / "run"):

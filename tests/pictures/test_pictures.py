@@ -107,7 +107,7 @@ def test_an_answer_is_looked_at_under_the_method_of_the_model_and_drawn(lm, tmp_
     assert imread(path)[..., :3].std() > 0.05 and path.with_suffix(".svg").exists()
 
 
-def test_masks_are_what_their_definitions_say():
+def test_masks_equal_their_definitions():
     order = np.arange(24)
     apart = order[:, None] - order[None]
     seen, distance = pictures.mask_of(Sliding(window=5), 24)
@@ -199,7 +199,7 @@ def test_the_mask_of_a_layer_is_drawn(tmp_path):
     np.testing.assert_array_equal(imread(out), imread(alone))
 
 
-def test_the_attention_command_draws_what_a_dense_computation_gives(tmp_path, monkeypatch, capsys):
+def test_the_attention_command_draws_dense_attention_weights(tmp_path, monkeypatch, capsys):
     drawn, imshow = [], Axes.imshow
 
     def noted(axes, values, **options):
@@ -245,13 +245,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
     assert message in error and error.count("\n") == 1
 
 
-def test_layers_and_heads_that_are_not_there_are_refused(lm):
-    with pytest.raises(InputError, match="layers: 2 is none of the model's 2"):
+def test_layers_and_heads_that_are_not_there_raise_input_error(lm):
+    with pytest.raises(InputError, match="layers: 2 must be from -2 to 1"):
         pictures.answer_attention(lm, [5, 6], answer="a", layers=(2,))
     with pytest.raises(InputError, match="landmark reads a prompt piece by piece"):
         pictures.answer_attention(lm.with_method(pattern=Landmark(token=3)), [5, 6], answer="a")
     found = pictures.AnswerAttention("a", ["a"], 1, (0,), np.zeros((1, 2, 1, 1)))
-    with pytest.raises(InputError, match="head=2 is none of the model's 2"):
+    with pytest.raises(InputError, match="head=2 must be from 0 to 1"):
         pictures.draw_attention(found, "never.png", head=2)
 
 

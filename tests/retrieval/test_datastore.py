@@ -290,7 +290,7 @@ def test_deleted_passages_are_never_found_and_k_others_are(text, tmp_path):
         store.delete([p.id for p in store.passages(valid)])
 
 
-def test_another_encoder_is_refused_by_name_and_can_be_added(text, tmp_path):
+def test_another_encoder_raises_input_error_by_name_and_can_be_added(text, tmp_path):
     encoder, other = WordEncoder(), WordEncoder(dim=8, seed=1)
     store = built(text, tmp_path / "out", encoder)
     with pytest.raises(InputError, match=r"was built by the encoder words .*, and encoder=words"):
@@ -362,7 +362,7 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(text, tmp_path):
         build(settings(text, tmp_path / "dim"), encoder=short)
     for fields, match in [
         ({"out": ""}, "out is empty"),
-        ({"dtype": "int8"}, "dtype='int8' is none of"),
+        ({"dtype": "int8"}, "dtype='int8' must be one of"),
         ({"workers": -1}, "workers=-1 must be"),
         ({"data": TextConfig(sources=[TeacherSource("x")])}, "sources.0: rows of type teacher"),
         ({"data": TextConfig(sources=[TextSource("x", upsample=Upsample())])}, "leave it out"),

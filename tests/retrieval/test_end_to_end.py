@@ -676,7 +676,7 @@ def whole(toy, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_find_and_learn_what_one_does(toy, compiled_once, tmp_path):
+def test_two_processes_equal_one(toy, compiled_once, tmp_path):
     options = {"temperature": 0.1, "refresh": 2}
     settings = [config(toy, tmp_path / name, (Marginal, options), steps=5) for name in "ab"]
     run(settings[0])
@@ -786,8 +786,16 @@ def test_bad_input_is_one_line_with_the_way_out(section, more, match, toy, tmp_p
         (LSR, {"temperature": 0.0}, r"retriever.temperature=0.0 must be a number above 0"),
         (LSR, {"lm_temperature": -1}, r"retriever.lm_temperature=-1 must be a number above 0"),
         (LSR, {"store": ""}, r"retriever.store is empty: name a folder"),
-        (Marginal, {"marginal": "words"}, r"retriever.marginal='words' is none of sequence, token"),
-        (Marginal, {"passages": "never"}, r"retriever.passages='never' is none of trained, frozen"),
+        (
+            Marginal,
+            {"marginal": "words"},
+            r"retriever.marginal='words' must be one of sequence",
+        ),
+        (
+            Marginal,
+            {"passages": "never"},
+            r"retriever.passages='never' must be one of trained",
+        ),
         (Marginal, {"refresh": 0}, r"retriever.refresh=0 must be a whole number of at least 1"),
     ],
 )
@@ -797,7 +805,7 @@ def test_values_that_no_training_has(kind, options, match):
 
 
 @pytest.mark.slow
-def test_a_store_of_the_rows_own_document_is_refused_unless_that_is_allowed(toy, tmp_path):
+def test_a_store_of_the_rows_own_document_raises_input_error_unless_that_is_allowed(toy, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "only.txt").write_text(" ".join(WORDS * 20))
     text, store = str(tmp_path / "text"), str(tmp_path / "store")
@@ -812,7 +820,7 @@ def test_a_store_of_the_rows_own_document_is_refused_unless_that_is_allowed(toy,
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_only_with_the_same_passages(toy, tmp_path):
+def test_a_run_resumes_only_with_the_same_passages(toy, tmp_path):
     store = shutil.copytree(toy / "store", tmp_path / "store")
     section = (LSR, {"store": str(store), "k": 2})
     run(config(toy, tmp_path / "run", section, steps=2))

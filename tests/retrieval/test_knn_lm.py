@@ -259,7 +259,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_a_build_that_is_killed_goes_on(lm, store, corpus, tmp_path, monkeypatch, at):
+def test_a_killed_build_resumes(lm, store, corpus, tmp_path, monkeypatch, at):
     out, settings = tmp_path / "out", config(corpus, tmp_path / "out")
     plain, calls = knn_lib._read_batch, []
 
@@ -335,7 +335,7 @@ def test_settings_that_do_not_fit(lm, store, changes, words):
             check_config(parse(EvalConfig, [f"--methods=[{{name: knn, knn: {settings}}}]"]))
 
 
-def test_another_model_is_refused_by_name(lm, store):
+def test_another_model_raises_input_error(lm, store):
     others = [
         LanguageModel.load(ModelSection(preset="tiny", seed=1)),
         lm.with_method(rope=Linear(factor=2)),

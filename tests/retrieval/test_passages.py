@@ -110,7 +110,7 @@ def test_passages_cover_every_word_in_order(text, unit, size, data):
 
 def test_bad_settings_are_one_line():
     for fields, match in [
-        ({"unit": "pages"}, "chunking.unit='pages' is none of"),
+        ({"unit": "pages"}, "chunking.unit='pages' must be one of"),
         ({"size": 0}, "chunking.size=0 must be"),
         ({"overlap": -1}, "chunking.overlap=-1 must be"),
         ({"size": 5, "overlap": 5}, "chunking.overlap=5 must be below chunking.size=5"),

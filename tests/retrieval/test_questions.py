@@ -88,7 +88,7 @@ def test_the_seed_chooses_and_deleted_passages_ask_nothing(store, tmp_path):
     assert deleted not in [name for row in rows["test"] for name in row["relevant"]]
 
 
-def test_the_command_writes_what_retrieval_evaluates(store, tmp_path, capsys):
+def test_the_command_writes_files_for_retrieval_evaluation(store, tmp_path, capsys):
     file = tmp_path / "questions.yaml"
     options = dict(store=f"{store}", kinds=[KIND], count=4, demonstrations=1, out=f"{tmp_path}")
     file.write_text(json.dumps(options))

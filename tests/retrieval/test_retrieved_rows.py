@@ -219,7 +219,7 @@ def test_the_command_writes_parts(folder, tmp_path, capsys):
     )
 
 
-def test_other_passages_or_settings_do_not_go_on_in_the_same_folder(folder, retdoc, tmp_path):
+def test_other_passages_or_settings_do_not_resume_in_the_same_folder(folder, retdoc, tmp_path):
     text = TextConfig(str(folder / "text"))
     out = str(tmp_path / "store")
     config = BuildConfig(text, Chunking("words", 12), Sparse(k1=0.9), out=out, workers=1)
@@ -249,7 +249,7 @@ class Other(ByteTokenizer):
     fingerprint = "other"
 
 
-def test_rows_of_another_shape_or_tokenizer_are_refused(retdoc, retro):
+def test_rows_of_another_shape_or_tokenizer_raise_input_error(retdoc, retro):
     for config, match in [
         (
             training_config(retdoc, dataclasses.replace(RETDOC, length=41)),
@@ -292,7 +292,7 @@ def test_a_training_needs_rows_of_one_kind(folder, retdoc):
         ({"learned": True}, r"chunks.learned=true adds targets .*text=retrieved has none"),
     ],
 )
-def test_chunks_that_cannot_be_are_refused(split, match):
+def test_chunks_that_cannot_be_raise_input_error(split, match):
     with pytest.raises(InputError, match=match):
         training_config("rows", dataclasses.replace(RETDOC, **split))
 
@@ -304,8 +304,8 @@ def test_chunks_that_cannot_be_are_refused(split, match):
         ({"store": ""}, r"store is empty: give --store="),
         ({"tokenizer": ""}, r"tokenizer is empty: give --tokenizer="),
         ({"query_tokens": 0}, r"query_tokens=0 must be"),
-        ({"kind": "best"}, r"kind='best' is none of sparse, dense, hybrid"),
-        ({"index": "flat"}, r"index='flat' is none of exact"),
+        ({"kind": "best"}, r"kind='best' must be one of sparse, dense, hybrid"),
+        ({"index": "flat"}, r"index='flat' must be one of exact"),
         ({"split": Chunks(1, 8)}, r"data.chunks must say .* with text: retrieved"),
         ({"data": {"repeat": None}}, r"rows=null with data.repeat=null has no end"),
         ({"kind": "dense"}, r"has no vectors|has no encoder|has vectors of none|no vectors"),
@@ -314,7 +314,7 @@ def test_chunks_that_cannot_be_are_refused(split, match):
         ({"tokenizer": "nowhere"}, r"^tokenizer=nowhere: no such file or folder"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_in_one_line(fields, match, folder, tmp_path):
+def test_invalid_settings_raise_input_error(fields, match, folder, tmp_path):
     fields = {"out": tmp_path / "out"} | fields
     if fields["out"] == "text":
         fields["out"] = folder / "text" / "rows"
@@ -323,7 +323,7 @@ def test_what_cannot_be_stored_is_refused_in_one_line(fields, match, folder, tmp
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-def test_a_datastore_without_words_or_hits_is_refused(folder, tmp_path):
+def test_a_datastore_without_words_or_hits_raises_input_error(folder, tmp_path):
     (tmp_path / "other.txt").write_text("zebra yak xylophone " * 30)
     out, other = str(tmp_path / "store"), TextConfig(str(tmp_path / "other.txt"))
     build(BuildConfig(other, Chunking("words", 12), out=out, workers=1))
@@ -336,7 +336,7 @@ def test_a_datastore_without_words_or_hits_is_refused(folder, tmp_path):
         write_chunks(rows_config(folder, tmp_path / "rows", store=dense, kind="sparse"))
 
 
-def test_documents_without_names_are_refused(folder, tmp_path):
+def test_documents_without_names_raise_input_error(folder, tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(1000, dtype="<u2").tobytes())
     config = rows_config(folder, tmp_path / "out", data={"path": str(tmp_path / "a.bin")})
     with pytest.raises(InputError, match=r"a.bin does not name the documents .*same_document=tr"):

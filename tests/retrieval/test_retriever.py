@@ -136,7 +136,7 @@ def test_changes_of_the_datastore_change_no_other_hit(kind, store, encoder):
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf_pq"])
-def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder, capsys):
+def test_a_faiss_index_is_stored_with_the_vectors(kind, store, encoder, capsys):
     pytest.importorskip("faiss")
     with pytest.raises(InputError, match=f"has no index {kind}, but none: build it with"):
         Retriever.open(store, "dense", encoder=encoder, index=kind)
@@ -161,7 +161,7 @@ def test_an_index_of_faiss_stands_beside_the_vectors(kind, store, encoder, capsy
     assert store.check_files() and len(list(store.folder.glob("*.faiss"))) == 1
 
 
-def test_more_is_asked_of_an_index_that_cannot_leave_out_rows():
+def test_an_index_without_deletions_is_searched_for_more_hits():
     class Index:
         def search(self, queries, k):
             self.k = k
@@ -180,8 +180,8 @@ def test_bad_arguments_are_one_line(store, encoder):
     with pytest.raises(InputError, match="was built by the encoder words"):
         Retriever.open(store, "dense", encoder=WordEncoder(seed=2))
     for fields, match in [
-        ({"kind": "fuzzy"}, "kind='fuzzy' is none of sparse, dense, hybrid"),
-        ({"index": "flat"}, "index='flat' is none of exact, ivf"),
+        ({"kind": "fuzzy"}, "kind='fuzzy' must be one of sparse, dense, hybrid"),
+        ({"index": "flat"}, "index='flat' must be one of exact, ivf"),
         ({"kind": "sparse", "k_candidates": 0}, "k_candidates=0 must be"),
         ({"kind": "sparse", "rank_constant": -1}, "rank_constant=-1 must be"),
     ]:
@@ -348,7 +348,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
         (("search", out, "x", "--k=many"), "--k: many must be a whole number"),
         (("search", out, "x", "--k=0"), "k=0 must be"),
         (("search", out, "x", "--kind=dense"), "has no vectors: build it with an encoder"),
-        (("search", out, "x", "--index=flat"), "index='flat' is none of"),
+        (("search", out, "x", "--index=flat"), "index='flat' must be one of"),
         (("check", out, "--n=0"), "n=0 must be"),
         (("append", out), "required: --path"),
         (("append", out, "--path=nothing.txt"), "data.path=nothing.txt does not exist"),

@@ -197,7 +197,7 @@ def test_memory_map_in_bounded_memory(tmp_path, dtype):
     assert_equal(view.search(queries, 7), brute_force(queries, vectors[13:4000], 7))
 
 
-def test_a_map_that_was_written_keeps_what_was_written(tmp_path):
+def test_a_written_memory_map_keeps_its_changes(tmp_path):
     queries, vectors = integers(19, 4, 5000, 6)
     np.save(tmp_path / "vectors.npy", np.zeros_like(vectors))
     copied = np.load(tmp_path / "vectors.npy", mmap_mode="c")
@@ -240,7 +240,7 @@ def test_vectors_larger_than_the_memory_are_streamed(monkeypatch):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.nan])
 @pytest.mark.parametrize("metric", ["dot", "l2"])
-def test_numbers_that_are_not_finite_are_refused_by_row(bad, metric):
+def test_numbers_that_are_not_finite_raise_input_error_with_the_row(bad, metric):
     queries, vectors = normal(11, 3, 500, 5)
     vectors[321, 2] = bad
     queries[:, 2] = 1.0
@@ -256,7 +256,7 @@ def test_numbers_that_are_not_finite_are_refused_by_row(bad, metric):
         ExactIndex(clean, metric=metric).search(queries, 2)
 
 
-def test_bad_arguments_are_refused_by_name():
+def test_bad_arguments_raise_input_error():
     queries, vectors = normal(12, 2, 10, 4)
     index = ExactIndex(vectors)
     for k in (0, -1, 1.5, True):

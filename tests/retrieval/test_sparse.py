@@ -126,7 +126,7 @@ def test_stop_words_and_bad_settings(monkeypatch):
     index = SparseIndex.build(texts, stopwords=None)
     assert index.search(["the"], 2)[1].tolist() == [[0, 1]]
     for fields, match in [
-        ({"method": "bm26"}, "sparse.method='bm26' is none of lucene"),
+        ({"method": "bm26"}, "sparse.method='bm26' must be one of lucene"),
         ({"k1": -1}, "sparse.k1=-1 must be"),
         ({"b": 1.5}, "sparse.b=1.5 must be"),
         ({"delta": math.nan}, "sparse.delta=nan must be"),
@@ -158,7 +158,7 @@ def test_stems_are_numbered_in_the_order_of_the_texts(monkeypatch):
     index = SparseIndex.build(["two cats", "one cat", "dogs"], stemmer="english")
     assert list(index._bm25.vocab_dict.items()) == [("two", 0), ("cat", 1), ("one", 2), ("dog", 3)]
     assert index.search(["cats dog"], 3)[1].tolist() == [[2, 0, 1]]
-    with pytest.raises(InputError, match="sparse.stemmer=elvish is none of english"):
+    with pytest.raises(InputError, match="sparse.stemmer=elvish must be one of english"):
         SparseIndex.build(["x"], stemmer="elvish")
     monkeypatch.setitem(sys.modules, "Stemmer", None)
     with pytest.raises(InputError, match="sparse.stemmer=english needs PyStemmer"):

@@ -266,7 +266,7 @@ def test_prefixes_titles_and_their_defaults(folder, tmp_path):
     assert "default_prompt_name='none' is no key" in error_of(lambda: BertEncoder.load(tmp_path))
 
 
-def test_a_sentence_transformers_folder_says_how_to_pool(tmp_path):
+def test_pooling_comes_from_a_sentence_transformers_folder(tmp_path):
     model = save_bert(tmp_path)
     make_sentence_transformer(tmp_path, "cls_token")
     edit(tmp_path / "sentence_bert_config.json", max_seq_length=9, do_lower_case=True)
@@ -652,7 +652,7 @@ BAD = {
     "model_type='roberta' is not a BERT": _config(model_type="roberta"),
     "position_embedding_type='relative_key'": _config(position_embedding_type="relative_key"),
     "is_decoder=True": _config(is_decoder=True),
-    "hidden_act='tanh' is none of gelu": _config(hidden_act="tanh"),
+    "hidden_act='tanh' must be one of gelu": _config(hidden_act="tanh"),
     "num_attention_heads=4 must divide": _config(num_attention_heads=4),
     "missing: encoder.layer.2": _config(num_hidden_layers=3),
     "unexpected: encoder.layer.1": _config(num_hidden_layers=1),

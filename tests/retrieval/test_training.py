@@ -529,7 +529,7 @@ def test_held_out_records_are_not_trained_on_and_are_the_same_every_time(bert, p
     assert not held_out & queries("train", 3)
 
 
-def test_text_with_fewer_pairs_than_a_batch_is_refused(bert, text):
+def test_text_with_fewer_pairs_than_a_batch_raises_input_error(bert, text):
     crops = Crops(length=20)
     with pytest.raises(InputError, match=r"data has \d+ pairs for training, fewer"):
         open_batches(crops, bert, {"path": str(text)}, batch_size=1000)
@@ -675,7 +675,7 @@ def test_numbers_of_the_section_are_checked(changes, message):
         InverseCloze(keep=2)
 
 
-def test_texts_longer_than_the_encoder_reads_are_refused(tmp_path, bert, pairs):
+def test_texts_longer_than_the_encoder_reads_raise_input_error(tmp_path, bert, pairs):
     config = settings(tmp_path / "run", bert, Records(str(pairs)), retriever={"passage_tokens": 64})
     with pytest.raises(InputError, match=r"passage_tokens=64 is more than the 40 tokens that"):
         run(config)

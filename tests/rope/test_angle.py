@@ -48,7 +48,7 @@ def positions_of_every_size(rng):
 def compiler(request):
     """Optimised programs fuse products and sums, which rounds differently."""
     if request.param == "optimised":
-        request.getfixturevalue("optimised")
+        request.getfixturevalue("enable_xla_optimizations")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -205,19 +205,19 @@ def test_published_configs_are_read(config, rope):
     assert from_hf(config) == rope
 
 
-def test_a_trained_length_of_longrope_stands_at_the_top_of_the_config_too():
+def test_the_trained_length_of_longrope_is_also_a_top_level_key():
     rope = LongRope(theta=1e4, short_factor=(1.0, 1.1), long_factor=(2.0, 3.0))
     assert "original_max_position_embeddings" not in rope.to_hf(4)
     entries = dataclasses.replace(rope, original_length=4096).to_hf(4)
     assert entries["original_max_position_embeddings"] == 4096
 
 
-def test_a_loader_resolves_what_a_config_leaves_open():
+def test_a_loader_resolves_missing_fields():
     rope = from_hf({"rope_scaling": {"type": "linear", "factor": 2.0}})
     assert rope.resolve(theta=1e4, length=2048) == Linear(theta=1e4, factor=2.0)
 
 
-def test_rope_parameters_changed_beside_our_key_are_refused():
+def test_rope_parameters_that_contradict_lcjax_rope_raise_input_error():
     entries = NTK(theta=1e4, alpha=29.0).to_hf(HEAD)
     entries["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
     with pytest.raises(InputError, match=r"^lcjax_rope \(type ntk\) .* changed since; delete"):
@@ -251,7 +251,7 @@ def test_configs_that_cannot_be_read_are_one_line(config, message):
     assert "\n" not in str(error.value)
 
 
-def test_export_of_what_depends_on_channels_asks_for_them():
+def test_export_of_methods_that_depend_on_head_dim_requires_it():
     for rope in (ROPES[2], ROPES[4], ROPES[11]):
         with pytest.raises(InputError, match=r"call to_hf\(head_dim=\.\.\.\)"):
             rope.to_hf()

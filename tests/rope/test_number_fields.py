@@ -100,7 +100,7 @@ OUT_OF_RANGE = [
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("rope", OUT_OF_RANGE, ids=lambda rope: rope.type)
-def test_frequencies_and_scales_that_float32_cannot_hold_are_refused(rope):
+def test_frequencies_and_scales_that_float32_cannot_hold_raise_input_error(rope):
     with pytest.raises(InputError, match=rf"^rope {rope.type} with theta=.* in float32") as error:
         rope.rotation(32, 1000)
     assert "\n" not in str(error.value)
@@ -126,7 +126,7 @@ def test_large_but_usable_numbers_stay_allowed():
         ("default", "rope_theta"),
     ],
 )
-def test_hugging_face_configs_without_finite_numbers_are_refused(kind, key, value):
+def test_hugging_face_configs_without_finite_numbers_raise_input_error(kind, key, value):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "max_factor": 4, key: value}
     with pytest.raises(InputError, match=rf"^rope_parameters\.{key}=.* finite number") as error:
         from_hf({"rope_parameters": rope, "max_position_embeddings": 64})

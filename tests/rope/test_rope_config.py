@@ -79,6 +79,6 @@ def test_positions_are_plain_unless_chosen():
         ({"type": "yarn", "factor": "x"}, "Couldn't parse 'x' into a float"),
     ],
 )
-def test_misspelt_sections_are_refused(text, message):
+def test_misspelt_sections_are_rejected(text, message):
     with pytest.raises(DraccusException, match=message):
         draccus.decode(Section, {"rope": text})

@@ -187,7 +187,7 @@ def test_requests_that_wait_share_a_batch_and_have_the_texts_of_single_ones(clie
     assert batches[-1] == 4  # three, and a copy up to a power of two
 
 
-def test_more_requests_than_the_queue_holds_are_told_to_come_later(lm):
+def test_requests_beyond_the_queue_get_status_503(lm):
     with serving(lm, max_queue=1) as client:
         client.server._num_running += 1
         for path in ("completions", "chat/completions", "contexts"):
@@ -229,7 +229,7 @@ def test_the_text_of_a_client_that_leaves_is_not_generated(lm, stream, monkeypat
         assert client.server._num_running == 0
 
 
-def test_a_key_is_asked_of_all_but_health(lm):
+def test_all_paths_but_health_require_the_api_key(lm):
     with serving(lm, api_key="s3cret") as client:
         assert client.ask("GET", "/v1/models")[0] == 401
         assert client.ask("GET", "/v1/models", headers={"Authorization": "Bearer no"})[0] == 401

@@ -63,7 +63,7 @@ def equal_leaves(a, b):
 
 
 @pytest.mark.slow
-def test_the_stages_follow_one_another_and_the_decoder_stays_what_it_was(corpus, tmp_path):
+def test_the_stages_chain_and_the_decoder_stays_unchanged(corpus, tmp_path):
     mlm = tiny(
         *(tmp_path / "mlm", corpus), data={"masking": Masking()}, model={"preset": "tiny-encoder"}
     )
@@ -159,7 +159,7 @@ WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
         ("missing", Distill(), r"has no teacher.json; name a folder that `python -m lcjax.data"),
     ],
 )
-def test_rows_and_settings_that_do_not_belong_together_are_refused_before_a_model_is_read(
+def test_rows_and_settings_that_do_not_belong_together_raise_input_error_before_a_model_is_read(
     data, distill, match, corpus, stored, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(LanguageModelTask, "load", None)

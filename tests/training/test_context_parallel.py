@@ -93,7 +93,7 @@ def assert_as_on_one_device(model, shape, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_mesh_computes_what_one_device_does(pattern, shape):
+def test_every_mesh_equals_one_device(pattern, shape):
     assert_as_on_one_device(config(pattern), shape)
 
 

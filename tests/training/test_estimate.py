@@ -27,7 +27,7 @@ def test_state_and_activations_are_shared_by_the_devices_of_a_text():
     assert cut.activations - logits == pytest.approx((whole.activations - logits) / 4, rel=0.25)
 
 
-def test_a_rank_of_lora_that_no_matrix_has_is_refused_before_weights_are_read():
+def test_a_rank_of_lora_that_no_matrix_has_raises_input_error_before_weights_are_read():
     config = config_lib.parse(
         TrainConfig, ["--model.preset=llama2-7b", "--run.folder=r", "--train.lora.rank=5000"]
     )
@@ -75,7 +75,7 @@ def test_help_needs_no_devices(main, words, capsys):
 
 
 @pytest.mark.parametrize(("limit", "lines"), [(None, 1), (10**12, 1), (10**4, 2)])
-def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, lines):
+def test_a_run_prints_its_memory_and_warns_if_a_device_has_less(limit, lines):
     words = ["--model.preset=tiny", "--train.batch_size=8", "--data.length=64"]
     config = config_lib.parse(TrainConfig, words)
     output = estimate.of_run(config, estimate.model_of(config), make_mesh(Mesh()), limit)
@@ -84,7 +84,7 @@ def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, line
 
 
 @pytest.mark.parametrize("name", ["cepe_smollm2", "study/sharedllm_main"])
-def test_a_recipe_that_needs_what_another_one_trains_has_its_architecture(name):
+def test_a_recipe_that_starts_from_another_one_has_its_architecture(name):
     config = config_lib.parse(TrainConfig, ["--config", f"lcjax:{name}"])
     model = estimate.model_of(config)
     assert (model.num_layers, model.width) == (30, 576) and model.memory is not None

@@ -132,7 +132,9 @@ def test_a_model_of_other_origin_is_not_removed(folder, corpus):
     assert snapshot(folder) == before
 
 
-def test_a_model_that_transformers_cannot_hold_is_refused_before_the_first_step(tmp_path, corpus):
+def test_a_model_that_transformers_cannot_hold_raises_input_error_before_the_first_step(
+    tmp_path, corpus
+):
     model = {"preset": "tiny", "pattern": Longformer(window=8)}
     with pytest.raises(InputError, match=r"train.export=true: .*pattern.*set train.export=false"):
         run(tiny(tmp_path / "run", corpus, model=model))
@@ -197,7 +199,7 @@ def test_a_run_with_frozen_weights_and_its_exports_are_one_model(
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), exported, params)
 
 
-def test_two_runs_at_once_are_refused(tmp_path, corpus):
+def test_two_runs_at_once_raise_input_error(tmp_path, corpus):
     config = short(tmp_path / "run", corpus)
     with RunLock(tmp_path / "run"), pytest.raises(InputError, match="is in use by process"):
         run(config)
@@ -215,7 +217,7 @@ def test_a_run_that_failed_at_its_start_may_be_replaced(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("name", ["model/README.md", "adapter/README.md"])
-def test_results_that_cannot_be_replaced_are_refused_before_the_first_step(
+def test_results_that_cannot_be_replaced_raise_input_error_before_the_first_step(
     folder, corpus, monkeypatch, name
 ):
     add(folder, name)
@@ -228,7 +230,7 @@ def test_results_that_cannot_be_replaced_are_refused_before_the_first_step(
 
 @pytest.mark.parametrize("name", ["checkpoints", "tokenizer", "model"])
 @pytest.mark.parametrize("kind", ["a file", "read-only"])
-def test_a_folder_that_cannot_take_results_is_refused_before_the_model_is_read(
+def test_a_folder_that_cannot_take_results_raises_input_error_before_the_model_is_read(
     tmp_path, corpus, monkeypatch, name, kind
 ):
     monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))
@@ -245,7 +247,7 @@ def test_a_folder_that_cannot_take_results_is_refused_before_the_model_is_read(
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused_before_the_model_is_read(
+def test_a_folder_in_the_place_of_a_file_raises_input_error_before_the_model_is_read(
     tmp_path, corpus, monkeypatch
 ):
     monkeypatch.setattr(LanguageModelTask, "load", lambda _: pytest.fail("a model was read"))

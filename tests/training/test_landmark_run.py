@@ -38,7 +38,7 @@ def test_rows_are_those_without_landmarks_with_landmarks_put_in(corpus):
             np.testing.assert_array_equal(batch[name], field)
 
 
-def test_reading_goes_on_where_it_was_and_not_with_other_landmarks(corpus):
+def test_data_resumes_at_its_position_and_not_with_other_landmarks(corpus):
     loader = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
     next(loader)
     state, expected = loader.get_state(), next(loader)
@@ -50,7 +50,7 @@ def test_reading_goes_on_where_it_was_and_not_with_other_landmarks(corpus):
         make_loader(data(corpus), ByteTokenizer(), 4).set_state(state)
 
 
-def test_rows_that_are_not_whole_blocks_are_refused_before_training(corpus):
+def test_rows_that_are_not_whole_blocks_raise_input_error_before_training(corpus):
     with pytest.raises(InputError, match="data.length=32 must be a multiple .* nearest: 28, 35"):
         make_loader(data(corpus), ByteTokenizer(), 4, landmarks=Landmarks(260, 7, "drop"))
 
@@ -106,7 +106,7 @@ def test_new_tokens_begin_as_the_mean_of_all_others():
     ("pattern", "more", "message"),
     [
         (Landmark(block=8, top_k=None), {}, "pattern.token is not set"),
-        (Landmark(block=8, top_k=None, token=259), {}, "pattern.token=259 is beyond .* give 260"),
+        (Landmark(block=8, top_k=None, token=259), {}, "pattern.token=259 exceeds .* use 260"),
         (PATTERN, {"trainable": ("norms",)}, "and <landmark> untrained .*embeddings and head, or"),
     ],
 )

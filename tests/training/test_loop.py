@@ -138,7 +138,7 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(loop.Progress, "report", reporting)
 
 
-def test_sigterm_saves_and_ends_well_and_the_same_command_goes_on(
+def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     tmp_path, corpus, reference, monkeypatch, capsys
 ):
     with monkeypatch.context() as patch:
@@ -151,7 +151,7 @@ def test_sigterm_saves_and_ends_well_and_the_same_command_goes_on(
     assert losses(tmp_path / "run") == reference[2]
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch):
+def test_ctrl_c_saves_and_prints_how_to_resume(tmp_path, corpus, monkeypatch):
     at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; step 3 is saved"):
         run(tiny(tmp_path / "run", corpus))
@@ -198,7 +198,7 @@ def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypat
     assert "skipped step 3: loss nan" in capfd.readouterr().err
 
 
-def test_skipping_for_ever_is_refused(tmp_path, corpus, monkeypatch):
+def test_skipping_for_ever_is_rejected(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(loop, "_MAX_SKIPS", 3)
     poison(monkeypatch, *range(5, 20))
     with pytest.raises(loop.NonFiniteError, match="stopped at step 7"):
@@ -261,7 +261,7 @@ def test_a_step_is_dispatched_before_the_results_of_the_one_before_are_waited_fo
     assert events == ["step", *["step", "results"] * (STEPS - 1), "results"]
 
 
-def test_a_run_goes_on_with_one_state_in_memory(tmp_path, corpus, monkeypatch):
+def test_a_resumed_run_holds_one_state_in_memory(tmp_path, corpus, monkeypatch):
     with monkeypatch.context() as patch:
         at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
         run(tiny(tmp_path / "run", corpus, export=False))
@@ -285,7 +285,9 @@ def test_a_run_goes_on_with_one_state_in_memory(tmp_path, corpus, monkeypatch):
     assert len(freed) > 5 and all(freed)
 
 
-def test_another_learning_rate_is_refused_unless_it_is_accepted(tmp_path, corpus, reference):
+def test_another_learning_rate_raises_input_error_unless_it_is_accepted(
+    tmp_path, corpus, reference
+):
     folder = reference[0]
     with pytest.raises(InputError, match=r"train.lr=0.001 but the run .* began with 0.003"):
         run(tiny(folder, corpus, lr=1e-3))

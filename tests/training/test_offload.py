@@ -126,7 +126,7 @@ def toy_steps(offload):
     return state, losses
 
 
-def test_updates_of_what_waits_are_those_of_what_does_not():
+def test_offloaded_updates_equal_updates_on_the_device():
     resident, moments, weights = map(toy_steps, ("none", "optimizer", "parameters"))
     assert_same_numbers(resident, moments)
     assert_same_numbers(resident, weights)
@@ -181,7 +181,7 @@ def test_moments_on_the_host_change_no_number():
         ({"remat": "attention"}, {"bad": (1,), "count": 3}),
     ],
 )
-def test_nor_on_meshes_and_in_other_models(changes, options):
+def test_offloading_is_exact_on_meshes_and_other_models(changes, options):
     results = [
         steps(offload, config=CONFIG.replace(**changes), **options)
         for offload in ("none", "parameters")
@@ -209,7 +209,7 @@ def test_gradients_stay_on_the_device():
     assert "MemorySpace.Device" in text and "MemorySpace.Host" not in text
 
 
-def test_what_cannot_wait_is_refused():
+def test_unsupported_offloading_raises_input_error():
     with pytest.raises(InputError, match="set model.remat to full, attention or dots"):
         config_lib.parse(TrainConfig, ["--train.offload=parameters", "--model.remat=none"])
     with pytest.raises(InputError, match="train.offload.*optimizer"):
@@ -217,7 +217,7 @@ def test_what_cannot_wait_is_refused():
 
 
 @pytest.mark.slow
-def test_the_estimate_counts_what_a_device_has_at_a_time():
+def test_the_estimate_counts_the_memory_of_a_device():
     llama, mesh = preset("llama2-7b").replace(remat="full"), Mesh(fsdp=4)
     none, moments, weights = (
         cost.training_memory(llama, 512, 4, mesh, offload=offload)
@@ -232,7 +232,7 @@ def test_the_estimate_counts_what_a_device_has_at_a_time():
 
 
 @pytest.mark.slow
-def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
+def test_a_run_saves_resumes_scores_and_exports_offloaded_arrays(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     results = {}
     for offload in ("none", "parameters"):
@@ -261,7 +261,7 @@ def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: pip install -e '.[aot]'",
 )
-def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised):
+def test_the_tpu_compiler_keeps_one_offloaded_layer_on_the_device(enable_xla_optimizations):
     topology = Topology.parse("v5e:2x2")
     mesh = make_mesh(Mesh(), devices(topology))
     model = ModelConfig(512, 1024, 2816, 16, 8, 8, 128, 512, dtype="bfloat16", remat="full")

@@ -74,7 +74,7 @@ def test_a_gradient_above_the_clip_norm_is_scaled_to_it():
         np.testing.assert_allclose(first_moment, 0.1 * clipped * np.array([0.6, 0.8]), rtol=1e-5)
 
 
-def test_rates_multiply_the_finished_update_of_what_their_first_rule_names():
+def test_rates_multiply_the_final_update_of_their_first_matching_rule():
     params = {"rope": {"up": jnp.ones(2)}, "head": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}}
     grads = jax.tree.map(lambda p: 3.0 * p, params)
     settings = {"weight_decay": 0.5, "clip": None}
@@ -137,20 +137,20 @@ def test_impossible_settings_name_key_and_value(settings, named):
     ("rate", "named"),
     [(("rope", 0.0), "factor=0.0 of rule 'rope' must be above 0"), (("(", 1.0), r"rule '\('")],
 )
-def test_an_impossible_rate_is_refused(rate, named):
+def test_an_impossible_rate_raises_input_error(rate, named):
     with pytest.raises(InputError, match=rf"^train.rates: {named}"):
         Rate(*rate)
 
 
 @pytest.mark.parametrize("key", ["dtype", "param_dtype"])
-def test_float16_is_refused_in_one_line(key):
+def test_float16_raises_input_error(key):
     file_says_so = {"model": ModelSection(preset="tiny", **{key: "float16"})}
     with pytest.raises(InputError, match=rf"^model.{key}='float16' cannot be trained") as error:
         TrainConfig(**file_says_so)
     assert "bfloat16" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_run_without_a_folder_is_refused():
+def test_a_run_without_a_folder_raises_input_error():
     with pytest.raises(InputError, match="run.folder='' must name a folder"):
         RunSection(folder="")
 

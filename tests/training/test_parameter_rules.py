@@ -50,12 +50,12 @@ def test_a_rule_that_matches_nothing_names_near_ones():
         trainable(flatten(TREE), ("norm_s",))
 
 
-def test_a_rate_for_nothing_that_is_trained_is_refused():
+def test_a_rate_for_nothing_that_is_trained_raises_input_error():
     with pytest.raises(InputError, match=r"^train.rates: rule 'rope' matches no parameter"):
         trainable(flatten(TREE), ["rope"], "train.rates")
 
 
-def test_lora_without_adapters_says_what_to_set():
+def test_lora_without_adapters_names_the_setting():
     with pytest.raises(InputError, match=r"set train\.lora too"):
         trainable({"embed/embedding": 0}, ("lora",))
 

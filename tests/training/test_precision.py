@@ -120,7 +120,7 @@ def test_adapters_on_a_bfloat16_base_are_rounded_once_with_their_sum(
     assert (np.asarray(kernel) != np.asarray(plain)).any()
 
 
-def test_rules_that_leave_adapters_untrained_are_refused(tmp_path, corpus, base):
+def test_rules_that_leave_adapters_untrained_raise_input_error(tmp_path, corpus, base):
     config = settings(tmp_path / "run", corpus, base, lora=LoRA(rank=2), trainable=("norms",))
     with pytest.raises(
         InputError, match=r"trainable=\['norms'\] leaves adapters .*add the rule lora"
@@ -128,7 +128,7 @@ def test_rules_that_leave_adapters_untrained_are_refused(tmp_path, corpus, base)
         run(config)
 
 
-def test_a_note_of_another_version_says_how_to_complete_it(tmp_path):
+def test_a_note_of_another_version_names_the_fix(tmp_path):
     with pytest.raises(InputError, match="is no run folder: it has no base.json"):
         load_run(tmp_path)
     (tmp_path / "base.json").write_text('{"model": "x", "frozen": null}')

@@ -52,7 +52,7 @@ def test_a_run_trains_the_memory_and_its_folders_read_alike(section, learned, co
         np.testing.assert_allclose(leaf, final[path], atol=1e-6, err_msg=path)
 
 
-def test_a_config_says_how_windows_are_kept(tmp_path):
+def test_a_config_sets_the_encoding_of_windows(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "model:\n  preset: tiny\n  memory: {type: beacon, chunk: 16, ratio: 8, ratios: [4, 8]}\n"
@@ -76,7 +76,7 @@ def test_a_config_says_how_windows_are_kept(tmp_path):
         (CepeSection("tiny-encoder"), {"learned": True}, "data.chunks.learned=true adds"),
     ],
 )
-def test_rows_that_do_not_suit_a_memory_are_refused_before_it_is_made(
+def test_rows_that_do_not_suit_a_memory_raise_input_error_before_it_is_made(
     model, changes, message, corpus, tmp_path
 ):
     config = tiny(
@@ -87,7 +87,7 @@ def test_rows_that_do_not_suit_a_memory_are_refused_before_it_is_made(
     assert "\n" not in str(caught.value)
 
 
-def test_what_has_no_teacher_is_refused(corpus, tmp_path):
+def test_what_has_no_teacher_raises_input_error(corpus, tmp_path):
     model = {"preset": "tiny", "memory": SUMMARY}
     with pytest.raises(InputError, match=r"learned=true|needs a teacher's rows"):
         run(tiny(tmp_path / "run", corpus, model=model, data=data(learned=True), distill=Distill()))

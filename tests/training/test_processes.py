@@ -85,14 +85,14 @@ def test_two_processes_export_the_model_that_their_checkpoint_holds(place, two):
         np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)
 
 
-def test_after_kill_9_of_one_process_the_job_goes_on_with_equal_losses(place, killed, two):
+def test_after_kill_9_of_one_process_the_job_resumes_with_equal_losses(place, killed, two):
     assert sorted(os.listdir(killed / "checkpoints")) == ["4"]
     shutil.copytree(killed, place / "again")
     assert_ended_well(train(place, "again"))
     assert losses(place / "again") == two
 
 
-def test_a_job_goes_on_as_one_process_on_another_mesh(place, killed, one):
+def test_a_job_resumes_as_one_process_on_another_mesh(place, killed, one):
     shutil.copytree(killed, place / "alone")
     config = {"mesh": Mesh(data=1, fsdp=4, context=2)}
     assert_ended_well(train(place, "alone", config=config, processes=1, devices=8))
@@ -164,7 +164,7 @@ def test_two_processes_evaluate_together_and_write_one_set_of_records(place):
                 assert values[0] == values[1], (key, name)
 
 
-def test_a_process_with_other_settings_is_refused_by_all(place):
+def test_a_process_with_other_settings_is_rejected_by_all(place):
     config = tiny(place / "other", place / "corpus")
     for code, log in Job(config, place, place / "xla", extra=([], ["--train.lr=1"])).end():
         assert code == 2

@@ -84,7 +84,9 @@ def test_a_run_trains_a_memory_on_retrieved_passages(chunks, corpus, stored, tmp
         ),
     ],
 )
-def test_passages_for_another_memory_are_refused(chunks, memory, match, corpus, stored, tmp_path):
+def test_passages_for_another_memory_raise_input_error(
+    chunks, memory, match, corpus, stored, tmp_path
+):
     with pytest.raises(InputError, match=match) as caught:
         run(config(tmp_path / "run", corpus, stored(chunks), memory))
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()

@@ -136,7 +136,7 @@ def assert_complete(folder, reference):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_kill_at_any_change_of_its_store(corpus, reference, store):
+def test_a_run_resumes_after_a_kill_at_any_change_of_its_store(corpus, reference, store):
     """Every tenth change here, the same loop over all of them is a slow test."""
     with dying_at(None) as counts:
         run(tiny(store / "whole", corpus, save_every=3, keep=1))
@@ -148,7 +148,7 @@ def test_a_run_goes_on_after_a_kill_at_any_change_of_its_store(corpus, reference
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_kill_at_every_change_of_its_store(corpus, reference, store):
+def test_a_run_resumes_after_a_kill_at_every_change_of_its_store(corpus, reference, store):
     with dying_at(None) as counts:
         run(tiny(store / "whole", corpus, save_every=3, keep=1))
     for change in range(1, counts.num_changes):
@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_at_a_url_is_set_aside(corpus, reference):
     assert_same_model(folder, reference)
 
 
-def test_a_store_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+def test_a_store_that_cannot_be_written_raises_input_error_before_the_model_is_loaded(
     corpus, monkeypatch, store, tmp_path
 ):
     monkeypatch.setattr("lcjax.training.task.build", None)  # would fail otherwise

@@ -26,7 +26,7 @@ def section(**changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"policy": QueryAware(), "noise": None}], ids=str)
-def test_a_run_trains_what_reads_and_keeps_the_lower_model(changes, corpus, tmp_path):
+def test_a_run_trains_cross_attention_and_freezes_the_lower_model(changes, corpus, tmp_path):
     model = {"preset": "tiny", "memory": section(**changes)}
     data = {"length": 48, "chunks": Chunks(count=2, length=16), "document_mask": False}
     run(tiny(tmp_path / "run", corpus, model=model, trainable=TRAINED, data=data))
@@ -41,7 +41,7 @@ def test_a_run_trains_what_reads_and_keeps_the_lower_model(changes, corpus, tmp_
         np.testing.assert_array_equal(leaf, final[path], err_msg=path)
 
 
-def test_a_config_says_which_trees_are_built(tmp_path):
+def test_a_config_sets_the_trees(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "model:\n  preset: tiny\n  memory:\n    type: shared_llm\n    ratios: [1, 1, 1]\n"
@@ -60,7 +60,7 @@ def test_a_config_says_which_trees_are_built(tmp_path):
     ("length", "words"),
     [(32, "length=32 is more than the 16"), (10, "chunks.length=10 must be.*nearest: 8, 12")],
 )
-def test_chunks_of_another_length_are_refused_before_a_model_is_read(
+def test_chunks_of_another_length_raise_input_error_before_a_model_is_read(
     length, words, corpus, tmp_path
 ):
     data = {"length": 96, "chunks": Chunks(count=2, length=length), "document_mask": False}

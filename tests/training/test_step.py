@@ -391,7 +391,7 @@ def test_sampled_positions_reach_the_gradient(rope, positions):
     assert flatten(grads).keys() == flatten(params).keys()
 
 
-def test_sampled_positions_are_refused_where_layers_have_a_rope_of_their_own():
+def test_sampled_positions_raise_input_error_where_layers_have_a_rope_of_their_own():
     e2 = dataclasses.replace(CONFIG, rope=E2LLM(theta=1e4, original_length=32))
     mixed = (LayerKind(), LayerKind(rope=Default(theta=1e4)))
     with pytest.raises(InputError, match=r"positions.type=e2_llm .* rope of their own"):

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
         ({}, WITH_MEMORY, r"data.chunks=null: model.memory reads chunks of text; set data.chunks"),
     ],
 )
-def test_text_that_a_model_cannot_read_is_refused_before_it_is_loaded(
+def test_text_that_a_model_cannot_read_raises_input_error_before_it_is_loaded(
     data, model, match, corpus, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(LanguageModelTask, "load", None)

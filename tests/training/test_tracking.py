@@ -125,7 +125,7 @@ def track_in(folder, keep_until, project="p"):
         tracker.log(1, {"loss": 1.0})
 
 
-def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path, wandb):
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, wandb):
     track_in(tmp_path / "a" / "run", None)
     track_in(tmp_path / "b" / "run", None)  # another folder of the same name
     track_in(tmp_path / "a" / "run", 4)
@@ -136,7 +136,7 @@ def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path, wandb):
     assert {run["name"] for run in wandb.runs} == {"run"}
 
 
-def test_a_wandb_run_that_was_deleted_says_how_to_begin_another(tmp_path, wandb):
+def test_a_deleted_wandb_run_names_the_fix(tmp_path, wandb):
     track_in(tmp_path, None)
     wandb.deleted = {wandb.runs[0]["id"]}
     with pytest.raises(InputError, match=r"deleted; try another id\); remove .*wandb\.json"):
@@ -153,7 +153,7 @@ def test_a_wandb_run_that_was_deleted_says_how_to_begin_another(tmp_path, wandb)
         ("wandb", TrackSection(wandb="p"), "pip install .wandb>=0"),
     ],
 )
-def test_a_missing_extra_says_how_to_install_it(tmp_path, monkeypatch, module, section, extra):
+def test_a_missing_extra_names_the_install_command(tmp_path, monkeypatch, module, section, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=extra):
         open_tracker(section, tmp_path, keep_until=None, settings={})

@@ -120,8 +120,8 @@ class HarnessModel(TemplateLM):
         """Answers in order; each is added to the harness's cache (`use_cache`) when it is known."""
         if not distributed.equal_on_all_processes(repr(requests)):
             raise InputError(
-                "the processes of this job ask different questions; give all the same tasks, data"
-                " and seeds, or run the tasks by eval.py, where the first process asks for all"
+                "processes received different requests; use the same tasks, data and seeds on all,"
+                " or run the tasks by eval.py, where the first process sends all requests"
             )
         quiet = quiet or not distributed.is_main_process()
         with tqdm(total=len(requests), desc=kind, disable=quiet) as bar:

@@ -22,14 +22,14 @@ def labels(answer, options: Sequence[str]) -> list[str]:
       options: The texts of the options.
 
     Raises:
-      ValueError: `answer` is none of the options.
+      ValueError: `answer` is not one of the options.
     """
     label = [answer] if isinstance(answer, str) else list(answer)
     if len(label) == 1 and label[0] in list(options)[: len(_LETTERS)]:
         return [label[0], _LETTERS[list(options).index(label[0])]]
     if len(label) == 2 and label[1] in list(_LETTERS):
         return label
-    raise ValueError(f"answer {answer!r} is none of the options")
+    raise ValueError(f"answer {answer!r} must be one of the options")
 
 
 def digits(prediction: str, label) -> float:

@@ -1,4 +1,4 @@
-"""The numbers of a paper beside those of a run."""
+"""Published numbers of a paper, compared with those of a run."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ class Row:
 
 
 class Column(NamedTuple):
-    """A published column, and the length and the field of the run that stand for it."""
+    """A published column, and the length and the field of the run that correspond to it."""
 
     published_length: int
     length: int | None  # None: the run has none
@@ -33,7 +33,7 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A table of a paper, which the report shows beside the numbers of the run."""
+    """A table of a paper, which the report compares with the numbers of the run."""
 
     task: str  # label of the task
     source: str  # such as LCEG (arXiv 2409.12181), table 2

@@ -125,7 +125,7 @@ class FileBenchmark(PromptTask):
             is_empty = False
             yield self.prepare(example, data, corpus.tokenizer, length)
         if is_empty:
-            raise InputError(f"{path} has no line that fits; it is not the official file")
+            raise InputError(f"{path} contains no valid row; use the official file")
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Returns an example with the settings of its data set, for one length."""

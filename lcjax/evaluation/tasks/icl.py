@@ -9,10 +9,10 @@ and the option with the highest score:
 where the end of a document replaces BOS if the tokenizer has none (`bare_prefix` of a record).
 Each set shows the score that CEPE's table chose by Llama-2 with two demonstrations. Options are
 tokenised after a blank, as inside a text. The first demonstrations that do not fit the decoder of a
-model with a memory are its context. CEPE's tables 3 and 8 fix who reads what: `shots: 2` in every
-decoder, and `context_shots: 18` or 38 more that a memory reads, each as one chunk; models that read
-all with the decoder have 20 or 40 there. The decoder's own are those of the same task without
-`context_shots`.
+model with a memory are its context. CEPE's tables 3 and 8 fix which part reads which
+demonstrations: `shots: 2` in every decoder, and `context_shots: 18` or 38 more that a memory reads,
+each as one chunk; models that read all with the decoder have 20 or 40 there. The decoder's own are
+those of the same task without `context_shots`.
 """
 
 import dataclasses
@@ -130,7 +130,9 @@ class Icl(FileBenchmark):
         instruction, example = (f"{data.name}.{text}" for text in ("instruction", "example"))
         train, rows = corpus.once((Icl, path), lambda: [_rows(file, data) for file in files])
         if not train:
-            raise InputError(f"{files[0]} has no line that fits; it is none of {data.name}")
+            raise InputError(
+                f"{files[0]} contains no valid row; use the official file of {data.name}"
+            )
         labels = {label for _, _, label in train}
         options = [name for name in data.classes if name in labels] or sorted(labels)
         by_class = [[row for row in train if row[2] == option] for option in options]
@@ -254,7 +256,7 @@ def _rows(path: Path, data: IclSet) -> list[tuple[int, str, str]]:
             label = data.classes[label]
         if not isinstance(text, str) or not isinstance(label, str) or not label.strip("_ \n"):
             known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
-            raise ValueError(f"has label={label!r} or a text that fits not; {known}")
+            raise ValueError(f"text must be a string, and label={label!r} must be {known}")
         return number, " ".join(text.split()), label.replace("_", " ").strip()
 
     return list(local_files.rows(path, ("text", "label"), parse))

@@ -89,7 +89,7 @@ def _parse_line(line: str, fields: Sequence[str]) -> dict:
     if absent := [name for name in fields if name not in row]:
         raise ValueError(f"lacks {', '.join(absent)}")
     if "\\ud" in line.lower() and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
-        raise ValueError("has half a character (a lone surrogate), which no tokenizer reads")
+        raise ValueError("contains a lone surrogate, which cannot be tokenized")
     return row
 
 

@@ -4,7 +4,7 @@ CEPE (arXiv 2402.16617, table 2): 2,048 tokens of text and k chunks of 256 that 
 the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
 2,048, 4,096, 7,168 and 14,848. Tables show the mean over domains of their perplexities.
 
-The chunks stand before the text, the best one next to it. A memory reads each of them as one chunk.
+The chunks precede the text, the best one next to it. A memory reads each of them as one chunk.
 REPLUG reads the text after each of them with the weights softmax(score / temperature), equal ones
 where a chunk has no score. With a `retriever` chunks are those that it finds for the beginning of
 the text, up to the first scored token; its datastore has passages of `chunk` tokens of this model's

@@ -10,7 +10,7 @@ niah: a sentence in essays, a needle in a haystack. The grid of Kamradt's test
 
 The wording is this library's own or that of the file `wording`, and records name it. The length of
 a prompt counts everything: BOS, chat template, answer prefix and the tokens to be generated.
-Contexts are token ids without special tokens, so that no BOS marks what is hidden.
+Contexts are token ids without special tokens, so that no BOS marks the hidden text.
 """
 
 import abc
@@ -39,7 +39,7 @@ from lcjax.evaluation.tasks.local_files import Wording
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The length of a prompt, and the depth of what it hides."""
+    """The length of a prompt, and the depth of its hidden text."""
 
     length: int
     depth: float  # 0: the beginning of the context, 1: its end
@@ -49,7 +49,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class DepthTask(GenerationTask):
-    """Something hidden at evenly spaced depths, with a number of questions for each depth."""
+    """A text hidden at evenly spaced depths, with a number of questions for each depth."""
 
     depths: int = 10  # places of what is hidden, from the very beginning to the very end
     trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
@@ -104,9 +104,8 @@ class DepthTask(GenerationTask):
         Args:
           prompt_encoder: The encoder of prompts.
           frame: Returns the segments of the prompt for the token ids of its context.
-          needle: Token ids of what is hidden.
-          haystack: Returns so many token ids, and the index of the needle among them.
-          min_tokens: The minimum number of tokens of the haystack.
+          needle: Token ids of the hidden text. haystack: Returns so many token ids, and the index
+          of the needle among them. min_tokens: The minimum number of tokens of the haystack.
           length: The tokens of the prompt and its answer.
 
         Returns:

@@ -139,7 +139,7 @@ class ZeroScrolls(AnswerBenchmark):
     def examples_of(
         self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits
     ) -> Iterator[Example]:
-        """Yields each report of GovReport as often as `draws` says, each time with another seed."""
+        """Yields each report of GovReport `draws` times, each time with another seed."""
         draws = self.draws if data.name == "gov_report" else 0
         for example in super().examples_of(data, corpus, length, limits):
             if not draws:

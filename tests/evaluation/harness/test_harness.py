@@ -89,7 +89,7 @@ def test_answers_equal_those_of_the_harness_with_transformers(ours, theirs, name
             assert ours["results"][name][key] == pytest.approx(value, rel=1e-4)
 
 
-def test_what_the_harness_has_in_its_cache_is_not_asked_again(lm, tasks, ours, tmp_path):
+def test_cached_requests_are_not_computed_again(lm, tasks, ours, tmp_path):
     model = HarnessModel(lm, max_length=LENGTH, batch_size=3)
     options = {"names": ["tiny_choice", "tiny_writing"], "use_cache": str(tmp_path / "answers")}
     evaluated(model, tasks, **options)
@@ -135,7 +135,7 @@ def test_a_run_of_eval_py_gives_the_numbers_of_the_harness(lm, tasks, ours, tmp_
     assert again.cells[0]["value"] == cell["value"]
 
 
-def test_a_tag_shows_the_metric_that_is_asked_of_it(tasks):
+def test_a_tag_shows_its_selected_metric(tasks):
     suite = Suite(["tiny_tag"], metrics={"tiny_tag": "acc_norm"}, include_path=tasks)
     shown = {(d.task, d.fields["metric"]) for d in suite.documents()}
     assert shown == {("tiny_choice", "acc_norm"), ("tiny_choice_bare", "acc_norm")}
@@ -182,7 +182,7 @@ def test_methods_that_read_beside_the_decoder_answer_all_but_whole_texts(lm, tas
         )
 
 
-def test_names_that_are_unknown_or_count_down_are_refused_at_once(tasks, tmp_path, lm):
+def test_names_that_are_unknown_or_count_down_raise_input_error_at_once(tasks, tmp_path, lm):
     with pytest.raises(InputError, match="did you mean tiny_choice"):
         Suite(["tiny_chioce"], include_path=tasks)
     with pytest.raises(InputError, match="tiny_choice has no metric acc_nrm; known: acc, acc_norm"):

@@ -77,6 +77,6 @@ def test_two_processes_have_the_records_of_one(job, tmp_path):
             np.testing.assert_allclose(*sums, rtol=1e-4)
 
 
-def test_what_the_first_process_cannot_open_all_say(job, tmp_path):
+def test_all_processes_report_the_error_of_the_first(job, tmp_path):
     for code, log in job(tmp_path / "none", 2, task="nothing"):
         assert code == 2 and "error: tasks: nothing is no task" in log

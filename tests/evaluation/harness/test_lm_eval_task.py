@@ -137,7 +137,7 @@ def test_a_run_has_the_numbers_of_brute_force_by_method_and_task(task, tmp_path)
     assert asked[:3] == sorted(asked[:3], reverse=True)  # the longest first
 
 
-def test_a_run_goes_on_where_it_was_stopped(task, tmp_path):
+def test_a_stopped_run_resumes(task, tmp_path):
     dies = Model(log=[], fail_after=None)
     calls = []
 
@@ -227,9 +227,7 @@ def suite(monkeypatch):
         ({"position": "learned"}, f"{LENGTH} positions; use at most {LENGTH - 1}"),
     ],
 )
-def test_what_a_model_cannot_answer_is_refused_before_it_is_asked_anything(
-    task, tmp_path, config, message
-):
+def test_unsupported_requests_raise_input_error_before_any_prompt(task, tmp_path, config, message):
     model = Model(trained=LENGTH)
     model.config = model.config.replace(**config)
     model.with_method = lambda **changes: model
@@ -238,7 +236,7 @@ def test_what_a_model_cannot_answer_is_refused_before_it_is_asked_anything(
     assert not model.log and not (tmp_path / "records").exists()
 
 
-def test_whole_texts_are_refused_where_a_part_is_read_beside_the_decoder():
+def test_scoring_whole_texts_raises_input_error_for_methods_with_a_context():
     encoder, model = Encoder(Model().tokenizer, LENGTH), Model()
     asked = [
         encoder.request("loglikelihood", ["ab", " c"]),
@@ -250,7 +248,7 @@ def test_whole_texts_are_refused_where_a_part_is_read_beside_the_decoder():
     assert not model.log
 
 
-def test_a_metric_behind_a_name_is_that_of_every_task_it_stands_for(suite):
+def test_a_metric_after_a_name_applies_to_all_its_tasks(suite):
     opened = suite(["tag", "group"], metrics={"tag": "loss"})
     shown = {
         name: opened._record_fields(name, task)["metric"] for name, task in opened._tasks.items()
@@ -262,7 +260,7 @@ def test_a_metric_behind_a_name_is_that_of_every_task_it_stands_for(suite):
     ("name", "wrong", "known"),
     [("tag:acc_nrm", "one", "acc, loss"), ("group:em", "group", "acc, f1")],
 )
-def test_a_metric_that_a_task_does_not_have_is_refused_before_a_model_is_asked(
+def test_a_metric_that_a_task_does_not_have_raises_input_error_before_a_model_is_asked(
     suite, name, wrong, known
 ):
     metric = name.partition(":")[2]
@@ -271,7 +269,7 @@ def test_a_metric_that_a_task_does_not_have_is_refused_before_a_model_is_asked(
     LmEval(tasks=("group:f1",)).check(Limits((LENGTH,)), "tasks.0")  # one of its tasks has it
 
 
-def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
+def test_a_group_is_the_mean_of_its_tasks_weighted_or_not():
     rows = [("a", 1.0), ("a", 1.0), ("a", 1.0), ("b", 0.0)]
     records = [
         {"task": "g", "dataset": name, "scores": {"acc,none": value}, "aggregation": {}}
@@ -291,7 +289,7 @@ def test_a_loss_that_is_no_number_makes_none_of_the_task(rule):
     assert np.isnan(harness.dataset_numbers(records, task_aggregation=None)["a"]["m,none"])
 
 
-def test_answers_come_back_in_order_whatever_is_asked():
+def test_answers_keep_the_order_of_mixed_requests():
     encoder, model = Encoder(Model().tokenizer, LENGTH), Model()
     requests = [
         encoder.request("generate_until", ["key 7", {"max_gen_toks": 3}]),

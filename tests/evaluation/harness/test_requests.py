@@ -33,7 +33,7 @@ def test_what_has_nothing_before_it_follows_bos(context):
     assert ENCODER.pair(context, "cd") == ([0], ids(context + "cd"))
 
 
-def test_bos_stands_once_also_where_a_template_writes_it():
+def test_bos_occurs_once_also_with_a_template_that_writes_it():
     assert ENCODER.ids("<s>ab") == ENCODER.ids("ab") == [0, *ids("ab")]
     without = dataclasses.replace(ENCODER, tokenizer=ByteTokenizer(add_bos=False))
     assert without.ids("ab") == ids("ab")
@@ -68,7 +68,7 @@ def test_an_empty_text_without_bos_has_no_windows():
     assert without.request("loglikelihood_rolling", [""]) == LoglikelihoodRolling(())
 
 
-def test_prompts_leave_room_for_what_is_written():
+def test_prompts_leave_space_for_new_tokens():
     found = ENCODER.request("generate_until", ["x" * 30, {"until": "\n", "max_gen_toks": 6}])
     assert isinstance(found, GenerateUntil) and (len(found.prompt), found.cut) == (10, 21)
     assert found.sampling.stop == ("\n",) and found.sampling.max_new_tokens == 6
@@ -86,13 +86,13 @@ def test_prompts_leave_room_for_what_is_written():
         ({"do_sample": True, "temperature": "0.5", "top_p": 0.9, "num_beams": 1}, 0.5),
     ],
 )
-def test_the_harness_says_how_text_is_written(settings, temperature):
+def test_generation_settings_come_from_the_harness(settings, temperature):
     found = sampling_of(settings, 256, 3)
     assert math.isclose(found.temperature, temperature) and found.max_new_tokens == 256
     assert found.seed == (3 if temperature else 0)  # greedy requests run together
 
 
-def test_repetitions_of_a_drawn_answer_differ_and_unknown_settings_are_refused():
+def test_repetitions_of_a_drawn_answer_differ_and_unknown_settings_raise_input_error():
     both = [
         ENCODER.request("generate_until", ["x", {"max_gen_toks": 2, "temperature": 1.0}], repeat)
         for repeat in range(2)

@@ -60,7 +60,7 @@ def alone(monkeypatch):
     return call
 
 
-def test_requests_that_begin_alike_are_asked_together_behind_their_examples(lm, monkeypatch):
+def test_requests_with_common_examples_are_batched_together(lm, monkeypatch):
     asked = []
 
     def continuations(self, prompts, options, prefix=None):
@@ -122,7 +122,7 @@ class Suite:
 
 
 @pytest.mark.slow
-def test_a_run_reads_examples_once_and_its_records_say_so(lm, alone, tmp_path, monkeypatch):
+def test_a_run_reads_examples_once_and_records_the_saved_tokens(lm, alone, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "check_installed", lambda: None)
     monkeypatch.setattr(harness, "Suite", Suite)
     task = LmEval(tasks=("pick", "write"))

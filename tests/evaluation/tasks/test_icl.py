@@ -74,7 +74,7 @@ def test_without_bos_the_end_of_a_document_calibrates(tmp_path):
         task.check_model(neither, [unit])
 
 
-def test_a_batch_is_one_call_and_bos_alone_is_asked_once_for_all_batches(tmp_path):
+def test_a_batch_is_one_call_and_bos_alone_is_scored_once(tmp_path):
     task = Icl(path=write(tmp_path, count=5), tasks=("sst2",), shots=1)
     units, model = plan(task), BigramModel()
     score = task.scorer(model, 2)
@@ -86,7 +86,7 @@ def test_a_batch_is_one_call_and_bos_alone_is_asked_once_for_all_batches(tmp_pat
         assert record["read"] == len(unit.tokens) + len(" negative") + len(" positive")
 
 
-def test_a_run_goes_on_behind_what_is_scored(tmp_path):
+def test_a_run_resumes_after_scored_examples(tmp_path):
     config = EvalConfig(
         tasks=(Icl(path=write(tmp_path / "sets", count=2), tasks=("sst2",), shots=1),),
         lengths=(200, 300), run=RunSection(str(tmp_path / "out")),
@@ -186,7 +186,7 @@ def test_the_mean_over_seeds_has_the_texts_and_demonstrations_of_each_seed_alone
     assert cell["sst2:deviation"] == pytest.approx(np.std(means))
 
 
-def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):
+def test_examples_are_the_first_texts_or_shuffled_ones(tmp_path):
     path = write(tmp_path, count=40)
     first = plan(Icl(path=path, tasks=("sst2",), max_examples=5, order="first"))
     drawn = plan(Icl(path=path, tasks=("sst2",), max_examples=5))
@@ -194,7 +194,7 @@ def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):
     assert [unit.fields["line"] for unit in drawn] != [1, 2, 3, 4, 5] and len(drawn) == 5
 
 
-@pytest.mark.filterwarnings("ignore:.*fits not.*")
+@pytest.mark.filterwarnings("ignore:.*text must be a string.*")
 def test_labels_that_fit_not_are_named(tmp_path):
     path = write(tmp_path)
     file = tmp_path / "sst2" / "validation.jsonl"
@@ -209,7 +209,7 @@ def test_labels_that_fit_not_are_named(tmp_path):
     train = tmp_path / "sst2" / "train.jsonl"
     before = train.read_text()
     train.write_text("\n".join(map(json.dumps, bad[:1])))
-    with pytest.raises(InputError, match=r"train\.jsonl has no line that fits"):
+    with pytest.raises(InputError, match=r"train\.jsonl contains no valid row"):
         plan(task)
     train.write_text(before)
     limits = Limits((1000,))

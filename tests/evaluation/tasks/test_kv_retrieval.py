@@ -20,7 +20,7 @@ def held(unit):
 
 @pytest.mark.parametrize("length", [600, 2000, 2047])
 @pytest.mark.parametrize("template", ["none", "chat"])
-def test_prompts_are_full_and_hold_the_asked_pair_at_its_depth(length, template):
+def test_prompts_have_full_length_and_the_queried_pair_at_its_depth(length, template):
     units = plan(KvRetrieval(depths=5, template=template), length)
     for unit, depth in zip(units, (0, 0.25, 0.5, 0.75, 1)):
         pairs = held(unit)
@@ -54,7 +54,7 @@ def test_a_word_that_is_the_value_counts_and_a_part_of_it_does_not(tmp_path):
         assert len(task.figures(cells, [{**r, "trained": 4000} for r in records], tmp_path)) == 2
 
 
-def test_a_length_without_room_is_refused_and_the_least_one_works():
+def test_a_length_without_room_raises_input_error_and_the_least_one_works():
     with pytest.raises(InputError, match="at least") as error:
         plan(KvRetrieval(), 300)
     least = int(re.search(r"at least (\d+)", str(error.value)).group(1))

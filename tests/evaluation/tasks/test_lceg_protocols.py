@@ -170,7 +170,7 @@ def test_the_lengths_and_depths_of_figure_1_are_those_of_the_grid():
 
 
 @pytest.mark.parametrize("name", ["lceg/table1", "lceg/figure1"])
-def test_a_needle_stands_where_the_released_script_puts_it(name):
+def test_the_needle_position_equals_the_released_script(name):
     task = dataclasses.replace(task_of(name, "needle"), lengths=())
     units = plan(task, 1500, texts=ESSAYS)
     assert [unit.fields["depth"] for unit in units] == pytest.approx(np.linspace(0, 1, 10))

@@ -88,7 +88,7 @@ def test_a_few_shot_answer_counts_up_to_its_first_line_and_another_one_as_a_whol
     assert lceg.rescore({**hotpot, "window": 0}, TOKENIZER)["correct"] == 1.0
 
 
-def test_the_mean_over_data_sets_or_over_categories_is_what_the_settings_name(tmp_path):
+def test_settings_select_the_mean_over_data_sets_or_categories(tmp_path):
     names = ("hotpotqa", "musique", "lcc")
     path = write(tmp_path, names)
 
@@ -124,7 +124,7 @@ def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
     assert record["scores"]["classification_whole"] == 1.0
 
 
-def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, monkeypatch):
+def test_official_wording_is_read_from_the_folder_and_recorded(tmp_path, monkeypatch):
     path = write(tmp_path, ("trec", "hotpotqa"), 1)
     task = LongBench(path=path, tasks=("trec", "hotpotqa"))
     assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-1"}
@@ -206,7 +206,7 @@ def test_a_chat_template_goes_around_all_but_few_shot_and_code_and_is_not_counte
         assert ("What is asked 0?" in TOKENIZER.decode(unit.tokens)) != (unit.index == 2)
 
 
-def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
+def test_a_broken_line_is_named_and_skipped(tmp_path):
     path = Path(write(tmp_path, ("hotpotqa",), 2)) / "hotpotqa.jsonl"
     lines = path.read_text().splitlines()
     bad = ["{not json", json.dumps({"input": "x"}), json.dumps({**row("hotpotqa"), "answers": "a"})]
@@ -232,7 +232,7 @@ def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
         ("passage_retrieval_en", {"answers": ["3"]}, "name no paragraph"),
         ("passage_retrieval_zh", {"answers": ["段落3", "Paragraph 3"]}, "name no paragraph"),
         ("hotpotqa", {"answers": []}, "no list of texts"),
-        ("hotpotqa", {"context": "half \ud83d"}, "half a character"),
+        ("hotpotqa", {"context": "half \ud83d"}, "a lone surrogate"),
         ("qasper", {"length": "many"}, "length='many', no number"),
     ],
 )
@@ -272,7 +272,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tasks": ("hotpot",)}, "tasks='hotpot' is none of"),
+        ({"tasks": ("hotpot",)}, "tasks='hotpot' must be one of"),
         ({"path": "nowhere"}, "is no folder.*data.zip"),
         ({"aggregate": "mean"}, "flat, category_macro"),
         ({"code_metric": "bleu"}, "indel, difflib"),
@@ -284,7 +284,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"tasks": ("multifieldqa_zh",)}, "pip install 'jieba>="),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tmp_path, monkeypatch, fields, words):
+def test_settings_that_cannot_work_raise_input_error(tmp_path, monkeypatch, fields, words):
     monkeypatch.setitem(sys.modules, "jieba", None)
     path = write(tmp_path, ("hotpotqa", "multifieldqa_zh"), 1)
     task = LongBench(**{"path": path, "tasks": ("hotpotqa",), **fields})
@@ -292,7 +292,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, monkeypatch, fields, wo
         task.check(Limits((4000,)), "tasks.0")
 
 
-def test_jieba_is_asked_for_by_the_scores_that_use_it_alone(tmp_path, monkeypatch):
+def test_only_chinese_scores_need_jieba(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     names = ("lsht", "passage_retrieval_zh")
     task = LongBench(path=write(tmp_path, names), tasks=names)

@@ -24,9 +24,7 @@ plan = functools.partial(benchmark_support.plan, texts=TEXTS)
 @pytest.mark.parametrize("template", ["none", "chat"])
 @pytest.mark.parametrize("needle", ["random", "kamradt"])
 @pytest.mark.parametrize("length", [700, 3001])
-def test_a_needle_stands_after_a_sentence_in_a_prompt_that_fills_the_length(
-    length, needle, template
-):
+def test_a_needle_follows_a_sentence_in_a_prompt_of_full_length(length, needle, template):
     units = plan(Niah(depths=5, trials=2, needle=needle, template=template), length)
     assert len(units) == 10
     for unit in units:
@@ -70,7 +68,7 @@ def test_only_the_documents_that_a_length_needs_are_tokenised():
     assert plan(Niah(depths=2), 1500, tokenizer=Counting())
 
 
-def test_the_same_seed_gives_the_same_needles_whatever_else_is_asked():
+def test_the_same_seed_gives_the_same_needles_with_other_settings():
     def values(**fields):
         seed = fields.pop("seed", 0)
         found = plan(Niah(**fields), 1500, seed=seed)
@@ -112,7 +110,7 @@ def test_the_share_of_found_needles_comes_from_the_records():
     assert found["mean"] == pytest.approx(np.mean([c["value"] for c in cells]), abs=1e-4)
 
 
-def test_a_length_without_room_is_refused_and_the_least_one_works():
+def test_a_length_without_room_raises_input_error_and_the_least_one_works():
     with pytest.raises(InputError, match="at least") as error:
         plan(Niah(needle="kamradt"), 100)
     least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
@@ -124,6 +122,6 @@ def test_a_length_without_room_is_refused_and_the_least_one_works():
 @pytest.mark.parametrize(
     "field", [{"needle": "hay"}, {"measure": "judge"}, {"depths": 0}, {"template": "x"}]
 )
-def test_settings_that_cannot_work_are_refused(field):
+def test_settings_that_cannot_work_raise_input_error(field):
     with pytest.raises(InputError, match=next(iter(field))):
         Niah(**field).check(Limits((1000,)), "tasks.1")

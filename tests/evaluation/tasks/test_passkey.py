@@ -30,7 +30,7 @@ def test_prompt_and_answer_fill_the_budget_exactly_with_one_bos(length, template
 
 
 @pytest.mark.parametrize("repeat", [1, 2, 3])
-def test_the_key_stands_in_one_line_at_its_depth_and_nowhere_else(repeat):
+def test_the_key_occurs_once_at_its_depth(repeat):
     task = Passkey(depths=11, repeat=repeat)
     starts = []
     for unit in plan(task, 3000):
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_keys():
     assert fewer == keys[::2]
 
 
-def test_a_length_without_room_for_filler_is_refused_and_the_least_one_works():
+def test_a_length_without_room_for_filler_raises_input_error_and_the_least_one_works():
     with pytest.raises(InputError, match="at least") as error:
         plan(Passkey(), 300)
     least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
@@ -136,6 +136,6 @@ def test_accuracy_and_the_effective_window_come_from_the_records():
 
 
 @pytest.mark.parametrize("field", [{"match": "rouge"}, {"template": "llama"}, {"depths": 0}])
-def test_settings_that_cannot_work_are_refused(field):
+def test_settings_that_cannot_work_raise_input_error(field):
     with pytest.raises(InputError, match=next(iter(field))):
         Passkey(**field).check(Limits((1000,)), "tasks.1")

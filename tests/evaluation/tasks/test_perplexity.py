@@ -271,7 +271,7 @@ def test_all_lengths_score_documents_that_reach_the_longest():
     assert {record["source"] for record in records} == {"text0", "text1", "text2", "text3"}
 
 
-def test_documents_are_cut_and_counted_as_asked():
+def test_documents_are_truncated_and_counted_by_settings():
     limits = Limits((LENGTH,), stride=STRIDE, max_documents=2)
     records = score(Perplexity(max_tokens=20), limits)
     assert {record["source"] for record in records} == {"text0", "text1"}
@@ -321,7 +321,7 @@ def test_joined_documents_keep_their_byte_counts():
         (Perplexity(), (4,), ["4 must be a multiple of stride=4", "nearest: 8, 12"]),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_the_way_out(task, lengths, parts):
+def test_settings_that_cannot_work_raise_input_error_with_the_way_out(task, lengths, parts):
     with pytest.raises(InputError) as error:
         task.check(Limits(lengths, stride=4), "tasks.2")
     assert all(part in str(error.value) for part in parts), str(error.value)

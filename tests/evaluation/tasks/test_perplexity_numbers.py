@@ -112,7 +112,7 @@ def test_sums_by_position_take_four_bytes_each_and_stay_the_same_in_the_file(tmp
     assert to_lines(split_costs(list(read.values()))[0]) == lines
 
 
-def test_a_curve_leaves_out_what_is_not_a_number(tmp_path):
+def test_a_curve_skips_nan(tmp_path):
     model = BigramModel()
     model.broken = ByteTokenizer().encode("h")[0]
     task, limits = Perplexity(protocol="prefix_yarn"), Limits((300,))

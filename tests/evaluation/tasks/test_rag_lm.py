@@ -96,7 +96,7 @@ def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, l
     assert mixed.sum() == score(replug, unit, decoder or 6) != pytest.approx(float(alike.sum()))
 
 
-def test_a_retriever_finds_chunks_for_what_stands_before_the_scored_tokens(tmp_path, monkeypatch):
+def test_the_query_is_the_text_before_the_scored_tokens(tmp_path, monkeypatch):
     asked = []
 
     def search(queries, k):
@@ -172,7 +172,7 @@ def test_the_file_is_read_once_for_all_lengths(tmp_path, monkeypatch):
         (12, {"chunk": 0}, "chunk"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tmp_path, length, fields, words):
+def test_settings_that_cannot_work_raise_input_error(tmp_path, length, fields, words):
     path = write(tmp_path, [{"input_ids": ids(1, 12), "chunks": []}])
     task = RagLm(**{"path": path, **SMALL, **fields})
     with pytest.raises(InputError, match=words):

@@ -107,7 +107,7 @@ def _context(unit):
     return BYTES.decode(unit.tokens[span.start : span.stop])
 
 
-def test_one_answer_is_asked_for_in_the_singular(files):
+def test_prompts_for_one_answer_use_the_singular(files):
     own, texts = files
     (one,) = plan(Ruler(tasks=("niah_single_2",), samples=1, **own), 4000, texts=texts)
     (many,) = plan(Ruler(tasks=("niah_multivalue",), samples=1, **own), 4000, texts=texts)
@@ -214,7 +214,7 @@ def test_gold_documents_stand_at_upstreams_places_where_shuffles_are_fixed(files
     assert sum(s.kind == "context_doc" for s in unit.payload.spans) == unit.fields["units"]
 
 
-def test_the_number_of_units_is_the_median_of_what_random_questions_fit():
+def test_the_number_of_units_is_the_median_over_random_questions():
     def units(limits, least=1, most=None):
         seeds = range(len(limits))
         return median_maximum(lambda seed, n: n <= limits[seed], seeds, least, most, 25)
@@ -333,7 +333,7 @@ def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ({"tasks": ("niah",)}, "tasks='niah' is none of"),
+        ({"tasks": ("niah",)}, "tasks='niah' must be one of"),
         ({"tasks": ("vt", "vt")}, "twice"),
         ({"shuffles": "none"}, "shuffles='none'"),
         ({"samples": 0}, "samples=0"),
@@ -344,13 +344,13 @@ def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
         ({"tasks": ("vt",), "benchmark": "absent"}, "benchmark=absent has no"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_in_one_line(field, words):
+def test_settings_that_cannot_work_raise_input_error(field, words):
     with pytest.raises(InputError, match=words) as error:
         Ruler(**field).check(Limits((4096,)), "tasks.0")
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_the_official_one_is_refused(files, tmp_path):
+def test_a_file_that_is_not_the_official_one_raises_input_error(files, tmp_path):
     own, _ = files
     (tmp_path / "bad.json").write_text('{"data": [{}]}')
     task = dataclasses.replace(Ruler(**own), squad=str(tmp_path / "bad.json"))

@@ -126,7 +126,7 @@ def test_a_needle_of_the_user_has_keys_and_values_in_the_users_words(tmp_path):
     ("change", "words"),
     [
         ({"question": None}, "lacks question, which is needed here"),
-        ({"needles": "x"}, "name of a text='needles' is none of instruction, sentence"),
+        ({"needles": "x"}, "name of a text='needles' must be one of instruction, sentence"),
         ({"question": "Who is {name}?"}, r"question has the unknown placeholder {name}; it may"),
         ({"value": 7}, "value=7 must be a text"),
     ],
@@ -169,7 +169,7 @@ def test_texts_of_data_sets_are_checked_by_their_name(data):
         check(Passkey(wording=write_texts(data, {"filler": "a"})))
     with pytest.raises(InputError, match=r"nowhere\.yaml does not exist"):
         check(LongBench(path=data, tasks=("qasper",), wording="nowhere.yaml"))
-    with pytest.raises(InputError, match=r"wording='mine' is none of auto, .* a \.yaml file"):
+    with pytest.raises(InputError, match=r"wording='mine' must be one of auto, .* a \.yaml file"):
         check(LongBench(path=data, tasks=("qasper",), wording="mine"))
 
 
