@@ -177,6 +177,34 @@ def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_i
     assert load(tmp_path / "out")[1] == config
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_pickles_in_two_files_hold_the_model_of_safetensors(tmp_path, name):
+    for form in ("safetensors", "bin"):
+        (tmp_path / form).mkdir()
+    model = saved(name, tmp_path / "safetensors")
+    model.config.save_pretrained(tmp_path / "bin")
+    ByteTokenizer().save(tmp_path / "bin")
+    state = model.state_dict()
+    files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    half = len(state) // 2
+    weight_map = {key: files[i >= half] for i, key in enumerate(state)}
+    for file in files:
+        torch.save(
+            {k: state[k] for k, f in weight_map.items() if f == file}, tmp_path / "bin" / file
+        )
+    total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (tmp_path / "bin/pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    params, config, _ = load(tmp_path / "bin", allow_pickle=True)
+    expected, expected_config, _ = load(tmp_path / "safetensors")
+    assert config == expected_config
+    assert_same(params, expected)
+    (tmp_path / "bin" / files[1]).unlink()
+    with pytest.raises(InputError, match=rf"1 of 2 shards are missing: {files[1]}"):
+        load(tmp_path / "bin", allow_pickle=True)
+
+
 def test_a_method_of_the_model_leaves_layers_with_a_window_alone(tmp_path):
     (tmp_path / "hf").mkdir()
     saved("gemma3", tmp_path / "hf")
