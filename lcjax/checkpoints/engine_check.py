@@ -23,6 +23,7 @@ from lcjax.checkpoints.engines import (
 from lcjax.checkpoints.families import FAMILIES, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
+from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
 from lcjax.checkpoints.hub import is_run, resolve
@@ -119,6 +120,7 @@ def check_config(
 ) -> Check:
     """`check` for the contents of a `config.json`; `where` is its name in messages."""
     check_types(hf, where)
+    hf = text_model(hf, where)
     model = _Model.read(hf, where)
     by_name: dict[str, Row] = {}
     for engine in ENGINES:

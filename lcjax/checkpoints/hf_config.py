@@ -24,6 +24,23 @@ _ACTIVATIONS = {  # by names of transformers; the first is written
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
 }
+# Models of images and text whose text part is a family: its model type, and what transformers takes
+# for keys that `text_config` leaves out (the published Gemma 3 4B leaves out most of them).
+WRAPPERS = {
+    "gemma3": (
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2_304,
+            "intermediate_size": 9_216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+        },
+    )
+}
 # Sizes by their keys.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -34,6 +51,30 @@ _SIZES = {
 }
 
 
+def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """The config of the text part of a model of images and text; another config as it is.
+
+    Dtype, token ids and the tying of embeddings are those of the whole model where it has them.
+    """
+    if hf.get("model_type") not in WRAPPERS:
+        return hf
+    kind, defaults = WRAPPERS[hf["model_type"]]
+    text = hf.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", kind) != kind:
+        raise InputError(
+            f"{where}: text_config={text!r:.60} must be an object that describes a {kind} model;"
+            " download it again"
+        )
+    above = {
+        key: hf[key]
+        for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+        if hf.get(key) is not None
+    }
+    stated = {key: value for key, value in text.items() if value is not None}
+    tied = {"tie_word_embeddings": _or_default(hf.get("tie_word_embeddings"), True)}
+    return defaults | stated | above | tied | {"model_type": kind}
+
+
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Returns the config that a transformers config describes.
 
@@ -41,6 +82,8 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     of Landmark attention have more keys than the Llama that they extend.
     """
     check_types(hf, where)
+    if hf.get("model_type") in WRAPPERS:
+        return config_from_hf(text_model(hf, where), f"{where}: text_config")
     if hf.get("model_type") == _LANDMARK:
         config = config_from_hf(hf | {"model_type": "llama"}, where)
         return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
@@ -69,6 +112,8 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
     _check_activation(hf, family, where)
+    if kind == "gemma3_text":
+        _require(hf, where, "use_bidirectional_attention", False, (False, None))
     if kind == "phi":
         _require(hf, where, "qk_layernorm", False, (False,))
         _require(hf, where, "tie_word_embeddings", False, (False,))

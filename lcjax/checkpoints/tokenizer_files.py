@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lcjax.checkpoints.gguf_file import GGUFFile
+from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
 from lcjax.errors import InputError, whole_number
@@ -61,7 +62,7 @@ class _Folder:
         older = read_hf_json(path / "special_tokens_map.json", {})
         names = [key for key in older if key.endswith("_token") and settings.get(key) is None]
         self.settings: dict[str, Any] = settings | {key: older[key] for key in names}
-        config = read_hf_json(path / "config.json", {})
+        config = text_model(read_hf_json(path / "config.json", {}), str(path / "config.json"))
         self.rows: int | None = config.get("vocab_size")  # of the model's embedding
         generation = read_hf_json(path / "generation_config.json", {})
         stated = {key: value for key, value in generation.items() if value is not None}

@@ -205,6 +205,136 @@ def test_pickles_in_two_files_hold_the_model_of_safetensors(tmp_path, name):
         load(tmp_path / "bin", allow_pickle=True)
 
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def gemma3_of_images(folder):
+    """Saves a Gemma 3 of images and text as transformers does; returns it."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if not key.endswith("token_id")}
+    text = sizes | {
+        "num_hidden_layers": 6,
+        "head_dim": 20,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 30,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        image_token_index=259,
+        eos_token_id=[258, 257],
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in path))
+    model.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return model
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_gemma3_of_images_has_its_logits(tmp_path, prefix):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    model = gemma3_of_images(folder)
+    state = load_file(folder / "model.safetensors")
+    texts = {name.rpartition("language_model.")[2].removeprefix("model.") for name in state if
+             "language_model." in name}  # fmt: skip
+    assert "layers.5.self_attn.q_norm.weight" in texts
+    renamed = {}
+    for name, tensor in state.items():
+        inner = name.rpartition("language_model.")[2].removeprefix("model.")
+        renamed[prefix + inner if inner in texts else name] = tensor
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"left out \d+ tensors of the image encoder") as seen:
+        lm = LanguageModel.load(folder)
+    assert len([w for w in seen if "image encoder" in str(w.message)]) == 1
+    assert set(lm.tokenizer.eos_ids) >= {257, 258}
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(tokens)).logits.numpy()
+    actual = lm.logits(tokens)
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
+
+    save_hf(tmp_path / "out", lm.params, lm.config, lm.tokenizer)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(again).__name__ == "Gemma3ForCausalLM"
+    with torch.no_grad():
+        exported = again(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(exported, expected, atol=1e-4 * np.abs(expected).max())
+
+
+# The config.json of Gemma 3 4B and 27B, without the image encoder.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+GEMMA3_27B = GEMMA3_4B | {
+    "text_config": GEMMA3_4B["text_config"]
+    | {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    }
+}
+
+
+@pytest.mark.parametrize("hf", [GEMMA3_4B, GEMMA3_27B])
+def test_what_text_config_leaves_out_is_what_transformers_takes(hf):
+    from transformers import Gemma3Config
+
+    config = config_from_hf(hf)
+    full = Gemma3Config.from_dict(hf).get_text_config().to_dict()
+    assert config == config_from_hf(full | {"dtype": "bfloat16"})
+    assert config.family == "gemma3_text" or config_to_hf(config)["model_type"] == "gemma3_text"
+    assert config.param_dtype == "bfloat16" and config.vocab_size == 262_208
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text_config": None}, "text_config=None must be an object"),
+        ({"text_config": {"model_type": "gemma2"}}, "must be an object that describes a gemma3_te"),
+        (
+            {"text_config": GEMMA3_4B["text_config"] | {"use_bidirectional_attention": True}},
+            "use_bidirectional_attention=True is not supported",
+        ),
+    ],
+)
+def test_a_text_part_that_lcjax_does_not_compute_is_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        config_from_hf(GEMMA3_4B | change)
+
+
 def test_a_method_of_the_model_leaves_layers_with_a_window_alone(tmp_path):
     (tmp_path / "hf").mkdir()
     saved("gemma3", tmp_path / "hf")
