@@ -267,7 +267,7 @@ def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
     rows = []
     for engine in engines:
         problems, difference = [_Problem(UNKNOWN, "how it reads GGUF is not known", convert)], None
-        if engine.gguf is not None:
+        if engine.gguf is not None and model.hf["model_type"] in engine.families:
             problems, difference = _rope_problems(engine.gguf, _settings(engine, model), model)
             problems += _window_problems(engine.families[model.hf["model_type"]], model)
         rows.append(_row(engine, problems, difference))
