@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lcjax.attention import Causal
 from lcjax.checkpoints.engines import (
     ENGINES,
     REFUSED,
@@ -20,7 +21,7 @@ from lcjax.checkpoints.engines import (
     Reading,
     Settings,
 )
-from lcjax.checkpoints.families import FAMILIES, windows
+from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
 from lcjax.checkpoints.hf_config import text_model
@@ -296,19 +297,39 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
         if hf.get(key):
             problems.append(_Problem(verdict, f"its class has no biases for {key}=true"))
     problems += _window_problems(family, model)
-    settings = _settings(engine, model)
-    reading = family.ropes.get(settings.kind) or family.ropes["*"]
-    rope_problems, difference = _rope_problems(reading, settings, model)
-    problems += rope_problems
+    differences = []
+    for section, part in _by_layer_type(model):
+        settings = _settings(engine, part, section)
+        reading = family.ropes.get(settings.kind) or family.ropes["*"]
+        rope_problems, difference = _rope_problems(reading, settings, part)
+        problems += rope_problems
+        differences += [] if difference is None else [difference]
+    difference, settings = max(differences, default=None), _settings(engine, model)
     is_multiplied = settings.kind in ("linear", "dynamic")  # the limit, by their factor
     if engine.limit and settings.max_length < model.target and not is_multiplied:
         problems.append(_Problem(RIGHT, _SAME, engine.limit.format(**_values(settings, model))))
     return problems, difference
 
 
-def _settings(engine: Engine, model: _Model) -> Settings:
+def _by_layer_type(model: _Model) -> list[tuple[str, _Model]]:
+    """The layers of each type, as a model of their rope; all at once where types rotate alike."""
+    config = model.config
+    local = next((kind.rope for kind, _ in config.layer_counts if kind.rope != model.rope), None)
+    if FAMILIES[model.hf["model_type"]].local_theta is None or local is None:
+        return [(FULL, model)]
+    alike = config.replace(layers=(), pattern=Causal(), rope=local)
+    return [(FULL, model), (SLIDING, model._replace(config=alike))]
+
+
+def _settings(engine: Engine, model: _Model, section: str = FULL) -> Settings:
+    """What the engine reads for layers of a type; older configs have one rope for all."""
     hf = model.hf
     rope = dict(next((hf[key] for key in engine.keys if hf.get(key)), {}))
+    if FULL in rope or SLIDING in rope:
+        rope = dict(rope.get(section) or {})
+    elif section == SLIDING:
+        theta = hf.get("rope_local_base_freq") or FAMILIES[hf["model_type"]].local_theta
+        rope = {"rope_theta": theta}
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.get("rope_theta") or hf.get("rope_theta") or FAMILIES[hf["model_type"]].theta
     return Settings(hf, rope, float(theta), *model.lengths)
