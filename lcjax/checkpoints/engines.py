@@ -3,9 +3,9 @@
 They were read in the engines' sources, at the versions and in the files named there. What an engine
 computes is written as a method of `lcjax.rope`, so `engine_check` compares numbers. For a new
 release of an engine, read its files and edit its entry in `ENGINES`. A family that an entry leaves
-out is "not known": nobody has read how the engine reads it. That is so for llama.cpp and the
-families after Phi-2, whose files were not read at the version of its entry, for tpu-inference and
-the families that it leaves to vLLM's Transformers backend (OLMo 2 and 3, SmolLM3), and for Ministral.
+out is "not known": nobody has read how the engine reads it. That is so for Ministral; for llama.cpp
+and the families after Phi-2, whose files were not read at the version of its entry; and for
+tpu-inference and those that it leaves to vLLM's Transformers backend (OLMo 2 and 3, SmolLM3).
 """
 
 import dataclasses
