@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lcjax.attention import Causal
+from lcjax.attention import Causal, DualChunk
 from lcjax.checkpoints.engines import (
     ENGINES,
     REFUSED,
@@ -228,6 +228,8 @@ class _Model(NamedTuple):
     def pattern(self) -> str:
         kinds = sorted({f"a window of {w}" if w else "full attention" for w in self.windows})
         words = " and ".join(kinds) if self.hf["model_type"] in FAMILIES else "landmark attention"
+        if isinstance(self.config.pattern, DualChunk):
+            words = "dual chunk attention"
         return words + (", with a memory" if self.has_memory else "")
 
 
@@ -291,6 +293,8 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
     if family is None:
         return [_Problem(REFUSED, f"it has no model class {architecture}")], None
     problems = [_Problem(*engine.memory)] if model.has_memory else []
+    if isinstance(config.pattern, DualChunk):
+        problems.append(_Problem(*engine.dual_chunk))
     if not family.head_dim and config.head_dim * config.num_heads != config.width:
         problems.append(_Problem(REFUSED, f"it reads no head_dim={config.head_dim}"))
     for key, verdict in family.biases.items():

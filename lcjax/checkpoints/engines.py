@@ -87,6 +87,11 @@ class Engine:
     foreign: tuple[str, str]
     memory: tuple[str, str]
     landmark: tuple[str, str]
+    # What it makes of `dual_chunk_attention_config`.
+    dual_chunk: tuple[str, str] = (
+        UNKNOWN,
+        "how it reads dual_chunk_attention_config is not known",
+    )
     limit: str = ""  # said where the method is for more than `max_position_embeddings` tokens
     fallback: tuple[str, str] | None = None  # an earlier engine whose code it can run, and how
     gguf: Reading | None = None  # of the metadata of a GGUF file; None: not looked at
@@ -292,6 +297,10 @@ ENGINES = (
         foreign=(WRONG, "it picks the class by model_type and leaves the memory's weights out"),
         memory=(WRONG, "it leaves the memory's weights out, with a warning"),
         landmark=(REFUSED, "it does not know model_type llama_with_landmark"),
+        dual_chunk=(
+            WRONG,
+            "it ignores dual_chunk_attention_config: equal up to chunk_size - local_size tokens",
+        ),
     ),
     Engine(
         name="vllm",

@@ -395,6 +395,14 @@ def test_later_families_have_the_verdicts_that_the_sources_give(kind, changes, e
         assert all(x is None or x < 1e-6 for x in differences)
 
 
+def test_dual_chunk_attention_is_ignored_by_transformers_and_not_known_of_others():
+    dual = {"chunk_size": 512, "local_size": 64, "original_max_position_embeddings": TRAINED}
+    hf = {"model_type": "qwen2"} | SIZES | {"dual_chunk_attention_config": dual}
+    result = check_config(hf, "model")
+    assert [row.verdict for row in result.rows] == ["wrong"] + 4 * ["not known"]
+    assert result.pattern == "dual chunk attention"
+
+
 def test_each_type_of_layers_is_compared_with_its_own_rope(monkeypatch):
     hf = {"model_type": "gemma3_text", "head_dim": DIM, "rope_theta": 1e6} | SIZES
     one_base = Family({"*": Reading(lambda s: Default(theta=1e6), "it has one base")})
