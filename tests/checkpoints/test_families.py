@@ -17,7 +17,7 @@ from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_config import config_to_hf
 from lcjax.errors import InputError
-from lcjax.models import Decoder
+from lcjax.models import Decoder, preset
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import Projection, cross_entropy, token_nll
 from lcjax.rope import Default, Yarn
@@ -333,6 +333,44 @@ def test_what_text_config_leaves_out_is_what_transformers_takes(hf):
 def test_a_text_part_that_lcjax_does_not_compute_is_refused(change, words):
     with pytest.raises(InputError, match=words):
         config_from_hf(GEMMA3_4B | change)
+
+
+# The config.json of checkpoints of the hub whose architecture is a preset.
+PUBLISHED = {
+    "llama3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "rms_norm_eps": 1e-05,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "rms_norm_eps": 1e-06,
+        "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+        "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "rms_norm_eps": 1e-06,
+        "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1000000, "attention_bias": False, "use_sliding_window": False,
+    },
+    "olmo3-7b": {
+        "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "rms_norm_eps": 1e-06,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "max_position_embeddings": 65536, "rope_theta": 500000,
+        "sliding_window": 4096,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_architecture_of_the_published_checkpoint(name):
+    config = config_from_hf(PUBLISHED[name] | {"tie_word_embeddings": False})
+    assert config.replace(family=preset(name).family) == preset(name)
 
 
 def test_a_method_of_the_model_leaves_layers_with_a_window_alone(tmp_path):
