@@ -68,6 +68,7 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
             f"{where}: text_config={text!r:.60} must be an object that describes a {kind} model;"
             " download it again"
         )
+    check_types(text, f"{where}: text_config")
     above = {
         key: hf[key]
         for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")

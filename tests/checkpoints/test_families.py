@@ -324,6 +324,7 @@ def test_what_text_config_leaves_out_is_what_transformers_takes(hf):
     [
         ({"text_config": None}, "text_config=None must be an object"),
         ({"text_config": {"model_type": "gemma2"}}, "must be an object that describes a gemma3_te"),
+        ({"text_config": {"vocab_size": "many"}}, "text_config: vocab_size='many' must be a whole"),
         (
             {"text_config": GEMMA3_4B["text_config"] | {"use_bidirectional_attention": True}},
             "use_bidirectional_attention=True is not supported",

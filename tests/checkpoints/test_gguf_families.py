@@ -8,6 +8,7 @@ from test_families import MODELS, YARN, hf_model
 
 from lcjax import LanguageModel
 from lcjax.checkpoints import gguf_file, load_config
+from lcjax.checkpoints.engine_check import check
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.gguf_file import read_index
 from lcjax.errors import InputError
@@ -80,6 +81,12 @@ def changed(path, monkeypatch, **values):
     metadata = {k: v for k, v in (metadata | names).items() if v is not None}
     monkeypatch.setattr(gguf_file, "read_index", lambda _: (metadata, tensors))
     return load_config(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo3, yarn"])
+def test_how_engines_read_a_file_of_a_later_family_is_not_known(tmp_path, name):
+    convert(made(name), tmp_path / "m.gguf")
+    assert {row.verdict for row in check(tmp_path / "m.gguf").rows} == {"not known"}
 
 
 def test_layers_without_rotation_are_those_of_llama_cpp(tmp_path):
