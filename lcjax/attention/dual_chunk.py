@@ -25,22 +25,27 @@ class DualChunk(Pattern):
     min(2c - 1, chunk) for older keys (sec. 3; the code's `chunk_size` and `local_window`: the paper
     has pieces of `chunk` tokens and clamps at the trained length - 1).
 
-    With `train_length` C, a request of n > C tokens multiplies cos and sin of queries and keys by
-    0.05 ln(n / C) + 1, and so the logits by its square. This is a later addition to the released
-    code and not part of the paper's results. There the factor grows with every token while older
-    keys keep theirs; here a request has one factor, that of its prompt and new tokens together.
+    With `train_length` C, a request of n > C tokens multiplies the logits. `growth="square"` is a
+    later addition to the released code and not part of the paper's results: it multiplies cos and
+    sin of queries and keys by 0.05 ln(n / C) + 1, and so the logits by its square.
+    `growth="linear"` is that of Qwen2.5-1M (arXiv 2501.15383; vLLM's dual_chunk_flash_attn): keys
+    alone are multiplied by 0.1 ln(n / C) + 1, and so are the logits. In both codes the factor grows
+    with the text while older keys keep theirs; here a request has one factor, that of its prompt
+    and new tokens together.
     """
 
     examples = (
         {"chunk": 7, "local": 3},
         {"chunk": 8, "local": 6},
         {"chunk": 7, "local": 3, "train_length": 10},
+        {"chunk": 7, "local": 3, "train_length": 10, "growth": "linear"},
     )
     encodings = ("rope",)
 
     chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
     local: int = 512  # exact across pieces: 1/8 of the trained length, 1/4 in its perplexity script
     train_length: int | None = None  # beyond which logits grow; null: never, as in the paper
+    growth: str = "square"  # square (ChunkLlama's code) or linear (Qwen2.5-1M)
 
     def __post_init__(self):
         whole_number("pattern.chunk", self.chunk, 2)
@@ -49,6 +54,10 @@ class DualChunk(Pattern):
             raise InputError(
                 f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "
                 f"released code has a sixth of it: {max(self.chunk // 6, 1)}"
+            )
+        if self.growth not in ("square", "linear"):
+            raise InputError(
+                f"pattern.growth={self.growth!r} must be square (ChunkLlama) or linear (Qwen2.5-1M)"
             )
 
     @property
@@ -62,8 +71,10 @@ class DualChunk(Pattern):
     def at_length(self, rotation: Rotation, length: int) -> Rotation:
         if self.train_length is None or length <= self.train_length:
             return rotation
-        growth = 0.05 * math.log(length / self.train_length) + 1
-        return rotation._replace(scale=rotation.scale * growth)
+        log = math.log(length / self.train_length)
+        if self.growth == "linear":  # a factor of queries gives the logits of a factor of keys
+            return rotation._replace(query_scale=rotation.query_scale * (0.1 * log + 1))
+        return rotation._replace(scale=rotation.scale * (0.05 * log + 1))
 
     def key_positions(
         self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]

@@ -14,11 +14,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -32,14 +33,23 @@ _CHEAP = {
     "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject",
     "rejectattr", "select", "selectattr",
 }  # fmt: skip
+_OPTIONAL = {"tools": None, "documents": None}  # templates compare them with none
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
-def render_template(template: str | None, messages: list[dict[str, str]], **variables: Any) -> str:
+def render_template(
+    template: str | None, messages: list[dict[str, Any]], /, **variables: Any
+) -> str:
     """Returns the conversation as the model was trained to read it.
 
-    The environment is that of transformers: blocks are trimmed, and templates may call
-    `raise_exception`, `strftime_now` and `tojson`.
+    The environment is that of transformers: blocks are trimmed, templates may call
+    `raise_exception`, `strftime_now` and `tojson`, and mark answers with `{% generation %}`. As
+    there, `tools` and `documents` are None where they are not given.
+
+    Args:
+      template: the Jinja source.
+      messages: the conversation.
+      **variables: what else the template reads, such as `enable_thinking` or `tools`.
 
     Raises:
       InputError: there is no template; or it fails, includes other files, or does too much work.
@@ -52,7 +62,7 @@ def render_template(template: str | None, messages: list[dict[str, str]], **vari
     try:
         compiled = _compile(template)
         compiled.environment.begin()
-        return compiled.render(messages=messages, **variables)
+        return compiled.render(_OPTIONAL | variables, messages=messages)
     except InputError:
         raise
     except Exception as error:  # whatever operation a template tries on whatever value
@@ -82,7 +92,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters = {name: self._counted(name, f) for name, f in self.filters.items()}
         self.filters["tojson"] = self._counted("tojson", _to_json)
         self.globals |= {
@@ -207,9 +218,35 @@ class _Count(NodeTransformer):
         return node
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+class _Generation(Extension):
+    """`{% generation %}`, which marks what the model writes: the body as it is.
+
+    Variables that are set inside stay inside, as in transformers.
+    """
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes characters for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> None:

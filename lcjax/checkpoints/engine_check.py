@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lcjax.attention import Causal, DualChunk
 from lcjax.checkpoints.engines import (
     ENGINES,
     REFUSED,
@@ -20,9 +21,10 @@ from lcjax.checkpoints.engines import (
     Reading,
     Settings,
 )
-from lcjax.checkpoints.families import FAMILIES, windows
+from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
+from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
 from lcjax.checkpoints.hub import is_run, resolve
@@ -119,6 +121,7 @@ def check_config(
 ) -> Check:
     """`check` for the contents of a `config.json`; `where` is its name in messages."""
     check_types(hf, where)
+    hf = text_model(hf, where)
     model = _Model.read(hf, where)
     by_name: dict[str, Row] = {}
     for engine in ENGINES:
@@ -225,6 +228,8 @@ class _Model(NamedTuple):
     def pattern(self) -> str:
         kinds = sorted({f"a window of {w}" if w else "full attention" for w in self.windows})
         words = " and ".join(kinds) if self.hf["model_type"] in FAMILIES else "landmark attention"
+        if isinstance(self.config.pattern, DualChunk):
+            words = "dual chunk attention"
         return words + (", with a memory" if self.has_memory else "")
 
 
@@ -265,7 +270,7 @@ def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
     rows = []
     for engine in engines:
         problems, difference = [_Problem(UNKNOWN, "how it reads GGUF is not known", convert)], None
-        if engine.gguf is not None:
+        if engine.gguf is not None and model.hf["model_type"] in engine.families:
             problems, difference = _rope_problems(engine.gguf, _settings(engine, model), model)
             problems += _window_problems(engine.families[model.hf["model_type"]], model)
         rows.append(_row(engine, problems, difference))
@@ -288,25 +293,47 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
     if family is None:
         return [_Problem(REFUSED, f"it has no model class {architecture}")], None
     problems = [_Problem(*engine.memory)] if model.has_memory else []
+    if isinstance(config.pattern, DualChunk):
+        problems.append(_Problem(*engine.dual_chunk))
     if not family.head_dim and config.head_dim * config.num_heads != config.width:
         problems.append(_Problem(REFUSED, f"it reads no head_dim={config.head_dim}"))
     for key, verdict in family.biases.items():
         if hf.get(key):
             problems.append(_Problem(verdict, f"its class has no biases for {key}=true"))
     problems += _window_problems(family, model)
-    settings = _settings(engine, model)
-    reading = family.ropes.get(settings.kind) or family.ropes["*"]
-    rope_problems, difference = _rope_problems(reading, settings, model)
-    problems += rope_problems
+    differences = []
+    for section, part in _by_layer_type(model):
+        settings = _settings(engine, part, section)
+        reading = family.ropes.get(settings.kind) or family.ropes["*"]
+        rope_problems, difference = _rope_problems(reading, settings, part)
+        problems += rope_problems
+        differences += [] if difference is None else [difference]
+    difference, settings = max(differences, default=None), _settings(engine, model)
     is_multiplied = settings.kind in ("linear", "dynamic")  # the limit, by their factor
     if engine.limit and settings.max_length < model.target and not is_multiplied:
         problems.append(_Problem(RIGHT, _SAME, engine.limit.format(**_values(settings, model))))
     return problems, difference
 
 
-def _settings(engine: Engine, model: _Model) -> Settings:
+def _by_layer_type(model: _Model) -> list[tuple[str, _Model]]:
+    """The layers of each type, as a model of their rope; all at once where types rotate alike."""
+    config = model.config
+    local = next((kind.rope for kind, _ in config.layer_counts if kind.rope != model.rope), None)
+    if FAMILIES[model.hf["model_type"]].local_theta is None or local is None:
+        return [(FULL, model)]
+    alike = config.replace(layers=(), pattern=Causal(), rope=local)
+    return [(FULL, model), (SLIDING, model._replace(config=alike))]
+
+
+def _settings(engine: Engine, model: _Model, section: str = FULL) -> Settings:
+    """What the engine reads for layers of a type; older configs have one rope for all."""
     hf = model.hf
     rope = dict(next((hf[key] for key in engine.keys if hf.get(key)), {}))
+    if FULL in rope or SLIDING in rope:
+        rope = dict(rope.get(section) or {})
+    elif section == SLIDING:
+        theta = hf.get("rope_local_base_freq") or FAMILIES[hf["model_type"]].local_theta
+        rope = {"rope_theta": theta}
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.get("rope_theta") or hf.get("rope_theta") or FAMILIES[hf["model_type"]].theta
     return Settings(hf, rope, float(theta), *model.lengths)

@@ -2,7 +2,10 @@
 
 They were read in the engines' sources, at the versions and in the files named there. What an engine
 computes is written as a method of `lcjax.rope`, so `engine_check` compares numbers. For a new
-release of an engine, read its files and edit its entry in `ENGINES`.
+release of an engine, read its files and edit its entry in `ENGINES`. A family that an entry leaves
+out is "not known": nobody has read how the engine reads it. That is so for Ministral; for llama.cpp
+and the families after Phi-2, whose files were not read at the version of its entry; and for
+tpu-inference and those that it leaves to vLLM's Transformers backend (OLMo 2 and 3, SmolLM3).
 """
 
 import dataclasses
@@ -84,6 +87,11 @@ class Engine:
     foreign: tuple[str, str]
     memory: tuple[str, str]
     landmark: tuple[str, str]
+    # What it makes of `dual_chunk_attention_config`.
+    dual_chunk: tuple[str, str] = (
+        UNKNOWN,
+        "how it reads dual_chunk_attention_config is not known",
+    )
     limit: str = ""  # said where the method is for more than `max_position_embeddings` tokens
     fallback: tuple[str, str] | None = None  # an earlier engine whose code it can run, and how
     gguf: Reading | None = None  # of the metadata of a GGUF file; None: not looked at
@@ -260,8 +268,12 @@ _SGLANG_ROPES = {
     ),
     "*": Reading(None, "raises 'Unknown RoPE scaling type' (layers/embeddings.py)"),
 }
-_SGLANG_QWEN2 = Reading(
-    _plain, "its Qwen2 ignores rope_scaling: the rotation is plain (models/qwen2.py)"
+_SGLANG_QWEN2, _SGLANG_QWEN3, _SGLANG_GEMMA2 = (
+    Reading(_plain, f"its {name} ignores rope_scaling: the rotation is plain (models/{file}.py)")
+    for name, file in (("Qwen2", "qwen2"), ("Qwen3", "qwen3"), ("Gemma 2", "gemma2"))
+)
+_TPU_BACKEND = Reading(
+    None, "runs vLLM's Transformers backend, which was not looked at", verdict=UNKNOWN
 )
 
 ENGINES = (
@@ -277,10 +289,18 @@ ENGINES = (
             "phi": Family(_TRANSFORMERS_ROPES),
             "ministral": Family(_TRANSFORMERS_ROPES),
             "smollm3": Family(_TRANSFORMERS_ROPES),
+            **dict.fromkeys(
+                ("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "granite"),
+                Family(_TRANSFORMERS_ROPES),
+            ),
         },
         foreign=(WRONG, "it picks the class by model_type and leaves the memory's weights out"),
         memory=(WRONG, "it leaves the memory's weights out, with a warning"),
         landmark=(REFUSED, "it does not know model_type llama_with_landmark"),
+        dual_chunk=(
+            WRONG,
+            "it ignores dual_chunk_attention_config: equal up to chunk_size - local_size tokens",
+        ),
     ),
     Engine(
         name="vllm",
@@ -288,6 +308,9 @@ ENGINES = (
         sources=(
             "vllm/model_executor/layers/rotary_embedding/",
             "vllm/model_executor/models/{llama,mistral,qwen2,registry}.py",
+            "vllm/model_executor/models/{qwen3,gemma2,gemma3,phi3,granite}.py",
+            "vllm/model_executor/models/transformers/{base,utils}.py",
+            "vllm/model_executor/layers/attention/attention.py",
             "vllm/config/model.py",
             "vllm/engine/arg_utils.py",
         ),
@@ -297,6 +320,13 @@ ENGINES = (
             "mistral": Family(_VLLM_ROPES),
             "qwen2": Family(_VLLM_ROPES, windows="uniform", head_dim=False),
             "phi": Family(_VLLM_BACKEND_ROPES),
+            # Extends its Qwen2; the projection behind the attention has no bias.
+            "qwen3": Family(_VLLM_ROPES, windows="uniform", biases={"attention_bias": REFUSED}),
+            **dict.fromkeys(
+                ("gemma2", "gemma3_text", "phi3", "granite"),
+                Family(_VLLM_ROPES),
+            ),
+            **dict.fromkeys(("olmo2", "olmo3", "smollm3"), Family(_VLLM_BACKEND_ROPES)),
         },
         foreign=(REFUSED, "it has no model class {architecture}"),
         memory=(REFUSED, "its loader stops at weights that the model class lacks"),
@@ -308,7 +338,7 @@ ENGINES = (
         version="0.32.0, b8692ff01",
         sources=(
             "tpu_inference/layers/jax/rope_interface.py",
-            "tpu_inference/models/jax/{llama3,qwen2}.py",
+            "tpu_inference/models/jax/{llama3,qwen2,qwen3}.py",
             "tpu_inference/models/common/model_loader.py",
         ),
         keys=("rope_scaling", "rope_parameters"),
@@ -316,16 +346,11 @@ ENGINES = (
             "llama": Family(_TPU_ROPES, biases={"attention_bias": REFUSED, "mlp_bias": REFUSED}),
             "qwen2": Family(_TPU_ROPES, windows="none"),
             # Not among its JAX models: it runs vLLM's own.
-            "mistral": Family(_VLLM_ROPES),
-            "phi": Family(
-                {
-                    "*": Reading(
-                        None,
-                        "runs vLLM's Transformers backend, which was not looked at",
-                        verdict=UNKNOWN,
-                    )
-                }
+            **dict.fromkeys(
+                ("mistral", "gemma2", "gemma3_text", "phi3", "granite"), Family(_VLLM_ROPES)
             ),
+            "phi": Family({"*": _TPU_BACKEND}),
+            "qwen3": Family(_TPU_ROPES, windows="none", biases={"attention_bias": REFUSED}),
         },
         foreign=(REFUSED, "vLLM, which reads the config, has no model class {architecture}"),
         memory=(REFUSED, "its loader stops at weights that the model class lacks"),
@@ -338,14 +363,17 @@ ENGINES = (
         version="cddbf6f1c",
         sources=(
             "python/sgl_jax/srt/layers/embeddings.py",
-            "python/sgl_jax/srt/models/{llama,qwen2,registry}.py",
+            "python/sgl_jax/srt/models/{llama,qwen2,qwen3,gemma2,registry}.py",
         ),
         keys=("rope_scaling",),  # with transformers 4.57, which it requires
         families={
             "llama": Family(_SGLANG_ROPES, biases={"mlp_bias": WRONG}),
             "qwen2": Family({"*": _SGLANG_QWEN2}, windows="none"),
-            "mistral": None,
-            "phi": None,
+            "qwen3": Family({"*": _SGLANG_QWEN3}, windows="none"),
+            "gemma2": Family({"*": _SGLANG_GEMMA2}),
+            **dict.fromkeys(
+                ("mistral", "phi", "gemma3_text", "olmo2", "olmo3", "phi3", "granite", "smollm3")
+            ),
         },
         foreign=(REFUSED, "it has no model class {architecture}"),
         memory=(WRONG, "it loads the weights that its model class has and leaves the others out"),

@@ -5,21 +5,25 @@ index is parsed here: `gguf.GGUFReader` takes 3 seconds for the 49,000 tokens an
 (this takes 0.1) and does not tell a truncated file from a damaged one. The `gguf` package
 de-quantises tensors, some rows at a time.
 
-llama.cpp stores the query and key projections of the `llama` architecture with the two halves of
-each head interleaved (rows 0, H/2, 1, H/2+1, ...); `GGUFFile.rows` returns them in Hugging Face's
-half-split order.
+llama.cpp stores the query and key projections of some architectures with the two halves of each
+head interleaved (rows 0, H/2, 1, H/2+1, ...), and Gemma's norms with 1 added; `GGUFFile.rows`
+returns both as Hugging Face has them. The entries of `_ARCHITECTURES` were read in llama.cpp's
+converter (`conversion/*.py` of 2026) and in the hyperparameters that `src/models/*.cpp` fills in
+where a file leaves them out.
 """
 
+import dataclasses
 import math
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from lcjax.checkpoints.families import FAMILIES
+from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING
 from lcjax.checkpoints.hf_config import config_from_hf
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import InputError, import_package, whole_number
@@ -34,9 +38,8 @@ _STRING, _ARRAY = 8, 9
 # kinds that are stored as they are
 _PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _CHUNK = 2**20  # weights that are de-quantised at a time
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "phi2": "phi"}
 
-# Modules by their GGUF names; llama.cpp may store the three projections of Phi-2 as one tensor.
+# Modules by their GGUF names; llama.cpp stores the three projections of Phi-2 and 3 as one tensor.
 _MODULES = {
     "token_embd": ("model.embed_tokens",),
     "output_norm": ("model.norm",),
@@ -49,10 +52,78 @@ _LAYER_MODULES = {
     "attn_k": ("self_attn.k_proj",),
     "attn_v": ("self_attn.v_proj",),
     "attn_output": ("self_attn.o_proj",),
+    "attn_q_norm": ("self_attn.q_norm",),
+    "attn_k_norm": ("self_attn.k_norm",),
+    "post_attention_norm": ("post_attention_layernorm",),
     "ffn_norm": ("post_attention_layernorm",),
+    "post_ffw_norm": ("post_feedforward_layernorm",),
     "ffn_gate": ("mlp.gate_proj",),
     "ffn_up": ("mlp.up_proj",),
     "ffn_down": ("mlp.down_proj",),
+}
+_ROPE_FACTORS = {"long_factor": "rope_factors_long", "short_factor": "rope_factors_short"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """How llama.cpp stores a family."""
+
+    family: str  # model type of transformers
+    interleaved: bool = False  # whether rows of queries and keys are
+    norm_shift: float = 0.0  # what was added to the weights of norms
+    modules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # that differ
+    # Metadata key without the architecture, key of config.json, and the value where it is absent;
+    # a function: of the head size.
+    keys: tuple[tuple[str, str, Any], ...] = ()
+    partial: bool = False  # whether a part of each head may be rotated
+    # Every so many layers one sees the whole text, if there is a window; None: all have a window.
+    period: int | None = None
+    window_family: str | None = None  # model type of a file with a window
+    local_theta: float | None = None  # base of layers with a window; None: that of all layers
+    # Number of layers of the size whose attention is scaled by width / heads, not by the head size.
+    wide_scale_layers: int | None = None
+
+
+_GEMMA = {
+    "norm_shift": 1.0,
+    "modules": {"ffn_norm": ("pre_feedforward_layernorm",)},
+}
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_ARCHITECTURES = {
+    "llama": _Architecture("llama", interleaved=True, window_family="mistral"),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "phi2": _Architecture("phi", partial=True),
+    "phi3": _Architecture(
+        "phi3", modules={"ffn_up": ("mlp.gate_proj", "mlp.up_proj")}, partial=True
+    ),
+    "gemma2": _Architecture(
+        "gemma2",
+        **_GEMMA,
+        keys=tuple(zip(_SOFT_CAPS, _SOFT_CAPS, (50.0, 30.0), strict=True)),
+        period=2,
+        wide_scale_layers=46,  # 27B
+    ),
+    "gemma3": _Architecture(
+        "gemma3_text",
+        **_GEMMA,
+        keys=((_SOFT_CAPS[1], _SOFT_CAPS[1], None),),
+        period=6,
+        local_theta=10_000.0,
+        wide_scale_layers=62,  # 27B
+    ),
+    "olmo2": _Architecture("olmo2", period=4, window_family="olmo3"),
+    "granite": _Architecture(
+        "granite",
+        interleaved=True,
+        keys=(
+            ("attention.scale", "attention_multiplier", lambda head_dim: head_dim**-0.5),
+            ("embedding_scale", "embedding_multiplier", 1.0),
+            ("residual_scale", "residual_multiplier", 1.0),
+            ("logit_scale", "logits_scaling", 1.0),
+        ),
+    ),
+    "smollm3": _Architecture("smollm3", interleaved=True),  # without a key for its NoPE layers
 }
 
 # The numbers of every published Llama-3.1 to 3.3.
@@ -85,7 +156,8 @@ def _is_number(value: Any) -> bool:
 _KINDS = {
     ("block_count", "context_length", "key_length", "sliding_window", "dimension_count"): "number",
     ("_epsilon", "freq_base", "scale_linear", "factor", "_beta_fast", "_beta_slow"): "number",
-    ("split.count", "_token_id", "scaling.alpha", "log_multiplier"): "number",
+    ("split.count", "_token_id", "scaling.alpha", "log_multiplier", "freq_base_swa"): "number",
+    ("_scale", "attention.scale", "_softcapping", "original_context_length"): "number",
     ("general.architecture", "scaling.type", "ggml.model", "ggml.pre", "chat_template"): "text",
     ("ggml.tokens", "ggml.merges"): "list of text",
     ("ggml.scores", "ggml.token_type"): "list of numbers",
@@ -122,6 +194,7 @@ class _Part(NamedTuple):
     tensor: Tensor
     start: int
     heads: int  # heads whose rows are interleaved; 0: rows are in order
+    shift: float = 0.0  # what was added to all numbers
 
 
 class GGUFFile:
@@ -132,11 +205,12 @@ class GGUFFile:
         self.metadata, self.stored = read_index(to_path(path))
         _check_kinds(to_path(path), self.metadata)
         self.architecture = self.metadata.get("general.architecture")
-        if self.architecture not in _FAMILIES:
+        if str(self.architecture) not in _ARCHITECTURES:
             raise InputError(
                 f"{path}: GGUF architecture {self.architecture!r} is not supported; supported: "
-                f"{', '.join(_FAMILIES)}"
+                f"{', '.join(_ARCHITECTURES)}"
             )
+        self._arch = _ARCHITECTURES[self.architecture]
         if (parts := self.get("split.count", 0)) > 1:
             raise InputError(
                 f"{path}: one of {parts} parts of a model; merge them into one file "
@@ -146,7 +220,8 @@ class GGUFFile:
         self._parts: dict[str, _Part] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for name, tensor in self.stored.items():
-            self._add(name, tensor)
+            if name.removesuffix(".weight") not in _ROPE_FACTORS.values():
+                self._add(name, tensor)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; `{arch}` in the key stands for the architecture."""
@@ -181,9 +256,10 @@ class GGUFFile:
 
     def _hf_config(self) -> dict[str, Any]:
         """The metadata as a Hugging Face config."""
-        kind = _FAMILIES[self.architecture]
-        if kind == "llama" and self.get("{arch}.attention.sliding_window"):
-            kind = "mistral"  # llama.cpp has one architecture for both
+        arch, kind = self._arch, self._arch.family
+        window = self.get("{arch}.attention.sliding_window") or None  # 0: none
+        if window is not None and arch.window_family is not None:
+            kind = arch.window_family  # llama.cpp has one architecture for both
         heads = self._count("{arch}.attention.head_count")
         width = self._count("{arch}.embedding_length")
         head_dim = self._count("{arch}.attention.key_length", width // heads)
@@ -195,7 +271,7 @@ class GGUFFile:
             "vocab_size": embedding.shape[0],
             "hidden_size": width,
             "intermediate_size": self._count("{arch}.feed_forward_length"),
-            "num_hidden_layers": self.need("{arch}.block_count"),
+            "num_hidden_layers": self._count("{arch}.block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._count("{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -203,15 +279,24 @@ class GGUFFile:
             "tie_word_embeddings": "output.weight" not in self.stored,
             "attention_bias": "blk.0.attn_q.bias" in self.stored,
             "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
-            "sliding_window": self.get("{arch}.attention.sliding_window"),
+            "sliding_window": window,
             "dtype": self._dtype(),
         }
         if kind == "phi":
             hf["layer_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_epsilon"))
         else:
             hf["rms_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_rms_epsilon"))
+        for key, name, default in arch.keys:
+            default = default(head_dim) if callable(default) else default
+            value = self.get(f"{{arch}}.{key}")
+            hf[name] = _short(value) if value else default
+        if arch.wide_scale_layers is not None:
+            wide = hf["num_hidden_layers"] == arch.wide_scale_layers
+            hf["query_pre_attn_scalar"] = width // heads if wide else head_dim
+        if arch.period is not None:
+            hf |= self._windows(window, hf["num_hidden_layers"])
         rotated = self.get("{arch}.rope.dimension_count", head_dim)
-        if kind == "phi":
+        if arch.partial:
             hf["partial_rotary_factor"] = rotated / head_dim
         elif rotated != head_dim:
             raise InputError(
@@ -220,21 +305,42 @@ class GGUFFile:
             )
         return hf | _rope_to_hf(self, rotated)
 
+    def _windows(self, window: int | None, count: int) -> dict[str, Any]:
+        """Which layers have the window, and the base of their rotation."""
+        key = "{arch}.attention.sliding_window_pattern"
+        pattern = self.get(key) or self._arch.period
+        if not isinstance(pattern, list):
+            whole_number(f"{self.path}: {self._key(key)}", pattern, 1)
+            pattern = [(i + 1) % pattern != 0 for i in range(count)]
+        if len(pattern) != count or any(value not in (0, 1) for value in pattern):
+            raise InputError(
+                f"{self.path}: {self._key(key)}={pattern!r:.60} must be a period, or say for each"
+                f" of the {count} layers whether it has a window; convert it again"
+            )
+        types = [SLIDING if has and window is not None else FULL for has in pattern]
+        theta = self.get("{arch}.rope.freq_base_swa") or self._arch.local_theta
+        theta = theta or self.get("{arch}.rope.freq_base", 10_000.0)
+        return {"layer_types": types, "rope_local_base_freq": float(theta)}
+
     def _dtype(self) -> str:
         kinds = {_dtype_of(t) for t in self.stored.values() if len(t.shape) > 1}
         return kinds.pop() if len(kinds) == 1 else "float32"
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Adds the Hugging Face tensors that a stored tensor holds."""
-        names, hf = self._hf_names(name), self.hf_config
+        names, hf, arch = self._hf_names(name), self.hf_config, self._arch
         heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
         heads["v"] = heads["k"]
         start = 0
         for hf_name in names:
             match = re.search(r"\.([qkv])_proj\.", hf_name)
-            rows = heads[match[1]] * hf["head_dim"] if len(names) > 1 else tensor.shape[0]
-            interleaved = self.architecture == "llama" and match and match[1] in "qk"
-            self._parts[hf_name] = _Part(tensor, start, heads[match[1]] if interleaved else 0)
+            rows = tensor.shape[0] // len(names)
+            if match and len(names) > 1:
+                rows = heads[match[1]] * hf["head_dim"]
+            interleaved = arch.interleaved and match and match[1] in "qk"
+            shift = arch.norm_shift if "norm" in hf_name else 0.0
+            part = _Part(tensor, start, heads[match[1]] if interleaved else 0, shift)
+            self._parts[hf_name] = part
             self.tensors[hf_name] = TensorInfo((rows, *tensor.shape[1:]), _dtype_of(tensor))
             start += rows
 
@@ -242,10 +348,11 @@ class GGUFFile:
         """The Hugging Face tensors in a stored tensor; its own name if no model has it."""
         stem, _, suffix = name.rpartition(".")
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
-            prefix, modules = f"model.layers.{match[1]}.", _LAYER_MODULES.get(match[2], ())
+            table = _LAYER_MODULES | self._arch.modules
+            prefix, modules = f"model.layers.{match[1]}.", table.get(match[2], ())
         else:
             prefix, modules = "", _MODULES.get(stem, ())
-        renamed = FAMILIES[_FAMILIES[self.architecture]].modules
+        renamed = FAMILIES[self._arch.family].modules
         modules = [renamed.get(module, module) for module in modules]
         return [f"{prefix}{module}.{suffix}" for module in modules] or [name]
 
@@ -253,7 +360,10 @@ class GGUFFile:
         """Rows of a tensor, de-quantised, in Hugging Face's order."""
         part = self._parts[name]
         if not part.heads:
-            return dequantize(part.tensor, part.start + start, part.start + stop)
+            block = dequantize(part.tensor, part.start + start, part.start + stop)
+            if not part.shift:
+                return block
+            return (block.astype(np.float32) - part.shift).astype(block.dtype)
         size = self.tensors[name].shape[0] // part.heads
         first, last = start // size * size, -(-stop // size) * size  # whole heads
         block = dequantize(part.tensor, part.start + first, part.start + last)
@@ -303,6 +413,10 @@ def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
     factor = scaling.get("factor", file.get("{arch}.rope.scale_linear"))
     factor = 1.0 if kind == "none" else float(factor or 1.0)  # llama.cpp takes 0 for 1
     has_divisors = "rope_freqs.weight" in file.stored
+    if f"{_ROPE_FACTORS['long_factor']}.weight" in file.stored:
+        return {"rope_theta": theta} | _longrope(file, kind, factor, scaling, rotary_dim)
+    if scaling.get("finetuned") is False and file.architecture == "granite":
+        raise _unreadable(file, "rope.scaling.finetuned=False, a Granite without rotation,")
     if kind == "yarn" and "factor" in scaling and not has_divisors:
         return _yarn(file, theta, factor, scaling).to_hf(rotary_dim)
     if kind not in ("linear", "none") or (has_divisors and factor != 1):
@@ -316,11 +430,45 @@ def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
 
 
+def _longrope(
+    file: GGUFFile, kind: str, factor: float, scaling: dict[str, Any], rotary_dim: int
+) -> dict[str, Any]:
+    """Phi-3's LongRoPE: divisors as tensors, and A as `attn_factor`.
+
+    llama.cpp takes the long divisors where its context is longer than the original one, for all
+    texts; the values here are those of Hugging Face, which looks at the length of each text.
+    """
+    form: dict[str, Any] = {"rope_type": "longrope"}
+    for key, name in _ROPE_FACTORS.items():
+        tensor = file.stored.get(f"{name}.weight")
+        if tensor is None or tensor.shape != (rotary_dim // 2,):
+            shape = None if tensor is None else list(tensor.shape)
+            raise InputError(
+                f"{file.path}: the tensor {name}.weight {shape} must be [{rotary_dim // 2}], beside"
+                " that of the other lengths; convert it again"
+            )
+        form[key] = [_short(x) for x in dequantize(tensor, 0, rotary_dim // 2)]
+    if kind not in ("linear", "none", "longrope") or factor != 1:
+        raise _unreadable(
+            file, f"rope.scaling.type={kind!r} with factor={factor:g} beside LongRoPE"
+        )
+    _check_scaling(file, scaling, _SUPPORTED | {"attn_factor"})
+    original = file.need("{arch}.rope.scaling.original_context_length")
+    whole_number(f"{file.path}: rope.scaling.original_context_length", original, 2)
+    scale = file.need("{arch}.context_length") / original
+    formula = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    attention = scaling.get("attn_factor", 1.0)
+    if not math.isclose(attention, formula, rel_tol=1e-6):
+        form["attention_factor"] = _short(attention)
+    return {"rope_scaling": form, "original_max_position_embeddings": original}
+
+
 def _yarn(file: GGUFFile, theta: float, factor: float, scaling: dict[str, Any]) -> Yarn:
     """llama.cpp's YaRN: A = attn_factor * (0.1 ln(factor) + 1), without the sum for ext_factor 0.
 
     Some writers store A itself as `yarn_attn_factor`, and llama.cpp ignores it in favour of the
-    formula. So the key is accepted where it holds the value of the formula.
+    formula. So the key is accepted where it holds the value of the formula. The converter of 2025
+    wrote the A of OLMo 3 as `attn_factor`.
     """
     original = file.need("{arch}.rope.scaling.original_context_length")
     share = scaling.get("yarn_ext_factor", -1.0)
@@ -331,6 +479,8 @@ def _yarn(file: GGUFFile, theta: float, factor: float, scaling: dict[str, Any]) 
     _check_scaling(file, scaling, supported, {"yarn_attn_factor": ()})
     betas = {key.removeprefix("yarn_"): float(scaling[key]) for key in _BETAS if key in scaling}
     attention = scaling.get("attn_factor", 1.0)
+    if file.architecture == "olmo2" and math.isclose(attention, sharpened, rel_tol=1e-4):
+        attention = 1.0
     return Yarn(
         theta=theta,
         factor=factor,

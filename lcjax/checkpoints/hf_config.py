@@ -1,8 +1,9 @@
 """Hugging Face `config.json` <-> `ModelConfig`, for the families that the decoder covers."""
 
+import warnings
 from typing import Any
 
-from lcjax.attention import Causal, Landmark, Sliding
+from lcjax.attention import Causal, DualChunk, Landmark, Sliding
 from lcjax.checkpoints.families import (
     FAMILIES,
     FULL,
@@ -24,6 +25,25 @@ _ACTIVATIONS = {  # by names of transformers; the first is written
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
 }
+_DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
+_DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # whose classes in vLLM read it
+# Models of images and text whose text part is a family: its model type, and what transformers takes
+# for keys that `text_config` leaves out (the published Gemma 3 4B leaves out most of them).
+WRAPPERS = {
+    "gemma3": (
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2_304,
+            "intermediate_size": 9_216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+        },
+    )
+}
 # Sizes by their keys.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -34,6 +54,31 @@ _SIZES = {
 }
 
 
+def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """The config of the text part of a model of images and text; another config as it is.
+
+    Dtype, token ids and the tying of embeddings are those of the whole model where it has them.
+    """
+    if hf.get("model_type") not in WRAPPERS:
+        return hf
+    kind, defaults = WRAPPERS[hf["model_type"]]
+    text = hf.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", kind) != kind:
+        raise InputError(
+            f"{where}: text_config={text!r:.60} must be an object that describes a {kind} model;"
+            " download it again"
+        )
+    check_types(text, f"{where}: text_config")
+    above = {
+        key: hf[key]
+        for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+        if hf.get(key) is not None
+    }
+    stated = {key: value for key, value in text.items() if value is not None}
+    tied = {"tie_word_embeddings": _or_default(hf.get("tie_word_embeddings"), True)}
+    return defaults | stated | above | tied | {"model_type": kind}
+
+
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Returns the config that a transformers config describes.
 
@@ -41,10 +86,15 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     of Landmark attention have more keys than the Llama that they extend.
     """
     check_types(hf, where)
+    if hf.get("model_type") in WRAPPERS:
+        return config_from_hf(text_model(hf, where), f"{where}: text_config")
     if hf.get("model_type") == _LANDMARK:
         config = config_from_hf(hf | {"model_type": "llama"}, where)
         return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
     kind = hf.get("model_type")
+    if kind in _DUAL_CHUNK_TYPES and hf.get(_DUAL_CHUNK):
+        config = config_from_hf(hf | {_DUAL_CHUNK: None}, where)
+        return config.replace(pattern=_dual_chunk_from_hf(hf[_DUAL_CHUNK], config, where))
     if kind not in FAMILIES:
         raise InputError(
             f"{where}: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)} "
@@ -69,6 +119,8 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
     _check_activation(hf, family, where)
+    if kind == "gemma3_text":
+        _require(hf, where, "use_bidirectional_attention", False, (False, None))
     if kind == "phi":
         _require(hf, where, "qk_layernorm", False, (False,))
         _require(hf, where, "tie_word_embeddings", False, (False,))
@@ -208,6 +260,40 @@ def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landma
     )
 
 
+def _dual_chunk_from_hf(section: Any, config: ModelConfig, where: str) -> DualChunk:
+    """Returns the pattern of `dual_chunk_attention_config`; absent keys default as in vLLM."""
+    if not isinstance(section, dict) or config.patterns != (Causal(),):
+        raise InputError(
+            f"{where}: {_DUAL_CHUNK}={section!r:.60} must be an object, in a model whose layers all"
+            " see the whole text; remove it for full attention"
+        )
+    if section.get("sparse_attention_config") and section.get("sparse_attention_enabled", True):
+        warnings.warn(
+            f"{where}: {_DUAL_CHUNK}.sparse_attention_config is left out: lcjax computes all of the"
+            " attention that vLLM approximates with it",
+            stacklevel=3,
+        )
+    return DualChunk(
+        chunk=section.get("chunk_size", 8192),
+        local=section.get("local_size", 1024),
+        train_length=section.get("original_max_position_embeddings") or None,
+        growth="linear",
+    )
+
+
+def _dual_chunk_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
+    pattern, plain = config.pattern, config_to_hf(config.replace(pattern=Causal()), dtype=dtype)
+    if plain["model_type"] not in _DUAL_CHUNK_TYPES or pattern.growth != "linear":
+        raise InputError(
+            f"transformers has no {plain['model_type']} model with model.pattern={pattern}; vLLM"
+            f" has it with growth=linear in {' and '.join(_DUAL_CHUNK_TYPES)}; keep the run folder"
+            " instead"
+        )
+    sizes = {"chunk_size": pattern.chunk, "local_size": pattern.local}
+    sizes["original_max_position_embeddings"] = pattern.train_length or 0
+    return plain | {_DUAL_CHUNK: sizes}
+
+
 def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
     """Returns the keys of `config.json` that the released code reads beside those of Llama."""
     if pattern.token is None:
@@ -225,8 +311,11 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     """Returns the `config.json` with which transformers computes the same logits.
 
     They are the same up to `config.rope.hf_limit` tokens when the RoPE method has one. Of Landmark
-    attention it is the `config.json` of the released code.
+    attention it is the `config.json` of the released code, and of Dual Chunk Attention that of
+    Qwen2.5-1M, whose pattern vLLM reads and transformers does not.
     """
+    if isinstance(config.pattern, DualChunk):
+        return _dual_chunk_to_hf(config, dtype)
     if isinstance(config.pattern, Landmark):
         added = _landmark_to_hf(config.pattern)
         plain = config_to_hf(config.replace(pattern=Causal()), dtype=dtype)

@@ -19,8 +19,8 @@ from lcjax.checkpoints.adapters import (
     with_context,
 )
 from lcjax.checkpoints.gguf_file import GGUFFile
+from lcjax.checkpoints.hf_config import WRAPPERS, stated_dtype, text_model
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
-from lcjax.checkpoints.hf_config import stated_dtype
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
@@ -33,6 +33,7 @@ from lcjax.checkpoints.weights import (
     read_params,
     resolve_names,
     stored_dtype,
+    text_weights,
 )
 from lcjax.errors import InputError
 from lcjax.memory import Memory
@@ -148,7 +149,10 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
         raise pickle_error(str(path), [file.name for file in pickles])
     else:
         source = TorchFolder(path)
-    if stated_dtype(read_hf_json(path / "config.json")) is None:
+    hf = read_hf_json(path / "config.json")
+    if hf.get("model_type") in WRAPPERS:
+        source = text_weights(source)
+    if stated_dtype(text_model(hf)) is None:
         config = config.replace(param_dtype=stored_dtype(source, config))
     return source, config, tokenizer
 

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from lcjax.errors import InputError, import_package
 from lcjax.files import write_json
 from lcjax.storage import to_path
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content; others as the chat template reads them
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # of `save`
 _SPECIAL = ("<s>", "</s>", "<pad>")  # of `ByteTokenizer`
 _BYTES = 256
@@ -60,7 +60,18 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str: ...
 
-    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str: ...
+    def render_chat(
+        self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Returns a conversation in the chat format of the model.
+
+        Args:
+          messages: dictionaries with `role` and `content`, and other keys that the template reads
+            (`tool_calls`, `reasoning_content`).
+          add_generation_prompt: whether the beginning of an answer follows.
+          **variables: what else the template reads: `enable_thinking`, `tools`, `documents`.
+        """
+        ...
 
     def save(self, folder: str | Path) -> None:
         """Writes some of `TOKENIZER_FILES`: folders with other files are never replaced."""
@@ -112,13 +123,16 @@ class _PublishedTokenizer:
         """Returns the string of a token."""
         raise NotImplementedError
 
-    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         check_messages(messages)
+        # As in transformers, a variable may replace the string of a special token.
+        variables = self._specials.strings(self.token) | variables
         return render_template(
             self._specials.chat_template,
             messages,
-            add_generation_prompt=add_generation_prompt,
-            **self._specials.strings(self.token),
+            **variables | {"add_generation_prompt": add_generation_prompt},
         )
 
     def _save(self, folder: str | Path, name: str, content: bytes, settings: dict) -> None:
@@ -321,9 +335,12 @@ class ByteTokenizer:
                 out += _SPECIAL[index - _BYTES].encode()
         return out.decode("utf-8", "replace")
 
-    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """As `Tokenizer.render_chat`; its format has no variables."""
         check_messages(messages)
-        turns = [f"{m['role']}: {m['content']}\n" for m in messages]
+        turns = [f"{m['role']}: {m.get('content') or ''}\n" for m in messages]
         return "".join(turns) + ("assistant: " if add_generation_prompt else "")
 
     def save(self, folder: str | Path) -> None:
@@ -353,18 +370,41 @@ def check_text(text: str) -> None:
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises an InputError unless `messages` are dictionaries with role and content as text."""
+    """Raises an InputError unless `messages` are dictionaries with role and content as text.
+
+    The content of a message with `tool_calls` may be absent or None.
+    """
     is_list = isinstance(messages, list | tuple) and messages
     if not is_list or not all(
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
+        and (
+            isinstance(content := message.get("content"), str)
+            or (content is None and message.get("tool_calls"))
+        )
         for message in messages
     ):
         raise InputError(
             f"messages={messages!r:.60} must be a question, or a list of messages such as"
             ' {"role": "user", "content": "..."}'
         )
+
+
+def check_template_variables(variables: Any) -> dict[str, Any]:
+    """Returns `chat_template_kwargs` as a dictionary; an InputError unless they fit a template."""
+    variables = {} if variables is None else variables
+    own = ("messages", "add_generation_prompt", "chat_template", "tokenize")
+    if not isinstance(variables, Mapping) or any(not isinstance(name, str) for name in variables):
+        raise InputError(
+            f"chat_template_kwargs={variables!r:.60} must map names of variables to values, such as"
+            ' {"enable_thinking": false}'
+        )
+    if wrong := [name for name in own if name in variables]:
+        raise InputError(
+            f"chat_template_kwargs: {wrong[0]} is no variable of a template that can be set here;"
+            " remove it"
+        )
+    return dict(variables)
 
 
 def _byte_vocabulary() -> dict[str, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lcjax.checkpoints.gguf_file import GGUFFile
+from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
 from lcjax.errors import InputError, whole_number
@@ -24,16 +25,33 @@ _MODERN = (  # cl100k: case-insensitive endings, at most {digits} digits, newlin
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# o200k: words begin with capitals or are all small or all capital; `ending` may belong to a word.
+_CASED = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
+    r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ending}|"
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
+    r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}|"
+    r"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # How text is cut before byte-level BPE: regular expressions, applied one after the other, each
-# making its matches words of their own.
+# making its matches words of their own. Names and expressions are those of llama.cpp's
+# `src/llama-vocab.cpp`; where it rewrites one of a tokenizer.json, the original is here.
 _SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "gpt-2": (_WORDS,),
     "phi-2": (_WORDS,),
+    "olmo": (_WORDS,),
     "smollm": (r"\p{N}", _WORDS),
+    "refact": (r"\p{N}", _WORDS),  # Granite 3
     "llama-bpe": (_MODERN.format(digits="{1,3}"),),
+    "smaug-bpe": (_MODERN.format(digits="{1,3}"),),  # SmolLM3
+    "dbrx": (_MODERN.format(digits="{1,3}"),),
+    "tekken": (_CASED.format(ending="", digits=""),),  # Mistral Nemo
+    "gpt-4o": (_CASED.format(ending="(?i:'s|'t|'re|'ve|'m|'ll|'d)?", digits="{1,3}"),),
     "qwen2": (_MODERN.format(digits=""),),
 }
+# Llama 3 and Mistral Nemo: a word in the vocabulary is one token, and texts begin with BOS.
+_WHOLE_WORDS = ("llama-bpe", "tekken")
 
 
 def hf_tokenizer(folder: str | Path) -> Tokenizer:
@@ -61,7 +79,7 @@ class _Folder:
         older = read_hf_json(path / "special_tokens_map.json", {})
         names = [key for key in older if key.endswith("_token") and settings.get(key) is None]
         self.settings: dict[str, Any] = settings | {key: older[key] for key in names}
-        config = read_hf_json(path / "config.json", {})
+        config = text_model(read_hf_json(path / "config.json", {}), str(path / "config.json"))
         self.rows: int | None = config.get("vocab_size")  # of the model's embedding
         generation = read_hf_json(path / "generation_config.json", {})
         stated = {key: value for key, value in generation.items() if value is not None}
@@ -263,7 +281,7 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
         model = models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
             merges=merges,
-            ignore_merges=pre == "llama-bpe",  # Llama-3: a word in the vocabulary is one token
+            ignore_merges=pre in _WHOLE_WORDS,
         )
     except Exception as error:  # the package raises nothing narrower
         reason = " ".join(str(error).split())
@@ -280,7 +298,7 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     _add_special_tokens(backend, tokens, file.get("tokenizer.ggml.token_type") or [])
-    specials = _gguf_specials(file, add_bos=pre == "llama-bpe")
+    specials = _gguf_specials(file, add_bos=pre in _WHOLE_WORDS)
     if specials.add_bos and specials.bos_id is not None:
         bos = tokens[specials.bos_id]
         backend.post_processor = processors.TemplateProcessing(

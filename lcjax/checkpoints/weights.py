@@ -8,6 +8,7 @@ the host never has more than one shard of one leaf beside the model itself.
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -117,6 +118,28 @@ class RenamedSource:
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         stored, first, _ = self._stored[name]
         return self._source.rows(stored, first + start, first + stop)
+
+
+# Of models of images and text: the prefixes of the text part, and the modules that only images use.
+_TEXT_PARTS = {"language_model.": "", "model.language_model.": "model."}
+_IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def text_weights(source: WeightSource) -> WeightSource:
+    """The tensors of the text part of a model of images and text, named as in a model of text."""
+    stored = {}
+    others = [name for name in source.tensors if _IMAGE_PARTS.match(name)]
+    for name in (name for name in source.tensors if not _IMAGE_PARTS.match(name)):
+        prefix = next((prefix for prefix in _TEXT_PARTS if name.startswith(prefix)), None)
+        renamed = name if prefix is None else _TEXT_PARTS[prefix] + name.removeprefix(prefix)
+        stored[renamed] = Rows(name)
+    if others:
+        warnings.warn(
+            f"{source.path}: left out {len(others)} tensors of the image encoder, such as"
+            f" {others[0]}: lcjax reads the text part of this model",
+            stacklevel=4,
+        )
+    return RenamedSource(source, stored)
 
 
 def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:

@@ -9,14 +9,14 @@ talk = Conversation(lm, retriever=lcjax.retrieval.Retriever.open("store"))
 talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import encode_mid_text
+from lcjax.checkpoints.tokenizer import check_template_variables, encode_mid_text
 from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
@@ -62,6 +62,7 @@ class Conversation:
         prefill_chunk: int | None = None,
         retriever: Retriever | None = None,
         k: int = 4,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
         """Begins an empty conversation.
 
@@ -74,6 +75,7 @@ class Conversation:
           prefill_chunk: as in `LanguageModel.generate`.
           retriever: finds passages for every message (`lcjax.generation.retrieval`).
           k: passages of a search.
+          chat_template_kwargs: as in `LanguageModel.chat`, for all turns.
         """
         if not isinstance(lm, LanguageModel):
             raise InputError(f"lm={lm!r:.40} must be a LanguageModel")
@@ -83,6 +85,7 @@ class Conversation:
                 " does not place between its turns; use LanguageModel.chat"
             )
         self.lm = lm
+        self._variables = check_template_variables(chat_template_kwargs)
         self.length = lm.length or lm.config.max_length if length is None else length
         whole_number("length", self.length, 1)
         whole_number("k", k, 0)
@@ -160,7 +163,8 @@ class Conversation:
             searches = (Search(message, hits),)
             message = self._with_passages(message, hits)
         messages = [*self.messages, {"role": "user", "content": message}]
-        text, tokenizer = self.lm.tokenizer.render_chat(messages), self.lm.tokenizer
+        tokenizer = self.lm.tokenizer
+        text = tokenizer.render_chat(messages, **self._variables)
         is_new = self._chat_text is None or not text.startswith(self._chat_text)
         if is_new:
             ids = list(tokenizer.encode(text, allow_special=True))

@@ -7,7 +7,7 @@ print(lm.chat("What is a dog?"))
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,6 +19,7 @@ from lcjax.attention import Pattern
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import Tokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
+from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.config import check_instance
 from lcjax.errors import InputError, suggestion, whole_number
 from lcjax.generation import shared_prefix
@@ -573,21 +574,25 @@ class LanguageModel(Scorer):
 
     def chat(
         self,
-        messages: str | list[dict[str, str]],
+        messages: str | list[dict[str, Any]],
         sampling: Sampling = Sampling(),
         *,
         context: Contexts | ContextRow | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Generates the answer to a conversation, or one question, in the model's chat format.
 
         `context` is a document or a list of passages for the model to read; options as in
         `generate`.
+        `chat_template_kwargs` are variables of the chat template, such as
+        `{"enable_thinking": False}` of Qwen3, `{"tools": [...]}` or `{"documents": [...]}`.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        text = self.tokenizer.render_chat(messages)
+        variables = check_template_variables(chat_template_kwargs)
+        text = self.tokenizer.render_chat(messages, **variables)
         ids = self.tokenizer.encode(text, allow_special=True)
         if context is not None:
             context = context if isinstance(context, Contexts) else self.encode_contexts([context])

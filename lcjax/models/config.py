@@ -15,7 +15,7 @@ from lcjax.config import check_instance
 from lcjax.errors import InputError, whole_number
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
-from lcjax.rope import Default, Llama3, Rope, Rotation
+from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
 from pallas_kernels.sharded import METHODS
 
 _CHOICES = {
@@ -342,9 +342,36 @@ PRESETS = {
     "tiny-encoder": _encoder(260, 32, 80, 2, 2, 64),
     "llama2-7b": _llama2(4_096, 11_008, 32, 32),
     "llama2-13b": _llama2(5_120, 13_824, 40, 40),
+    "llama3-8b": ModelConfig(
+        *(128_256, 4_096, 14_336, 32, 32, 8, 128, 8_192), rope=Default(theta=500_000.0)
+    ),
     "llama3.1-8b": ModelConfig(
         *(128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072),
         rope=Llama3(theta=500_000.0, factor=8.0, original_length=8_192),
+    ),
+    "qwen2.5-7b": ModelConfig(
+        *(152_064, 3_584, 18_944, 28, 28, 4, 128, 32_768),
+        norm_epsilon=1e-6,
+        qkv_bias=True,
+        rope=Default(theta=1_000_000.0),
+    ),
+    "qwen3-8b": ModelConfig(
+        *(151_936, 4_096, 12_288, 36, 32, 8, 128, 40_960),
+        norm_epsilon=1e-6,
+        qk_norm="head",
+        rope=Default(theta=1_000_000.0),
+    ),
+    # As published, after its extension; before it the rope was the default one, for 8,192 tokens.
+    "olmo3-7b": ModelConfig(
+        *(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536),
+        norm_epsilon=1e-6,
+        norm_place="after",
+        qk_norm="all",
+        rope=Yarn(theta=500_000.0, factor=8.0, original_length=8_192),
+        layers=(
+            LayerKind(repeat=3, pattern=Sliding(window=4_096), rope=Default(theta=500_000.0)),
+            LayerKind(),
+        ),
     ),
     "mistral-7b": ModelConfig(
         *(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768), pattern=Sliding(window=4_096)
@@ -380,8 +407,13 @@ HUB = {
     "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
     "meta-llama/Llama-2-13b-hf": "llama2-13b",
     "meta-llama/Llama-2-13b-chat-hf": "llama2-13b",
+    "meta-llama/Meta-Llama-3-8B": "llama3-8b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama3-8b",
     "meta-llama/Llama-3.1-8B": "llama3.1-8b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "allenai/Olmo-3-1025-7B": "olmo3-7b",
     "microsoft/phi-2": "phi-2",
     "hyen/LLaMA-MLM-Large": "cepe-encoder",
 }

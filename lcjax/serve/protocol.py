@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import TextStream, Tokenizer, check_text, encode_mid_text
+from lcjax.checkpoints.tokenizer import (
+    TextStream,
+    Tokenizer,
+    check_template_variables,
+    check_text,
+    encode_mid_text,
+)
 from lcjax.errors import InputError, is_finite_number, suggestion, whole_number
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs
@@ -158,11 +164,13 @@ class Reader:
 
     def chat(self, body: dict[str, Any]) -> Plan:
         """Reads a body of `/v1/chat/completions`."""
-        names = ("messages", "top_logprobs", "max_completion_tokens")
+        names = ("messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs")
         fields = Fields(body, names)
         context, top = self._context(fields), None
         tokenizer = self.lm.tokenizer
-        text = tokenizer.render_chat([_message(m) for m in fields.get("messages", list, [])])
+        variables = check_template_variables(fields.any("chat_template_kwargs"))
+        messages = [_message(message) for message in fields.get("messages", list, [])]
+        text = tokenizer.render_chat(messages, **variables)
         ids = list(tokenizer.encode(text, allow_special=True))
         if context is not None and context.precedes_text and tokenizer.bos_id in ids[:2]:
             ids = ids[ids.index(tokenizer.bos_id) + 1 :]  # BOS stands before the context

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import AttentionMetadata, DualChunk, LMInfinite, SelfExtend
+from lcjax.errors import InputError
 from lcjax.rope import Default, Rotation
 from pallas_kernels import Alibi, alibi_slopes, gather
 
@@ -71,6 +72,33 @@ def test_queries_of_self_extend_grow_with_the_logarithm_of_the_keys_they_see(bas
     np.testing.assert_array_equal(got[:first], plain[:first])
     if base < T:
         assert np.abs(got - plain)[first:].max() > 1e-3
+
+
+def chunked_distance(chunk, local):
+    """Distances of Dual Chunk Attention, from the formulas of its pieces."""
+    piece = chunk - local
+    same, pieces = AT % piece, AT // piece
+    apart = np.subtract.outer(pieces, pieces)
+    near, next_ = same[:, None], np.minimum(same + piece, chunk)[:, None]
+    query = np.where(apart == 0, near, np.where(apart == 1, next_, min(2 * piece - 1, chunk)))
+    return query - same
+
+
+@pytest.mark.parametrize("growth", ["square", "linear"])
+def test_logits_of_dual_chunk_attention_grow_with_the_length_of_the_request(growth):
+    q, k, v = arrays()
+    x = logits(q[0], k[0], chunked_distance(12, 4))
+    log = np.log(T / 10)
+    factor = {"square": (0.05 * log + 1) ** 2, "linear": 0.1 * log + 1}[growth]
+    pattern = DualChunk(chunk=12, local=4, train_length=10, growth=growth)
+    got = run(q, k, v, pattern, pattern.at_length(ROTATION, T))[0]
+    np.testing.assert_allclose(got, attended(causal(x * factor), v[0]), **TOLERANCE)
+    assert pattern.at_length(ROTATION, 10) == ROTATION and pattern.depends_on_length
+
+
+def test_growths_that_are_not_known_are_refused():
+    with pytest.raises(InputError, match="pattern.growth='cubic' must be square .* or linear"):
+        DualChunk(growth="cubic")
 
 
 def test_the_scale_of_queries_comes_beside_that_of_the_rotation_row_by_row():

@@ -1,5 +1,7 @@
 """Writes tiny GGUF files as llama.cpp's converter does."""
 
+import math
+
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
@@ -52,6 +54,104 @@ def tensors_of(params, config, arch):
             if arch == "llama" and projection in "qk" and "_proj" in name and "attn" in name:
                 array = interleave(array, heads[projection])
             yield gguf_name(name), np.ascontiguousarray(array)
+
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+}
+# Families whose converter class extends that of Llama, and so permutes queries and keys.
+PERMUTED = ("llama", "mistral", "granite", "smollm3")
+
+
+def convert(model, path, metadata=(), **tokenizer):
+    """Writes the GGUF file of a model of transformers as llama.cpp's converter does.
+
+    The names of tensors are those of the gguf package's own map.
+    """
+    hf = model.config.to_dict()
+    kind, count = hf["model_type"], hf["num_hidden_layers"]
+    arch = ARCHITECTURES[kind]
+    names = gguf.get_tensor_name_map(arch, count)
+    heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads["q"]
+    rope = hf["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_block_count(count)
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(heads["q"])
+    writer.add_head_count_kv(heads["k"])
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    if kind not in ("granite", "phi3"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if kind != "gemma2":  # whose file says nothing about its rotation
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if kind in ("llama", "mistral", "granite", "smollm3", "phi3"):
+        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
+    if kind == "phi3":
+        writer.add_sliding_window(hf["sliding_window"] or 0)
+        writer.add_rope_scaling_orig_ctx_len(hf["original_max_position_embeddings"])
+    elif kind in ("gemma2", "gemma3_text", "olmo3") or (kind == "mistral" and hf["sliding_window"]):
+        writer.add_sliding_window(hf["sliding_window"])
+    if kind == "olmo3":
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in hf["layer_types"]])
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if hf.get(key):
+            getattr(writer, f"add_{key}")(hf[key])
+    for key, name in (
+        ("attention_multiplier", "attention_scale"),
+        ("embedding_multiplier", "embedding_scale"),
+        ("residual_multiplier", "residual_scale"),
+        ("logits_scaling", "logit_scale"),
+    ):
+        if hf.get(key):
+            getattr(writer, f"add_{name}")(hf[key])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif rope["rope_type"] == "longrope":
+        original = hf["original_max_position_embeddings"]
+        scale = hf["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    for add in metadata:
+        add(writer)
+    add_byte_tokenizer(writer, hf["vocab_size"], **tokenizer)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and hf["tie_word_embeddings"]:
+            continue
+        array = tensor.float().numpy()
+        projection = name.rpartition("self_attn.")[2][0]
+        if kind in PERMUTED and "self_attn" in name and projection in heads:
+            array = interleave(array, heads[projection])
+        if kind.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_gguf(path, arrays, config, *, arch="llama", kind=Kind.F32, metadata=(), **tokenizer):

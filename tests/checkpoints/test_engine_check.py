@@ -1,6 +1,7 @@
 """`python -m lcjax.convert check`: what inference engines make of an export."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,9 +13,9 @@ from convert_support import edit_json, random_params, saved, tiny_config
 from gguf_support import write_gguf
 
 from lcjax.attention import Landmark, Sliding, Streaming
-from lcjax.checkpoints import config_to_hf
+from lcjax.checkpoints import config_from_hf, config_to_hf, engine_check
 from lcjax.checkpoints.engine_check import NAMES, check, check_config
-from lcjax.checkpoints.engines import ENGINES
+from lcjax.checkpoints.engines import ENGINES, Family, Reading
 from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.memory import Cepe, RetroSection
@@ -322,18 +323,96 @@ MIXED_WINDOW = (LayerKind(repeat=2, pattern=Sliding(window=100)), LayerKind())
 
 
 @pytest.mark.parametrize(
-    ("changes", "position"),
+    ("changes", "position", "others"),
     [
-        ({"layers": MIXED_ROPE}, "rope default (theta=2e+06) and rope none"),
-        ({"layers": MIXED_WINDOW}, "rope default (theta=2e+06)"),
-        ({"rope": NoRotation()}, "rope none"),
+        (
+            {"layers": MIXED_ROPE},
+            "rope default (theta=2e+06) and rope none",
+            ["right", "not known", "refused", "not known"],
+        ),
+        ({"layers": MIXED_WINDOW}, "rope default (theta=2e+06)", 4 * ["not known"]),
+        ({"rope": NoRotation()}, "rope none", ["right", "not known", "refused", "not known"]),
     ],
     ids=["smollm3", "ministral", "without rotations"],
 )
-def test_transformers_computes_layers_that_differ(changes, position):
+def test_transformers_computes_layers_that_differ(changes, position, others):
     result = check_config(config_to_hf(config(**{"rope": Default(theta=2e6)} | changes)), "model")
-    assert [row.verdict for row in result.rows] == ["right"] + 4 * ["not known"]
+    assert [row.verdict for row in result.rows] == ["right", *others]
     assert result.position == position
+
+
+SIZES = {
+    "vocab_size": 264, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 6,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 4 * TRAINED,
+    "sliding_window": 100,
+}  # fmt: skip
+HF_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+HF_LONG = {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("qwen3", {"head_dim": 32}, "right right right right,not known"),
+        ("qwen3", {"rope_scaling": HF_YARN}, "right right wrong wrong,not known"),
+        ("qwen3", {"attention_bias": True}, "right refused refused right,not known"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 3},
+            "right refused wrong wrong,not known",
+        ),
+        ("gemma2", {}, "right right right right,not known"),
+        ("gemma2", {"rope_scaling": HF_YARN}, "right right right wrong,not known"),
+        ("gemma3_text", {}, "right right right refused,not known"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 5e3},
+            "right right right refused,not known",
+        ),
+        ("olmo2", {}, "right right,not known,refused,not known"),
+        ("olmo3", {"rope_scaling": HF_YARN}, "right right,not known,refused,not known"),
+        ("phi3", {}, "right right right refused,not known"),
+        (
+            "phi3",
+            {"rope_scaling": HF_LONG, "original_max_position_embeddings": TRAINED},
+            "right wrong wrong refused,not known",
+        ),
+        ("granite", {"rope_theta": 1e7}, "right right right refused,not known"),
+    ],
+    ids=str,
+)
+def test_later_families_have_the_verdicts_that_the_sources_give(kind, changes, expected):
+    """In the form that is published, and in the one that lcjax writes."""
+    hf = {"model_type": kind, "head_dim": DIM} | SIZES | changes
+    words = [
+        part for words in expected.split(",")
+        for part in ([words] if words == "not known" else words.split())
+    ]  # fmt: skip
+    for form in (hf, config_to_hf(config_from_hf(hf)) | {"head_dim": hf["head_dim"]}):
+        result = check_config(form, "model")
+        assert [row.verdict for row in result.rows] == words
+        differences = [row.difference for row in result.rows if row.verdict == "right"]
+        assert all(x is None or x < 1e-6 for x in differences)
+
+
+def test_dual_chunk_attention_is_ignored_by_transformers_and_not_known_of_others():
+    dual = {"chunk_size": 512, "local_size": 64, "original_max_position_embeddings": TRAINED}
+    hf = {"model_type": "qwen2"} | SIZES | {"dual_chunk_attention_config": dual}
+    result = check_config(hf, "model")
+    assert [row.verdict for row in result.rows] == ["wrong"] + 4 * ["not known"]
+    assert result.pattern == "dual chunk attention"
+
+
+def test_each_type_of_layers_is_compared_with_its_own_rope(monkeypatch):
+    hf = {"model_type": "gemma3_text", "head_dim": DIM, "rope_theta": 1e6} | SIZES
+    one_base = Family({"*": Reading(lambda s: Default(theta=1e6), "it has one base")})
+    vllm = next(engine for engine in ENGINES if engine.name == "vllm")
+    engine = dataclasses.replace(vllm, families={"gemma3_text": one_base})
+    monkeypatch.setattr(engine_check, "ENGINES", (engine,))
+    row = check_config(hf, "model", ("vllm",)).rows[0]
+    assert row.verdict == "wrong" and "it has one base" in row.reason
+    row = check_config(hf | {"rope_local_base_freq": 1e6}, "model", ("vllm",)).rows[0]
+    assert row.verdict == "right"
 
 
 def test_a_smollm3_without_a_base_has_that_of_transformers():

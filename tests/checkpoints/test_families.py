@@ -17,7 +17,7 @@ from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_config import config_to_hf
 from lcjax.errors import InputError
-from lcjax.models import Decoder
+from lcjax.models import Decoder, preset
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import Projection, cross_entropy, token_nll
 from lcjax.rope import Default, Yarn
@@ -176,6 +176,203 @@ def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_i
     np.testing.assert_allclose(exported, expected, atol=1e-5 * np.abs(expected).max())
     assert config_from_hf(again.config.to_dict()) == config
     assert load(tmp_path / "out")[1] == config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pickles_in_two_files_hold_the_model_of_safetensors(tmp_path, name):
+    for form in ("safetensors", "bin"):
+        (tmp_path / form).mkdir()
+    model = saved(name, tmp_path / "safetensors")
+    model.config.save_pretrained(tmp_path / "bin")
+    ByteTokenizer().save(tmp_path / "bin")
+    state = model.state_dict()
+    files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    half = len(state) // 2
+    weight_map = {key: files[i >= half] for i, key in enumerate(state)}
+    for file in files:
+        torch.save(
+            {k: state[k] for k, f in weight_map.items() if f == file}, tmp_path / "bin" / file
+        )
+    total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (tmp_path / "bin/pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    params, config, _ = load(tmp_path / "bin", allow_pickle=True)
+    expected, expected_config, _ = load(tmp_path / "safetensors")
+    assert config == expected_config
+    assert_same(params, expected)
+    (tmp_path / "bin" / files[1]).unlink()
+    with pytest.raises(InputError, match=rf"1 of 2 shards are missing: {files[1]}"):
+        load(tmp_path / "bin", allow_pickle=True)
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def gemma3_of_images(folder):
+    """Saves a Gemma 3 of images and text as transformers does; returns it."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if not key.endswith("token_id")}
+    text = sizes | {
+        "num_hidden_layers": 6,
+        "head_dim": 20,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 30,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        image_token_index=259,
+        eos_token_id=[258, 257],
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in path))
+    model.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return model
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_gemma3_of_images_has_its_logits(tmp_path, prefix):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    model = gemma3_of_images(folder)
+    state = load_file(folder / "model.safetensors")
+    texts = {name.rpartition("language_model.")[2].removeprefix("model.") for name in state if
+             "language_model." in name}  # fmt: skip
+    assert "layers.5.self_attn.q_norm.weight" in texts
+    renamed = {}
+    for name, tensor in state.items():
+        inner = name.rpartition("language_model.")[2].removeprefix("model.")
+        renamed[prefix + inner if inner in texts else name] = tensor
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"left out \d+ tensors of the image encoder") as seen:
+        lm = LanguageModel.load(folder)
+    assert len([w for w in seen if "image encoder" in str(w.message)]) == 1
+    assert set(lm.tokenizer.eos_ids) >= {257, 258}
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(tokens)).logits.numpy()
+    actual = lm.logits(tokens)
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
+
+    save_hf(tmp_path / "out", lm.params, lm.config, lm.tokenizer)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(again).__name__ == "Gemma3ForCausalLM"
+    with torch.no_grad():
+        exported = again(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(exported, expected, atol=1e-4 * np.abs(expected).max())
+
+
+# The config.json of Gemma 3 4B and 27B, without the image encoder.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+GEMMA3_27B = GEMMA3_4B | {
+    "text_config": GEMMA3_4B["text_config"]
+    | {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    }
+}
+
+
+@pytest.mark.parametrize("hf", [GEMMA3_4B, GEMMA3_27B])
+def test_what_text_config_leaves_out_is_what_transformers_takes(hf):
+    from transformers import Gemma3Config
+
+    config = config_from_hf(hf)
+    full = Gemma3Config.from_dict(hf).get_text_config().to_dict()
+    assert config == config_from_hf(full | {"dtype": "bfloat16"})
+    assert config.family == "gemma3_text" or config_to_hf(config)["model_type"] == "gemma3_text"
+    assert config.param_dtype == "bfloat16" and config.vocab_size == 262_208
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text_config": None}, "text_config=None must be an object"),
+        ({"text_config": {"model_type": "gemma2"}}, "must be an object that describes a gemma3_te"),
+        ({"text_config": {"vocab_size": "many"}}, "text_config: vocab_size='many' must be a whole"),
+        (
+            {"text_config": GEMMA3_4B["text_config"] | {"use_bidirectional_attention": True}},
+            "use_bidirectional_attention=True is not supported",
+        ),
+    ],
+)
+def test_a_text_part_that_lcjax_does_not_compute_is_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        config_from_hf(GEMMA3_4B | change)
+
+
+# The config.json of checkpoints of the hub whose architecture is a preset.
+PUBLISHED = {
+    "llama3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "rms_norm_eps": 1e-05,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "rms_norm_eps": 1e-06,
+        "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+        "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "rms_norm_eps": 1e-06,
+        "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1000000, "attention_bias": False, "use_sliding_window": False,
+    },
+    "olmo3-7b": {
+        "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "rms_norm_eps": 1e-06,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "max_position_embeddings": 65536, "rope_theta": 500000,
+        "sliding_window": 4096,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_architecture_of_the_published_checkpoint(name):
+    config = config_from_hf(PUBLISHED[name] | {"tie_word_embeddings": False})
+    assert config.replace(family=preset(name).family) == preset(name)
 
 
 def test_a_method_of_the_model_leaves_layers_with_a_window_alone(tmp_path):

@@ -14,6 +14,7 @@ from gguf_support import tensors_of, write_gguf
 
 from lcjax.checkpoints import gguf_file, load, load_config, load_tokenizer
 from lcjax.checkpoints.gguf_file import GGUFFile, dequantize, read_index
+from lcjax.checkpoints.tokenizer_files import _SPLITS
 from lcjax.errors import InputError
 
 # Rows of 32 or 256 numbers are the blocks of quantised types.
@@ -267,6 +268,12 @@ def test_unknown_tokenizers_are_refused(tmp_path, changes, words):
         ("default", ["he", "Ġhe", "Ġ", "12", "1", "2"]),  # three digits, then the fourth
         ("llama-bpe", ["he", "Ġhe", "Ġ", "12", "1", "2"]),
         ("qwen2", ["he", "Ġhe", "Ġ", "1", "2", "1", "2"]),
+        ("refact", ["he", "Ġhe", "Ġ", "1", "2", "1", "2"]),
+        ("olmo", ["he", "Ġhe", "Ġ", "12", "12"]),
+        ("smaug-bpe", ["he", "Ġhe", "Ġ", "12", "1", "2"]),
+        ("dbrx", ["he", "Ġhe", "Ġ", "12", "1", "2"]),
+        ("tekken", ["he", "Ġhe", "Ġ", "1", "2", "1", "2"]),
+        ("gpt-4o", ["he", "Ġhe", "Ġ", "12", "1", "2"]),
     ],
 )
 def test_digits_and_words_are_cut_as_each_pre_tokenizer_does(tmp_path, pre, pieces):
@@ -278,6 +285,34 @@ def test_digits_and_words_are_cut_as_each_pre_tokenizer_does(tmp_path, pre, piec
     for text in TEXTS:
         wanted = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
         assert tokenizer.decode(tokenizer.encode(text)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("tekken", ["He", "LLo", "W", " o", "RLD", "'s", " x", "/\n", "don", "'t"]),
+        ("gpt-4o", ["He", "LLo", "W", " o", "RLD's", " x", "/\n", "don't"]),
+        ("llama-bpe", ["HeLLoW", " oRLD", "'s", " x", "/\n", "don", "'t"]),
+        ("refact", ["HeLLoW", " oRLD", "'s", " x", "/", "\n", "don", "'t"]),
+    ],
+)
+def test_words_are_cut_at_capitals_and_endings_as_each_pre_tokenizer_does(pre, words):
+    from tokenizers import Regex, pre_tokenizers
+
+    cut = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]
+    )
+    pieces = cut.pre_tokenize_str("HeLLoW oRLD's x/\ndon't")
+    assert [text for text, _ in pieces] == words
+
+
+def test_a_mistral_nemo_is_read_with_its_tokenizer(tmp_path):
+    config = tiny_config("llama", head_dim=16)
+    assert config.head_dim * config.num_heads != config.width
+    write_gguf(tmp_path / "m.gguf", random_params(config), config, pre="tekken")
+    assert load_config(tmp_path / "m.gguf") == config
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    assert tokenizer.decode(tokenizer.encode("heHE he1")) == "heHE he1"
 
 
 @needs_smollm2

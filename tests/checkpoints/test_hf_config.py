@@ -5,7 +5,7 @@ import json
 import pytest
 from convert_support import FAMILIES, tiny_config
 
-from lcjax.attention import Causal, Longformer, Sliding
+from lcjax.attention import Causal, DualChunk, Longformer, Sliding
 from lcjax.checkpoints import config_from_hf, config_to_hf
 from lcjax.errors import InputError
 from lcjax.models import LayerKind
@@ -219,3 +219,39 @@ def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):
 def test_what_transformers_cannot_compute_is_not_exported(family, changes, words):
     with pytest.raises(InputError, match=words):
         config_to_hf(tiny_config(family, **changes))
+
+
+QWEN_1M = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1010000,
+    "rope_theta": 1e7,
+    "dual_chunk_attention_config": {
+        "chunk_size": 262144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262144,
+    },
+}
+
+
+def test_the_dual_chunk_attention_of_qwen_is_read_and_written():
+    config = config_from_hf(QWEN_1M)
+    expected = DualChunk(chunk=262_144, local=8192, train_length=262_144, growth="linear")
+    assert config.pattern == expected
+    hf = config_to_hf(config)
+    name = "dual_chunk_attention_config"
+    assert hf["model_type"] == "qwen2" and hf[name] == QWEN_1M[name]
+    assert config_from_hf(hf) == config
+    assert config_from_hf(QWEN_1M | {name: None}) == config.replace(pattern=Causal())
+    sparse = QWEN_1M[name] | {"sparse_attention_config": {"0": {}}}
+    with pytest.warns(UserWarning, match="sparse_attention_config is left out"):
+        assert config_from_hf(QWEN_1M | {name: sparse}) == config
+    with pytest.raises(InputError, match="dual_chunk_attention_config=3 must be an object"):
+        config_from_hf(QWEN_1M | {name: 3})
+    with pytest.raises(InputError, match="has no qwen2 model with .*growth='square'"):
+        config_to_hf(config.replace(pattern=DualChunk()))

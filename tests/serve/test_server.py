@@ -281,6 +281,30 @@ def test_the_text_behind_a_context_has_no_bos_of_its_own(client):
     assert chat["choices"][0]["message"]["content"] == expected
 
 
+def test_variables_reach_the_chat_template(lm, client, monkeypatch):
+    seen = []
+    render = type(lm.tokenizer).render_chat
+
+    def spy(self, *args, **variables):
+        seen.append(variables)
+        return render(self, *args, **variables)
+
+    monkeypatch.setattr(type(lm.tokenizer), "render_chat", spy)
+    options = {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    client.post("chat/completions", **body, chat_template_kwargs=options)
+    assert seen == [options]
+    for wrong in ([], {"messages": []}):
+        status, answer = client.ask(
+            "POST", "/v1/chat/completions", body | {"chat_template_kwargs": wrong}
+        )
+        assert status == 400 and "chat_template_kwargs" in answer["error"]["message"]
+    status, answer = client.ask(
+        "POST", "/v1/completions", {"prompt": "a", "chat_template_kwargs": options}
+    )
+    assert status == 400
+
+
 def test_the_context_that_was_not_used_for_longest_makes_way(client):
     first, second = (client.post("contexts", text=text)["id"] for text in ("one", "two"))
     client.complete("a", max_tokens=1, context=first)
