@@ -182,6 +182,11 @@ class GGUFFile:
     def _hf_config(self) -> dict[str, Any]:
         """The metadata as a Hugging Face config."""
         kind = _FAMILIES[self.architecture]
+        if experts := self.get("{arch}.expert_count"):
+            raise InputError(
+                f"{self.path}: {self.architecture}.expert_count={experts}: GGUF files of mixtures"
+                " of experts are not supported; use the Hugging Face folder of this model"
+            )
         if kind == "llama" and self.get("{arch}.attention.sliding_window"):
             kind = "mistral"  # llama.cpp has one architecture for both
         heads = self._count("{arch}.attention.head_count")

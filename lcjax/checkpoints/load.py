@@ -149,7 +149,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     else:
         source = TorchFolder(path)
     if stated_dtype(read_hf_json(path / "config.json")) is None:
-        config = config.replace(param_dtype=stored_dtype(source, config))
+        config = config.replace(param_dtype=stored_dtype(resolve_names(source, config), config))
     return source, config, tokenizer
 
 

@@ -108,7 +108,16 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "mixtral": (
+        "mixtral",
+        {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
+    ),
+    "mixtral, all experts at once": (
+        "mixtral",
+        {"num_local_experts": 6, "router_aux_loss_coef": 0.02, "tie_word_embeddings": True},
+    ),
 }
+STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once")  # read from .bin files
 
 
 def hf_model(name):
@@ -147,7 +156,7 @@ def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_i
     from transformers import AutoModelForCausalLM
 
     (tmp_path / "hf").mkdir()
-    model = saved(name, tmp_path / "hf", "bin" if name in ("qwen3", "gemma3") else "safetensors")
+    model = saved(name, tmp_path / "hf", "bin" if name in STATE_DICTS else "safetensors")
     params, config, tokenizer = load(tmp_path / "hf", allow_pickle=True)
     tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
     with torch.no_grad():
@@ -219,6 +228,27 @@ def test_fused_tensors_of_another_size_are_named(tmp_path):
     (tmp_path / "hf/config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
     with pytest.raises(InputError, match=r"missing: .*q_proj.*unexpected: .*qkv_proj"):
         load(tmp_path / "hf")
+
+
+def test_experts_that_are_missing_or_of_another_size_are_named(tmp_path):
+    (tmp_path / "hf").mkdir()
+    saved("mixtral", tmp_path / "hf", "bin")
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_local_experts": 7}))
+    with pytest.raises(InputError, match=r"missing: .*w1.weight.*unexpected: .*gate_up_proj"):
+        load(tmp_path / "hf", allow_pickle=True)
+    path.write_text(json.dumps(config))
+    params, config, tokenizer = load(tmp_path / "hf", allow_pickle=True)
+    save_hf(tmp_path / "out", params, config, tokenizer)
+    path = tmp_path / "out/config.json"
+    hf = json.loads(path.read_text())
+    path.write_text(json.dumps(hf | {"num_local_experts": 6}))
+    name = r"model.layers.0.block_sparse_moe.experts.5.w1.weight"
+    with pytest.raises(InputError, match=rf"missing: {name}, .*wrong shape: .*gate.weight is \[5"):
+        load(tmp_path / "out")
+    with pytest.raises(InputError, match=r"router_jitter_noise=0.1 is not supported .*: 0.0"):
+        config_from_hf(hf | {"router_jitter_noise": 0.1})
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():

@@ -1,0 +1,157 @@
+"""Mixtures of experts: products of groups of rows, the router's loss, and meshes of devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.errors import InputError
+from lcjax.models import Decoder, ModelConfig
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import random_params
+from lcjax.models.experts import (
+    Experts,
+    Kernels,
+    apply_experts,
+    block_rows,
+    group_rows,
+    grouped_matmul,
+    max_blocks,
+    route,
+)
+from lcjax.models.lora import LoRA
+
+CONFIG = ModelConfig(
+    *(64, 32, 48, 2, 4, 2, 8, 64),
+    experts=Experts(count=6, top_k=3, width=20, balance=0.5),
+)
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def loop(x, w, sizes):
+    """The same products, group after group."""
+    ends = np.cumsum(sizes)
+    rows = [x[end - size : end] @ w[e] for e, (end, size) in enumerate(zip(ends, sizes))]
+    return jnp.concatenate([*rows, jnp.zeros((x.shape[0] - ends[-1], w.shape[2]))])
+
+
+SIZES = {
+    "uneven": (4, 8, 4, 12, 4),
+    "empty groups": (0, 12, 0, 0, 16),
+    "all in one": (0, 0, 32, 0, 0),
+    "rows behind the last group": (4, 0, 8, 4, 0),
+    "none": (0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, some):
+    x, w, dy = random(0, 32, 7), random(1, 5, 7, 9), random(2, 32, 9)
+    numbers = jnp.asarray(sizes, jnp.int32)
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, numbers, block=4, some=some), x, w)
+    want, pull_loop = jax.vjp(lambda x, w: loop(x, w, sizes), x, w)
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    for mine, expected in zip(pull(dy), pull_loop(dy)):
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 50, 200])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
+    rng, count, top_k = np.random.default_rng(tokens), 6, 3
+    chosen = np.stack([rng.permutation(count + 2 * foreign)[:top_k] for _ in range(tokens)])
+    groups = jax.tree.map(np.asarray, group_rows(jnp.asarray(chosen), count))
+    block, rows = int(groups.block), len(groups.pair)
+    assert block == block_rows(tokens * top_k, count)
+    assert rows == block * max_blocks(tokens * top_k, count, block) >= groups.sizes.sum()
+    assert not (groups.sizes % block).any()
+    owners = np.repeat(np.arange(count), groups.sizes)
+    for pair, place in enumerate(groups.places.reshape(-1)):
+        expert = chosen.reshape(-1)[pair]
+        if expert >= count:
+            assert place == rows
+        else:
+            assert owners[place] == expert and groups.pair[place] == pair
+            assert groups.token[place] == pair // top_k
+    pads = np.delete(groups.pair, groups.places[groups.places < rows])
+    assert (pads == tokens * top_k).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_sum(tokens):
+    experts, x = Experts(count=5, top_k=2), random(3, tokens, 8)
+    router, kernels = (
+        random(4, 8, 5), Kernels(random(5, 5, 8, 6), random(6, 5, 8, 6), random(7, 5, 6, 8))
+    )  # fmt: skip
+
+    def sparse(x, router, kernels):
+        _, weights, chosen = route(x @ router, experts)
+        return jnp.sin(apply_experts(x, weights, chosen, kernels, jax.nn.silu)).sum()
+
+    def dense(x, router, kernels):
+        p = jax.nn.softmax(x @ router)
+        kept = jnp.where(p >= jnp.sort(p)[:, -2:-1], p, 0)
+        hidden = jax.nn.silu(jnp.einsum("md,edf->mef", x, kernels.gate))
+        hidden = hidden * jnp.einsum("md,edf->mef", x, kernels.up)
+        out = jnp.einsum("mef,efd->med", hidden, kernels.down)
+        return jnp.sin(jnp.einsum("me,med->md", kept / kept.sum(-1, keepdims=True), out)).sum()
+
+    inputs = x, router, kernels
+    np.testing.assert_allclose(sparse(*inputs), dense(*inputs), rtol=1e-5)
+    mine = jax.tree.leaves(jax.jit(jax.grad(sparse, (0, 1, 2)))(*inputs))
+    for x, y in zip(mine, jax.tree.leaves(jax.jit(jax.grad(dense, (0, 1, 2)))(*inputs))):
+        np.testing.assert_allclose(x, y, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights(dtype):
+    count, tokens, width, hidden, top_k = 16, 512, 64, 96, 2
+    x = jax.ShapeDtypeStruct((tokens, width), dtype)
+    shape = (count, width, hidden)
+    kernels = Kernels(
+        *(jax.ShapeDtypeStruct(s, "bfloat16") for s in (shape, shape, (count, hidden, width)))
+    )
+    weights = jax.ShapeDtypeStruct((tokens, top_k), "float32")
+    chosen = jax.ShapeDtypeStruct((tokens, top_k), "int32")
+    layer = functools.partial(apply_experts, activate=jax.nn.silu)
+    compiled = jax.jit(layer).lower(x, weights, chosen, kernels).compile()
+    block = block_rows(tokens * top_k, count)
+    rows = block * max_blocks(tokens * top_k, count, block)
+    assert rows <= 1.3 * tokens * top_k + block * count
+    # Rows in and out of the products, and one float32 matrix; not all of them.
+    largest = 4 * rows * (2 * width + 3 * hidden) + 4 * tokens * top_k * 2 * width
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries < largest + 16 * width * hidden
+    assert f"f32[{count},{width},{hidden}]" not in compiled.as_text()
+    assert f"f32[{count},{hidden},{width}]" not in compiled.as_text()
+    # The cost counts a loop once, which is one block of rows; the rest are sorts and additions.
+    assert compiled.cost_analysis()["flops"] < tokens * top_k * width * hidden
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_a_step_beside_the_cache_equals_the_whole_text(scan_layers):
+    config = CONFIG.replace(scan_layers=scan_layers)
+    model, params = Decoder(config), random_params(config, 0)
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
+    read = jax.jit(lambda tokens, cache: model.apply({"params": params}, tokens, cache=cache))
+    whole, _ = read(tokens, None)
+    cache, parts = cache_lib.create(config, 2, 12), []
+    for part in (tokens[:, :9], *(tokens[:, i : i + 1] for i in range(9, 12))):
+        hidden, cache = read(part, cache)
+        parts.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
+
+
+def test_what_a_mixture_does_not_have_is_refused():
+    with pytest.raises(InputError, match=r"lora.targets=.*'up'.* get no adapters; set lora.targ"):
+        CONFIG.replace(lora=LoRA(targets=("query", "up")))
+    with pytest.raises(InputError, match="gated_mlp=False is not defined for model.experts"):
+        CONFIG.replace(gated_mlp=False)
+    with pytest.raises(InputError, match=r"experts.top_k=3 must be at most experts.count=2"):
+        Experts(count=2, top_k=3)
