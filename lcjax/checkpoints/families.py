@@ -256,6 +256,16 @@ FAMILIES: dict[str, Family] = {
             "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
         },
     ),
+    "qwen3_moe": Family(
+        *("Qwen3MoeForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,)),
+        windows="all",
+        window_switch=True,
+        experts=(
+            *(*_expert_keys("num_experts", 128, 8, 0.001), _NORMALIZE),
+            Key("moe_intermediate_size", ("width",), 768, write=lambda _, c: c.expert_width),
+        ),
+        only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
+    ),
 }
 
 # What distinguishes models beside their sizes: Llama has the default of each.

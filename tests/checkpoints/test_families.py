@@ -116,6 +116,18 @@ MODELS = {
         "mixtral",
         {"num_local_experts": 6, "router_aux_loss_coef": 0.02, "tie_word_embeddings": True},
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
 }
 STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once")  # read from .bin files
 
