@@ -266,6 +266,12 @@ FAMILIES: dict[str, Family] = {
         ),
         only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
     ),
+    "olmoe": Family(
+        *("OlmoeForCausalLM", {"qk_norm": "all"}, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+        own_head_dim=False,
+        experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
+        only={"clip_qkv": (None,)},
+    ),
 }
 
 # What distinguishes models beside their sizes: Llama has the default of each.

@@ -128,8 +128,19 @@ MODELS = {
             "sliding_window": 7,
         },
     ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe, all experts at once": (
+        "olmoe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
 }
-STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once")  # read from .bin files
+# Read from .bin files; of mixtures they hold all experts in one array.
+STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once", "olmoe, all experts at once")
 
 
 def hf_model(name):
@@ -259,8 +270,10 @@ def test_experts_that_are_missing_or_of_another_size_are_named(tmp_path):
     name = r"model.layers.0.block_sparse_moe.experts.5.w1.weight"
     with pytest.raises(InputError, match=rf"missing: {name}, .*wrong shape: .*gate.weight is \[5"):
         load(tmp_path / "out")
-    with pytest.raises(InputError, match=r"router_jitter_noise=0.1 is not supported .*: 0.0"):
-        config_from_hf(hf | {"router_jitter_noise": 0.1})
+    for key, value in {"router_jitter_noise": 0.1, "clip_qkv": 8.0, "mlp_only_layers": [0]}.items():
+        kind = {"clip_qkv": "olmoe", "mlp_only_layers": "qwen3_moe"}.get(key, "mixtral")
+        with pytest.raises(InputError, match=rf"{key}=.* is not supported for model_type='{kind}'"):
+            config_from_hf(hf | {key: value, "model_type": kind})
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():
