@@ -31,7 +31,7 @@ from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.offload import LAYER, STACK, Offload, offloadable
-from lcjax.parallel.sharding import AXES, Mesh, path_of, spec_of
+from lcjax.parallel.sharding import AXES, ROWS, Mesh, path_of, spec_of
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
@@ -364,7 +364,7 @@ def _mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
 
 def _rows(rows: int, sizes: Mapping[str, int]) -> int:
     """Rows on one device; a batch is padded to a multiple of the devices."""
-    return -(-rows // (sizes["data"] * sizes["fsdp"]))
+    return -(-rows // math.prod(sizes[axis] for axis in ROWS))
 
 
 def _divided(count: int, devices: int) -> int:

@@ -44,7 +44,7 @@ _REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names("attention"),
+        jax.checkpoint_policies.save_only_these_names("attention", "experts"),
     ),
 }
 

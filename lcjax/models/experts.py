@@ -14,14 +14,18 @@ order in which a device adds.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lcjax.errors import InputError, whole_number
+from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 _FEW_ROWS = 16  # of a block at least, unless there are fewer rows than experts
 _MANY_ROWS = 512  # of a block at most: larger products are no faster, and pad more
@@ -106,12 +110,108 @@ class Kernels(NamedTuple):
     down: Float[Array, "E F D"]
 
 
+def mixture(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    kernels: Kernels,
+    counted: Float[Array, "B T"] | None,
+    *,
+    experts: Experts,
+    activate: Callable[[jax.Array], jax.Array],
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Float[Array, "B T D"], Load | None]:
+    """Returns what the experts compute, and their load.
+
+    On a mesh, each device sorts its own tokens; XLA alone would gather all of them to sort. Devices
+    along `expert` exchange tokens: each reads those of all, computes what its experts are chosen
+    for, and gets the sum for its own back.
+
+    Args:
+      x: hidden states.
+      router: its weights.
+      kernels: the weights of experts.
+      counted: 1 for tokens that count in the load, 0 for others; None: no load is returned.
+      experts: how tokens are routed.
+      activate: the activation of the gate.
+      mesh: the devices that share tokens and weights; None: one device.
+    """
+
+    def compute(x, router, kernels, counted, layout=None):
+        flat = x.reshape(-1, x.shape[-1])
+        # A router that an accelerator computes in fewer bits chooses other experts.
+        logits = _dot(flat, router.astype(flat.dtype), 1, 0)
+        probabilities, weights, chosen = route(logits, experts)
+        load = None
+        if counted is not None:
+            load = load_of(probabilities, chosen, counted.reshape(-1))
+        if layout is None:
+            y = apply_experts(flat, weights, chosen, kernels, activate)
+        else:
+            y = layout.apply(flat, weights, chosen, kernels, activate)
+            load = lax.psum(load, layout.token_axes) if load and layout.token_axes else load
+        return y.astype(x.dtype).reshape(x.shape), load
+
+    if mesh is None or mesh.size == 1:
+        return compute(x, router, kernels, counted)
+    tokens = tokens_spec(mesh, *x.shape[:2])
+    specs = Kernels(
+        *(
+            spec_of(f"experts/{name}/kernel", kernel.shape, mesh)
+            for name, kernel in kernels._asdict().items()
+        )
+    )
+    return jax.shard_map(
+        functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs)),
+        mesh=mesh,
+        in_specs=(tokens, PartitionSpec(), specs, tokens),
+        out_specs=(tokens, PartitionSpec()),
+        check_vma=False,
+    )(x, router, kernels, counted)
+
+
+class _ExpertLayout(NamedTuple):
+    """How the devices of a mesh share tokens and the weights of experts."""
+
+    token_axes: tuple[str, ...]  # over which tokens are spread
+    specs: Kernels  # the partition of each weight
+
+    def apply(self, x, weights, chosen, kernels, activate):
+        """`apply_experts` of each device's tokens, inside a `shard_map`."""
+        split, _, over_width = self.specs.gate
+        kernels = Kernels(
+            _whole(kernels.gate, 1, self.specs.gate, x.dtype),
+            _whole(kernels.up, 1, self.specs.up, x.dtype),
+            _whole(kernels.down, 2, self.specs.down, x.dtype),
+        )
+        inputs, exchanges = (x, weights, chosen), split in self.token_axes
+        if exchanges:
+            inputs = lax.all_gather(inputs, split, tiled=True)
+        x, weights, chosen = inputs
+        if split:
+            chosen = chosen - lax.axis_index(split) * kernels.gate.shape[0]
+        y = apply_experts(x, weights, chosen, kernels, activate, some=split is not None)
+        if exchanges:
+            y = lax.psum_scatter(y, split, tiled=True)
+        elif split:
+            y = lax.psum(y, split)
+        return lax.psum(y, over_width) if over_width else y
+
+
+def _whole(kernel: jax.Array, axis: int, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
+    """A kernel with the axis that is split over `fsdp` put together, in the compute dtype.
+
+    The gradient of the exchange is a reduce-scatter.
+    """
+    axes = spread_over(PartitionSpec(spec[axis]))
+    return lax.all_gather(kernel.astype(dtype), axes, axis=axis, tiled=True) if axes else kernel
+
+
 def apply_experts(
     x: Float[Array, "M D"],
     weights: Float[Array, "M k"],
     chosen: Int[Array, "M k"],
     kernels: Kernels,
-    activate,
+    activate: Callable[[jax.Array], jax.Array],
     *,
     some: bool = False,
 ) -> Float[Array, "M D"]:
@@ -127,7 +227,11 @@ def apply_experts(
     """
     count = kernels.gate.shape[0]
     groups = group_rows(chosen, count)
-    product = functools.partial(grouped_matmul, sizes=groups.sizes, block=groups.block, some=some)
+
+    def product(x, kernel):
+        y = grouped_matmul(x, kernel, groups.sizes, block=groups.block, some=some)
+        return checkpoint_name(y, "experts")  # for remat=dots
+
     rows = _take_rows(x, groups.token, groups.places)
     with jax.named_scope("experts"):
         hidden = activate(product(rows, kernels.gate)) * product(rows, kernels.up)

@@ -18,7 +18,7 @@ from lcjax.attention import AttentionMetadata, Causal, Disentangled, Pattern, Tr
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
-from lcjax.models.experts import Kernels, Load, apply_experts, load_of, route
+from lcjax.models.experts import Kernels, Load, mixture
 from lcjax.models.loss import Projection, product_of_one_row
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.offload import is_offloaded, to_device
@@ -372,13 +372,12 @@ class SparseMLP(nn.Module):
         c = self.config
         router = Kernel((c.width, c.experts.count), c, name="router")()
         kernels = ExpertKernels(c, name="experts")()
-        flat = x.reshape(-1, c.width)
-        # A router that an accelerator computes in fewer bits chooses other experts.
-        logits = _dot_general(flat, router.astype(flat.dtype), 1, 0)
-        probabilities, weights, chosen = route(logits, c.experts)
-        y = apply_experts(flat, weights, chosen, kernels, _ACTIVATIONS[c.activation])
-        load = collect and load_of(probabilities, chosen, collect.counted.reshape(-1))
-        return y.astype(x.dtype).reshape(x.shape), load
+        return mixture(
+            *(x, router, kernels, collect and collect.counted),
+            experts=c.experts,
+            activate=_ACTIVATIONS[c.activation],
+            mesh=None if self.is_initializing() else self.mesh,
+        )
 
 
 def look_up(

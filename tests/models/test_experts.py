@@ -1,5 +1,6 @@
 """Mixtures of experts: products of groups of rows, the router's loss, and meshes of devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -22,6 +23,10 @@ from lcjax.models.experts import (
     route,
 )
 from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.rope.positions import PlainPositions
+from lcjax.training.objective import language_model
+from lcjax.training.step import accumulate
 
 CONFIG = ModelConfig(
     *(64, 32, 48, 2, 4, 2, 8, 64),
@@ -155,3 +160,61 @@ def test_what_a_mixture_does_not_have_is_refused():
         CONFIG.replace(gated_mlp=False)
     with pytest.raises(InputError, match=r"experts.top_k=3 must be at most experts.count=2"):
         Experts(count=2, top_k=3)
+
+
+def loss_and_gradients(config, mesh, params, batch):
+    objective = language_model(config, PlainPositions(), mesh=mesh)
+    step = jax.jit(functools.partial(accumulate, objective, count=1))
+    if mesh is not None:
+        params = jax.device_put(params, param_shardings(mesh, params))
+        batch = jax.device_put(batch, batch_sharding(mesh))
+    loss, _, grads, parts = step(params, {}, batch, jax.random.key(0))
+    return loss, parts, grads
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Mesh(1, 2, 2, 1, 2),
+        pytest.param(Mesh(1, 1, 1, 2, 4), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 2, 2, 2, 1), marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 4, 1, 1, 1), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 1, 1, 1, 8), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 1, 2, 2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
+    # 8 experts that 8 devices share, or 6 that only 2 of 4 could: then each has them all.
+    experts = dataclasses.replace(CONFIG.experts, count=6 if shape.expert == 4 else 8)
+    config = CONFIG.replace(experts=experts)
+    params, rng = random_params(config, 0), np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, 16)).astype(np.int32)
+    segments = np.ones_like(tokens)
+    segments[3, 9:] = segments[6, 2:] = 0
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "segments": segments,
+        "weights": segments.astype(np.float32),
+        "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1)),
+    }
+    want = loss_and_gradients(config, None, params, batch)
+    got = loss_and_gradients(config, make_mesh(shape), params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_generation_on_a_mesh_of_experts_reads_what_one_device_reads(rows):
+    config = CONFIG.replace(experts=Experts(count=4, top_k=2, width=20))
+    mesh, params = make_mesh(Mesh(1, 1, 2, 1, 4)), random_params(config, 0)
+    tokens = jax.random.randint(jax.random.key(1), (rows, 6), 0, 64)
+    want, _ = Decoder(config).apply({"params": params}, tokens)
+    spread = jax.device_put(params, param_shardings(mesh, params))
+    read = jax.jit(
+        lambda params, x, cache: Decoder(config, mesh).apply({"params": params}, x, cache=cache)
+    )
+    cache = cache_lib.create(config, rows, 6, mesh=mesh)
+    first, cache = read(spread, tokens[:, :5], cache)
+    last, _ = read(spread, tokens[:, 5:], cache)
+    np.testing.assert_allclose(jnp.concatenate([first, last], 1), want, atol=1e-5)
