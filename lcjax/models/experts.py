@@ -348,7 +348,7 @@ def grouped_matmul(
 
     CPUs and GPUs multiply one block after another by the weights of its group: XLA's CPU compiler
     makes of `ragged_dot` the product of all rows with all matrices. Weights are converted to the
-    type of x a matrix at a time.
+    type of x a matrix at a time. TPUs have `ragged_dot`, and a kernel for the gradient of w.
 
     Args:
       x: rows of group 0, then of group 1, and so on; rows behind the last group give 0.
@@ -423,6 +423,30 @@ def _matrix(w, index):
 
 def _sums_of_products(x, dy, sizes, block, some):
     """The float32 gradient [E, I, O] of the matrices."""
+    by_blocks = functools.partial(_block_sums, block=block, some=some)
+    # The kernel rounds 32-bit operands, and its tiles have 128 rows or a multiple.
+    if block % 128 or x.dtype.itemsize > 2 or _tgmm() is None:
+        return by_blocks(x, dy, sizes)
+    kernel = functools.partial(_kernel_sums, block=block)
+    return lax.platform_dependent(x, dy, sizes, tpu=kernel, default=by_blocks)
+
+
+def _tgmm() -> Callable | None:
+    """The kernel of JAX that XLA for TPUs lacks: its `ragged_dot` multiplies all rows E times."""
+    try:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+    except ImportError:  # experimental
+        return None
+    return tgmm
+
+
+def _kernel_sums(x, dy, sizes, *, block, interpret=False):
+    tiles = block, 512, 512
+    inputs = x.swapaxes(0, 1), dy, sizes
+    return _tgmm()(*inputs, preferred_element_type=jnp.float32, tiling=tiles, interpret=interpret)
+
+
+def _block_sums(x, dy, sizes, *, block, some):
     count = sizes.shape[0]
     owners = _owners(sizes, x.shape[0] // block, block)
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
 from lcjax.models import cache as cache_lib
@@ -15,6 +17,8 @@ from lcjax.models.decoder import random_params
 from lcjax.models.experts import (
     Experts,
     Kernels,
+    _block_sums,
+    _kernel_sums,
     apply_experts,
     block_rows,
     group_rows,
@@ -66,6 +70,42 @@ def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, some)
         np.testing.assert_allclose(mine, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(128, 0, 256, 0), (0, 0, 0, 512), (0, 128, 0, 0)], ids=str)
+def test_the_kernel_for_tpus_sums_the_products_of_groups(sizes):
+    x, dy = random(0, 512, 24).astype("bfloat16"), random(2, 512, 40).astype("bfloat16")
+    inputs = x, dy, jnp.asarray(sizes, jnp.int32)
+    want = _block_sums(*inputs, block=128, some=False)
+    got = _kernel_sums(*inputs, block=128, interpret=True)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_tpus_compile_a_mixture_and_its_gradient_without_products_of_all_experts():
+    pytest.importorskip("libtpu")
+    (device, *_) = devices(Topology.parse("v5e:2x2"))
+    one = jax.sharding.SingleDeviceSharding(device)
+    count, tokens, width, hidden, top_k = 8, 2048, 512, 768, 2
+
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
+
+    def gradient(x, weights, chosen, kernels):
+        def total(*inputs):
+            x, weights, kernels = inputs
+            return apply_experts(x, weights, chosen, kernels, jax.nn.silu).sum()
+
+        return jax.grad(total, (0, 1, 2))(x, weights, kernels)
+
+    kernels = Kernels(*(array(count, width, hidden) for _ in "gu"), array(count, hidden, width))
+    pairs = array(tokens, top_k, dtype="float32"), array(tokens, top_k, dtype="int32")
+    compiled = jax.jit(gradient).lower(array(tokens, width), *pairs, kernels).compile()
+    block = block_rows(tokens * top_k, count)
+    rows = block * max_blocks(tokens * top_k, count, block)
+    # Forward, and the gradients of the rows and of the weights: three times three products.
+    assert compiled.cost_analysis()["flops"] < 1.1 * 3 * 6 * rows * width * hidden
+    assert compiled.as_text().count("tpu_custom_call") >= 3
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 50, 200])
 @pytest.mark.parametrize("foreign", [False, True])
 def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
@@ -88,7 +128,7 @@ def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
     assert (pads == tokens * top_k).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_sum(tokens):
     experts, x = Experts(count=5, top_k=2), random(3, tokens, 8)
     router, kernels = (
@@ -139,7 +179,7 @@ def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights
     assert compiled.cost_analysis()["flops"] < tokens * top_k * width * hidden
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_beside_the_cache_equals_the_whole_text(scan_layers):
     config = CONFIG.replace(scan_layers=scan_layers)
     model, params = Decoder(config), random_params(config, 0)
@@ -204,7 +244,7 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_generation_on_a_mesh_of_experts_reads_what_one_device_reads(rows):
     config = CONFIG.replace(experts=Experts(count=4, top_k=2, width=20))
     mesh, params = make_mesh(Mesh(1, 1, 2, 1, 4)), random_params(config, 0)
