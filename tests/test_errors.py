@@ -52,7 +52,7 @@ def test_seeds_have_32_bits():
         ),
         (lambda: TrainSection(batch_size=12, accumulation=5), "nearest: 4"),
         (lambda: Mesh(tensor=-3), "mesh.tensor=-3 must be a whole number of at least 1; -1 takes"),
-        (lambda: Mesh(data=-1), r"mesh=\[-1, -1, 1, 1\] .* only one size may be -1"),
+        (lambda: Mesh(data=-1), r"mesh=\[-1, -1, 1, 1, 1\] .* only one size may be -1"),
     ],
 )
 def test_settings_out_of_bounds_are_errors(make, match):

@@ -12,6 +12,7 @@ from typing import Any
 
 from lcjax.attention import Causal, Sliding
 from lcjax.models.config import ModelConfig
+from lcjax.models.experts import Experts
 from lcjax.rope import NoRotation
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
@@ -25,12 +26,14 @@ class Key:
     fields: tuple[str, ...]
     default: Any  # what transformers takes for an absent key
     keeps_null: bool = False  # whether null is a value, and not an absent key
+    alias: str | None = None  # another name of the key, for reading
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
 
     def value(self, hf: Mapping[str, Any]) -> Any:
         """The value of the fields."""
-        value = hf.get(self.name, self.default)
+        other = self.default if self.alias is None else hf.get(self.alias, self.default)
+        value = hf.get(self.name, other)
         if value is None:
             return None if self.keeps_null else self.read(self.default)
         return self.read(value)
@@ -59,7 +62,11 @@ class Family:
     rope_types: tuple[str, ...] | None = None  # that its class takes; None: all
     # Whether layers with a window have a rope of their own, with this base where none is given.
     local_theta: float | None = None
+    own_head_dim: bool = True  # whether heads may have another size than the width over the heads
     fused: bool = False  # whether projections are stored together (`hf_names.FUSED`)
+    experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
+    # Keys with the only values that the decoder computes; the first is that of an absent key.
+    only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     # Modules whose name differs from Llama's.
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -123,6 +130,18 @@ def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[K
 _OLMO = {"norm_place": "after", "qk_norm": "all"}
 _OLMO_EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)
 
+
+def _expert_keys(count: str, default: int, top_k: int, balance: float) -> tuple[Key, ...]:
+    other = {"num_experts": "num_local_experts"}.get(count)  # transformers 5 writes some as this
+    return (
+        Key(count, ("count",), default, alias=other),
+        Key("num_experts_per_tok", ("top_k",), top_k),
+        Key("router_aux_loss_coef", ("balance",), balance),
+    )
+
+
+_NORMALIZE = Key("norm_topk_prob", ("normalize",), False, read=bool)
+
 # The first entry that computes what a config describes is the one that is written.
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", keys=(_ATTENTION_BIAS, _MLP_BIAS)),
@@ -159,6 +178,7 @@ FAMILIES: dict[str, Family] = {
         },
         epsilon=Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
         rotary_fraction=0.5,
+        only={"qk_layernorm": (False,), "tie_word_embeddings": (False,)},
         modules={
             "self_attn.o_proj": "self_attn.dense",
             "mlp.up_proj": "mlp.fc1",
@@ -217,9 +237,41 @@ FAMILIES: dict[str, Family] = {
         windows="types",
         default_types=lambda hf: _every(hf.get("sliding_window_pattern") or 6)(hf),
         local_theta=10_000.0,
+        only={"use_bidirectional_attention": (False, None)},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,), head_dim=128, **_QWEN_LAYERS
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        theta=1_000_000.0,
+        windows="all",
+        window=None,
+        experts=_expert_keys("num_local_experts", 8, 2, 0.001),
+        only={"router_jitter_noise": (0.0,)},
+        modules={
+            "mlp.gate": "block_sparse_moe.gate",
+            "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.w1",
+            "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
+            "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
+        },
+    ),
+    "qwen3_moe": Family(
+        *("Qwen3MoeForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,)),
+        windows="all",
+        window_switch=True,
+        experts=(
+            *(*_expert_keys("num_experts", 128, 8, 0.001), _NORMALIZE),
+            Key("moe_intermediate_size", ("width",), 768, write=lambda _, c: c.expert_width),
+        ),
+        only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
+    ),
+    "olmoe": Family(
+        *("OlmoeForCausalLM", {"qk_norm": "all"}, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+        own_head_dim=False,
+        experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
+        only={"clip_qkv": (None,)},
     ),
 }
 
@@ -260,6 +312,18 @@ def family_of(config: ModelConfig) -> tuple[str, list[str]]:
     return nearest, fields + layers
 
 
+def _expert_differences(experts: Experts | None, family: Family) -> list[str]:
+    """Fields of experts that no key of the family sets, and that differ from its own."""
+    if experts is None or not family.experts:
+        return [] if experts is None and not family.experts else [f"experts={experts}"]
+    free = {field for key in family.experts for field in key.fields}
+    return [
+        f"experts.{field.name}={getattr(experts, field.name)!r}"
+        for field in dataclasses.fields(experts)
+        if field.name not in free and getattr(experts, field.name) != field.default
+    ]
+
+
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
     """What a model of the family has not: values of fields; patterns and ropes of layers."""
     required = _NEUTRAL | family.fixed_fields(config.width)
@@ -269,7 +333,9 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
     if family.rotary_fraction is not None:
         del required["rotary_fraction"]
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
-    if family.rotary_fraction is not None and config.head_dim * config.num_heads != config.width:
+    fields += _expert_differences(config.experts, family)
+    own_head_dim = family.own_head_dim and family.rotary_fraction is None
+    if not own_head_dim and config.head_dim * config.num_heads != config.width:
         fields.append(f"head_dim={config.head_dim}")
     wrong = [
         f"{'layers.' if config.layers else ''}pattern={pattern}"

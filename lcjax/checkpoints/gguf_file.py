@@ -256,6 +256,11 @@ class GGUFFile:
 
     def _hf_config(self) -> dict[str, Any]:
         """The metadata as a Hugging Face config."""
+        if experts := self.get("{arch}.expert_count"):
+            raise InputError(
+                f"{self.path}: {self.architecture}.expert_count={experts}: GGUF files of mixtures"
+                " of experts are not supported; use the Hugging Face folder of this model"
+            )
         arch, kind = self._arch, self._arch.family
         window = self.get("{arch}.attention.sliding_window") or None  # 0: none
         if window is not None and arch.window_family is not None:

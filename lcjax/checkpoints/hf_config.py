@@ -16,6 +16,7 @@ from lcjax.checkpoints.families import (
 from lcjax.checkpoints.hf_files import check_types
 from lcjax.errors import InputError
 from lcjax.models.config import LayerKind, ModelConfig, repeating
+from lcjax.models.experts import Experts
 from lcjax.rope import NoRotation, Rope, from_hf
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
@@ -119,11 +120,11 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
     _check_activation(hf, family, where)
-    if kind == "gemma3_text":
-        _require(hf, where, "use_bidirectional_attention", False, (False, None))
-    if kind == "phi":
-        _require(hf, where, "qk_layernorm", False, (False,))
-        _require(hf, where, "tie_word_embeddings", False, (False,))
+    for key, allowed in family.only.items():
+        _require(hf, where, key, allowed[0], allowed)
+    if family.experts:
+        values = {field: key.value(hf) for key in family.experts for field in key.fields}
+        fields["experts"] = Experts(**values)
     config = ModelConfig(
         **fields
         | {
@@ -352,8 +353,9 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         hf["head_dim"] = config.head_dim
     else:
         hf["partial_rotary_factor"] = config.rotary_fraction
-    if kind == "phi":
-        hf["qk_layernorm"] = False
+    for key in family.experts:
+        hf[key.name] = key.write(getattr(config.experts, key.fields[0]), config)
+    hf |= {key: allowed[0] for key, allowed in family.only.items()}
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
     if hf["max_position_embeddings"] != config.max_length:
         # A dynamic rope stores its own length there: transformers has no other key for it.
@@ -392,12 +394,12 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
     sizes = windows(config)
     window = max((size for size in sizes if size is not None), default=None)
     fields = {"sliding_window": window}
+    if family.window_switch:
+        fields["use_sliding_window"] = window is not None
     if family.windows == "all":
         return fields
     if config.layers or kind not in ("qwen2", "ministral"):
         fields["layer_types"] = [FULL if size is None else SLIDING for size in sizes]
-    if family.window_switch:
-        fields["use_sliding_window"] = window is not None
     if kind == "qwen2":
         # transformers 4 reads the first layer of those with a window, which all after it have.
         first = sizes.index(window) if window is not None else config.num_layers

@@ -7,6 +7,9 @@ stacked on a leading axis L under `layers/`. Beside the usual letters, P counts 
 channels, M is the hidden width of CLEX's learned frequencies and O that of the dense layer before
 masked logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
 
+E counts experts, whose width is F. A name with `*` is that of as many tensors as there are experts,
+`*` their numbers; the row describes their concatenation along the leading axis.
+
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
 """
@@ -45,12 +48,16 @@ _DECODER = (
     ("post_attention_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "only before"),
     ("pre_feedforward_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "before and after"),
     ("post_feedforward_layernorm.weight", "D", f"{_MLP}_after_norm/scale", "D", "after"),
-    ("mlp.gate_proj.weight", "F,D", f"{_MLP}/gate/kernel", "DF", "gated_mlp"),
-    ("mlp.up_proj.weight", "F,D", f"{_MLP}/up/kernel", "DF", ""),
-    ("mlp.down_proj.weight", "D,F", f"{_MLP}/down/kernel", "FD", ""),
+    ("mlp.gate_proj.weight", "F,D", f"{_MLP}/gate/kernel", "DF", "gate"),
+    ("mlp.up_proj.weight", "F,D", f"{_MLP}/up/kernel", "DF", "one_mlp"),
+    ("mlp.down_proj.weight", "D,F", f"{_MLP}/down/kernel", "FD", "one_mlp"),
     ("mlp.gate_proj.bias", "F", f"{_MLP}/gate/bias", "F", "gate_bias"),
     ("mlp.up_proj.bias", "F", f"{_MLP}/up/bias", "F", "mlp_bias"),
     ("mlp.down_proj.bias", "D", f"{_MLP}/down/bias", "D", "mlp_bias"),
+    ("mlp.gate.weight", "E,D", f"{_MLP}/router/kernel", "DE", "experts"),
+    ("mlp.experts.*.gate_proj.weight", "EF,D", f"{_MLP}/experts/gate/kernel", "EDF", "experts"),
+    ("mlp.experts.*.up_proj.weight", "EF,D", f"{_MLP}/experts/up/kernel", "EDF", "experts"),
+    ("mlp.experts.*.down_proj.weight", "ED,F", f"{_MLP}/experts/down/kernel", "EFD", "experts"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
     ("model.norm.bias", "D", "final_norm/bias", "D", "parallel"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
@@ -60,6 +67,15 @@ _DECODER = (
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+# Rows of the table that the classes of transformers 5 hold for all experts in one array [E, ...],
+# under names of their own in all families, and which part of how many of its second axis they are.
+# `save_pretrained` writes one tensor for each expert; `torch.save` of a `state_dict` these.
+STATE_DICT = {
+    f"{_MLP}/router/kernel": ("mlp.gate.weight", 0, 1),
+    f"{_MLP}/experts/gate/kernel": ("mlp.experts.gate_up_proj", 0, 2),
+    f"{_MLP}/experts/up/kernel": ("mlp.experts.gate_up_proj", 1, 2),
+    f"{_MLP}/experts/down/kernel": ("mlp.experts.down_proj", 0, 1),
 }
 
 # The learned arrays of published CLEX checkpoints; transformers ignores them.
@@ -107,9 +123,22 @@ class Entry:
         """Learned frequencies stay in float32: half precision rotates far positions wrongly."""
         return "float32" if self.path.startswith("rope/") else param_dtype
 
+    @property
+    def num_experts(self) -> int:
+        """Tensors that one of `names` with `*` stands for."""
+        return self.view[0]
+
     def to_tensor(self, layer: np.ndarray) -> np.ndarray:
         """One layer of the leaf -> the stored tensor."""
         return layer.transpose(np.argsort(self.order)).reshape(self.tensor_shape)
+
+
+def expert_names(name: str, count: int) -> list[str]:
+    """The stored tensors of one of the table: for a name with `*` one for each of `count` experts.
+
+    Others are stored alone.
+    """
+    return [name.replace("*", str(i)) for i in range(count)] if "*" in name else [name]
 
 
 def parts_of(name: str) -> list[str]:
@@ -178,12 +207,14 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     sizes = {
         "V": config.vocab_size,
         "D": config.width,
-        "F": config.mlp_width,
+        "F": config.expert_width,
         "N": config.num_heads,
         "K": config.num_kv_heads,
         "H": config.head_dim,
         "O": config.width,
     }
+    if config.experts is not None:
+        sizes["E"] = config.experts.count
     if config.rope.learned:
         sizes |= {"P": config.rotary_dim // 2, "M": config.rotary_dim * config.rope.param_factor}
     return sizes
@@ -202,6 +233,8 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "head norms": config.qk_norm == "head",
         "norms over heads": config.qk_norm == "all",
         "untied": not config.tie_embeddings,
+        "one_mlp": config.experts is None,
+        "gate": config.experts is None and config.gated_mlp,
         "gate_bias": config.gated_mlp and config.mlp_bias,
     }
     modules = FAMILIES[family_of(config)[0]].modules

@@ -144,8 +144,17 @@ class WeightStream:
         arrays = _arrays(params, config, table, tensors, progress)
         fused_name = hf_names.fused_name if hf_names.is_fused(config) else lambda name: None
         groups = [(fused or names[0], names) for fused, names in _grouped(tensors, fused_name)]
-        self._tensors = {name: _joined([tensors[n] for n in names]) for name, names in groups}
-        self._arrays = _fused(arrays, groups)
+        joined = {name: _joined([tensors[n] for n in names]) for name, names in groups}
+        experts = {name: hf_names.expert_names(name, e.num_experts) for name, e, _ in table}
+        self._tensors = {
+            part: info
+            if len(names) == 1
+            else info._replace(shape=(info.shape[0] // len(names), *info.shape[1:]))
+            for name, info in joined.items()
+            for names in [experts.get(name, [name])]
+            for part in names
+        }
+        self._arrays = _split(_fused(arrays, groups), experts)
         self.nbytes = sum(map(nbytes, self._tensors.values()))
 
     def gather(self) -> None:
@@ -187,6 +196,16 @@ def _fused(
     for name, names in groups:
         parts = [array for _, array in itertools.islice(arrays, len(names))]
         yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _split(
+    arrays: Iterator[tuple[str, np.ndarray]], experts: dict[str, list[str]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of `arrays`, those of all experts as one for each."""
+    for name, array in arrays:
+        names = experts.get(name, [name])
+        parts = array.reshape(len(names), -1, *array.shape[1:]) if len(names) > 1 else [array]
+        yield from zip(names, parts, strict=True)
 
 
 def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:

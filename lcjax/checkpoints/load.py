@@ -153,7 +153,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     if hf.get("model_type") in WRAPPERS:
         source = text_weights(source)
     if stated_dtype(text_model(hf)) is None:
-        config = config.replace(param_dtype=stored_dtype(source, config))
+        config = config.replace(param_dtype=stored_dtype(resolve_names(source, config), config))
     return source, config, tokenizer
 
 

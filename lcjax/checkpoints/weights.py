@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -97,27 +97,53 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
 
 
 class Rows(NamedTuple):
-    """A range of rows of a stored tensor, which forms one tensor of the model."""
+    """Rows of a stored tensor that are a tensor of the model, or a part of one."""
 
     name: str
     start: int = 0
     count: int | None = None  # None: all
+    expert: int | None = None  # whose rows are meant, of a tensor [E, rows, ...]
+
+    def info(self, source: WeightSource) -> TensorInfo:
+        """Shape and dtype of these rows."""
+        info = source.tensors[self.name]
+        shape = info.shape if self.expert is None else info.shape[1:]
+        return info._replace(shape=shape if self.count is None else (self.count, *shape[1:]))
+
+    def read(self, source: WeightSource, start: int, stop: int) -> np.ndarray:
+        """Some of them."""
+        start, stop = self.start + start, self.start + stop
+        if self.expert is None:
+            return source.rows(self.name, start, stop)
+        return source.rows(self.name, self.expert, self.expert + 1)[0, start:stop]
 
 
 class RenamedSource:
-    """A view of another source with renamed tensors, or with ranges of their rows."""
+    """A source whose tensors are rows of those of another one, one or several after each other."""
 
-    def __init__(self, source: WeightSource, stored: dict[str, Rows]):
+    def __init__(self, source: WeightSource, stored: dict[str, list[Rows]]):
         self.path, self._source, self._stored = source.path, source, stored
-        self.tensors = {name: self._info(rows) for name, rows in stored.items()}
+        self.tensors = {name: self._info(pieces) for name, pieces in stored.items()}
 
-    def _info(self, rows: Rows) -> TensorInfo:
-        info = self._source.tensors[rows.name]
-        return info if rows.count is None else info._replace(shape=(rows.count, *info.shape[1:]))
+    def _info(self, pieces: list[Rows]) -> TensorInfo:
+        first, *rest = (piece.info(self._source) for piece in pieces)
+        if not rest:
+            return first
+        rows = first.shape[0] + sum(info.shape[0] for info in rest)
+        return first._replace(shape=(rows, *first.shape[1:]))
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        stored, first, _ = self._stored[name]
-        return self._source.rows(stored, first + start, first + stop)
+        pieces = self._stored[name]
+        if len(pieces) == 1:
+            return pieces[0].read(self._source, start, stop)
+        parts, offset = [], 0
+        for piece in pieces:
+            size = piece.info(self._source).shape[0]
+            first, last = max(start - offset, 0), min(stop - offset, size)
+            if first < last:
+                parts.append(piece.read(self._source, first, last))
+            offset += size
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 # Of models of images and text: the prefixes of the text part, and the modules that only images use.
@@ -132,7 +158,7 @@ def text_weights(source: WeightSource) -> WeightSource:
     for name in (name for name in source.tensors if not _IMAGE_PARTS.match(name)):
         prefix = next((prefix for prefix in _TEXT_PARTS if name.startswith(prefix)), None)
         renamed = name if prefix is None else _TEXT_PARTS[prefix] + name.removeprefix(prefix)
-        stored[renamed] = Rows(name)
+        stored[renamed] = [Rows(name)]
     if others:
         warnings.warn(
             f"{source.path}: left out {len(others)} tensors of the image encoder, such as"
@@ -145,10 +171,12 @@ def text_weights(source: WeightSource) -> WeightSource:
 def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:
     """Returns `source` with the tensors of the table of names: one name each, and none fused.
 
+    Those of all experts are one tensor, whether they are stored one by one or in one array.
+
     Raises:
       InputError: if the source stores a tensor under several names with different values.
     """
-    stored = {name: Rows(name) for name in source.tensors}
+    stored = {name: [Rows(name)] for name in source.tensors}
     table = hf_names.entries(config)
     for entry in table:
         for name, others in zip(entry.names, entry.aliases, strict=True):
@@ -158,7 +186,7 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
             for n in present:
                 del stored[n]
             if present:
-                stored[name] = Rows(present[0])
+                stored[name] = [Rows(present[0])]
     expected = {name: entry.tensor_shape[0] for entry in table for name in entry.names}
     for name, info in source.tensors.items():
         parts = hf_names.parts_of(name)
@@ -168,10 +196,43 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
         del stored[name]
         start = 0
         for part, size in zip(parts, sizes, strict=True):
-            stored[part] = Rows(name, start, size)
+            stored[part] = [Rows(name, start, size)]
             start += size
+    for name, pieces in _expert_tensors(source, table).items():
+        for piece in pieces:
+            stored.pop(piece.name, None)
+        stored[name] = pieces
     unchanged = stored.keys() == source.tensors.keys()
     return source if unchanged else RenamedSource(source, stored)
+
+
+def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> dict[str, list[Rows]]:
+    """The tensors of mixtures of experts whose parts are all there, and in which form."""
+    tensors = {}
+    for entry in table:
+        if entry.path not in hf_names.STATE_DICT:
+            continue
+        form, part, parts = hf_names.STATE_DICT[entry.path]
+        for layer, name in enumerate(entry.names):
+            names = hf_names.expert_names(name, entry.num_experts)
+            together = f"model.layers.{layer}.{form}"
+            if "*" not in name:
+                together = name if name in source.tensors else together
+                pieces = [Rows(together)] if together in source.tensors else []
+            elif together in source.tensors:
+                size = entry.tensor_shape[0] // entry.num_experts
+                whole = entry.num_experts, parts * size, *entry.tensor_shape[1:]
+                fits = source.tensors[together].shape == whole
+                experts = range(entry.num_experts if fits else 0)
+                pieces = [Rows(together, part * size, size, expert) for expert in experts]
+            else:
+                shape = entry.tensor_shape[0] // entry.num_experts, *entry.tensor_shape[1:]
+                infos = [source.tensors.get(expert) for expert in names]
+                fits = all(info and info.shape == shape for info in infos)
+                pieces = [Rows(expert) for expert in names] if fits else []
+            if pieces:
+                tensors[name] = pieces
+    return tensors
 
 
 def _check_equal(source: WeightSource, name: str, alias: str) -> None:
@@ -195,7 +256,7 @@ def _check_equal(source: WeightSource, name: str, alias: str) -> None:
 
 def check(source: WeightSource, config: ModelConfig | BertConfig) -> None:
     """Lists every missing, unexpected and mis-shaped tensor in one error."""
-    expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
+    expected = _expected(source, config)
     present = {name: source.tensors[name] for name in expected if name in source.tensors}
     faults = {
         "missing": [name for name in expected if name not in present],
@@ -216,6 +277,20 @@ def check(source: WeightSource, config: ModelConfig | BertConfig) -> None:
             f"{source.path}: tensors do not fit the model its config describes; {text}; check that"
             " config and weights belong together"
         )
+
+
+def _expected(source: WeightSource, config: ModelConfig | BertConfig) -> dict[str, tuple]:
+    """The shapes of all tensors; those of experts one by one, unless all of them fit."""
+    expected = {}
+    for entry in hf_names.entries(config):
+        for name in entry.names:
+            if "*" not in name or name in source.tensors:
+                expected[name] = entry.tensor_shape
+                continue
+            rows, *rest = entry.tensor_shape
+            names = hf_names.expert_names(name, entry.num_experts)
+            expected |= dict.fromkeys(names, (rows // len(names), *rest))
+    return expected
 
 
 def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:

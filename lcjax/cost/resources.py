@@ -31,12 +31,13 @@ from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.offload import LAYER, STACK, Offload, offloadable
-from lcjax.parallel.sharding import AXES, Mesh, path_of, spec_of
+from lcjax.parallel.sharding import AXES, ROWS, Mesh, path_of, spec_of
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
 _SAMPLED_QUERIES = 256
 _LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators
+_EXPERTS = re.compile(r"/mlp/experts/")
 _SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
 
 
@@ -45,6 +46,7 @@ class Cost:
     """Counts for one model at one length; FLOPs are per token, averaged over the sequence."""
 
     parameters: int
+    active_parameters: int  # that compute a token: of a mixture, those of as many experts
     trained_parameters: int
     parameter_bytes: int
     matmul_flops: float  # forward, through weight matrices, the head included
@@ -87,22 +89,25 @@ def estimate(
     shapes = parameter_shapes(config)
     memory = _context_flops(config, length, context, trained)
     matmul, weight_gradients = 0.0, 0.0
-    parameters = trained_parameters = nbytes = 0
+    parameters = active_parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
         size = math.prod(leaf.shape)
         parameters += size
+        active_parameters += _active(config, path, size)
         nbytes += size * leaf.dtype.itemsize
         trained_parameters += size if trained(path) else 0
         product = path.endswith(("/kernel", "/lora_a", "/lora_b")) or (
             # Reading a row of the table is no product; a tied head is one.
             path == "embed/embedding" and config.tie_embeddings
         )
-        flops = 2 * size * _weight_uses(config, path, length, context) if product else 0
+        uses = _weight_uses(config, path, length, context)
+        flops = 2 * _active(config, path, size) * uses if product else 0
         matmul += flops
         weight_gradients += flops if trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
     return Cost(
         parameters=parameters,
+        active_parameters=active_parameters,
         trained_parameters=trained_parameters,
         parameter_bytes=nbytes,
         matmul_flops=matmul,
@@ -122,6 +127,12 @@ def _cache_bytes(config: ModelConfig, length: int) -> int:
     cached = length if window is None else min(length, sum(window))
     width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return width * cached + cache_state_bytes(config, cached)
+
+
+def _active(config: ModelConfig, path: str, size: int) -> int:
+    """Returns how many numbers of the `size` at a path compute a token."""
+    experts = config.experts
+    return size * experts.top_k // experts.count if _EXPERTS.search(path) else size
 
 
 def _weight_uses(
@@ -319,7 +330,8 @@ def generation_memory(
     heads = _divided(config.num_kv_heads, sizes["tensor"])
     local = _local_config(config, sizes)
     # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
-    channels = max(2 * local.mlp_width, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
+    hidden = 2 * local.expert_width * (local.experts.top_k if local.experts else 1)
+    channels = max(hidden, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
     state_heads, cache = _divided(config.num_heads, sizes["tensor"]), 0
@@ -364,7 +376,7 @@ def _mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
 
 def _rows(rows: int, sizes: Mapping[str, int]) -> int:
     """Rows on one device; a batch is padded to a multiple of the devices."""
-    return -(-rows // (sizes["data"] * sizes["fsdp"]))
+    return -(-rows // math.prod(sizes[axis] for axis in ROWS))
 
 
 def _divided(count: int, devices: int) -> int:
@@ -427,8 +439,19 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     heads, shared = _divided(config.num_heads, tensor), _divided(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those
         heads, shared = config.num_heads, config.num_kv_heads
-    width = _divided(config.mlp_width, tensor)
-    return config.replace(num_heads=heads, num_kv_heads=shared, mlp_width=width, memory=memory)
+    width, experts = _divided(config.mlp_width, tensor), config.experts
+    if experts is not None:
+        # Devices of the expert axis have rows for the tokens of all, whoever computes them.
+        exchanged = sizes["expert"] if experts.count % sizes["expert"] == 0 else 1
+        experts = dataclasses.replace(
+            experts,
+            count=experts.count * exchanged,
+            top_k=experts.top_k * exchanged,
+            width=_divided(config.expert_width, tensor),
+        )
+    return config.replace(
+        num_heads=heads, num_kv_heads=shared, mlp_width=width, experts=experts, memory=memory
+    )
 
 
 def _backward_bytes(
@@ -442,7 +465,7 @@ def _backward_bytes(
     """Bytes of the backward pass.
 
     They are the residuals of all layers, those of one rematerialised layer, the weights that are
-    gathered for it over fsdp and context, and two chunks of logits.
+    gathered for it over fsdp, context and expert, and two chunks of logits.
     """
     local, numbers = _local_config(config, sizes), np.array([rows * length, 0])
     chunk = None
@@ -455,9 +478,14 @@ def _backward_bytes(
         per_token = per_token + two - one
     tokens = -(-numbers // sizes["context"])
     gathered = 0
-    if sizes["fsdp"] * sizes["context"] > 1:
-        whole = _per_device(config, {**sizes, "fsdp": 1, "context": 1})
-        weights = sum(count for path, (count, _) in whole.items() if path.startswith("layers"))
+    if sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1:
+        split = {**sizes, "fsdp": 1, "context": 1}  # experts stay where they are
+        whole, experts = (_per_device(config, x) for x in (split | {"expert": 1}, split))
+        weights = sum(
+            (experts if _EXPERTS.search(path) else whole)[path][0]
+            for path in whole
+            if path.startswith("layers")
+        )
         gathered = config.compute_dtype().itemsize * weights // config.num_layers
     vocabulary = _divided(config.vocab_size, sizes["tensor"])
     logits = 2 * min(_LOGITS, 4 * int(tokens[0]) * vocabulary)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Num
 from lcjax.attention import AttentionMetadata, Pattern
 from lcjax.errors import InputError
 from lcjax.parallel.free_memory import check_fits
-from lcjax.parallel.sharding import rows_over
+from lcjax.parallel.sharding import ROWS, rows_over
 from lcjax.rope import rotate
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedShar
     first = max(len(shape) - 4, 0)
     split_rows = rows_over(mesh, shape[first]) > 1 if shape else False
     split_heads = len(shape) >= 4 and shape[first + 1] % mesh.shape["tensor"] == 0
-    axes = (("data", "fsdp") if split_rows else None, "tensor" if split_heads else None)
+    axes = (ROWS if split_rows else None, "tensor" if split_heads else None)
     return NamedSharding(mesh, PartitionSpec(*(None,) * first, *axes[: len(shape)]))
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lcjax.attention import POSITIONS, Bidirectional, Causal, Pattern, Sliding
 from lcjax.config import check_instance
 from lcjax.errors import InputError, whole_number
+from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
 from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
@@ -55,7 +56,7 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Llama, Qwen, Gemma, OLMo and Phi differ only in values."""
+    """A decoder-only transformer: Llama, Mixtral, Qwen, Gemma, OLMo and Phi differ in values."""
 
     vocab_size: int
     width: int  # D, the size of a token's hidden state
@@ -75,6 +76,7 @@ class ModelConfig:
     activation: str = "silu"
     block: str = "sequential"  # "parallel": attention and MLP read the same normed input (Phi-2)
     gated_mlp: bool = True
+    experts: Experts | None = None  # mixtures of experts, in place of all MLPs (Mixtral)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -130,6 +132,8 @@ class ModelConfig:
             raise InputError(
                 "model.mlm_head=true reads logits off the embedding; set tie_embeddings=true"
             )
+        if self.experts is not None:
+            self._check_experts()
         if self.memory is not None:
             self._check_memory()
         if self.attention_soft_cap is not None and not (
@@ -172,9 +176,24 @@ class ModelConfig:
                     f"which places tokens itself; it takes {', '.join(choice.encodings)}"
                 )
 
+    def _check_experts(self) -> None:
+        """Raises an InputError for fields that are not defined for mixtures of experts."""
+        for field, value in {"gated_mlp": True, "mlp_bias": False}.items():
+            if getattr(self, field) != value:
+                raise InputError(
+                    f"model.{field}={getattr(self, field)} is not defined for model.experts; set"
+                    f" {field}={value}"
+                )
+        mlp = [name for name in ("gate", "up", "down") if self.lora and name in self.lora.targets]
+        if mlp:
+            raise InputError(
+                f"lora.targets={list(self.lora.targets)}: {', '.join(mlp)} of a mixture of experts"
+                " get no adapters; set lora.targets to some of query, key, value, out"
+            )
+
     def _check_memory(self) -> None:
         """Raises an InputError for models whose layers no memory reads."""
-        plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0}
+        plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0, "experts": None}
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
         for field, value in plain.items():
             if getattr(self, field) != value:
@@ -288,6 +307,11 @@ class ModelConfig:
         memory = self.memory
         is_uniform = memory is None or memory.uniform_layers(self.num_layers)
         return self.scan_layers and len(self.kinds) == 1 and is_uniform
+
+    @property
+    def expert_width(self) -> int:
+        """The feed-forward width F of an expert, or of the MLP of a model without experts."""
+        return (self.experts and self.experts.width) or self.mlp_width
 
     @property
     def rotary_dim(self) -> int:

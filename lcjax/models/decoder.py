@@ -15,14 +15,17 @@ from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
 from lcjax.models.encoder import MaskedHead
+from lcjax.models.experts import Load
 from lcjax.models.layers import (
     DEBERTA_SPAN,
     MLP,
     Attention,
     CollectKeyValues,
+    CollectLoad,
     Context,
     Head,
     Norm,
+    SparseMLP,
     look_up,
 )
 from lcjax.models.loss import Projection
@@ -41,12 +44,22 @@ _REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names("attention"),
+        jax.checkpoint_policies.save_only_these_names("attention", "experts"),
     ),
 }
 
 BUCKETS = 32  # of T5's table, per head
 MAX_DISTANCE = 128  # from which all distances share its last bucket
+
+
+def _feed_forward(
+    config: ModelConfig, mesh: jax.sharding.Mesh | None, x: jax.Array, context: Context
+) -> tuple[jax.Array, Load | None]:
+    """What the MLP of a block gives, and the load of its experts if `context` collects that."""
+    if config.experts is None:
+        return MLP(config, mesh, name="mlp")(x), None
+    collect = context.collect if isinstance(context.collect, CollectLoad) else None
+    return SparseMLP(config, mesh, name="mlp")(x, collect)
 
 
 class SequentialBlock(nn.Module):
@@ -71,7 +84,8 @@ class SequentialBlock(nn.Module):
             reader = c.memory.reader(c, self.mesh, name="memory")
             if reader is not None:  # else self-attention has read it
                 x = keep_tokens(x + reader(x, context), self.mesh)
-        y = MLP(c, self.mesh, name="mlp")(self.norm_before("mlp_norm", x))
+        y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), context)
+        layer = layer if load is None else load
         return keep_tokens(x + self.added("mlp_after_norm", y), self.mesh), layer
 
     def norm_before(self, name: str, x: jax.Array) -> jax.Array:
@@ -97,8 +111,8 @@ class ParallelBlock(nn.Module):
         c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
-        x = x + attended + MLP(c, self.mesh, name="mlp")(normed)
-        return keep_tokens(x, self.mesh), layer
+        y, load = _feed_forward(c, self.mesh, normed, context)
+        return keep_tokens(x + attended + y, self.mesh), layer if load is None else load
 
 
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
@@ -241,7 +255,7 @@ class Decoder(nn.Module):
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
         memory: EncodedContext | None = None,
-        collect: CollectKeyValues | None = None,
+        collect: CollectKeyValues | CollectLoad | None = None,
         beacons: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Returns hidden states [B, T, D] after the final norm, and the updated cache.
@@ -259,7 +273,8 @@ class Decoder(nn.Module):
           memory: the context from `encode`; None: the decoder reads the text alone.
           collect: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
             returned in its place, as `Cache.layers` has them but for the order of axes. Where
-            layers are scanned and it is `keys_only`, there are no hidden states.
+            layers are scanned and it is `keys_only`, there are no hidden states. Or the tokens
+            that count in the `Load` of each layer's experts, which is returned in its place.
           beacons: int32 [B, R], where the last R tokens are beacons (`Context.beacons`).
         """
         c = self.config
@@ -322,7 +337,7 @@ class Decoder(nn.Module):
         """Applies layers whose weights are one stack."""
         c = self.config
         context, collect = contexts[0], contexts[0].collect
-        if collect is not None and collect.keys_only and not self.is_initializing():
+        if getattr(collect, "keys_only", False) and not self.is_initializing():
             block, stacked = _block(c, scanned=True), self.layers.variables["params"]
             block = block(c.layer(0), self.mesh, parent=None)
             return None, layer_groups.collect_keys(block, stacked, x, context)

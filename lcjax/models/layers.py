@@ -18,6 +18,7 @@ from lcjax.attention import AttentionMetadata, Causal, Disentangled, Pattern, Tr
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
+from lcjax.models.experts import Kernels, Load, mixture
 from lcjax.models.loss import Projection, product_of_one_row
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.offload import is_offloaded, to_device
@@ -28,6 +29,12 @@ from pallas_kernels import Bias, Layout
 
 DEBERTA_SPAN = 256  # buckets of each direction (DeBERTa V3)
 DEBERTA_DISTANCE = 512  # from which all distances share the last one
+
+
+class CollectLoad(NamedTuple):
+    """Tokens that count in the `Load` of experts that a layer returns, where nothing is cached."""
+
+    counted: jax.Array  # float32 [B, T], 1 or 0, in the order of the hidden states
 
 
 class CollectKeyValues(NamedTuple):
@@ -52,7 +59,8 @@ class Context(NamedTuple):
     bias: Bias | jax.Array | None = None
     order: jax.Array | None = None  # int32 [T], index of each token in the row; None: text order
     memory: EncodedContext | None = None  # the context beside the text
-    collect: CollectKeyValues | None = None  # tokens whose keys and values are returned
+    # Tokens whose keys and values, or whose load of experts, are returned
+    collect: CollectKeyValues | CollectLoad | None = None
     # int32 [B, R]: the last R tokens are beacons, each after so many tokens of the text
     beacons: jax.Array | None = None
 
@@ -266,7 +274,7 @@ class Attention(Projections):
                 layout = attention_layout(mesh, c.context_parallel, x.shape[1])
                 metadata = context.attention_metadata(partials, layout, c.attention_soft_cap)
                 y = pattern.attend(q, k, v, metadata)
-                if context.collect is not None:
+                if isinstance(context.collect, CollectKeyValues):
                     layer = collect_key_values(k, v, context, pattern)
             else:
                 layout = attention_layout(mesh)
@@ -323,6 +331,53 @@ class MLP(nn.Module):
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
         return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, self.mesh, name="down")(hidden)
+
+
+class Kernel(nn.Module):
+    """A weight without the product: of a router [D, E], or of all experts [E, D, F]."""
+
+    shape: tuple[int, ...]  # the axis before the last is the summed one
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "..."]:
+        spread = nn.initializers.normal(self.shape[-2] ** -0.5)
+        return self.param("kernel", spread, self.shape, jnp.dtype(self.config.param_dtype))
+
+
+class ExpertKernels(nn.Module):
+    """The weights of all experts."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> Kernels:
+        c, count = self.config, self.config.experts.count
+        wide, narrow = (count, c.width, c.expert_width), (count, c.expert_width, c.width)
+        shapes = Kernels(gate=wide, up=wide, down=narrow)._asdict()
+        return Kernels(*(Kernel(shape, c, name=name)() for name, shape in shapes.items()))
+
+
+class SparseMLP(nn.Module):
+    """A mixture of experts in place of an MLP (`lcjax.models.experts`)."""
+
+    config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], collect: CollectLoad | None = None
+    ) -> tuple[Float[Array, "B T D"], Load | None]:
+        """Returns the output, and the load if `collect` names tokens that count."""
+        c = self.config
+        router = Kernel((c.width, c.experts.count), c, name="router")()
+        kernels = ExpertKernels(c, name="experts")()
+        return mixture(
+            *(x, router, kernels, collect and collect.counted),
+            experts=c.experts,
+            activate=_ACTIVATIONS[c.activation],
+            mesh=None if self.is_initializing() else self.mesh,
+        )
 
 
 def look_up(

@@ -2,7 +2,8 @@
 
 Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (ZeRO,
 Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019),
-`context` cuts each text in parts (`pallas_kernels.sharded` puts attention together).
+`context` cuts each text in parts (`pallas_kernels.sharded` puts attention together), `expert`
+splits the experts of mixtures, and the batch (`lcjax.models.experts`).
 """
 
 import dataclasses
@@ -12,18 +13,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lcjax.errors import InputError, whole_number
 from pallas_kernels import Layout
 
-AXES = ("data", "fsdp", "tensor", "context")
-ROWS = ("data", "fsdp")  # the axes over which the rows of a batch are spread
+AXES = ("data", "fsdp", "tensor", "context", "expert")
+ROWS = ("data", "fsdp", "expert")  # the axes over which the rows of a batch are spread
 LENGTH = "context"  # the axis over which the tokens of a row are spread
 
 # (pattern at the end of a parameter's path, mesh axis of each array axis). The first match counts;
 # stacked layers have one more axis in front, which is never split. What `fsdp` splits is split over
-# `context` as well: the devices that share a text need the same weights at the same time.
+# `context` as well, and over `expert` if no other axis is: these devices need the same weights at
+# the same time.
 _RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
     (r"position/embedding", (None, "fsdp")),
@@ -37,6 +40,8 @@ _RULES = (
     (r"(query|key|value)/lora_b", (None, "tensor", None)),
     (r"(attention|memory)/out/kernel", ("tensor", None, "fsdp")),
     (r"attention/out/lora_a", ("tensor", None, None)),
+    (r"experts/(gate|up)/kernel", ("expert", "fsdp", "tensor")),
+    (r"experts/down/kernel", ("expert", "tensor", "fsdp")),
     (r"(gate|up)/kernel", ("fsdp", "tensor")),
     (r"(gate|up)/bias", ("tensor",)),
     (r"(gate|up)/lora_b", (None, "tensor")),
@@ -53,6 +58,7 @@ class Mesh:
     fsdp: int = -1  # parameters, optimizer state and batch split
     tensor: int = 1  # heads and feed-forward width split
     context: int = 1  # every text cut in so many parts, for rows too long for one device
+    expert: int = 1  # experts of a mixture and batch split
 
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]
@@ -64,7 +70,7 @@ class Mesh:
 
 
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of all devices (or of `devices`) with axes data, fsdp, tensor, context."""
+    """The mesh of all devices (or of `devices`) with the axes `AXES`."""
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(mesh_sizes(shape, len(devices)), axis) for axis in AXES]
     kinds = (AxisType.Auto,) * len(AXES)
@@ -103,7 +109,8 @@ def _fitting(axis_sizes: dict[str, int], rest: bool, devices: int) -> str:
 def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:
     """The partition of one parameter; an axis that the mesh does not divide stays whole."""
     axes = _rule(path, len(shape))
-    return PartitionSpec(*(_over(mesh, axis, size) for axis, size in zip(axes, shape)))
+    together = _together(mesh, axes)
+    return PartitionSpec(*(_over(mesh, axis, size, together) for axis, size in zip(axes, shape)))
 
 
 def _rule(path: str, dimensions: int) -> tuple[str | None, ...]:
@@ -124,7 +131,7 @@ def replicated_bytes(
     excess = {}
     for path, leaf in shapes.items():
         axes = {axis for axis in _rule(path, len(leaf.shape)) if axis}
-        rule_axes = axes | {LENGTH} if "fsdp" in axes else axes
+        rule_axes = axes | {*_together(mesh, tuple(axes))} if "fsdp" in axes else axes
         num_parts, num_rule_parts = (
             _devices(mesh, tuple(over))
             for over in (spread_over(spec_of(path, leaf.shape, mesh)), rule_axes)
@@ -135,11 +142,20 @@ def replicated_bytes(
     return excess
 
 
-def _over(mesh: jax.sharding.Mesh, axis: str | None, size: int) -> str | tuple[str, ...] | None:
+def _together(mesh: jax.sharding.Mesh, axes: tuple[str | None, ...]) -> tuple[str, ...]:
+    """The mesh axes over which a rule with `axes` splits what it gives to `fsdp`."""
+    others = (axis for axis in (LENGTH, "expert") if axis not in axes and mesh.shape[axis] > 1)
+    return "fsdp", *others
+
+
+def _over(
+    mesh: jax.sharding.Mesh, axis: str | None, size: int, together: tuple[str, ...]
+) -> str | tuple[str, ...] | None:
     """The mesh axes over which `size` numbers are split by a rule that says `axis`."""
-    together = ("fsdp", LENGTH)
-    if axis == "fsdp" and mesh.shape[LENGTH] > 1 and size % _devices(mesh, together) == 0:
-        return together
+    if axis == "fsdp":
+        for count in range(len(together), 1, -1):
+            if size % _devices(mesh, together[:count]) == 0:
+                return together[:count]
     return axis if axis and size % mesh.shape[axis] == 0 else None
 
 
@@ -163,7 +179,7 @@ def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows of a batch [B, ...] lie over `data` and `fsdp`, each whole on all devices of a text."""
+    """Rows of a batch [B, ...] lie over `ROWS`, each whole on all devices of a text."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
@@ -177,16 +193,23 @@ def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None)
     parts = _devices(mesh, ROWS)
     if rows < 1 or rows % parts:
         raise InputError(
-            f"batch size {rows} must be a positive multiple of mesh.data x mesh.fsdp = {parts};"
+            f"batch size {rows} must be a positive multiple of {row_axes(mesh.shape)} = {parts};"
             f" nearest: {max(1, round(rows / parts)) * parts}"
         )
     share = rows // parts
+    axes = [mesh.axis_names.index(axis) for axis in ROWS]
+    devices = np.moveaxis(mesh.devices, axes, range(len(axes)))
     return [
         part * share + row
-        for part, group in enumerate(mesh.devices.reshape(parts, -1))
+        for part, group in enumerate(devices.reshape(parts, -1))
         if any(device.process_index == process for device in group)
         for row in range(share)
     ]
+
+
+def row_axes(sizes: Mapping[str, int]) -> str:
+    """The axes of `ROWS` for an error, without that of experts where there is none."""
+    return " x ".join(f"mesh.{axis}" for axis in ROWS if axis != "expert" or sizes[axis] > 1)
 
 
 def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
@@ -196,19 +219,19 @@ def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
 
 
 def padding_rows(mesh: jax.sharding.Mesh | None, rows: int) -> int:
-    """Rows that a batch lacks until every device of `data` x `fsdp` has equally many."""
+    """Rows that a batch lacks until every device of `ROWS` has equally many."""
     return 0 if mesh is None else -rows % _devices(mesh, ROWS)
 
 
 def tokens_spec(mesh: jax.sharding.Mesh | None, rows: int, length: int) -> PartitionSpec:
-    """Of [B, T, ...]: rows over `data` and `fsdp`, tokens over `context`, where these divide."""
+    """Of [B, T, ...]: rows over `ROWS`, tokens over `context`, where these divide."""
     spread = ROWS if rows_over(mesh, rows) > 1 else None
     cut = mesh is not None and mesh.shape[LENGTH] > 1 and length % mesh.shape[LENGTH] == 0
     return PartitionSpec(spread, LENGTH if cut else None)
 
 
 def keep_rows(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """`x` [B, ...] with its rows over `data` and `fsdp`, and nothing else split."""
+    """`x` [B, ...] with its rows over `ROWS`, and nothing else split."""
     if rows_over(mesh, x.shape[0]) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))

@@ -1,5 +1,6 @@
 """Batches of a run: checks of rows against model and mesh, the loader, transfer to the devices."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from lcjax.errors import InputError
 from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top
 from lcjax.models.memory import Memory
-from lcjax.parallel.sharding import LENGTH, batch_sharding, process_rows
+from lcjax.parallel.sharding import LENGTH, ROWS, batch_sharding, process_rows, row_axes
 from lcjax.training.config import TrainConfig
 
 
@@ -154,11 +155,11 @@ def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
 
 def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
     """`check_batch` for the sizes of a mesh's axes."""
-    shards, rows = sizes["data"] * sizes["fsdp"], config.train.batch_size
+    shards, rows = math.prod(sizes[axis] for axis in ROWS), config.train.batch_size
     unit = shards * config.train.accumulation
     if rows % unit:
         raise InputError(
-            f"train.batch_size={rows} must be a multiple of mesh.data x mesh.fsdp x "
+            f"train.batch_size={rows} must be a multiple of {row_axes(sizes)} x "
             f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
         )
     # Two pieces per device, one from each end of a text, make the work of devices equal.

@@ -61,10 +61,12 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     tokens = train.steps * train.batch_size * length
     speed = mfu * chip.peak * topology.devices / work.training_flops
     sizes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
+    active = f"; {work.active_parameters:,} compute a token" if model.experts else ""
     print(
         f"{topology}: {topology.devices} devices, {sizes}; rows of {length:,} tokens,"
         f" {train.batch_size} per update\n"
-        f"parameters         {work.parameters:,}, of which {work.trained_parameters:,} trained\n"
+        f"parameters         {work.parameters:,}, of which {work.trained_parameters:,} trained"
+        f"{active}\n"
         f"FLOPs per token    {work.training_flops / 1e9:.1f} G ({work.forward_flops / 1e9:.1f} G"
         f" forward); {work.training_flops * tokens:.2e} in all\n"
         "memory per device, estimated: a quarter more or less, with adapters a third less"

@@ -1,6 +1,7 @@
-"""The training loss: next-token cross-entropy, and optionally distillation from a teacher."""
+"""The training loss: next-token cross-entropy, and what distillation and experts add to it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import numpy as np
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.distill import Distill, Teacher, distillation
-from lcjax.models.layers import box_offloaded, unbox_offloaded
+from lcjax.models.experts import Load, balance_loss
+from lcjax.models.layers import CollectLoad, box_offloaded, unbox_offloaded
 from lcjax.models.loss import cross_entropy, token_nll
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import LENGTH
@@ -33,8 +35,13 @@ def language_model(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     distill: Distill | None = None,
+    balance: bool = True,
 ) -> Objective:
     """Returns the cross-entropy of `targets`, weighted by `weights` and summed over the batch.
+
+    For mixtures of experts, `model.experts.balance` times the load-balancing loss of the batch
+    (`lcjax.models.experts.balance_loss`) is added for each unit of weight, so that the mean loss is
+    that of transformers. Padding has no load.
 
     Args:
       config: of the decoder.
@@ -44,16 +51,20 @@ def language_model(
       mesh: the devices over which the rows of a batch are sharded.
       distill: adds the divergence from the teacher whose probabilities are in the batch. The
         loss then has the parts `ce` and `kl`.
+      balance: whether to add the load-balancing loss. The loss then has the parts `ce` and
+        `balance`, the latter without its factor.
 
     Raises:
       InputError: if the model cannot use these positions.
     """
     _check_positions(config, positions)
     model = Decoder(config, mesh)
+    factor = config.experts.balance if balance and config.experts is not None else 0.0
 
     def objective(trained, frozen, batch, key):
         params = box_offloaded(union(trained, frozen))
-        hidden, windows = _hidden_states(model, positions, params, batch, key)
+        collect = _counted(model, batch) if factor else None
+        hidden, windows, layers = _hidden_states(model, positions, params, batch, key, collect)
         targets, weights = batch["targets"], batch["weights"]
         order = model.token_order(targets.shape[1])
         if "chunk_weights" in batch:
@@ -66,10 +77,28 @@ def language_model(
         inputs = hidden, head(params, config), targets, weights
         with jax.named_scope("loss"):
             if distill is None:
-                return cross_entropy(*inputs, chunk=chunk, mesh=mesh)
-            return distillation(*inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
+                loss = cross_entropy(*inputs, chunk=chunk, mesh=mesh)
+            else:
+                loss = distillation(*inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
+            return _with_balance(loss, layers, factor) if factor else loss
 
     return objective
+
+
+def _counted(model: Decoder, batch: Batch) -> CollectLoad:
+    """Collects the load of tokens that are no padding."""
+    counted = (batch["segments"] != 0).astype(jnp.float32)
+    order = model.token_order(counted.shape[1])
+    return CollectLoad(counted if order is None else counted[:, order])
+
+
+def _with_balance(loss: tuple, layers: Load | tuple[Load, ...], factor: float) -> tuple:
+    """The result of an objective with the load-balancing loss of `layers` added."""
+    total, weights, *parts = loss
+    load = layers if isinstance(layers, Load) else jax.tree.map(lambda *x: jnp.stack(x), *layers)
+    added = balance_loss(load) * weights
+    names = parts[0] if parts else {"ce": total}
+    return total + factor * added, weights, names | {"balance": added}
 
 
 def target_nll(
@@ -89,7 +118,7 @@ def target_nll(
 
     def nll(params, batch, key):
         params = box_offloaded(params)
-        hidden, _ = _hidden_states(model, positions, params, batch, key)
+        hidden, *_ = _hidden_states(model, positions, params, batch, key)
         targets, projection = batch["targets"], head(params, config)
         order = model.token_order(targets.shape[1])
         with jax.named_scope("loss"):
@@ -102,9 +131,17 @@ def target_nll(
 
 
 def _hidden_states(
-    model: Decoder, positions: Positions, params: dict, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the inputs of the head in `Decoder.token_order`, and what a memory's windows give."""
+    model: Decoder,
+    positions: Positions,
+    params: dict,
+    batch: Batch,
+    key: jax.Array,
+    collect: CollectLoad | None = None,
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Returns the inputs of the head in `Decoder.token_order`.
+
+    Beside them, what a memory's windows give, and what `collect` returns of each layer.
+    """
     config, mesh, windows = model.config, model.mesh, None
     position_ids, rotation = positions.sample(
         key,
@@ -120,7 +157,7 @@ def _hidden_states(
         windows = memory.hidden
         if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
             memory = memory.packed()
-    hidden, _ = model.apply(
+    hidden, layers = model.apply(
         {"params": params},
         batch["tokens"],
         positions=position_ids,
@@ -128,8 +165,9 @@ def _hidden_states(
         rotation=rotation,
         order=model.token_order(batch["tokens"].shape[1]),
         memory=memory,
+        collect=collect,
     )
-    return model.apply({"params": params}, hidden, method="before_head"), windows
+    return model.apply({"params": params}, hidden, method="before_head"), windows, layers
 
 
 def _check_positions(config: ModelConfig, positions: Positions) -> None:

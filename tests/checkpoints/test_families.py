@@ -1,5 +1,7 @@
 """Every model family: equal to its class in transformers, in both directions."""
 
+import dataclasses
+import functools
 import json
 import os
 
@@ -18,9 +20,13 @@ from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_config import config_to_hf
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
+from lcjax.models.layer_groups import stack_layers, unstack_layers
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import Projection, cross_entropy, token_nll
 from lcjax.rope import Default, Yarn
+from lcjax.rope.positions import PlainPositions
+from lcjax.training.objective import language_model
+from lcjax.training.step import accumulate
 
 torch = pytest.importorskip("torch")
 os.environ.setdefault("USE_TF", "0")
@@ -108,7 +114,39 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "mixtral": (
+        "mixtral",
+        {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
+    ),
+    "mixtral, all experts at once": (
+        "mixtral",
+        {"num_local_experts": 6, "router_aux_loss_coef": 0.02, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe, all experts at once": (
+        "olmoe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
 }
+# Read from .bin files; of mixtures they hold all experts in one array.
+STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once", "olmoe, all experts at once")
 
 
 def hf_model(name):
@@ -148,7 +186,7 @@ def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_i
     from transformers import AutoModelForCausalLM
 
     (tmp_path / "hf").mkdir()
-    model = saved(name, tmp_path / "hf", "bin" if name in ("qwen3", "gemma3") else "safetensors")
+    model = saved(name, tmp_path / "hf", "bin" if name in STATE_DICTS else "safetensors")
     params, config, tokenizer = load(tmp_path / "hf", allow_pickle=True)
     tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
     with torch.no_grad():
@@ -417,6 +455,69 @@ def test_fused_tensors_of_another_size_are_named(tmp_path):
     (tmp_path / "hf/config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
     with pytest.raises(InputError, match=r"missing: .*q_proj.*unexpected: .*qkv_proj"):
         load(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(("name", "scan"), [("mixtral", True), ("olmoe", False)])
+def test_the_loss_of_a_mixture_and_its_gradient_are_those_of_transformers(tmp_path, name, scan):
+    (tmp_path / "hf").mkdir()
+    model = saved(name, tmp_path / "hf", "bin")
+    params, config, _ = load(tmp_path / "hf", allow_pickle=True)
+    config = config.replace(experts=dataclasses.replace(config.experts, balance=0.5))
+    model.router_aux_loss_coef = 0.5
+    rng = np.random.default_rng(1)
+    tokens, mask = rng.integers(0, 256, (3, 17)), np.ones((3, 17), np.int32)
+    mask[1, 11:] = mask[2, 4:] = 0
+    labels = np.where(mask, tokens, -100)
+    labels, tokens, mask = (torch.tensor(x) for x in (labels, tokens, mask))
+    expected = model(tokens, attention_mask=mask, labels=labels, output_router_logits=True)
+    expected.loss.backward()
+
+    # The gradients of transformers, read like weights.
+    gradients = {path: leaf.grad for path, leaf in model.named_parameters()}
+    torch.save(gradients, tmp_path / "hf/pytorch_model.bin")
+    wanted = load(tmp_path / "hf", allow_pickle=True)[0]
+
+    targets = np.roll(tokens.numpy(), -1, 1)
+    weights = np.pad(mask.numpy()[:, 1:], ((0, 0), (0, 1))).astype(np.float32)
+    batch = {"tokens": tokens.numpy(), "targets": targets, "segments": mask.numpy()}
+    batch |= {"weights": weights, "positions": np.tile(np.arange(17), (3, 1))}
+    batch = jax.tree.map(jnp.asarray, batch)
+    layers = config.replace(scan_layers=scan, remat="dots")
+    tree = params if scan else unstack_layers(params, layers)
+    step = functools.partial(accumulate, language_model(layers, PlainPositions()), count=1)
+    loss, _, grads, parts = jax.jit(step)(tree, {}, batch, jax.random.key(0))
+    np.testing.assert_allclose(loss, expected.loss.detach(), rtol=1e-5)
+    np.testing.assert_allclose(parts["balance"], expected.aux_loss.detach(), rtol=1e-5)
+    np.testing.assert_allclose(loss, parts["ce"] + 0.5 * parts["balance"], rtol=1e-5)
+    grads = grads if scan else stack_layers(grads, layers)
+    for mine, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, want, atol=1e-4 * np.abs(want).max())
+    plain = language_model(config, PlainPositions(), balance=False)
+    nll, total = jax.jit(plain)(params, {}, batch, jax.random.key(0))
+    np.testing.assert_allclose(nll / total, parts["ce"], rtol=1e-5)
+
+
+def test_experts_that_are_missing_or_of_another_size_are_named(tmp_path):
+    (tmp_path / "hf").mkdir()
+    saved("mixtral", tmp_path / "hf", "bin")
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_local_experts": 7}))
+    with pytest.raises(InputError, match=r"missing: .*w1.weight.*unexpected: .*gate_up_proj"):
+        load(tmp_path / "hf", allow_pickle=True)
+    path.write_text(json.dumps(config))
+    params, config, tokenizer = load(tmp_path / "hf", allow_pickle=True)
+    save_hf(tmp_path / "out", params, config, tokenizer)
+    path = tmp_path / "out/config.json"
+    hf = json.loads(path.read_text())
+    path.write_text(json.dumps(hf | {"num_local_experts": 6}))
+    name = r"model.layers.0.block_sparse_moe.experts.5.w1.weight"
+    with pytest.raises(InputError, match=rf"missing: {name}, .*wrong shape: .*gate.weight is \[5"):
+        load(tmp_path / "out")
+    for key, value in {"router_jitter_noise": 0.1, "clip_qkv": 8.0, "mlp_only_layers": [0]}.items():
+        kind = {"clip_qkv": "olmoe", "mlp_only_layers": "qwen3_moe"}.get(key, "mixtral")
+        with pytest.raises(InputError, match=rf"{key}=.* is not supported for model_type='{kind}'"):
+            config_from_hf(hf | {key: value, "model_type": kind})
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():

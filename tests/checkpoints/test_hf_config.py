@@ -184,7 +184,7 @@ def test_a_window_survives_the_way_out_and_back(family):
 @pytest.mark.parametrize(
     ("hf", "words"),
     [
-        (LLAMA2 | {"model_type": "mixtral"}, "model_type='mixtral'.*llama, mistral, qwen2, .*phi"),
+        (LLAMA2 | {"model_type": "qwen2_moe"}, "model_type='qwen2_moe'.*llama, mistral, .*phi"),
         ({}, "model_type=None"),
         ({k: v for k, v in LLAMA2.items() if k != "hidden_size"}, "'hidden_size' is missing"),
         (LLAMA2 | {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),

@@ -11,6 +11,7 @@ from lcjax.memory.cepe import Cepe
 from lcjax.models import Decoder, LayerKind, ModelConfig, head, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
+from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -39,6 +40,44 @@ def test_forward_flops_are_two_per_weight_and_four_per_visible_pair():
     layer = 16 * 4 * 8 + 2 * 16 * 2 * 8 + 4 * 8 * 16 + 3 * 16 * 32
     assert found.matmul_flops == 2 * (3 * layer + 16 * 100)
     assert found.attention_flops == pytest.approx(3 * 4 * 4 * 8 * (64 + 1) / 2)
+
+
+def test_a_mixture_costs_what_the_experts_of_a_token_cost():
+    experts = Experts(count=6, top_k=2, width=20)
+    config = ModelConfig(100, 16, 32, 3, 4, 2, 8, 64, experts=experts)
+    found = cost.estimate(config, 64)
+    attention, expert, router = 16 * 4 * 8 + 2 * 16 * 2 * 8 + 4 * 8 * 16, 3 * 16 * 20, 16 * 6
+    norms, tables = 16 * 7, 2 * 16 * 100
+    assert found.parameters == 3 * (attention + router + 6 * expert) + norms + tables
+    assert found.active_parameters == 3 * (attention + router + 2 * expert) + norms + tables
+    assert found.matmul_flops == 2 * (3 * (attention + router + 2 * expert) + 16 * 100)
+    assert found.training_flops == pytest.approx(3 * found.forward_flops)
+    dense = cost.estimate(config.replace(experts=None), 64)
+    assert dense.active_parameters == dense.parameters
+    alone, spread = (
+        cost.generation_memory(config, 64, 16, Mesh(1, 1, 2, 1, expert)) for expert in (1, 2)
+    )
+    assert spread.weights < 0.6 * alone.weights  # norms and routers are on all devices
+
+
+@pytest.mark.slow
+def test_rows_that_devices_of_the_expert_axis_exchange_are_in_the_memory_of_training():
+    config = ModelConfig(100, 16, 32, 3, 4, 2, 8, 64, experts=Experts(6, 2, 20))
+    two, four = (cost.training_memory(config, 64, rows, Mesh(1, 1, 1, 1, 2)) for rows in (8, 16))
+    alone = cost.training_memory(config, 64, 4, Mesh(1, 1, 1, 1, 1))
+    assert alone.activations < two.activations < four.activations
+
+
+def test_mixtral_and_qwen3_moe_have_their_published_sizes():
+    mixtral = ModelConfig(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768, experts=Experts(8))
+    found = cost.estimate(mixtral, 16)
+    assert (found.parameters, found.active_parameters) == (46_702_792_704, 12_879_925_248)
+    experts = Experts(128, 8, width=768)
+    qwen3 = ModelConfig(
+        151_936, 2_048, 6_144, 48, 32, 4, 128, 40_960, qk_norm="head", experts=experts
+    )
+    found = cost.estimate(qwen3, 16)
+    assert (found.parameters, found.active_parameters) == (30_532_122_624, 3_353_032_704)
 
 
 def test_training_every_weight_costs_three_times_forward():

@@ -1,0 +1,477 @@
+"""Mixtures of experts: each token is computed by the few of many MLPs that a router chooses.
+
+    p = softmax(x Wr) over all E experts,   y = sum over the k largest p_e of  s_e MLP_e(x)
+
+with s_e = p_e, or p_e over their sum (Shazeer et al. 2017, arXiv 1701.06538; Mixtral, Jiang et al.
+2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2).
+
+No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of
+which starts at a multiple of a block, and `grouped_matmul` multiplies every block by the weights of
+its expert. All moves of rows are gathers, forward and backward, so results do not depend on the
+order in which a device adds.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from lcjax.errors import InputError, whole_number
+from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
+
+_FEW_ROWS = 16  # of a block at least, unless there are fewer rows than experts
+_MANY_ROWS = 512  # of a block at most: larger products are no faster, and pad more
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of each layer, which stand in place of its MLP."""
+
+    count: int  # E
+    top_k: int = 2  # experts that compute a token
+    width: int | None = None  # F of an expert; null: `model.mlp_width`
+    normalize: bool = True  # whether the weights of a token's experts are divided by their sum
+    # Factor of the load-balancing loss in training (`balance_loss`); 0: none
+    balance: float = 0.001
+
+    def __post_init__(self):
+        whole_number("experts.count", self.count, 1)
+        whole_number("experts.top_k", self.top_k, 1)
+        if self.width is not None:
+            whole_number("experts.width", self.width, 1)
+        if self.top_k > self.count:
+            raise InputError(
+                f"experts.top_k={self.top_k} must be at most experts.count={self.count}"
+            )
+        if not self.balance >= 0:
+            raise InputError(
+                f"experts.balance={self.balance} must be at least 0, which leaves the"
+                " load-balancing loss out; usual: 0.001 to 0.01"
+            )
+
+
+class Load(NamedTuple):
+    """How a router spreads tokens, summed over those that count."""
+
+    assignments: Float[Array, "... E"]  # tokens that each expert computes; no gradient
+    probabilities: Float[Array, "... E"]  # of each expert
+    tokens: Float[Array, "..."]
+
+
+def route(
+    logits: Float[Array, "M E"], experts: Experts
+) -> tuple[Float[Array, "M E"], Float[Array, "M k"], Int[Array, "M k"]]:
+    """Returns all probabilities, and the weights and indices of the experts of each token."""
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, chosen = lax.top_k(probabilities, experts.top_k)
+    if experts.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return probabilities, weights, chosen
+
+
+def load_of(
+    probabilities: Float[Array, "M E"], chosen: Int[Array, "M k"], counted: Float[Array, "M"]
+) -> Load:
+    """Returns the load of one layer from the tokens whose `counted` is 1, and not 0."""
+    one_hot = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=jnp.float32).sum(1)
+    assignments = lax.stop_gradient((one_hot * counted[:, None]).sum(0))
+    return Load(assignments, (probabilities * counted[:, None]).sum(0), counted.sum())
+
+
+def balance_loss(load: Load) -> Float[Array, ""]:
+    """Returns E * sum_e f_e P_e, which is k if all experts are used equally.
+
+    f_e is the share of tokens that expert e computes and P_e its mean probability, both over the
+    tokens of all layers (Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6, with the sums that
+    transformers' `load_balancing_loss_func` takes). The gradient passes through P alone.
+
+    Args:
+      load: arrays [..., E]; leading axes, those of layers, are summed.
+    """
+    count = load.assignments.shape[-1]
+    assignments, probabilities = (x.reshape(-1, count).sum(0) for x in load[:2])
+    total = jnp.maximum(load.tokens.sum(), 1)
+    return count * ((assignments / total) * (probabilities / total)).sum()
+
+
+class Kernels(NamedTuple):
+    """The weights of experts, in any dtype."""
+
+    gate: Float[Array, "E D F"]
+    up: Float[Array, "E D F"]
+    down: Float[Array, "E F D"]
+
+
+def mixture(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    kernels: Kernels,
+    counted: Float[Array, "B T"] | None,
+    *,
+    experts: Experts,
+    activate: Callable[[jax.Array], jax.Array],
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Float[Array, "B T D"], Load | None]:
+    """Returns what the experts compute, and their load.
+
+    On a mesh, each device sorts its own tokens; XLA alone would gather all of them to sort. Devices
+    along `expert` exchange tokens: each reads those of all, computes what its experts are chosen
+    for, and gets the sum for its own back.
+
+    Args:
+      x: hidden states.
+      router: its weights.
+      kernels: the weights of experts.
+      counted: 1 for tokens that count in the load, 0 for others; None: no load is returned.
+      experts: how tokens are routed.
+      activate: the activation of the gate.
+      mesh: the devices that share tokens and weights; None: one device.
+    """
+
+    def compute(x, router, kernels, counted, layout=None):
+        flat = x.reshape(-1, x.shape[-1])
+        # A router that an accelerator computes in fewer bits chooses other experts.
+        logits = _dot(flat, router.astype(flat.dtype), 1, 0)
+        probabilities, weights, chosen = route(logits, experts)
+        load = None
+        if counted is not None:
+            load = load_of(probabilities, chosen, counted.reshape(-1))
+        if layout is None:
+            y = apply_experts(flat, weights, chosen, kernels, activate)
+        else:
+            y = layout.apply(flat, weights, chosen, kernels, activate)
+            load = lax.psum(load, layout.token_axes) if load and layout.token_axes else load
+        return y.astype(x.dtype).reshape(x.shape), load
+
+    if mesh is None or mesh.size == 1:
+        return compute(x, router, kernels, counted)
+    tokens = tokens_spec(mesh, *x.shape[:2])
+    specs = Kernels(
+        *(
+            spec_of(f"experts/{name}/kernel", kernel.shape, mesh)
+            for name, kernel in kernels._asdict().items()
+        )
+    )
+    return jax.shard_map(
+        functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs)),
+        mesh=mesh,
+        in_specs=(tokens, PartitionSpec(), specs, tokens),
+        out_specs=(tokens, PartitionSpec()),
+        check_vma=False,
+    )(x, router, kernels, counted)
+
+
+class _ExpertLayout(NamedTuple):
+    """How the devices of a mesh share tokens and the weights of experts."""
+
+    token_axes: tuple[str, ...]  # over which tokens are spread
+    specs: Kernels  # the partition of each weight
+
+    def apply(self, x, weights, chosen, kernels, activate):
+        """`apply_experts` of each device's tokens, inside a `shard_map`."""
+        split, _, over_width = self.specs.gate
+        kernels = Kernels(
+            _whole(kernels.gate, 1, self.specs.gate, x.dtype),
+            _whole(kernels.up, 1, self.specs.up, x.dtype),
+            _whole(kernels.down, 2, self.specs.down, x.dtype),
+        )
+        inputs, exchanges = (x, weights, chosen), split in self.token_axes
+        if exchanges:
+            inputs = lax.all_gather(inputs, split, tiled=True)
+        x, weights, chosen = inputs
+        if split:
+            chosen = chosen - lax.axis_index(split) * kernels.gate.shape[0]
+        y = apply_experts(x, weights, chosen, kernels, activate, some=split is not None)
+        if exchanges:
+            y = lax.psum_scatter(y, split, tiled=True)
+        elif split:
+            y = lax.psum(y, split)
+        return lax.psum(y, over_width) if over_width else y
+
+
+def _whole(kernel: jax.Array, axis: int, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
+    """A kernel with the axis that is split over `fsdp` put together, in the compute dtype.
+
+    The gradient of the exchange is a reduce-scatter.
+    """
+    axes = spread_over(PartitionSpec(spec[axis]))
+    return lax.all_gather(kernel.astype(dtype), axes, axis=axis, tiled=True) if axes else kernel
+
+
+def apply_experts(
+    x: Float[Array, "M D"],
+    weights: Float[Array, "M k"],
+    chosen: Int[Array, "M k"],
+    kernels: Kernels,
+    activate: Callable[[jax.Array], jax.Array],
+    *,
+    some: bool = False,
+) -> Float[Array, "M D"]:
+    """Returns the weighted float32 sum of what the chosen experts compute of each token.
+
+    Args:
+      x: hidden states.
+      weights: of the chosen experts.
+      chosen: indices of experts; others than 0 to E - 1 compute nothing.
+      kernels: of E experts.
+      activate: the activation of the gate.
+      some: whether most of `chosen` may be outside, so that the number of blocks is read from them.
+    """
+    count = kernels.gate.shape[0]
+    groups = group_rows(chosen, count)
+
+    def product(x, kernel):
+        y = grouped_matmul(x, kernel, groups.sizes, block=groups.block, some=some)
+        return checkpoint_name(y, "experts")  # for remat=dots
+
+    rows = _take_rows(x, groups.token, groups.places)
+    with jax.named_scope("experts"):
+        hidden = activate(product(rows, kernels.gate)) * product(rows, kernels.up)
+        out = product(hidden, kernels.down)
+    out = _take_rows(out, groups.places.reshape(-1), groups.pair[:, None])
+    out = out.reshape(*chosen.shape, -1).astype(jnp.float32)
+    inside = (chosen >= 0) & (chosen < count)
+    return (out * jnp.where(inside, weights, 0)[..., None]).sum(1)
+
+
+class Groups(NamedTuple):
+    """Rows [R, ...] of (token, expert) pairs, those of an expert together.
+
+    The group of an expert fills whole blocks; rows that pad it are of no pair.
+    """
+
+    sizes: Int[Array, "E"]  # rows of each group, multiples of `block`
+    block: int
+    token: Int[Array, "R"]  # of each row; M where it pads
+    pair: Int[Array, "R"]  # index in [M k] of each row; M k where it pads
+    places: Int[Array, "M k"]  # row of each pair; R for experts that are not among the E
+
+
+def block_rows(rows: int, experts: int) -> int:
+    """Returns the rows of a block for `rows` pairs.
+
+    A quarter of a mean group, so that padding adds an eighth of the work on average. A few pairs
+    have a block each: then the time goes into reading weights, and fewer of those are read.
+    """
+    if rows <= experts:
+        return 1
+    return min(max(_FEW_ROWS, 2 ** int(math.log2(rows / (4 * experts) + 1))), _MANY_ROWS)
+
+
+def max_blocks(rows: int, experts: int, block: int) -> int:
+    """Returns the blocks of `rows` pairs in the worst case, in which groups end with one row."""
+    groups = min(experts, rows)
+    return groups + (rows - groups) // block
+
+
+def group_rows(chosen: Int[Array, "M k"], count: int) -> Groups:
+    """Sorts the pairs of each token and its chosen experts by expert."""
+    tokens, top_k = chosen.shape
+    pairs = tokens * top_k
+    block = block_rows(pairs, count)
+    rows = block * max_blocks(pairs, count, block)
+    expert = chosen.reshape(-1)
+    expert = jnp.where((expert >= 0) & (expert < count), expert, count)  # others come last
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.zeros(count + 1, jnp.int32).at[expert].add(1)[:count]
+    padded = -(-sizes // block) * block
+    starts, padded_starts = jnp.cumsum(sizes) - sizes, jnp.cumsum(padded) - padded
+    rank = (
+        jnp.zeros(pairs, jnp.int32)
+        .at[order]
+        .set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
+    )
+    inner = jnp.minimum(expert, count - 1)
+    places = jnp.where(expert < count, padded_starts[inner] + rank - starts[inner], rows)
+    owner = jnp.repeat(jnp.minimum(_owners(padded, rows // block, block), count - 1), block)
+    offset = jnp.arange(rows, dtype=jnp.int32) - padded_starts[owner]
+    is_pair = offset < sizes[owner]
+    pair = jnp.where(is_pair, order[jnp.where(is_pair, starts[owner] + offset, 0)], pairs)
+    return Groups(padded, block, pair // top_k, pair, places.reshape(chosen.shape))
+
+
+def _owners(sizes: Int[Array, "E"], blocks: int, block: int) -> Int[Array, "B"]:
+    """The group of each block of rows; E behind the last group."""
+    starts = block * jnp.arange(blocks, dtype=jnp.int32)
+    return (jnp.cumsum(sizes)[None] <= starts[:, None]).sum(1, dtype=jnp.int32)
+
+
+@jax.custom_vjp
+def _take_rows(
+    x: Float[Array, "M D"], index: Int[Array, "R"], places: Int[Array, "M k"]
+) -> Float[Array, "R D"]:
+    """Returns rows x[index], and 0 for an index of M.
+
+    Args:
+      x: the rows.
+      index: of each row of the result.
+      places: where each row of x is in the result, R for nowhere. The gradient reads the rows at
+        these places; JAX's own rule would scatter and add, in an order that GPUs do not fix.
+    """
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _take_rows_forward(x, index, places):
+    return _take_rows(x, index, places), places
+
+
+def _take_rows_backward(places, dy):
+    rows = jnp.take(dy, places, axis=0, mode="fill", fill_value=0)
+    return rows.astype(jnp.float32).sum(1).astype(dy.dtype), None, None
+
+
+_take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_matmul(x, w, sizes, block, some):
+    return _products(x, w, sizes, block, some)
+
+
+def grouped_matmul(
+    x: Float[Array, "R I"],
+    w: Float[Array, "E I O"],
+    sizes: Int[Array, "E"],
+    *,
+    block: int = 1,
+    some: bool = False,
+) -> Float[Array, "R O"]:
+    """Multiplies each group of rows by a matrix of its own, as `jax.lax.ragged_dot` does.
+
+    CPUs and GPUs multiply one block after another by the weights of its group: XLA's CPU compiler
+    makes of `ragged_dot` the product of all rows with all matrices. Weights are converted to the
+    type of x a matrix at a time. TPUs have `ragged_dot`, and a kernel for the gradient of w.
+
+    Args:
+      x: rows of group 0, then of group 1, and so on; rows behind the last group give 0.
+      w: the matrix of each group, of any dtype.
+      sizes: rows of each group, multiples of `block`; some may be 0.
+      block: rows that are multiplied at a time; divides R.
+      some: whether the groups may be far smaller than R, so that blocks are counted at run time. A
+        GPU then waits for the host after each block.
+    """
+    return _grouped_matmul(x, w, sizes, block, some)
+
+
+def _grouped_matmul_forward(x, w, sizes, block, some):
+    return _products(x, w, sizes, block, some), (x, w, sizes)
+
+
+def _grouped_matmul_backward(block, some, saved, dy):
+    x, w, sizes = saved
+    dx = _products(dy, w, sizes, block, some, transpose=True)
+    return dx, _sums_of_products(x, dy, sizes, block, some).astype(w.dtype), None
+
+
+_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+
+
+def _products(x, w, sizes, block, some, *, transpose=False):
+    """x W of each group, or x W^T with `transpose`."""
+    return lax.platform_dependent(
+        *(x, w, sizes),
+        tpu=functools.partial(_ragged_products, transpose=transpose),
+        default=functools.partial(_block_products, block=block, some=some, transpose=transpose),
+    )
+
+
+def _ragged_products(x, w, sizes, *, transpose):
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2 if transpose else 1,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return lax.ragged_dot_general(
+        *(x, w.astype(x.dtype), sizes, dims), precision=_precision(x.dtype)
+    )
+
+
+def _block_products(x, w, sizes, *, block, some, transpose):
+    width = w.shape[1 if transpose else 2]
+    owners, count = _owners(sizes, x.shape[0] // block, block), w.shape[0]
+
+    def multiply(index, out):
+        owner = owners[index]
+        kernel = _matrix(w, jnp.minimum(owner, count - 1))
+        rows = lax.dynamic_slice_in_dim(x, index * block, block)
+        y = _dot(rows, kernel.astype(x.dtype), 1, 1 if transpose else 0)
+        y = jnp.where(owner < count, y, 0)
+        return lax.dynamic_update_slice_in_dim(out, y, index * block, 0)
+
+    out = jnp.zeros((x.shape[0], width), x.dtype)
+    return lax.fori_loop(0, _num_blocks(x, sizes, block, some), multiply, out)
+
+
+def _matrix(w, index):
+    """One of several matrices. 16-bit ones are sliced as integers.
+
+    Else XLA for CPUs, which multiplies in float32, converts all of them before the loop.
+    """
+    if w.dtype.itemsize != 2:
+        return lax.dynamic_index_in_dim(w, index, keepdims=False)
+    bits = lax.bitcast_convert_type(w, jnp.uint16)
+    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(bits, index, keepdims=False), w.dtype)
+
+
+def _sums_of_products(x, dy, sizes, block, some):
+    """The float32 gradient [E, I, O] of the matrices."""
+    by_blocks = functools.partial(_block_sums, block=block, some=some)
+    # The kernel rounds 32-bit operands, and its tiles have 128 rows or a multiple.
+    if block % 128 or x.dtype.itemsize > 2 or _tgmm() is None:
+        return by_blocks(x, dy, sizes)
+    kernel = functools.partial(_kernel_sums, block=block)
+    return lax.platform_dependent(x, dy, sizes, tpu=kernel, default=by_blocks)
+
+
+def _tgmm() -> Callable | None:
+    """The kernel of JAX that XLA for TPUs lacks: its `ragged_dot` multiplies all rows E times."""
+    try:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+    except ImportError:  # experimental
+        return None
+    return tgmm
+
+
+def _kernel_sums(x, dy, sizes, *, block, interpret=False):
+    tiles = block, 512, 512
+    inputs = x.swapaxes(0, 1), dy, sizes
+    return _tgmm()(*inputs, preferred_element_type=jnp.float32, tiling=tiles, interpret=interpret)
+
+
+def _block_sums(x, dy, sizes, *, block, some):
+    count = sizes.shape[0]
+    owners = _owners(sizes, x.shape[0] // block, block)
+
+    def add(index, sums):
+        owner = owners[index]
+        at = jnp.minimum(owner, count - 1)
+        rows, slopes = (lax.dynamic_slice_in_dim(y, index * block, block) for y in (x, dy))
+        product = jnp.where(owner < count, _dot(rows, slopes, 0, 0, jnp.float32), 0)
+        total = lax.dynamic_index_in_dim(sums, at, keepdims=False) + product
+        return lax.dynamic_update_index_in_dim(sums, total, at, 0)
+
+    zeros = jnp.zeros((count, x.shape[1], dy.shape[1]), jnp.float32)
+    return lax.fori_loop(0, _num_blocks(x, sizes, block, some), add, zeros)
+
+
+def _num_blocks(x, sizes, block, some):
+    return sizes.sum() // block if some else x.shape[0] // block
+
+
+def _dot(x, y, axis_x, axis_y, dtype=None):
+    contracted = (((axis_x,), (axis_y,)), ((), ()))
+    precision = _precision(x.dtype)
+    return lax.dot_general(x, y, contracted, precision=precision, preferred_element_type=dtype)
+
+
+def _precision(dtype) -> lax.Precision | None:
+    """32-bit operands are multiplied in 32 bits, as in `lcjax.models.layers.matmul`."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None

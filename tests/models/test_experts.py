@@ -1,0 +1,260 @@
+"""Mixtures of experts: products of groups of rows, the router's loss, and meshes of devices."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
+from lcjax.errors import InputError
+from lcjax.models import Decoder, ModelConfig
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import random_params
+from lcjax.models.experts import (
+    Experts,
+    Kernels,
+    _block_sums,
+    _kernel_sums,
+    apply_experts,
+    block_rows,
+    group_rows,
+    grouped_matmul,
+    max_blocks,
+    route,
+)
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.rope.positions import PlainPositions
+from lcjax.training.objective import language_model
+from lcjax.training.step import accumulate
+
+CONFIG = ModelConfig(
+    *(64, 32, 48, 2, 4, 2, 8, 64),
+    experts=Experts(count=6, top_k=3, width=20, balance=0.5),
+)
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def loop(x, w, sizes):
+    """The same products, group after group."""
+    ends = np.cumsum(sizes)
+    rows = [x[end - size : end] @ w[e] for e, (end, size) in enumerate(zip(ends, sizes))]
+    return jnp.concatenate([*rows, jnp.zeros((x.shape[0] - ends[-1], w.shape[2]))])
+
+
+SIZES = {
+    "uneven": (4, 8, 4, 12, 4),
+    "empty groups": (0, 12, 0, 0, 16),
+    "all in one": (0, 0, 32, 0, 0),
+    "rows behind the last group": (4, 0, 8, 4, 0),
+    "none": (0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, some):
+    x, w, dy = random(0, 32, 7), random(1, 5, 7, 9), random(2, 32, 9)
+    numbers = jnp.asarray(sizes, jnp.int32)
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, numbers, block=4, some=some), x, w)
+    want, pull_loop = jax.vjp(lambda x, w: loop(x, w, sizes), x, w)
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    for mine, expected in zip(pull(dy), pull_loop(dy)):
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(128, 0, 256, 0), (0, 0, 0, 512), (0, 128, 0, 0)], ids=str)
+def test_the_kernel_for_tpus_sums_the_products_of_groups(sizes):
+    x, dy = random(0, 512, 24).astype("bfloat16"), random(2, 512, 40).astype("bfloat16")
+    inputs = x, dy, jnp.asarray(sizes, jnp.int32)
+    want = _block_sums(*inputs, block=128, some=False)
+    got = _kernel_sums(*inputs, block=128, interpret=True)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_tpus_compile_a_mixture_and_its_gradient_without_products_of_all_experts():
+    pytest.importorskip("libtpu")
+    (device, *_) = devices(Topology.parse("v5e:2x2"))
+    one = jax.sharding.SingleDeviceSharding(device)
+    count, tokens, width, hidden, top_k = 8, 2048, 512, 768, 2
+
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
+
+    def gradient(x, weights, chosen, kernels):
+        def total(*inputs):
+            x, weights, kernels = inputs
+            return apply_experts(x, weights, chosen, kernels, jax.nn.silu).sum()
+
+        return jax.grad(total, (0, 1, 2))(x, weights, kernels)
+
+    kernels = Kernels(*(array(count, width, hidden) for _ in "gu"), array(count, hidden, width))
+    pairs = array(tokens, top_k, dtype="float32"), array(tokens, top_k, dtype="int32")
+    compiled = jax.jit(gradient).lower(array(tokens, width), *pairs, kernels).compile()
+    block = block_rows(tokens * top_k, count)
+    rows = block * max_blocks(tokens * top_k, count, block)
+    # Forward, and the gradients of the rows and of the weights: three times three products.
+    assert compiled.cost_analysis()["flops"] < 1.1 * 3 * 6 * rows * width * hidden
+    assert compiled.as_text().count("tpu_custom_call") >= 3
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 50, 200])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
+    rng, count, top_k = np.random.default_rng(tokens), 6, 3
+    chosen = np.stack([rng.permutation(count + 2 * foreign)[:top_k] for _ in range(tokens)])
+    groups = jax.tree.map(np.asarray, group_rows(jnp.asarray(chosen), count))
+    block, rows = int(groups.block), len(groups.pair)
+    assert block == block_rows(tokens * top_k, count)
+    assert rows == block * max_blocks(tokens * top_k, count, block) >= groups.sizes.sum()
+    assert not (groups.sizes % block).any()
+    owners = np.repeat(np.arange(count), groups.sizes)
+    for pair, place in enumerate(groups.places.reshape(-1)):
+        expert = chosen.reshape(-1)[pair]
+        if expert >= count:
+            assert place == rows
+        else:
+            assert owners[place] == expert and groups.pair[place] == pair
+            assert groups.token[place] == pair // top_k
+    pads = np.delete(groups.pair, groups.places[groups.places < rows])
+    assert (pads == tokens * top_k).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_sum(tokens):
+    experts, x = Experts(count=5, top_k=2), random(3, tokens, 8)
+    router, kernels = (
+        random(4, 8, 5), Kernels(random(5, 5, 8, 6), random(6, 5, 8, 6), random(7, 5, 6, 8))
+    )  # fmt: skip
+
+    def sparse(x, router, kernels):
+        _, weights, chosen = route(x @ router, experts)
+        return jnp.sin(apply_experts(x, weights, chosen, kernels, jax.nn.silu)).sum()
+
+    def dense(x, router, kernels):
+        p = jax.nn.softmax(x @ router)
+        kept = jnp.where(p >= jnp.sort(p)[:, -2:-1], p, 0)
+        hidden = jax.nn.silu(jnp.einsum("md,edf->mef", x, kernels.gate))
+        hidden = hidden * jnp.einsum("md,edf->mef", x, kernels.up)
+        out = jnp.einsum("mef,efd->med", hidden, kernels.down)
+        return jnp.sin(jnp.einsum("me,med->md", kept / kept.sum(-1, keepdims=True), out)).sum()
+
+    inputs = x, router, kernels
+    np.testing.assert_allclose(sparse(*inputs), dense(*inputs), rtol=1e-5)
+    mine = jax.tree.leaves(jax.jit(jax.grad(sparse, (0, 1, 2)))(*inputs))
+    for x, y in zip(mine, jax.tree.leaves(jax.jit(jax.grad(dense, (0, 1, 2)))(*inputs))):
+        np.testing.assert_allclose(x, y, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights(dtype):
+    count, tokens, width, hidden, top_k = 16, 512, 64, 96, 2
+    x = jax.ShapeDtypeStruct((tokens, width), dtype)
+    shape = (count, width, hidden)
+    kernels = Kernels(
+        *(jax.ShapeDtypeStruct(s, "bfloat16") for s in (shape, shape, (count, hidden, width)))
+    )
+    weights = jax.ShapeDtypeStruct((tokens, top_k), "float32")
+    chosen = jax.ShapeDtypeStruct((tokens, top_k), "int32")
+    layer = functools.partial(apply_experts, activate=jax.nn.silu)
+    compiled = jax.jit(layer).lower(x, weights, chosen, kernels).compile()
+    block = block_rows(tokens * top_k, count)
+    rows = block * max_blocks(tokens * top_k, count, block)
+    assert rows <= 1.3 * tokens * top_k + block * count
+    # Rows in and out of the products, and one float32 matrix; not all of them.
+    largest = 4 * rows * (2 * width + 3 * hidden) + 4 * tokens * top_k * 2 * width
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries < largest + 16 * width * hidden
+    assert f"f32[{count},{width},{hidden}]" not in compiled.as_text()
+    assert f"f32[{count},{hidden},{width}]" not in compiled.as_text()
+    # The cost counts a loop once, which is one block of rows; the rest are sorts and additions.
+    assert compiled.cost_analysis()["flops"] < tokens * top_k * width * hidden
+
+
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_step_beside_the_cache_equals_the_whole_text(scan_layers):
+    config = CONFIG.replace(scan_layers=scan_layers)
+    model, params = Decoder(config), random_params(config, 0)
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
+    read = jax.jit(lambda tokens, cache: model.apply({"params": params}, tokens, cache=cache))
+    whole, _ = read(tokens, None)
+    cache, parts = cache_lib.create(config, 2, 12), []
+    for part in (tokens[:, :9], *(tokens[:, i : i + 1] for i in range(9, 12))):
+        hidden, cache = read(part, cache)
+        parts.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
+
+
+def test_what_a_mixture_does_not_have_is_refused():
+    with pytest.raises(InputError, match=r"lora.targets=.*'up'.* get no adapters; set lora.targ"):
+        CONFIG.replace(lora=LoRA(targets=("query", "up")))
+    with pytest.raises(InputError, match="gated_mlp=False is not defined for model.experts"):
+        CONFIG.replace(gated_mlp=False)
+    with pytest.raises(InputError, match=r"experts.top_k=3 must be at most experts.count=2"):
+        Experts(count=2, top_k=3)
+
+
+def loss_and_gradients(config, mesh, params, batch):
+    objective = language_model(config, PlainPositions(), mesh=mesh)
+    step = jax.jit(functools.partial(accumulate, objective, count=1))
+    if mesh is not None:
+        params = jax.device_put(params, param_shardings(mesh, params))
+        batch = jax.device_put(batch, batch_sharding(mesh))
+    loss, _, grads, parts = step(params, {}, batch, jax.random.key(0))
+    return loss, parts, grads
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Mesh(1, 2, 2, 1, 2),
+        pytest.param(Mesh(1, 1, 1, 2, 4), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 2, 2, 2, 1), marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 4, 1, 1, 1), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 1, 1, 1, 8), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 1, 2, 2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
+    # 8 experts that 8 devices share, or 6 that only 2 of 4 could: then each has them all.
+    experts = dataclasses.replace(CONFIG.experts, count=6 if shape.expert == 4 else 8)
+    config = CONFIG.replace(experts=experts)
+    params, rng = random_params(config, 0), np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, 16)).astype(np.int32)
+    segments = np.ones_like(tokens)
+    segments[3, 9:] = segments[6, 2:] = 0
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "segments": segments,
+        "weights": segments.astype(np.float32),
+        "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1)),
+    }
+    want = loss_and_gradients(config, None, params, batch)
+    got = loss_and_gradients(config, make_mesh(shape), params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.slow), 1])
+def test_generation_on_a_mesh_of_experts_reads_what_one_device_reads(rows):
+    config = CONFIG.replace(experts=Experts(count=4, top_k=2, width=20))
+    mesh, params = make_mesh(Mesh(1, 1, 2, 1, 4)), random_params(config, 0)
+    tokens = jax.random.randint(jax.random.key(1), (rows, 6), 0, 64)
+    want, _ = Decoder(config).apply({"params": params}, tokens)
+    spread = jax.device_put(params, param_shardings(mesh, params))
+    read = jax.jit(
+        lambda params, x, cache: Decoder(config, mesh).apply({"params": params}, x, cache=cache)
+    )
+    cache = cache_lib.create(config, rows, 6, mesh=mesh)
+    first, cache = read(spread, tokens[:, :5], cache)
+    last, _ = read(spread, tokens[:, 5:], cache)
+    np.testing.assert_allclose(jnp.concatenate([first, last], 1), want, atol=1e-5)
