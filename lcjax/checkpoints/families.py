@@ -26,9 +26,9 @@ class Key:
     fields: tuple[str, ...]
     default: Any  # what transformers takes for an absent key
     keeps_null: bool = False  # whether null is a value, and not an absent key
-    alias: str | None = None  # another name of the key, for reading
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
+    alias: str | None = None  # another name of the key, for reading
 
     def value(self, hf: Mapping[str, Any]) -> Any:
         """The value of the fields."""
