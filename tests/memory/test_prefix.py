@@ -280,7 +280,7 @@ BAD = [
 def test_a_window_and_its_summary_may_be_as_long_as_the_model_reads():
     section = dataclasses.replace(SUMMARY, summary=preset("tiny").max_length - SUMMARY.chunk)
     resolve(ModelSection(memory=section), preset("tiny"))
-    with pytest.raises(InputError, match=f"at most {section.summary}$"):
+    with pytest.raises(InputError, match=f"use summary <= {section.summary}$"):
         section = dataclasses.replace(section, summary=section.summary + 1)
         resolve(ModelSection(memory=section), preset("tiny"))
 

@@ -73,9 +73,7 @@ def rows(
                 continue
             yield item
     if not has_rows:
-        raise InputError(
-            f"{path} has no line with {', '.join(fields)}; it is not the official file"
-        )
+        raise InputError(f"{path} contains no row with {', '.join(fields)}; use the official file")
 
 
 def _parse_line(line: str, fields: Sequence[str]) -> dict:

@@ -219,7 +219,7 @@ def test_a_broken_line_is_named_and_skipped(tmp_path):
     assert [f"hotpotqa.jsonl:{n}" in text for n, text in zip((2, 3, 4), texts)] == [True] * 3
     assert "context" in texts[1] and "answers" in texts[2]
     path.write_text("\n")
-    with pytest.raises(InputError, match="not the official file"):
+    with pytest.raises(InputError, match="use the official file"):
         plan(task)
 
 
