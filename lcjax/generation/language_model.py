@@ -97,7 +97,7 @@ class LanguageModel(Scorer):
         """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section.
 
         `mesh` spreads weights, rows and caches over devices (`Mesh(tensor=8, fsdp=1)`, or one of
-        JAX's with the axes data, fsdp and tensor); everything is on the default device if None.
+        JAX's with the axes of `Mesh`); everything is on the default device if None.
         """
         for name, value in settings.items():
             if name not in (known := Settings.__annotations__):

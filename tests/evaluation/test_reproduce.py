@@ -80,7 +80,9 @@ def test_the_trainings_of_the_paper_have_models_whose_rows_divide_their_chips(na
         model = estimate.model_of(training.replace(model=source))
         assert estimate.flops(training, model).training_flops > 1e10
         fsdp = min(training.train.batch_size, 64)
-        batches.check_rows(training, {"data": 1, "fsdp": fsdp, "tensor": 1, "context": 1})
+        batches.check_rows(
+            training, {"data": 1, "fsdp": fsdp, "tensor": 1, "context": 1, "expert": 1}
+        )
 
 
 def local_harness_task(folder) -> list[str]:
