@@ -1,6 +1,6 @@
 """A Llama-2-7B in bfloat16 on a CPU with 24 GB, beside transformers + torch on the same files.
 
-    python benchmarks/llama_7b_cpu.py --folder /tmp/llama_7b   # about 15 minutes on 2 cores
+    python benchmarks/llama_7b_cpu.py --folder llama_7b   # about 15 minutes on 2 cores
 
 Writes random weights of 13.5 GB in 7 safetensors files unless the folder has them. Each side is a
 process of its own that loads the model, scores 256 tokens and continues a prompt of 32 by 8 greedy

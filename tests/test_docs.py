@@ -198,6 +198,7 @@ def test_every_key_of_a_config_is_in_its_page(cls, site_pages):
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5}, "four columns"
 
 
+@pytest.mark.slow
 def test_sections_that_two_configs_share_are_in_the_page_of_the_first(site_pages):
     seen = {}
     site_pages.config_tables("train", TrainConfig, seen)

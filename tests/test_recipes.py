@@ -300,6 +300,7 @@ def test_qwen_is_evaluated_with_yarn_and_dual_chunk_attention_alone_and_together
     assert (both.rope, both.pattern) == (yarn, DualChunk(chunk=32_768, local=1024))
 
 
+@pytest.mark.slow
 def test_longlora_trains_adapters_embeddings_and_norms_under_groups_of_a_quarter():
     recipe = read(ROOT / "configs" / "longlora_7b_32k.yaml")
     train, model = recipe.train, LLAMA.replace(lora=recipe.train.lora)
@@ -355,6 +356,7 @@ def hardware(said: str) -> tuple[int, float]:
     return topology.devices, topology.chip.peak / 1e12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     [

@@ -75,6 +75,7 @@ def naive(q, k, v, vertical, slash):
     return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "queries",
     [pytest.param(T, id="a whole prompt", marks=pytest.mark.slow), pytest.param(130, id="a chunk")],

@@ -117,6 +117,7 @@ def test_wrong_results_are_called_wrong(wrong, tmp_path, capsys):
     assert " WRONG |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_was_fastest_is_kept_unless_it_was_wrong_anywhere(
     wrong, tmp_path, monkeypatch, capsys
 ):

@@ -335,6 +335,7 @@ def test_a_message_without_text_must_call_a_tool():
             ours.render_chat([message])
 
 
+@pytest.mark.slow
 def test_chat_and_conversations_hand_variables_to_the_template(monkeypatch):
     lm = LanguageModel.load(ModelSection(preset="tiny"))
     seen = []

@@ -541,6 +541,7 @@ def test_a_source_of_the_name_check_is_still_converted(tmp_path, monkeypatch, ca
     assert "a source folder of this name is written ./check" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("yarn", 0), ("e2_llm", 1)])
 def test_a_run_compares_logits_with_transformers(tmp_path, capsys, name, status):
     pytest.importorskip("torch")

@@ -283,6 +283,7 @@ def gemma3_of_images(folder):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_of_a_gemma3_of_images_has_its_logits(tmp_path, prefix):
     from safetensors.torch import load_file, save_file
@@ -538,6 +539,7 @@ def test_what_no_class_computes_is_not_exported(tmp_path):
         config.replace(layers=(), pattern=Landmark(token=259))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_scaled_and_capped_logits_are_those_of_autodiff(tied):
     keys = jax.random.split(jax.random.key(0), 4)

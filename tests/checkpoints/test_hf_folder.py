@@ -187,6 +187,7 @@ def test_separate_layers_are_written_like_stacked_ones(tmp_path):
     assert_same(load(tmp_path / "m")[0], params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 def test_adapters_are_merged_layer_by_layer(tmp_path, stacked):
     config = tiny_config(lora=LoRA(rank=2, alpha=6.0, targets=("query", "out", "down")))

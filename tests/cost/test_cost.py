@@ -196,6 +196,7 @@ def test_training_state_takes_sixteen_bytes_a_weight_split_over_the_mesh():
     assert "per device (weights 3.4 + gradients 3.4 + optimizer 6.7" in str(found)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradient_and_no_moments():
     config = LLAMA.replace(lora=LoRA())
     found = cost.training_memory(config, 512, 1, Mesh(fsdp=1), trained=matcher(("lora",), ""))

@@ -229,6 +229,7 @@ def test_a_state_is_plain_json_even_where_no_document_is_cut(tmp_path):
         assert_same(batches[step:], list(resumed))
 
 
+@pytest.mark.slow
 def test_leaving_without_closing_is_silent(path):
     code = (
         "from lcjax.data import DataConfig, make_loader; from data_support import Bytes;"

@@ -128,6 +128,7 @@ def read(config, processes, count, state=None):
     return joined, states
 
 
+@pytest.mark.slow
 def test_a_position_belongs_to_the_data_not_to_the_processes(folder):
     config = mixture(folder)
     whole, _ = read(config, 1, 12)

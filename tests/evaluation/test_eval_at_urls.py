@@ -38,6 +38,7 @@ def content(folder):
     return {name: data for name, data in files.items() if name.startswith(kept)}, files.keys()
 
 
+@pytest.mark.slow
 def test_results_at_a_url_are_those_of_a_local_folder(config, monkeypatch, capsys):
     monkeypatch.setattr(Figure, "savefig", DRAW)
     bucket = memory("evaluations")

@@ -359,6 +359,7 @@ def test_the_end_of_a_window_is_read_with_its_own_or_foreign_passages():
             reader.check_scored(64, first, 64)
 
 
+@pytest.mark.slow
 def test_consecutive_chunks_are_dealt_to_chunks_of_the_text_as_in_training():
     section = RetroSection(chunk=8, neighbours=2, neighbour_tokens=6, output_share=1.0)
     lm = LanguageModel.load(ModelSection(preset="tiny", memory=section))

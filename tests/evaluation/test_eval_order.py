@@ -66,6 +66,6 @@ def test_processes_with_different_examples_raise_input_error(config, monkeypatch
     Path(config.data.path, "text3.txt").write_text(texts()[3][1][::-1])  # another machine's disk
     monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: value in said)
     other = dataclasses.replace(config, run=RunSection(config.run.folder + "_other"))
-    with pytest.raises(InputError, match="different questions in perplexity_slide_press at length"):
+    with pytest.raises(InputError, match="different examples for perplexity_slide_press at length"):
         run(other, load=fake())
     assert not Path(other.run.folder).exists()

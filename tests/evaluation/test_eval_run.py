@@ -111,6 +111,7 @@ def test_the_batch_and_the_mesh_may_change_when_a_run_continues(config):
     run(dataclasses.replace(config, batch_size=5, mesh=Mesh(tensor=2)), load=fake())
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", DRAW)
     found = []

@@ -392,12 +392,14 @@ def test_published_numbers_name_tasks_methods_and_lengths_of_the_config(change, 
         check(config_lib.parse(EvalConfig, [], tree={"published": [entry]}))
 
 
+@pytest.mark.slow
 def test_without_a_table_all_are_listed(capsys):
     assert cli.main(["reproduce"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in reproduce.names())
 
 
+@pytest.mark.slow
 def test_a_task_reads_its_own_corpus_as_data_says(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -49,6 +49,7 @@ def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
     assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [Causal(), pytest.param(Sliding(window=40), marks=pytest.mark.slow)],
@@ -87,6 +88,7 @@ def test_what_the_model_itself_writes_is_greedy_and_nothing_else_is(lm):
         assert [one.greedy for one in row] == [True, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -103,6 +105,7 @@ def test_patterns_score_continuations_as_they_read_prompts(lm, pattern):
     assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
 
 
+@pytest.mark.slow
 def test_on_a_mesh_every_device_has_rows_and_nothing_changes(lm):
     section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
     spread = sharper(LanguageModel.load(section, mesh=Mesh(data=2, fsdp=2, tensor=2)))

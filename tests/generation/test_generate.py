@@ -87,6 +87,7 @@ def _generated(lm, prompts, sampling, **options):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROPES)
 def test_greedy_text_equals_reading_everything_anew_past_the_trained_length(params, name):
     lm, prompt = _model(params, ROPES[name]), _ids(1, 29)
@@ -151,6 +152,7 @@ def test_rows_of_a_batch_do_not_know_of_each_other(params):
     assert _generated(lm, prompts, sampling) == alone
 
 
+@pytest.mark.slow
 def test_a_prompt_read_in_chunks_gives_the_same_text(params):
     lm, prompt = _model(params), _ids(5, 150)
     sampling = Sampling(max_new_tokens=6, min_new_tokens=6)

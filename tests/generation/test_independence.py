@@ -262,6 +262,7 @@ def hidden_states(model, params, tokens, segments, rotation):
     return model.apply({"params": params}, tokens, segments=segments, rotation=rotation)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in HARD else slow(name) for name in PATTERNS if "causal" not in name]
 )

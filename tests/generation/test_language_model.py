@@ -44,6 +44,7 @@ def spread():
     return sharper(LanguageModel.load(SECTION, mesh=Mesh(data=2, fsdp=2, tensor=2)))
 
 
+@pytest.mark.slow
 def test_weights_and_caches_are_split_over_the_mesh(spread):
     kernel = spread.params["layers_0"]["mlp"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
@@ -57,6 +58,7 @@ def test_weights_and_caches_are_split_over_the_mesh(spread):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_scores_on_a_mesh_equal_those_of_one_device_for_any_number_of_rows(alone, spread, rows):
     tokens = np.array([_ids(row, 150) for row in range(rows)])
@@ -67,6 +69,7 @@ def test_scores_on_a_mesh_equal_those_of_one_device_for_any_number_of_rows(alone
     np.testing.assert_allclose(got, want, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_text_on_a_mesh_equals_that_of_one_device(alone, spread, temperature):
     prompts = [_ids(1, 70), _ids(2, 9), _ids(3, 130)]
@@ -110,6 +113,7 @@ def test_layers_are_separate_on_every_backend(monkeypatch, backend):
     assert "layers" in params  # the caller's own tree
 
 
+@pytest.mark.slow
 def test_a_rotation_is_computed_once_for_a_method_and_length(monkeypatch):
     lm, calls = LanguageModel.load(ModelSection(preset="tiny", rope=Clex(max_factor=4))), []
     compute = Clex.rotation
@@ -246,6 +250,7 @@ def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
     assert scoring._score_rows._cache_size() == before
 
 
+@pytest.mark.slow
 def test_a_text_as_long_as_a_table_of_positions_is_scored():
     lm = LanguageModel.load(ModelSection(preset="tiny", position="learned"))
     tokens = np.array([_ids(1, lm.config.max_length - 1)])

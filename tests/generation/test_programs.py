@@ -51,6 +51,7 @@ def test_no_copy_of_the_weights_in_float32_exists(dtype, tokens):
     assert temporaries(session._score._default) > weights  # else the option is no longer needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 48])
 def test_logits_are_those_of_the_same_weights_in_float32(tokens):
     decoder, params = model("float32")

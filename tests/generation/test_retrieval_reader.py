@@ -95,6 +95,7 @@ def test_the_marginals_equal_the_sums_in_float64(lm, how):
             np.testing.assert_allclose(row[FIRST:], -np.log(p @ np.exp(-each)), atol=3e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["rag_token", "rag_sequence"])
 def test_every_token_is_picked_from_the_marginal(lm, how):
     prompts = [ids(8, 7), ids(9, 4)]
@@ -283,6 +284,7 @@ def test_generated_chunks_read_the_passages_of_the_previous_chunk():
     np.testing.assert_array_equal(row[0].nll, alone)
 
 
+@pytest.mark.slow
 def test_passages_may_be_those_of_other_texts(lm):
     for how in METHODS:
         store = Store()

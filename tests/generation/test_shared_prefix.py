@@ -66,6 +66,7 @@ def assert_same(reader, lm, prompts):
         assert one.greedy == other.greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [

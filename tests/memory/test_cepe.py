@@ -147,6 +147,7 @@ def small(seed=0, layers=None, out=1.0):
     return model, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_have_no_order(layers):
     model, params = small(layers=layers)
@@ -156,6 +157,7 @@ def test_chunks_have_no_order(layers):
     assert np.abs(found - run(model, params, tokens)).max() > 1e-3, "it does listen"
 
 
+@pytest.mark.slow
 def test_a_masked_suffix_is_a_shorter_chunk_and_a_masked_chunk_is_none():
     model, params = small()
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)

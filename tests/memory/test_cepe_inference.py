@@ -86,6 +86,7 @@ def test_contexts_added_later_equal_contexts_encoded_at_once(lm, projected):
     jax.tree.map(np.testing.assert_array_equal, before, first.encoded)  # still of use
 
 
+@pytest.mark.slow
 def test_kept_keys_and_values_give_the_same_and_are_larger(lm):
     states, keys = lm.encode_contexts(CONTEXT), lm.encode_contexts(CONTEXT, projected=True)
     assert keys.nbytes > 2 * states.nbytes
@@ -103,6 +104,7 @@ class Endless(ByteTokenizer):
     eos_ids = ()
 
 
+@pytest.mark.slow
 def test_text_with_a_cache_equals_the_released_code():
     with jax.default_matmul_precision("highest"):
         model, params = golden.model("decode_cache")
@@ -118,6 +120,7 @@ def test_text_with_a_cache_equals_the_released_code():
         assert found == text[:, prompts.shape[1] :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "projected",
     [False, pytest.param(True, marks=pytest.mark.slow)],

@@ -113,6 +113,7 @@ def test_a_chat_continues_without_reading_anything_twice(lm, monkeypatch):
     assert read == talk.tokens[:-1]
 
 
+@pytest.mark.slow
 def test_a_chat_whose_turns_are_written_anew_or_cut_is_read_again(lm):
     talk = Conversation(lm)
     first = talk.say("Who?", GREEDY)
@@ -139,6 +140,7 @@ class Store:
         return [hits[: 1 + (query == "When?")][:k] for query in queries]
 
 
+@pytest.mark.slow
 def test_every_turn_searches_and_a_memory_reads_new_passages(lm):
     talk, plain = Conversation(lm, retriever=Store()), Conversation(lm)
     for message, new in (("Who?", PASSAGES[:1]), ("When?", PASSAGES[1:]), ("Who?", [])):
@@ -154,6 +156,7 @@ def test_every_turn_searches_and_a_memory_reads_new_passages(lm):
     assert bare.say("Who?", GREEDY).passages[0].hits == () and bare.context.chunks == (0,)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_memory_reads_passages_before_the_message():
     lm = sharper(LanguageModel.load(ModelSection(preset="tiny")))
     lm.tokenizer = Letters()

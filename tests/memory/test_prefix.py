@@ -68,6 +68,7 @@ def by_hand(section, model, params, row, ratios=None):
     return with_summaries(oracle, [chunk for chunk in shown if len(chunk)], TOKENS[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "section",
     [
@@ -88,6 +89,7 @@ def test_windows_of_any_length_equal_the_formulas_wherever_padding_is(section):
     assert np.abs(found - plain).max((1, 2))[:2].min() > 0.01, "it does listen"
 
 
+@pytest.mark.slow
 def test_windows_that_are_not_condensed_are_the_decoder_over_the_whole_text():
     section = dataclasses.replace(BEACON, ratio=0)
     model, params = made(section)

@@ -196,6 +196,7 @@ def test_a_split_prompt_has_its_bos_before_the_documents_that_go_beside(lm, monk
         assert texts == [text, prompt[:9]]
 
 
+@pytest.mark.slow
 def test_contexts_read_under_another_rope_raise_input_error(lm):
     words = "context was read with rope Linear.*read with rope Linear.*use encode_contexts"
     context, other = lm.encode_contexts(CONTEXT), lm.with_method(rope=Linear(factor=4.0))

@@ -63,6 +63,7 @@ def changed(found, wanted):
 # Who reads what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(4))
 def test_neighbours_of_a_chunk_change_nothing_before_its_last_token(chunk):
     tokens, neighbours = text(0, 2, 23), text(1, 2, 4, 3, 7)
@@ -166,6 +167,7 @@ def test_packed_documents_equal_separate_ones():
         start += document.shape[1]
 
 
+@pytest.mark.slow
 def test_more_neighbours_than_chunks_of_the_row_are_not_read():
     tokens, neighbours = text(0, 1, 12), text(1, 1, 4, 2, 7)
     segments = np.array([[1] * 7 + [2] * 5], np.int32)
@@ -173,6 +175,7 @@ def test_more_neighbours_than_chunks_of_the_row_are_not_read():
     assert_close(logits(tokens, neighbours, segments), wanted)
 
 
+@pytest.mark.slow
 def test_an_untrained_memory_leaves_the_decoder_as_it_is_bit_by_bit():
     section = dataclasses.replace(SECTION, output_share=0.0)
     model, params = small(section)
@@ -224,6 +227,7 @@ def nested(neighbours):
     return [[passage.tolist() for passage in group] for group in neighbours]
 
 
+@pytest.mark.slow
 def test_a_language_model_reads_the_neighbours_of_each_chunk():
     lm, tokens, neighbours = language_model(), text(0, 2, 23), text(1, 2, 4, 2, 7)
     context = [nested(neighbours[0]), [nested(neighbours[1])[0], [], nested(neighbours[1])[2]]]
@@ -242,6 +246,7 @@ def test_a_language_model_reads_the_neighbours_of_each_chunk():
     np.testing.assert_allclose(lm.nll(tokens, context=projected), found, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_the_most_probable_ones_beside_the_neighbours():
     lm, prompts = language_model(), [text(0, 6).tolist(), text(1, 13).tolist()]
     context = [nested(text(2, 4, 2, 7)), nested(text(3, 4, 1, 5))]
@@ -306,6 +311,7 @@ def test_packed_documents_are_trained_as_separate_ones():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(1, 2, 2, 2), pytest.param((2, 1, 1, 4), marks=pytest.mark.slow)]
 )

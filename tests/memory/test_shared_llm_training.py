@@ -38,6 +38,7 @@ def asked(rows):
     return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [pytest.param(Right(), marks=pytest.mark.slow), QueryAware()],

@@ -170,6 +170,7 @@ def test_boolean_segments_are_padding():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_programs_of_64_bits_have_the_same_attention_and_keep_their_dtype(dtype):
     with jax.enable_x64(True):

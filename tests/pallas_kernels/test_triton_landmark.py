@@ -93,6 +93,7 @@ def assert_equal_in_spite_of(poison, places, arrays, operands):
         np.testing.assert_array_equal(found[array][:, part], wanted[array][:, part])
 
 
+@pytest.mark.slow
 def test_nothing_is_read_of_other_documents():
     """Two documents of 4 blocks; the first is poison, and so is the second's last block."""
     arrays, *_ = build(Case(t=64, s=64, heads=1))

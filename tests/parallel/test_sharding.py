@@ -100,6 +100,7 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, bat
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "tied"),
     [
@@ -136,6 +137,7 @@ def test_few_devices_leave_the_sums_to_the_compiler():
     assert reduce_scatter.gradient_reduce_scatter(None, *asked) is None
 
 
+@pytest.mark.slow
 def test_no_collective_moves_the_hidden_states_of_all_rows(params, batch):
     step, *arguments = _sharded(make_mesh(Mesh(1, 8, 1)), params, batch)
     sent = _collectives(step.lower(*arguments).compile().as_text())

@@ -122,6 +122,7 @@ def test_masks_equal_their_definitions():
     np.testing.assert_array_equal(distance[0][seen[0]], expected[seen[0]])
 
 
+@pytest.mark.slow
 def test_landmarks_are_not_read_and_weigh_the_blocks_before_them(tmp_path):
     order = np.arange(16)
     apart, ordinary = order[:, None] - order[None], order % 4 != 3
@@ -148,6 +149,7 @@ def test_landmarks_are_not_read_and_weigh_the_blocks_before_them(tmp_path):
     assert grey.sum() > 2000  # what was retrieved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_the_mask_of_every_pattern_is_drawn(name, tmp_path):
     kind = Pattern.get_choice_class(name)

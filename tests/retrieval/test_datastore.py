@@ -121,6 +121,7 @@ def test_processes_write_the_same_bytes(text, tmp_path):
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "three")
 
 
+@pytest.mark.slow
 def test_a_build_that_is_killed_anywhere_resumes_to_the_same_bytes(text, tmp_path):
     """Kills by SIGKILL after random times, until a run is complete."""
     built(text, tmp_path / "whole", WordEncoder())

@@ -275,6 +275,7 @@ MARGINALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "k"),
     [(LSR_FAST, 8), pytest.param(MARGINALS[0], 16, marks=pytest.mark.slow), (MARGINALS[1], 8)],
@@ -348,6 +349,7 @@ def best_passages(task, queries, vectors, k, documents=()):
     return [p.id for p in ids if p.document not in documents][:k]
 
 
+@pytest.mark.slow
 def test_a_row_is_read_after_the_best_passages_of_other_documents(toy, texts, tmp_path):
     section = (Marginal, {"store": str(texts / "store"), "k": 3, "query_tokens": 14})
     task, trained, _ = loaded(config(toy, tmp_path, section, **plain(texts, shuffle=False)))
@@ -582,6 +584,7 @@ def gradients(settings, devices=8):
     return float(loss), [{path: np.asarray(x) for path, x in flatten(x).items()} for x in by_tree]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "mesh"),
     [
@@ -686,6 +689,7 @@ def test_two_processes_equal_one(toy, compiled_once, tmp_path):
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_writes_both_models_and_keeps_the_vectors_of_its_checkpoint(toy, whole):
     names = sorted(file.name for file in (whole / "index").iterdir())
     # Those of steps before may stay until the next refresh.
@@ -779,6 +783,7 @@ def test_bad_input_is_one_line_with_the_way_out(section, more, match, toy, tmp_p
     assert "\n" not in str(caught.value) and not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [

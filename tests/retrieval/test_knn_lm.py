@@ -105,6 +105,7 @@ def oracle(lm, store, query, logits, *, k, weight, temperature):
 # Keys and values
 
 
+@pytest.mark.slow
 def test_keys_are_the_inputs_of_the_last_feed_forward_and_values_the_next_tokens(lm, store):
     keys, values = [], []
     for tokens in documents(lm):
@@ -198,6 +199,7 @@ def test_continuations_are_scored_and_compared_by_the_mixture(lm, store):
         np.testing.assert_allclose(score.nll, whole, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weight_0_is_the_model_bit_by_bit(lm, store):
     knn, tokens, prompts = KnnLM(lm, store, k=5, weight=0), text(8, 2, 14), [ids(9, 5), ids(10, 9)]
     np.testing.assert_array_equal(knn.nll(tokens, first=2), lm.nll(tokens, first=2))

@@ -376,6 +376,7 @@ def test_candidates_of_an_index_are_scored_exactly(kind, metric):
     assert (np.diff(scores) <= 0).all()
 
 
+@pytest.mark.slow
 def test_refined_codes_reach_the_recall_that_their_width_was_chosen_for():
     pytest.importorskip("faiss")
     queries, vectors = clustered(20, 200, 20_000, 32)

@@ -163,6 +163,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow_except("hidden_act2", "hidden_act3")
 @pytest.mark.parametrize("sizes", CONFIGS, ids=lambda sizes: next(iter(sizes)) + str(len(sizes)))
 def test_hidden_states_of_random_models_equal_transformers(sizes, tmp_path):
     model = save_bert(tmp_path, seed=1, **sizes)
@@ -199,6 +200,7 @@ def test_initial_parameters_have_the_paths_of_the_table_of_names():
     assert leaves == {entry.path: entry.shape for entry in entries(config)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_pooling_and_normalisation_equal_float64_by_hand(pooling, normalize, folder):
@@ -223,6 +225,7 @@ def test_small_batches_and_parts_of_long_lists_change_nothing(folder, encoder, m
     np.testing.assert_allclose(encode(load(folder, batch_tokens=1)), encode(encoder), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, fsdp=2, tensor=2), Mesh(data=8, fsdp=1)])
 def test_eight_devices_give_the_vectors_of_one(mesh, folder, encoder):
     spread = load(folder, mesh=mesh)
@@ -230,6 +233,7 @@ def test_eight_devices_give_the_vectors_of_one(mesh, folder, encoder):
     assert spread.fingerprint == encoder.fingerprint
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_and_has_the_same_fingerprint(folder, encoder):
     half = load(folder, dtype="bfloat16")
     vectors, exact = encode(half), encode(encoder)
@@ -422,6 +426,7 @@ def test_only_line_feeds_end_the_tokens_of_vocab_txt(tmp_path):
     assert tokenizer.encode(texts) == [reference.encode(t, add_special_tokens=False) for t in texts]
 
 
+@pytest.mark.slow
 def test_cross_encoder_scores_equal_transformers(tmp_path):
     model = save_bert(tmp_path, "BertForSequenceClassification", num_labels=1)
     scorer = open_encoder(tmp_path)
@@ -483,6 +488,7 @@ def colbert_vectors(model, linear, tokenizer, texts, marker, length, attend=None
     return [rows[keep] for rows, keep in zip(vectors, is_scored)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [False, True])
 def test_late_interaction_equals_the_authors_formula(attend, tmp_path):
     settings = dict(query_maxlen=12, doc_maxlen=21, attend_to_mask_tokens=attend)
@@ -530,6 +536,7 @@ def decoder(tmp_path_factory):
     return folder, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_decoder_states_equal_those_of_transformers(layer, pooling, decoder):
@@ -570,6 +577,7 @@ def test_decoder_encoders_have_fingerprints_and_bounds(decoder):
         error_of(lambda options=options: DecoderEncoder(lm, **options))
 
 
+@pytest.mark.slow
 def test_decoder_states_are_the_same_on_eight_devices(decoder):
     texts = ["The dog runs.", "what?", "é" * 11]
     one = open_encoder(decoder[0]).encode_queries(texts)
@@ -729,6 +737,7 @@ def minilm():
     return path
 
 
+@pytest.mark.slow
 def test_minilm_gives_the_vectors_of_transformers(minilm):
     encoder = open_encoder(minilm)
     assert (encoder.dim, encoder.pooling, encoder.normalize) == (384, "mean", True)

@@ -155,6 +155,7 @@ def vectors(num_passages=3, rows=8, seed=0):
     return queries, passages, np.ones(rows, np.float32), ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("num_passages", [1, 3])
 def test_the_loss_is_the_formula(symmetric, num_passages):
@@ -217,6 +218,7 @@ def test_a_passage_that_equals_the_positive_is_no_negative(symmetric):
     assert loss_of_row_1(distinct)[0] > loss + 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_rows_without_weight_change_nothing(symmetric):
     full, padded = vectors(2, 8), vectors(2, 8, seed=1)
@@ -267,6 +269,7 @@ def test_the_loss_falls_and_recall_rises(reference, bert, pairs):
     assert metrics["queries_per_second"] > 0 and metrics["mfu"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_opens_as_the_encoder_that_it_wrote(reference):
     folder = reference[0]
     encoder, model = open_encoder(folder), open_encoder(folder / "model")
@@ -681,6 +684,7 @@ def test_texts_longer_than_the_encoder_reads_raise_input_error(tmp_path, bert, p
         run(config)
 
 
+@pytest.mark.slow
 def test_records_without_a_positive_can_be_left_out(tmp_path, bert, capsys):
     good = [{"query": f"{x}0", "positive": [f"{x}1"]} for x in LETTERS]
     source = bad_records(tmp_path, {"query": "a0", "positive": []}, *good)

@@ -213,6 +213,7 @@ def test_bf16_positions_are_the_1153_rows_that_the_published_training_had():
     assert len(set(np.asarray(plain[0]).tolist())) == 32_768
 
 
+@pytest.mark.slow
 def test_bf16_positions_may_leave_frequencies_and_have_other_bits():
     rope = Yarn(theta=1e4, factor=4.0, original_length=128)
     sample = Bf16Positions(frequencies=False, bits=4).sample(

@@ -79,6 +79,7 @@ def test_texts_get_bos_once_and_token_ids_none(client):
     assert sent["usage"]["prompt_tokens"] == 5
 
 
+@pytest.mark.slow
 def test_sampled_texts_do_not_depend_on_other_requests(client):
     options = {"max_tokens": 8, "temperature": 1.0, "top_p": 0.9, "top_k": 40}
     alone = [client.complete(PROMPTS[1], seed=seed, **options) for seed in range(5)]

@@ -51,6 +51,7 @@ def client(lm):
 # Errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -171,6 +172,7 @@ def ask_together(client, prompts, **body):
 # Batches and queues
 
 
+@pytest.mark.slow
 def test_requests_that_wait_share_a_batch_and_have_the_texts_of_single_ones(client, monkeypatch):
     lm = client.server._lm
     batches, stream = [], lm.stream
@@ -197,6 +199,7 @@ def test_requests_beyond_the_queue_get_status_503(lm):
         assert client.complete("a", max_tokens=1)["choices"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_text_of_a_client_that_leaves_is_not_generated(lm, stream, monkeypatch):
     pieces, generate = [], lm.stream
@@ -267,6 +270,7 @@ def test_a_context_is_read_once_before_any_prompt(client, monkeypatch):
     assert client.ask("POST", "/v1/completions", {"prompt": "a", **options})[0] == 404
 
 
+@pytest.mark.slow
 def test_the_text_behind_a_context_has_no_bos_of_its_own(client):
     lm = client.server._lm
     context = client.post("contexts", text="It was a dark night.")["id"]
@@ -305,6 +309,7 @@ def test_variables_reach_the_chat_template(lm, client, monkeypatch):
     assert status == 400
 
 
+@pytest.mark.slow
 def test_the_context_that_was_not_used_for_longest_makes_way(client):
     first, second = (client.post("contexts", text=text)["id"] for text in ("one", "two"))
     client.complete("a", max_tokens=1, context=first)

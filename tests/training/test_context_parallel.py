@@ -109,6 +109,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [

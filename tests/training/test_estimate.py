@@ -19,6 +19,7 @@ def memory(mesh):
     return estimate.training_memory(config, estimate.model_of(config), mesh)
 
 
+@pytest.mark.slow
 def test_state_and_activations_are_shared_by_the_devices_of_a_text():
     whole, cut = memory(Mesh(1, 16, 1, 1)), memory(Mesh(1, 16, 1, 4))
     for part in ("weights", "gradients", "optimizer"):
@@ -74,6 +75,7 @@ def test_help_needs_no_devices(main, words, capsys):
     assert end.value.code == 0 and "--train.lr  float" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "lines"), [(None, 1), (10**12, 1), (10**4, 2)])
 def test_a_run_prints_its_memory_and_warns_if_a_device_has_less(limit, lines):
     words = ["--model.preset=tiny", "--train.batch_size=8", "--data.length=64"]

@@ -70,6 +70,7 @@ def add(folder, name):
         path.write_text("mine")
 
 
+@pytest.mark.slow
 def test_the_old_run_is_all_that_is_removed(folder, corpus):
     config = short(folder, corpus, run=OVERWRITE)
     for name in ("notes.txt", "eval/run.json", "bad_batch_7.npz", "error.txt", "checkpoints/3/"):

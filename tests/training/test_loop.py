@@ -205,6 +205,7 @@ def test_skipping_for_ever_is_rejected(tmp_path, corpus, monkeypatch):
         run(tiny(tmp_path / "run", corpus, on_nan="skip"))
 
 
+@pytest.mark.slow
 def test_while_steps_are_not_finite_the_last_finite_checkpoint_stays_and_is_named(
     tmp_path, corpus, monkeypatch
 ):
@@ -223,6 +224,7 @@ def test_while_steps_are_not_finite_the_last_finite_checkpoint_stays_and_is_name
     assert "on_nan" not in advice and "run.accept" not in advice  # both are set already
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_weights_that_are_not_finite_end_the_run_because_no_skip_can_help(
     tmp_path, corpus, monkeypatch, on_nan

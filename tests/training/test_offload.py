@@ -138,6 +138,7 @@ def test_offloaded_updates_equal_updates_on_the_device():
             assert on_host(tree) == (large if average else set())
 
 
+@pytest.mark.slow
 def test_weights_on_the_host_change_no_loss_and_no_gradient(tmp_path):
     init = jax.jit(lambda key: Decoder(CONFIG).init(key, jnp.zeros((1, 8), jnp.int32))["params"])
     objective = language_model(CONFIG, PlainPositions())

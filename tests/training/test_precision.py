@@ -55,6 +55,7 @@ def watched(monkeypatch):
     return trainings
 
 
+@pytest.mark.slow
 def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(whole, base):
     folder, state = whole[0], whole[1].state
     before = flatten(checkpoints.load(base)[0])
@@ -74,6 +75,7 @@ def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(whole, base):
     jax.tree.map(np.testing.assert_array_equal, full, state.ema)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(
     tmp_path, corpus, base, whole, monkeypatch
 ):

@@ -194,6 +194,7 @@ def test_a_process_that_is_killed_in_an_upload_is_followed_by_another(
     assert not (folder / LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_at_a_url_is_set_aside(corpus, reference):
     folder = memory("runs") / "run"
     run(tiny(folder, corpus, export=False))

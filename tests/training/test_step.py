@@ -224,6 +224,7 @@ def test_two_by_two_by_two_devices_have_the_losses_of_one():
     assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4  # fsdp x tensor
 
 
+@pytest.mark.slow
 def test_moments_lie_where_their_parameters_lie():
     mesh = make_mesh(Mesh(2, 2, 2))
     state, _ = train(mesh, [random_batch(0)])

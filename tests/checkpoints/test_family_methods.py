@@ -1,0 +1,78 @@
+"""Every model family under every RoPE method, each with a pattern: decoding equals prefill."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import attention, rope
+from lcjax.checkpoints.families import FAMILIES
+from lcjax.checkpoints.hf_config import config_from_hf
+from lcjax.models import Decoder
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import random_params
+
+LENGTH = 40
+SIZES = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=24, sliding_window=12,
+    use_sliding_window=True, max_window_layers=2, num_local_experts=5, num_experts=5,
+    num_experts_per_tok=2, moe_intermediate_size=24,
+)  # fmt: skip
+HALF = tuple(1.0 + 0.1 * i for i in range(8))
+METHODS = {
+    "linear, causal": (rope.Linear(factor=2.0), attention.Causal()),
+    "ntk, sliding": (rope.NTK(alpha=2.0), attention.Sliding(window=9)),
+    "dynamic_ntk, streaming": (
+        rope.DynamicNTK(factor=2.0),
+        attention.Streaming(sinks=2, recent=10),
+    ),
+    "yarn, lm_infinite": (rope.Yarn(factor=2.0), attention.LMInfinite(window=9, sinks=2)),
+    "longrope, self_extend": (
+        rope.LongRope(short_factor=HALF, long_factor=HALF[::-1], factor=2.0),
+        attention.SelfExtend(window=8, group=2),
+    ),
+    "llama3, dual_chunk": (
+        rope.Llama3(factor=2.0, original_length=24),
+        attention.DualChunk(chunk=12, local=4),
+    ),
+    "none, causal": (rope.NoRotation(), attention.Causal()),
+    "its own": (None, None),
+}
+
+
+def model(family, method):
+    config = config_from_hf(SIZES | {"model_type": family})
+    position, pattern = METHODS[method]
+    if position is not None:
+        sizes = {"rotary_fraction": 1.0} if family in ("phi", "phi3") else {}
+        config = config.replace(
+            rope=position.resolve(theta=10_000.0, length=config.max_length),
+            pattern=pattern,
+            layers=(),
+            **sizes,
+        )
+    return config.replace(scan_layers=False).for_inference()
+
+
+@pytest.mark.slow_except("qwen3-yarn, lm_infinite", "gemma2-its own", "olmo3-ntk, sliding")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_equals_prefill(family, method):
+    config = model(family, method)
+    decoder, params = Decoder(config), random_params(config, 0)
+    rotation = config.rotation(LENGTH)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (2, LENGTH)), jnp.int32)
+
+    @jax.jit
+    def read(tokens, cache):
+        hidden, cache = decoder.apply({"params": params}, tokens, cache=cache, rotation=rotation)
+        return decoder.apply({"params": params}, hidden, method="logits"), cache
+
+    whole, _ = read(tokens, None)
+    cache, parts = cache_lib.create(config, 2, LENGTH, chunk=16), []
+    for start, stop in ((0, 16), (16, 32), *((i, i + 1) for i in range(32, LENGTH))):
+        logits, cache = read(tokens[:, start:stop], cache)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-4)
+    assert np.isfinite(whole).all() and np.std(whole) > 1e-3
