@@ -210,7 +210,9 @@ class BertFolder:
             for name, stored in names.items()
             if name.startswith(parts) and not name.endswith("position_ids")
         }
-        source = RenamedSource(self.source, {name: Rows(stored) for name, stored in names.items()})
+        source = RenamedSource(
+            self.source, {name: [Rows(stored)] for name, stored in names.items()}
+        )
         return read_params(source, config.replace(param_dtype="float32"), mesh=mesh)
 
     def head(self, name: str, outputs: int | None = None, *, bias: bool) -> dict[str, np.ndarray]:

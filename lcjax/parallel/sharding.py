@@ -197,7 +197,7 @@ def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None)
             f" nearest: {max(1, round(rows / parts)) * parts}"
         )
     share = rows // parts
-    axes = [mesh.axis_names.index(axis) for axis in ROWS]
+    axes = [[*mesh.shape].index(axis) for axis in ROWS]
     devices = np.moveaxis(mesh.devices, axes, range(len(axes)))
     return [
         part * share + row
