@@ -186,7 +186,7 @@ class OnChip:
     def lower_reading(self, lm, rows, length, num_tokens):
         """The program that reads tokens of each row into a cache of `length`: a chunk, or one."""
         slots, chunk = cache_lib.whole_blocks(length), session.prefill_chunk_size(None)
-        cache = jax.eval_shape(lambda: cache_lib.create(lm.model.config, rows, slots, chunk=chunk))
+        cache = cache_lib.abstract_cache(lm.model.config, rows, slots, chunk=chunk)
         num_tokens = min(num_tokens or chunk, chunk)
         ids = np.zeros((rows, num_tokens), np.int32)
         segments = None if num_tokens == 1 else ids

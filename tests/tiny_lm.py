@@ -21,3 +21,15 @@ def text(seed, *shape):
 def ids(seed, length):
     """The same for a prompt: a list."""
     return text(seed, length).tolist()
+
+
+def recorded_template_variables(monkeypatch, tokenizer):
+    """A list to which every `render_chat` of the tokenizer's class adds its variables."""
+    seen, render = [], type(tokenizer).render_chat
+
+    def recorded(self, *args, **variables):
+        seen.append(variables)
+        return render(self, *args, **variables)
+
+    monkeypatch.setattr(type(tokenizer), "render_chat", recorded)
+    return seen

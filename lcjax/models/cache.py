@@ -14,7 +14,6 @@ unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -145,32 +144,30 @@ def create(
     Raises:
       InputError: it is larger than the free memory of a device.
     """
-
-    def shape(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
-
-    def zeros(array):
-        return jnp.zeros(array.shape, array.dtype, device=array.sharding)
-
-    cache = _shapes(config, batch, length, chunk, rotated, shape)
+    cache = abstract_cache(config, batch, length, chunk=chunk, rotated=rotated, mesh=mesh)
     check_fits(
         cache,
         f"a cache for {batch} rows of {length:,} tokens would",
         "read fewer rows at a time or shorter texts, or use more devices or a pattern that keeps"
         " fewer keys (model.pattern)",
     )
-    return jax.tree.map(zeros, cache)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), cache)
 
 
-def _shapes(
+def abstract_cache(
     config: "ModelConfig",
     batch: int,
     length: int,
-    chunk: int | None,
-    rotated: bool | None,
-    array: Callable[..., jax.ShapeDtypeStruct],
+    *,
+    chunk: int | None = None,
+    rotated: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """The shapes of `create`, each made by `array(shape, dtype)`."""
+    """Returns shapes, dtypes and shardings of `create`, for a cache that need not fit here."""
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
+
     patterns = [config.of_kind(kind).pattern.for_inference() for kind in config.kinds]
     layouts = [
         (*policy(pattern, length, chunk), not pattern.moves_keys if rotated is None else rotated)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from test_tokenizers import backend, tokenizer
+from tiny_lm import recorded_template_variables
 
 from lcjax import Conversation, LanguageModel, Sampling
 from lcjax.checkpoints.build import ModelSection
@@ -338,14 +339,7 @@ def test_a_message_without_text_must_call_a_tool():
 @pytest.mark.slow
 def test_chat_and_conversations_hand_variables_to_the_template(monkeypatch):
     lm = LanguageModel.load(ModelSection(preset="tiny"))
-    seen = []
-    render = type(lm.tokenizer).render_chat
-
-    def spy(self, *args, **variables):
-        seen.append(variables)
-        return render(self, *args, **variables)
-
-    monkeypatch.setattr(type(lm.tokenizer), "render_chat", spy)
+    seen = recorded_template_variables(monkeypatch, lm.tokenizer)
     options = {"enable_thinking": False, "tools": [WEATHER]}
     lm.chat("hi", Sampling(max_new_tokens=1), chat_template_kwargs=options)
     Conversation(lm, chat_template_kwargs=options).say("hi", Sampling(max_new_tokens=1))

@@ -20,7 +20,7 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
 
 from lcjax.generation.session import _read
 from lcjax.models import Decoder
-from lcjax.models.cache import create
+from lcjax.models.cache import abstract_cache
 from lcjax.models.config import PRESETS
 from lcjax.rope import Rotation
 from pallas_kernels import (
@@ -166,7 +166,7 @@ def test_a_decoding_step_of_a_model_copies_no_cache(preset):
     half = config.rotary_dim // 2
     given = (
         jax.eval_shape(lambda: model.init(jax.random.key(0), tokens)["params"]),
-        jax.eval_shape(lambda: create(config, 1, LONG)),
+        abstract_cache(config, 1, LONG),
         jax.ShapeDtypeStruct((1,), jnp.int32),
         jax.ShapeDtypeStruct((1, 1), jnp.int32),
         jax.eval_shape(lambda: Rotation(jnp.ones((1, half)), jnp.ones((1, 1, 1)))),

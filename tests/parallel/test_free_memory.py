@@ -48,6 +48,7 @@ def test_a_cache_that_does_not_fit_raises_input_error(free):
     free(size)  # with the segments and positions of the slots it is more
     with pytest.raises(InputError, match="a cache for 1 rows of 64 tokens would take"):
         cache.create(config, 1, 64)
+    assert cache.abstract_cache(config, 1, 64).capacity == 64  # of shapes alone nothing is asked
     with pytest.raises(InputError, match="read fewer rows at a time or shorter texts"):
         lm.generate(["x" * 200])
 

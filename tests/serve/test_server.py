@@ -20,6 +20,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from serve_support import serving, tiny
+from tiny_lm import recorded_template_variables
 
 from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection
@@ -286,14 +287,7 @@ def test_the_text_behind_a_context_has_no_bos_of_its_own(client):
 
 
 def test_variables_reach_the_chat_template(lm, client, monkeypatch):
-    seen = []
-    render = type(lm.tokenizer).render_chat
-
-    def spy(self, *args, **variables):
-        seen.append(variables)
-        return render(self, *args, **variables)
-
-    monkeypatch.setattr(type(lm.tokenizer), "render_chat", spy)
+    seen = recorded_template_variables(monkeypatch, lm.tokenizer)
     options = {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]}
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     client.post("chat/completions", **body, chat_template_kwargs=options)

@@ -9,7 +9,7 @@ import pytest
 
 from lcjax.attention import Pattern, Sliding, SparseTransformer
 from lcjax.models import Decoder, LayerKind, ModelConfig
-from lcjax.models.cache import create
+from lcjax.models.cache import abstract_cache
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.rope import Default, NoRotation
 from lcjax.rope.positions import E2Positions, PlainPositions
@@ -174,7 +174,7 @@ def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
 
     if not chosen.prefill_only and pattern != "inf_llm":
         assert "tpu_custom_call" in lower(jax.grad(score), params, tokens)
-    cache = jax.eval_shape(lambda: create(model, 8, 256, chunk=128))
+    cache = abstract_cache(model, 8, 256, chunk=128)
 
     def step(params, tokens, cache):
         return decoder.apply({"params": params}, tokens, cache=cache)
