@@ -78,7 +78,10 @@ def ropes(file: Path) -> list[Rope]:
 
 
 def architecture(file: Path) -> ModelConfig:
-    later = {"prolong": "llama3-8b", "olmo3": "olmo3-7b", "qwen": "qwen2.5-7b"}
+    later = {
+        **{"prolong": "llama3-8b", "olmo3_7b": "olmo3-7b", "olmo3_32b": "olmo3-32b"},
+        "qwen": "qwen2.5-7b",
+    }
     for name, model in later.items():
         if file.stem.startswith(name):
             return preset(model)
@@ -267,6 +270,7 @@ def test_prolong_and_olmo3_train_as_published():
         ("prolong_8b_64k", 65_536, 64, 1e-5, 5000, 500),
         ("prolong_8b_512k", 524_288, 16, 5e-6, 2500, 250),
         ("olmo3_7b_65k", 65_536, 64, 2.0712e-4, 11_921, 200),
+        ("olmo3_32b_65k", 65_536, 128, 2.0712e-4, 11_921, 200),
     ):
         recipe = read(ROOT / "configs" / f"{name}.yaml")
         train, data = recipe.train, recipe.data
@@ -275,13 +279,14 @@ def test_prolong_and_olmo3_train_as_published():
         assert (train.betas, train.weight_decay, train.clip) == ((0.9, 0.95), 0.1, 1.0)
         is_cosine = name.startswith("prolong")
         assert (train.schedule, train.min_lr) == (("cosine", 0.1) if is_cosine else ("linear", 0.0))
-    assert steps * rows * length == pytest.approx(5e10, rel=1e-4)
+    assert steps * rows * length == pytest.approx(1e11, rel=1e-4)
     rules = matcher(train.no_decay, "train.no_decay")
     assert rules("embed/embedding") and not rules("layers/attention_norm/scale")
 
 
-def test_yarn_of_olmo3_is_on_the_layers_of_full_attention_alone():
-    recipe = read(ROOT / "configs" / "olmo3_7b_65k.yaml")
+@pytest.mark.parametrize("name", ["olmo3_7b_65k", "olmo3_32b_65k"])
+def test_yarn_of_olmo3_is_on_the_layers_of_full_attention_alone(name):
+    recipe = read(ROOT / "configs" / f"{name}.yaml")
     model = estimate.model_of(recipe)
     full = Yarn(theta=5e5, factor=8.0, original_length=8192)
     for index in range(model.num_layers):

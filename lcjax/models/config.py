@@ -385,9 +385,20 @@ PRESETS = {
         qk_norm="head",
         rope=Default(theta=1_000_000.0),
     ),
-    # As published, after its extension; before it the rope was the default one, for 8,192 tokens.
+    # Both as published, after their extension; before it the rope was the default one, for 8,192 tokens.
     "olmo3-7b": ModelConfig(
         *(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536),
+        norm_epsilon=1e-6,
+        norm_place="after",
+        qk_norm="all",
+        rope=Yarn(theta=500_000.0, factor=8.0, original_length=8_192),
+        layers=(
+            LayerKind(repeat=3, pattern=Sliding(window=4_096), rope=Default(theta=500_000.0)),
+            LayerKind(),
+        ),
+    ),
+    "olmo3-32b": ModelConfig(
+        *(100_278, 5_120, 27_648, 64, 40, 8, 128, 65_536),
         norm_epsilon=1e-6,
         norm_place="after",
         qk_norm="all",
@@ -438,6 +449,7 @@ HUB = {
     "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "allenai/Olmo-3-1025-7B": "olmo3-7b",
+    "allenai/Olmo-3-1125-32B": "olmo3-32b",
     "microsoft/phi-2": "phi-2",
     "hyen/LLaMA-MLM-Large": "cepe-encoder",
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lcjax.errors import InputError, whole_number
@@ -74,7 +75,11 @@ def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> 
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(mesh_sizes(shape, len(devices)), axis) for axis in AXES]
     kinds = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # such as 4 devices of an axis of 8 in a torus
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return jax.sharding.Mesh(grid, AXES, axis_types=kinds)
 
 
 def mesh_sizes(shape: Mesh, devices: int) -> Mesh:

@@ -405,6 +405,16 @@ PUBLISHED = {
             "beta_fast": 32.0, "beta_slow": 1.0,
         },
     },
+    "olmo3-32b": {
+        "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 5120, "rms_norm_eps": 1e-06,
+        "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "max_position_embeddings": 65536, "rope_theta": 500000,
+        "sliding_window": 4096,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    },
 }  # fmt: skip
 
 

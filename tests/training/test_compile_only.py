@@ -51,6 +51,13 @@ def test_what_cannot_be_compiled_is_one_line(words, message, capsys):
     assert message in output and output.count("\n") == 1
 
 
+@needs_libtpu
+def test_a_mesh_axis_may_be_a_part_of_an_axis_of_the_torus():
+    mesh = make_mesh(Mesh(context=4), devices(Topology.parse("v5p:8x8x8")))
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 128, "tensor": 1, "context": 4, "expert": 1}
+    assert len(set(mesh.devices.flat)) == 512
+
+
 @pytest.mark.skipif(CUDA is not None, reason="jax's CUDA plugin is installed")
 def test_gpus_need_the_plugin_and_the_way_to_it_is_said(capsys):
     assert compile_only.main(["--compile_only", "--topology", "h200:8", *TINY]) == 2
