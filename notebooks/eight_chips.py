@@ -92,7 +92,7 @@ from lcjax.parallel.sharding import make_mesh, spec_of, tokens_spec
 
 mesh = make_mesh(lcjax.Mesh(data=1, fsdp=2, tensor=1, context=4))
 print(dict(mesh.shape))
-for fsdp, group in enumerate(mesh.devices[0, :, 0]):
+for fsdp, group in enumerate(mesh.devices[0, :, 0, :, 0]):
     print(f"group {fsdp}: its row is shared by devices", [device.id for device in group])
 print("tokens [2, 1024]     ", tokens_spec(mesh, 2, 1024))
 for path, shape in {

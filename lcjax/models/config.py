@@ -385,7 +385,7 @@ PRESETS = {
         qk_norm="head",
         rope=Default(theta=1_000_000.0),
     ),
-    # Both as published, after their extension; before it the rope was the default one, for 8,192 tokens.
+    # As published, after their extension; before it the rope was the default one, for 8,192 tokens.
     "olmo3-7b": ModelConfig(
         *(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536),
         norm_epsilon=1e-6,
