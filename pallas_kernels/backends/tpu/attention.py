@@ -30,6 +30,7 @@ from pallas_kernels.backends.tpu.grid import (
     with_rows,
 )
 from pallas_kernels.backends.tpu.kernels import (
+    LOG2_E,
     MAX_LEVELS,
     KernelSpec,
     bias_levels,
@@ -75,7 +76,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     di = online.row_cotangent(out, d_out, d_lse)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
-    x["lse"] = tiling.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
+    safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    x["lse"] = tiling.to_rows(safe * LOG2_E)[:, :, None]  # the kernels compute powers of 2
     x["di"] = tiling.to_rows(di)[:, :, None]
     x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
 

@@ -166,14 +166,14 @@ def _kernel(spec: _DecodeSpec, lists: _BlockLists, index, full, seen, x, out, ls
         logits, _ = block.logits()
         if masked:
             logits = jnp.where(block.seen(), logits, -jnp.inf)
-        values = block.values(masked)
-        kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc)
+        values, factor = block.values(masked), block.exponent_factor
+        kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc, factor)
 
     kernels.visit_as(kind, visit)
 
     @pl.when(n == pl.num_programs(3) - 1)
     def _():
-        normalised, sums = kernels.end_softmax(top, total, acc)
+        normalised, sums = kernels.end_softmax(top, total, acc, block.exponent_factor)
         out[...], lse[...] = normalised.astype(out.dtype), sums[:, :1]
 
 

@@ -17,6 +17,7 @@ it, in a fixed order.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -31,6 +32,10 @@ from pallas_kernels.online_softmax import LOWEST
 
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 MAX_LEVELS = LANES
+LOG2_E = math.log2(math.e)
+# Keys of a step whose scores are in flight at once: the product of the next ones overlaps with the
+# exponentials of these.
+SUB_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -92,20 +97,35 @@ def _fill(columns, x):
 
 
 class Block:
-    """The vectors of one step: [rows, 1] and [1, keys], or [1, rows] and [keys, 1]."""
+    """The vectors of one step: [rows, 1] and [1, keys], or [1, rows] and [keys, 1].
 
-    def __init__(self, spec: KernelSpec, step: Step, x, columns, transposed: bool):
-        self.spec, self.step, self.x, self.columns, self.transposed = (
-            spec,
-            step,
-            x,
-            columns,
-            transposed,
-        )
+    `first` and `size` select some of the block's keys, for steps that are not transposed.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, step: Step, x, columns, transposed: bool, first=0, size=None
+    ):
+        self.spec, self.step, self.x, self.columns = spec, step, x, columns
+        self.transposed, self.first, self.size = transposed, first, size or spec.key_block
+
+    def parts(self, size: int) -> list[Block]:
+        """This block in parts of at most `size` keys."""
+        whole = self.spec, self.step, self.x, self.columns, self.transposed
+        size = size if self.size % size == 0 else self.size
+        return [Block(*whole, first, size) for first in range(0, self.size, size)]
+
+    def keys(self, name):
+        """Some rows of the matrix `k` or `v`."""
+        return self.x[name][self.first : self.first + self.size]
 
     def vector(self, name):
         if name in self.columns:
-            return self.columns[name][:, :1]
+            column = self.columns[name]
+            if name in ("lse", "di"):
+                return widen(column[...], self.spec.rows if self.transposed else self.size)
+            return column[:, :1]
+        if name.startswith("k_") and not self.transposed:
+            return self.x[name][:, self.first : self.first + self.size]
         return self.x[name][...]
 
     def _count(self, size: int, axis: int):
@@ -114,8 +134,8 @@ class Block:
 
     @property
     def key_number(self):
-        size = self.spec.key_block
-        return self.step.col * size + self._count(size, 0 if self.transposed else 1)
+        first = self.step.col * self.spec.key_block + self.first
+        return first + self._count(self.size, 0 if self.transposed else 1)
 
     @property
     def k_index(self):
@@ -141,13 +161,23 @@ class Block:
         return jnp.abs(self.q_index - self.k_index).astype(jnp.float32)
 
     def products(self):
-        pair = (self.x["k"], self.x["q"]) if self.transposed else (self.x["q"], self.x["k"])
-        return dot(pair[0][...], pair[1][...], 1)
+        query, key = self.x["q"][...], self.keys("k")
+        return dot(key, query, 1) if self.transposed else dot(query, key, 1)
+
+    @property
+    def exponent_factor(self) -> float:
+        """The factor that `logits` leaves to the exponent: the scale, if nothing is added to it."""
+        spec = self.spec
+        is_plain = spec.soft_cap is None and self.x["slopes"] is None and spec.levels is None
+        return spec.factor if is_plain and spec.factor > 0 else 1.0
 
     def logits(self, bias=None):
-        """(logits, tanh of the cap or None), [rows, keys] or transposed; bias: see `visit_step`."""
+        """(logits / exponent_factor, tanh of the cap or None), [rows, keys] or transposed.
+
+        bias: see `visit_step`.
+        """
         logits, cap = self.products(), self.spec.soft_cap
-        if self.spec.factor != 1.0:
+        if self.spec.factor != self.exponent_factor:
             logits = logits * self.spec.factor
         tanh = None
         if cap is not None:
@@ -158,9 +188,9 @@ class Block:
         return (logits if bias is None else logits + bias.value()), tanh
 
     def probabilities(self, masked: bool, bias):
-        """(p, tanh of the cap) from the saved lse."""
+        """(p, tanh of the cap) from the saved lse, which is in units of log 2."""
         logits, tanh = self.logits(bias)
-        p = jnp.exp(logits - self.vector("lse"))
+        p = jnp.exp2(logits * (self.exponent_factor * LOG2_E) - self.vector("lse"))
         return (jnp.where(self.seen(), p, 0.0) if masked else p), tanh
 
     def gradients(self, masked: bool, bias):
@@ -347,22 +377,37 @@ def start_softmax(top, total, acc):
     acc[...] = jnp.zeros_like(acc)
 
 
-def add_to_softmax(logits, value, axis: int, top, total, acc):
-    """Adds keys to a running softmax; their values' axis `axis` counts them."""
+def widen(column, size: int):
+    """A column [rows, lanes], the same in every lane, as [rows, size].
+
+    Whole lanes are repeated at no cost; to spread one lane over the others takes a permutation.
+    """
+    if size % LANES:
+        return column[:, :size] if size < LANES else column[:, :1]
+    return jnp.tile(column, (1, size // LANES))
+
+
+def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float):
+    """Adds keys to a running softmax of `logits * factor`; their values' axis `axis` counts them.
+
+    With powers of 2 the scale and the logarithm of the base are one factor.
+    """
     old = top[...]
     new = jnp.maximum(old, jnp.max(logits, 1, keepdims=True))
-    p = jnp.exp(logits - new[:, :1])
-    keep = jnp.exp(old - new)
+    p = jnp.exp2((logits - widen(new, logits.shape[1])) * (factor * LOG2_E))
+    keep = jnp.exp2((old - new) * (factor * LOG2_E))
     top[...] = new
+    added = dot(p.astype(value.dtype), value, axis)
     total[...] = total[...] * keep + jnp.sum(p, 1, keepdims=True)
-    acc[...] = acc[...] * keep[:, :1] + dot(p.astype(value.dtype), value, axis)
+    acc[...] = acc[...] * widen(keep, acc.shape[1]) + added
 
 
-def end_softmax(top, total, acc):
+def end_softmax(top, total, acc, factor: float):
     """The output [rows, size] in float32 and the lse [rows, lanes], the same in every lane."""
     has_keys = total[...] > 0
     safe = jnp.where(has_keys, total[...], 1.0)
-    return acc[...] / safe[:, :1], jnp.where(has_keys, top[...] + jnp.log(safe), -jnp.inf)
+    lse = jnp.where(has_keys, top[...] * factor + jnp.log(safe), -jnp.inf)
+    return acc[...] / widen(safe, acc.shape[1]), lse
 
 
 def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, total, acc, scratch):
@@ -376,16 +421,17 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
         start_softmax(top, total, acc)
 
     def visit(masked: bool, bias):
-        logits, _ = block.logits(bias)
-        if masked:
-            logits = jnp.where(block.seen(), logits, -jnp.inf)
-        add_to_softmax(logits, x["v"][...], 0, top, total, acc)
+        for part in block.parts(SUB_BLOCK) if bias is None else (block,):
+            logits, _ = part.logits(bias)
+            if masked:
+                logits = jnp.where(part.seen(), logits, -jnp.inf)
+            add_to_softmax(logits, part.keys("v"), 0, top, total, acc, block.exponent_factor)
 
     visit_step(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():
-        normalised, sums = end_softmax(top, total, acc)
+        normalised, sums = end_softmax(top, total, acc, block.exponent_factor)
         out[...] = normalised.astype(out.dtype)
         lse[...] = sums.T[:1]
 
