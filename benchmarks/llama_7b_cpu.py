@@ -5,7 +5,8 @@
 Writes random weights of 13.5 GB in 7 safetensors files unless the folder has them. Each side is a
 process of its own that loads the model, scores 256 tokens and continues a prompt of 32 by 8 greedy
 tokens. Prints seconds, peak memory of the process, and how far the losses of the two sides are
-apart. Needs `pip install torch==2.13.0`.
+apart. `--float32`, for fewer layers, says how far both are from torch in float32: rounding alone.
+Needs `pip install torch==2.13.0`.
 """
 
 import argparse
@@ -27,10 +28,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="of the random model")
     parser.add_argument("--layers", type=int, default=32, help="fewer for a trial")
-    parser.add_argument("--worker", choices=("lcjax", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--float32", action="store_true", help="also torch in float32")
+    sides = {"lcjax": lcjax_side, "torch": torch_side, "float32": torch_float32_side}
+    parser.add_argument("--worker", choices=sides, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        print(json.dumps({"lcjax": lcjax_side, "torch": torch_side}[arguments.worker](arguments)))
+        print(json.dumps(sides[arguments.worker](arguments)))
         return
     if not (arguments.folder / "config.json").exists():
         processes.python(
@@ -41,10 +44,12 @@ def main() -> None:
         )
     words = __file__, "--folder", str(arguments.folder), "--worker"
     results = {
-        side: processes.measured(*words, side, **processes.CPU) for side in ("lcjax", "torch")
+        side: processes.measured(*words, side, **processes.CPU)
+        for side in list(sides)[: 3 if arguments.float32 else 2]
     }
     nll = {side: np.asarray(result.pop("nll")) for side, result in results.items()}
-    same = results["lcjax"].pop("ids") == results["torch"].pop("ids")
+    ids = {side: result.pop("ids") for side, result in results.items()}
+    same = ids["lcjax"] == ids["torch"]
     print("| | load, s | load, peak GB | score, s | continue, s | peak GB |")
     print("|---|---|---|---|---|---|")
     for side, result in results.items():
@@ -52,6 +57,9 @@ def main() -> None:
     difference = np.abs(nll["lcjax"] - nll["torch"])
     print(f"\nlosses of {difference.size} tokens: mean {nll['lcjax'].mean():.4f} and")
     print(f"{nll['torch'].mean():.4f}, at most {difference.max():.4f} apart; same text: {same}")
+    for side in ("lcjax", "torch") if arguments.float32 else ():
+        off = np.abs(nll[side] - nll["float32"])
+        print(f"from float32: {side} {off.mean():.4f} on average, at most {off.max():.4f}")
 
 
 def write_model(folder: str, layers: int) -> None:
@@ -130,13 +138,17 @@ def lcjax_side(arguments: argparse.Namespace) -> dict:
     }
 
 
-def torch_side(arguments: argparse.Namespace) -> dict:
+def torch_float32_side(arguments: argparse.Namespace) -> dict:
+    return torch_side(arguments, "float32")
+
+
+def torch_side(arguments: argparse.Namespace, dtype: str = "bfloat16") -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(os.cpu_count() or 1)
     model, load = _timed(
-        lambda: AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.bfloat16)
+        lambda: AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=getattr(torch, dtype))
     )
     peak, ids = _peak(), torch.tensor(tokens())[None]
 

@@ -1,0 +1,283 @@
+"""Instruction bundles of the compiled TPU kernels beside JAX's splash attention, without a TPU.
+
+    python benchmarks/tpu_bundles.py [--generations v4 v5e v5p v6e] [--cases causal window ...]
+
+A TPU issues one bundle of instructions per cycle, and libtpu (extra `aot`) can write the schedule
+that it compiles. The table has the bundles of the code that runs once per visited pair of blocks,
+per 1,024 x 1,024 scores. Where a kernel has one version for blocks without a mask and one for the
+others, both are printed. `total` is the sum over the visited blocks of a head, in millions, and its
+ratio to the better one of splash's backward passes. Stalls of memory are not counted: compare
+kernels with these numbers, do not quote them as times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOKENS, HEADS, BLOCK = 8192, 8, 1024
+SIDES = ("ours", "splash", "splash_fused")
+DIRECTIONS = ("forward", "backward")
+SLOTS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
+_LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w+)?\s*:\s+>*\s*\{(.*)")
+_KERNEL = re.compile(r"(\d+-((?:lcjax|splash)_\w+?)(?:\.\d+)?)-\d+-final_bundles\.txt")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Causal attention of `TOKENS` tokens."""
+
+    window: int | None = None
+    documents: int = 1  # of equal length, told apart by segments
+    density: float | None = None  # share of the blocks of a table
+    size: int = 128  # of a head
+
+    def blocks(self) -> np.ndarray:
+        """bool [blocks, blocks]: which pairs a random table of this density lists."""
+        count = TOKENS // BLOCK
+        picked = np.random.default_rng(0).random((count, count)) < (self.density or 1)
+        return np.tril(picked | np.eye(count, dtype=bool))
+
+    def pairs(self) -> np.ndarray:
+        """bool [tokens, tokens]: which pairs of tokens are visible."""
+        row, column = np.ogrid[:TOKENS, :TOKENS]
+        seen = row >= column
+        if self.window is not None:
+            seen &= row - column < self.window
+        if self.density is not None:
+            seen &= np.kron(self.blocks(), np.ones((BLOCK, BLOCK), bool))
+        return seen
+
+
+CASES = {
+    "causal": Case(),
+    "window": Case(window=1024),
+    "segments": Case(documents=8),
+    "table": Case(density=0.1),
+    "heads of 64": Case(size=64),
+    "heads of 256": Case(size=256),
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of code between two branches, which runs once for each visited pair of blocks."""
+
+    bundles: int
+    mxu: float  # share of the slots of matrix units in use
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        compile_side(*arguments.worker)
+        return
+    print("| case | chip | forward | splash | total | backward | splash | fused | total |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for case in arguments.cases:
+        for generation in arguments.generations:
+            print(row(case, generation), flush=True)
+
+
+def row(case: str, generation: str) -> str:
+    ours, splash, fused = (counts(case, generation, side) for side in SIDES)
+    cells = [case, generation]
+    for direction in DIRECTIONS:
+        own, other = ours[direction], [splash[direction], fused[direction]]
+        cells += [own["blocks"], other[0]["blocks"]]
+        if direction == "backward":
+            cells.append(other[1]["blocks"])
+        least = min((x["total"] for x in other if x["total"]), default=None)
+        ratio = f" ({own['total'] / least:.2f}x)" if least else ""
+        cells.append(f"{own['total'] / 1e6:.2f}{ratio}")
+    return f"| {' | '.join(cells)} |"
+
+
+def counts(case: str, generation: str, side: str) -> dict[str, dict]:
+    """For each direction `total` bundles of a head, and `blocks`, those of a block as text.
+
+    A side that does not compile the case has no total.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+            "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+        }
+        command = [sys.executable, __file__, "--worker", case, generation, side]
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1]
+            print(f"{case}, {generation}, {side}: {reason}", file=sys.stderr)
+            return {key: {"total": None, "blocks": "refused"} for key in DIRECTIONS}
+        visits = json.loads(done.stdout.splitlines()[-1])
+        kernels = {
+            match[2]: regions(Path(folder), match[1])
+            for match in map(_KERNEL.match, sorted(os.listdir(folder)))
+            if match
+        }
+    result = {}
+    for direction in DIRECTIONS:
+        total, texts = 0, []
+        for name, found in kernels.items():
+            own = [x for prefix, x in visits[direction].items() if name.startswith(prefix)]
+            if not own:
+                continue
+            (own,) = own
+            # Blocks that need no mask have code of their own before that of the others.
+            found = found if len(found) == len(own["visits"]) else [found[-1]] * len(own["visits"])
+            total += sum(n * region.bundles for n, region in zip(own["visits"], found))
+            scores = own["scores"] / BLOCK**2
+            texts.append("/".join(f"{x.bundles / scores:,.0f}" for x in dict.fromkeys(found)))
+        result[direction] = {"total": total, "blocks": " + ".join(texts)}
+    return result
+
+
+def regions(folder: Path, kernel: str) -> list[Region]:
+    """The long stretches of a kernel that use the matrix units, in the order of the program."""
+    (schedule,) = (
+        file
+        for file in folder.glob(f"{kernel}*-final_bundles.txt")
+        if "schedule-analysis" not in file.name and "static_gap" not in file.name
+    )
+    (use,) = folder.glob(f"{kernel}*-final_hlo-static-per-bundle-utilization.txt")
+    lines = use.read_text().split("== UTILIZATION:")[1].splitlines()
+    slots = [[*map(int, line.split())] for line in lines if re.fullmatch(r"[\d ]+", line)]
+    marks = [*filter(None, map(_LINE.match, schedule.read_text().splitlines()))]
+    found, start = [], 0
+    for index, mark in enumerate(marks):
+        is_last = index + 1 == len(marks)
+        if is_last or "sbr" in mark[2] or marks[index + 1][1]:
+            part = slots[start : index + 1]
+            start = index + 1
+            used = sum(bundle[SLOTS.index("MXU")] for bundle in part)
+            if len(part) >= 200 and used:
+                found.append(Region(len(part), used / 4 / len(part)))
+    return found
+
+
+def compile_side(case: str, generation: str, side: str) -> None:
+    """Compiles a side and prints its visits of blocks as JSON."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    build = our_side if side == "ours" else splash_side
+    function, shape, visits = build(CASES[case], is_fused=side == "splash_fused")
+    array = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)
+
+    def both(q, k, v, d_out):
+        out, pull = jax.vjp(function, q, k, v)
+        return out, pull(d_out)
+
+    jax.jit(both).trace(*(array,) * 4).lower(lowering_platforms=("tpu",)).compile()
+    print(json.dumps(visits))
+
+
+def our_side(case: Case, is_fused: bool):
+    """(function of q, k, v; their shape; visited blocks of a head, without a mask and others)."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import causal, flash, window
+    from pallas_kernels.backends.tpu import attention, grid
+    from pallas_kernels.dispatch import Constant, Operands, Spec
+    from pallas_kernels.tables import from_block_mask
+
+    mask = causal() if case.window is None else causal() & window(case.window)
+    table, blocks = None, case.blocks()
+    if case.density is not None:
+        full = blocks & ~np.eye(len(blocks), dtype=bool)
+        table = from_block_mask(blocks, full=full, q_block=BLOCK, k_block=BLOCK)
+    segments = np.repeat(np.arange(case.documents), TOKENS // case.documents)[None] + 1
+    segments = None if case.documents == 1 else segments.astype(np.int32)
+    shape = (1, TOKENS, HEADS, case.size)
+
+    def attend(q, k, v):
+        options = {"q_segments": segments, "k_segments": segments, "table": table}
+        return flash(q, k, v, mask, **options)[0]
+
+    array = jax.ShapeDtypeStruct(shape, "bfloat16")
+    ids = None if segments is None else jnp.asarray(segments)
+    operands = Operands(q_segments=ids, k_segments=ids)
+    spec = Spec(mask, case.size**-0.5, None, None if table is None else Constant(table), None)
+    visits = {}
+    for direction, names in (
+        ("forward", ["lcjax_forward"]),
+        ("backward", ["lcjax_d_queries", "lcjax_d_keys"]),
+    ):
+        is_backward = direction == "backward"
+        tiling, found = attention._plan(array, array, array, operands, spec, is_backward)
+        kinds = np.asarray(found.kind)[np.asarray(found.valid)]
+        repeats = HEADS if found.valid.shape[1] > 1 else 1
+        one = {
+            "scores": tiling.rows * tiling.key_block,
+            "visits": [int((kinds == kind).sum()) // repeats for kind in (grid.FULL, grid.PARTIAL)],
+        }
+        visits[direction] = dict.fromkeys(names, one)
+    return attend, shape, visits
+
+
+def splash_side(case: Case, is_fused: bool):
+    """As `our_side`; splash tests the mask in every visited block."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    mask = masks.CausalMask((TOKENS, TOKENS))
+    if case.window is not None:
+        mask = masks.LocalMask((TOKENS, TOKENS), (case.window - 1, 0), 0)
+    elif case.density is not None:
+        mask = masks.NumpyMask(case.pairs())
+    dq = None if is_fused else BLOCK
+    sizes = kernel.BlockSizes(
+        block_q=BLOCK,
+        block_kv=BLOCK,
+        block_kv_compute=BLOCK // 2,
+        block_q_dkv=BLOCK,
+        block_kv_dkv=BLOCK,
+        block_kv_dkv_compute=BLOCK // 2,
+        block_q_dq=dq,
+        block_kv_dq=dq,
+        use_fused_bwd_kernel=is_fused,
+    )
+    splash = kernel.make_splash_mha(
+        masks.MultiHeadMask([mask] * HEADS), block_sizes=sizes, head_shards=1, q_seq_shards=1
+    )
+    segments = None
+    if case.documents > 1:
+        ids = np.repeat(np.arange(case.documents), TOKENS // case.documents).astype(np.int32)
+        segments = kernel.SegmentIds(ids, ids)
+
+    def attend(q, k, v):
+        return splash(q * case.size**-0.5, k, v, segment_ids=segments)
+
+    count = TOKENS // BLOCK
+    seen = case.pairs().reshape(count, BLOCK, count, BLOCK).any((1, 3))
+    one = {"scores": BLOCK**2, "visits": [int(seen.sum())]}
+    backward = ["splash_mha_dkv"] if is_fused else ["splash_mha_dkv", "splash_mha_dq"]
+    visits = {"forward": {"splash_mha_fwd": one}, "backward": dict.fromkeys(backward, one)}
+    return attend, (HEADS, TOKENS, case.size), visits
+
+
+if __name__ == "__main__":
+    main()
