@@ -165,7 +165,7 @@ def _kernel(spec: _DecodeSpec, lists: _BlockLists, index, full, seen, x, out, ls
     def visit(masked: bool):
         logits, _ = block.logits()
         if masked:
-            logits = jnp.where(block.seen(), logits, -jnp.inf)
+            logits = block.masked(logits, -jnp.inf)
         values, factor = block.values(masked), block.exponent_factor
         kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc, factor)
 

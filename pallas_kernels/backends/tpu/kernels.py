@@ -118,47 +118,79 @@ class Block:
         """Some rows of the matrix `k` or `v`."""
         return self.x[name][self.first : self.first + self.size]
 
-    def vector(self, name):
+    @property
+    def width(self) -> int:
+        """Lanes of the scores: queries if they are transposed, else keys."""
+        return self.spec.rows if self.transposed else self.size
+
+    def row_vector(self, name):
+        """A vector over the queries, as it is or as a column repeated over the lanes."""
         if name in self.columns:
-            column = self.columns[name]
-            if name in ("lse", "di"):
-                return widen(column[...], self.spec.rows if self.transposed else self.size)
-            return column[:, :1]
-        if name.startswith("k_") and not self.transposed:
-            return self.x[name][:, self.first : self.first + self.size]
+            return widen(self.columns[name][...], self.width)
         return self.x[name][...]
 
-    def _count(self, size: int, axis: int):
-        shape = (size, 1) if axis == 0 else (1, size)
-        return lax.broadcasted_iota(jnp.int32, shape, axis)
+    def vector(self, name, lanes):
+        """A vector as [size, lanes] or [1, lanes]: for those columns of the scores."""
+        if name in self.columns:
+            return self.columns[name][:, : lanes.size]
+        first = lanes.start if self.transposed else lanes.start + self.first
+        x = self.x[name]
+        return x[...] if x.shape[1] == 1 else x[:, first : first + lanes.size]
 
-    @property
-    def key_number(self):
+    def by_lanes(self, function):
+        """`function(lanes)` for every 128 columns of the scores, side by side.
+
+        What depends on the rows alone is then the same in all of them and computed once, and no
+        column has to be spread over lanes.
+        """
+        tiles = range(0, self.width, LANES)
+        parts = [function(pl.ds(start, min(LANES, self.width - start))) for start in tiles]
+        return jnp.concatenate(parts, 1)
+
+    def _count(self, first, axis: int, lanes):
+        """`first` and the numbers after it, along `axis` of some columns of the scores."""
+        rows = self.size if self.transposed else self.spec.rows
+        shape = (1 if axis else rows, lanes.size)
+        start = lanes.start if axis else 0
+        return first + start + lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def key_number(self, lanes):
         first = self.step.col * self.spec.key_block + self.first
-        return first + self._count(self.size, 0 if self.transposed else 1)
+        return self._count(first, 0 if self.transposed else 1, lanes)
 
-    @property
-    def k_index(self):
-        return self.key_number if self.x["k_index"] is None else self.vector("k_index")
+    def k_index(self, lanes):
+        is_given = self.x["k_index"] is not None
+        return self.vector("k_index", lanes) if is_given else self.key_number(lanes)
 
-    @property
-    def q_index(self):
+    def q_index(self, lanes):
         if self.x["q_index"] is not None:
-            return self.vector("q_index")
+            return self.vector("q_index", lanes)
         spec = self.spec
-        row = lax.rem(self.step.row, spec.period) * spec.rows
-        row = row + self._count(spec.rows, 1 if self.transposed else 0)
+        first = lax.rem(self.step.row, spec.period) * spec.rows
+        row = self._count(first, 1 if self.transposed else 0, lanes)
         return row if spec.group == 1 else lax.div(row, jnp.int32(spec.group))
 
-    def seen(self):
-        seen = self.spec.mask.element(self.q_index, self.k_index)
+    def seen(self, lanes):
+        seen = self.spec.mask.element(self.q_index(lanes), self.k_index(lanes))
         if self.x["q_segments"] is not None:
-            q, k = self.vector("q_segments"), self.vector("k_segments")
+            q, k = (self.vector(name, lanes) for name in ("q_segments", "k_segments"))
             seen = seen & (q == k) & (k != 0)
-        return seen & (self.key_number < self.spec.keys) if self.spec.ragged else seen
+        return seen & (self.key_number(lanes) < self.spec.keys) if self.spec.ragged else seen
+
+    def masked(self, scores, value: float):
+        """`scores` where the mask shows them, else `value`."""
+
+        def tile(lanes):
+            part = scores[:, lanes.start : lanes.start + lanes.size]
+            return jnp.where(self.seen(lanes), part, value)
+
+        return self.by_lanes(tile)
 
     def distance(self):
-        return jnp.abs(self.q_index - self.k_index).astype(jnp.float32)
+        def tile(lanes):
+            return jnp.abs(self.q_index(lanes) - self.k_index(lanes)).astype(jnp.float32)
+
+        return self.by_lanes(tile)
 
     def products(self):
         query, key = self.x["q"][...], self.keys("k")
@@ -184,20 +216,20 @@ class Block:
             tanh = jnp.tanh(logits * (1 / cap))
             logits = cap * tanh
         if self.x["slopes"] is not None:
-            logits = logits - self.vector("slopes") * self.distance()
+            logits = logits - self.row_vector("slopes") * self.distance()
         return (logits if bias is None else logits + bias.value()), tanh
 
     def probabilities(self, masked: bool, bias):
         """(p, tanh of the cap) from the saved lse, which is in units of log 2."""
         logits, tanh = self.logits(bias)
-        p = jnp.exp2(logits * (self.exponent_factor * LOG2_E) - self.vector("lse"))
-        return (jnp.where(self.seen(), p, 0.0) if masked else p), tanh
+        p = jnp.exp2(logits * (self.exponent_factor * LOG2_E) - self.row_vector("lse"))
+        return (self.masked(p, 0.0) if masked else p), tanh
 
     def gradients(self, masked: bool, bias):
         """(p, cotangent of the logits, cotangent of the products before `factor`)."""
         pair = ("v", "d_out") if self.transposed else ("d_out", "v")
         p, tanh = self.probabilities(masked, bias)
-        d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.vector("di"))
+        d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.row_vector("di"))
         d_products = d_logits if tanh is None else d_logits * (1 - tanh * tanh)
         return p, d_logits, d_products
 
@@ -424,7 +456,7 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
         for part in block.parts(SUB_BLOCK) if bias is None else (block,):
             logits, _ = part.logits(bias)
             if masked:
-                logits = jnp.where(part.seen(), logits, -jnp.inf)
+                logits = part.masked(logits, -jnp.inf)
             add_to_softmax(logits, part.keys("v"), 0, top, total, acc, block.exponent_factor)
 
     visit_step(block, key_head, scratch, visit)
