@@ -1,4 +1,7 @@
-"""Block-sparse attention for TPU: forward, dq, and dk with dv, each one Pallas kernel.
+"""Block-sparse attention for TPU: one Pallas kernel forward, and one or two backward.
+
+Where dq of a key head fits into VMEM, one kernel computes dq, dk and dv. Otherwise, and with a
+bias, dq is one kernel, and dk with dv another.
 
 The grid has one step per visited pair of blocks (`grid.py`), so time follows the number of
 visible blocks, whatever the mask, also where the table is per head or computed on the device.
@@ -22,6 +25,7 @@ from pallas_kernels.backends.tpu.grid import (
     LANES,
     Call,
     Tiling,
+    calls_of,
     col_of,
     pad_lanes,
     row_of,
@@ -42,6 +46,7 @@ from pallas_kernels.dispatch import unsupported_dtypes, unsupported_mask, user_t
 from pallas_kernels.tables import namespace
 
 LARGEST_HEAD = 256
+STEP_BYTES = 16 * grid.MIB  # VMEM that a step may use beside a dq that stays there
 F32 = jnp.float32
 ROW_OPERANDS = ("q", "d_out", "q_index", "q_segments", "slopes", "lse", "di")
 MATRICES = ("q", "k", "v", "d_out")
@@ -66,7 +71,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         scratch=[(F32, LANES), (F32, LANES), (F32, size), _scratch(kernel_spec, 0)],
         interpret=interpret,
     )
-    out, lse = run_calls(visits, tiling, 0, run)
+    out, lse = run_calls(calls_of(visits, tiling, 0), run)
     return tiling.from_rows(out)[..., : v.shape[-1]], tiling.from_rows(lse[:, :, 0])
 
 
@@ -80,11 +85,17 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     x["lse"] = tiling.to_rows(safe * LOG2_E)[:, :, None]  # the kernels compute powers of 2
     x["di"] = tiling.to_rows(di)[:, :, None]
     x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
+    calls = calls_of(visits, tiling, 1)
+    # A head whose keys are split over calls would have a part of dq in each of them.
+    if operands.bias is None and len(calls) == 1 and _fused_vmem(x, tiling) <= 0.9 * grid.vmem():
+        dk, dv, dq = _fused(kernel_spec, tiling, x, calls, interpret)
+        dq = tiling.from_rows(dq)[..., : q.shape[-1]]
+        return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), None
 
     def run(kernel, axis, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
         one = functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed)
-        return run_calls(visits, tiling, axis, one)
+        return run_calls(calls_of(visits, tiling, axis), one)
 
     h, hv, sums, acc_sums = x["k"].shape[-1], x["v"].shape[-1], None, None
     if operands.bias is not None:  # a lane of sums for each row, or for each level
@@ -105,6 +116,32 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
         d_bias = Alibi(jnp.sum(tiling.from_rows(d_bias[:, :, 0]), (0, 1)))
     dq = tiling.from_rows(dq)[..., : q.shape[-1]]
     return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), d_bias
+
+
+def _fused_vmem(x, tiling: Tiling) -> int:
+    """Bytes of VMEM with dq of a head in it: a step, the sums in float32 and the output."""
+    dtype, size = x["q"].dtype, x["q"].shape[-1]
+    return STEP_BYTES + tiling.count * tiling.rows * size * (4 + dtype.itemsize)
+
+
+def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool):
+    """dk, dv and dq by one kernel."""
+    (h, hv), dtype = (x[name].shape[-1] for name in ("k", "v")), x["q"].dtype
+    rows = tiling.count * tiling.rows
+    run = functools.partial(
+        launch,
+        kernels.d_all,
+        kernel_spec,
+        tiling,
+        x,
+        axis=1,
+        outputs=[(dtype, h), (dtype, hv)],
+        scratch=[(F32, h), (F32, hv), (F32, h, rows), None],
+        whole=(dtype, h, rows),
+        vmem=_fused_vmem(x, tiling),
+        interpret=interpret,
+    )
+    return run_calls(calls, run)
 
 
 def _scratch(kernel_spec: KernelSpec, axis: int):
@@ -237,6 +274,8 @@ def launch(
     outputs,
     scratch,
     interpret,
+    whole=None,
+    vmem=None,
 ):
     """Runs one kernel call; arguments as in `grid.run_kernel`, scratch as its outputs."""
     resident = tiling.key_block if axis else tiling.rows
@@ -263,6 +302,8 @@ def launch(
         outputs=outputs,
         scratch=(columns, *(None if item is None else memory(item) for item in scratch)),
         interpret=interpret,
+        whole=whole,
+        vmem=vmem,
     )
 
 

@@ -51,7 +51,24 @@ BITS = 14
 LIMIT = 1 << BITS  # blocks along either axis
 SCALAR_BYTES = 2**19  # of one call's lists; the rest of the 1 MB is the compiler's
 
+MIB = 2**20
+# VMEM of a core by kind of device (JAX's tpu_info); a v4, and what is not known, has 16 MB.
+VMEM = {
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 128 * MIB),
+    **dict.fromkeys(("TPU v5", "TPU v5p", "TPU7", "TPU7x"), 64 * MIB),
+}
+
 Array = np.ndarray | jax.Array
+
+
+def vmem() -> int:
+    """Bytes of VMEM of the TPU that programs are for.
+
+    It is the abstract device of the mesh in use, for which a program is compiled ahead of time, or
+    this process' first device.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return VMEM.get(device.device_kind, 16 * MIB)
 
 
 def lanes(n: int) -> int:
@@ -394,13 +411,15 @@ def _split_lists(steps, used, blocks, batch: int, heads: int):
     return [[call(b, h) for h in range(0, heads, call_heads)] for b in range(0, batch, call_rows)]
 
 
-def run_calls(visits: Visits, tiling: Tiling, axis: int, run):
-    """The outputs of `run(call)`, each [batch, heads, ...], concatenated over all calls."""
+def calls_of(visits: Visits, tiling: Tiling, axis: int):
+    """`kernel_calls` of a tiling."""
     sizes = dict(rows=tiling.count, cols=tiling.key_count, batch=tiling.batch, heads=tiling.heads)
-    parts = [
-        _join([_join([run(call) for call in row], 1) for row in rows], 0)
-        for rows in kernel_calls(visits, axis, **sizes)
-    ]
+    return kernel_calls(visits, axis, **sizes)
+
+
+def run_calls(calls: list, run):
+    """The outputs of `run(call)`, each [batch, heads, ...], concatenated over `kernel_calls`."""
+    parts = [_join([_join([run(call) for call in row], 1) for row in rows], 0) for rows in calls]
     return _join(parts, -2)
 
 
@@ -417,7 +436,19 @@ def _join(parts, axis: int):
 
 
 def run_kernel(
-    kernel, name: str, x, call: Call, *, axis, resident, operand, outputs, scratch, interpret
+    kernel,
+    name: str,
+    x,
+    call: Call,
+    *,
+    axis,
+    resident,
+    operand,
+    outputs,
+    scratch,
+    interpret,
+    whole=None,
+    vmem: int | None = None,
 ):
     """Runs a kernel on a call's grid.
 
@@ -427,6 +458,8 @@ def run_kernel(
       operand: (name, value) -> the block of an operand that a step reads.
       outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
         are not those of the resident block; None is left out.
+      whole: (dtype, width, rows) of one more output, which has one block for each head.
+      vmem: bytes that the kernel may use, None: 16 MB.
     """
     batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
 
@@ -442,21 +475,28 @@ def run_kernel(
     def each(f):
         return tuple(None if output is None else f(output) for output in outputs)
 
+    out_shapes, out_specs = each(shape), each(block)
+    if whole is not None:
+        dtype, width, rows = whole
+        out_shapes += (jax.ShapeDtypeStruct((batch, heads, rows, width), dtype),)
+        # A second buffer would save microseconds, and take a third of VMEM.
+        options = dict(index_map=lambda b, h, s, steps: (b, h, 0, 0), pipeline_mode=pl.Buffered(1))
+        out_specs += (pl.BlockSpec((None, None, rows, width), **options),)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(batch, heads, call.grid),
         in_specs=[{name: operand(name, value) for name, value in x.items()}],
-        out_specs=each(block),
+        out_specs=out_specs,
         scratch_shapes=scratch,
     )
     run = pl.pallas_call(
         kernel,
-        out_shape=each(shape),
+        out_shape=out_shapes,
         grid_spec=grid_spec,
         interpret=interpret,
         name=name,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
         ),
     )
     return run(jnp.asarray(call.steps), x)

@@ -36,6 +36,7 @@ from pallas_kernels.backends.tpu.grid import (
     Step,
     Tiling,
     Visits,
+    calls_of,
     col_of,
     pad_lanes,
     row_of,
@@ -70,7 +71,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         scratch=[(1, tiling.rows), (1, tiling.rows), (size, tiling.rows)],
         interpret=interpret,
     )
-    out, lse = run_calls(visits, tiling, 0, run)
+    out, lse = run_calls(calls_of(visits, tiling, 0), run)
     return tiling.from_rows(out)[..., : v.shape[-1]], tiling.from_rows(lse[:, :, 0])
 
 
@@ -88,7 +89,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     def run(kernel, axis, x, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
         one = functools.partial(_launch, kernel, kernel_spec, tiling, x, **fixed)
-        return run_calls(visits, tiling, axis, one)
+        return run_calls(calls_of(visits, tiling, axis), one)
 
     transposed = x | {"k_transposed": x["k"].swapaxes(2, 3)}
     (dq,) = run(landmark_d_queries, 0, transposed, [(q.dtype, h)], [(h, tiling.rows)])

@@ -1,0 +1,28 @@
+"""The compiled TPU kernels do not need more instructions than they did."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu is not installed: pip install -e '.[aot]'", allow_module_level=True)
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "tpu_bundles.py"
+SPEC = importlib.util.spec_from_file_location("tpu_bundles", FILE)
+tpu_bundles = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tpu_bundles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "generation", "forward", "backward"),
+    [
+        ("causal", "v5e", 165_564, 326_264),
+        ("window", "v6e", 54_810, 104_370),
+    ],
+)
+def test_bundles_of_the_visited_blocks_do_not_grow(case, generation, forward, backward):
+    found = tpu_bundles.counts(case, generation, "ours")
+    assert 0.5 * forward < found["forward"]["total"] <= 1.01 * forward
+    assert 0.5 * backward < found["backward"]["total"] <= 1.01 * backward
