@@ -40,6 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 UNROLLED = 128  # longest list that is unrolled
+NEAR = 2**30  # what may be subtracted from an order index above -NEAR without overflow
 # A table of random blocks is summed over rectangles up to this many cells (16 MB).
 SUMMED_CELLS = 2**22
 NO_BLOCK = -(2**31)  # no key has this block
@@ -308,7 +309,8 @@ class Window(Invariant):
     size: int
 
     def element(self, q, k):
-        return q - k < self.size
+        # A bound for each query costs a kernel less than a difference for each pair.
+        return q - self.size < k if self.size < NEAR else q - k < self.size
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
         return q_lo - k_hi < self.size, q_hi - k_lo < self.size
@@ -322,6 +324,8 @@ class Band(Invariant):
     high: int
 
     def element(self, q, k):
+        if max(abs(self.low), abs(self.high)) < NEAR:
+            return (k <= q - self.low) & (q - self.high <= k)
         return (q - k >= self.low) & (q - k <= self.high)
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
