@@ -62,6 +62,13 @@ def context_of(table, method, length):
          [(4, 512, 2048), (24, 512, 4096), (56, 512, 4096), (192, 512, 4096)]),
         ("sharedllm/table5", "beta_1", [(28, 1024, 4096)]),
         ("sharedllm/table11_to_14", "m_8", [(4, 1024, 4096)]),
+        ("sharedllm/table4", "shared_llm", [(248, 512, 4096)]),
+        ("sharedllm/figure3", "cepe",
+         [(16, 256, 4096), (48, 256, 4096), (112, 256, 4096), (240, 256, 4096), (496, 256, 4096)]),
+        ("cepe/table5", "random_encoder", [(16, 256, 4096), (112, 256, 4096)]),
+        ("cepe/table14", "kl_1", [(120, 256, 2048)]),
+        ("cepe/niah", "cepe_plain", [(8, 256, 2048), (24, 256, 2048), (32, 256, 2048),
+                                     (48, 256, 2048), (72, 256, 2048), (120, 256, 2048)]),
     ],
 )  # fmt: skip
 def test_windows_are_divided_between_decoder_and_chunks_as_in_the_papers(table, method, expected):
@@ -69,6 +76,19 @@ def test_windows_are_divided_between_decoder_and_chunks_as_in_the_papers(table, 
     assert [context_of(table, method, length) for length in lengths] == expected
     totals = [chunks * size + decoder for chunks, size, decoder in expected]
     assert totals == list(lengths)
+
+
+@pytest.mark.parametrize(
+    ("table", "whole"),
+    [("cepe/table5", "cepe/table1"), ("cepe/table6", "cepe/table1"),
+     ("cepe/table5_retrieval", "cepe/table2"), ("cepe/table14", "cepe/table4")],
+)  # fmt: skip
+def test_ablations_are_scored_as_the_tables_that_they_belong_to(table, whole):
+    ablations, main = config(table), config(whole)
+    assert list(ablations.tasks) == list(main.tasks)
+    assert {*ablations.lengths} <= {*main.lengths}
+    for name in ("stride", "max_documents", "max_windows"):
+        assert getattr(ablations, name) == getattr(main, name)
 
 
 def test_cepes_table_2_scores_the_last_1792_of_2048_tokens_after_the_best_chunks(tmp_path):
@@ -222,6 +242,31 @@ def test_sharedllms_passkeys_are_ten_a_length_and_compare_tokens():
         " 12345", dataclasses.replace(units[0], fields={"key": "12346"}), TOKENIZER
     )
     assert not scores[task.main_score] and task.main_score == "token_ids"
+
+
+def test_sharedllms_table_4_cuts_the_middle_of_prompts_to_131072_tokens(tmp_path):
+    context = "".join(f"[{i}]" for i in range(40_000))
+    row = {"id": 0, "context": context, "input": "What?", "options": list("abcd"), "answer": ["c"]}
+    write(tmp_path / "longbook_choice_eng.jsonl", [row])
+    (tmp_path / "src").mkdir()
+    templates = {"longbook_choice_eng": "{context}\n{question}\n{OPTION_D}:"}
+    (tmp_path / "src" / "prompt.py").write_text(f"yarn_mistral_templates = {templates!r}")
+    (task,) = config("sharedllm/table4").tasks
+    names = ("longbook_choice_eng",)
+    (unit,) = plan(dataclasses.replace(task, path=str(tmp_path), tasks=names), 131_072)
+    text, whole = TOKENIZER.decode(unit.tokens), f"{context}\nWhat?\nd:"
+    assert len(unit.tokens) == 131_072 < len(whole)
+    head = next(i for i, (a, b) in enumerate(zip(text, whole)) if a != b)
+    assert abs(head - len(text) / 2) <= 1 and whole.endswith(text[head:])
+    assert {data.name for data in task.selection()} == {"math_find", "longbook_choice_eng"}
+
+
+def test_e2llms_table_7_asks_seven_tasks_without_examples_at_the_scale_of_short_texts():
+    pytest.importorskip("lm_eval", reason="pip install 'lcjax[eval]'")
+    (task,) = config("e2llm/table7").tasks
+    assert task.num_fewshot == 0 and len(task.tasks) == 7
+    base, scaled, fixed = config("e2llm/table7").methods
+    assert base.rope is None and scaled.rope.factor is None and fixed.rope.factor == 8
 
 
 @pytest.mark.parametrize("table", ["e2llm/table4", "e2llm/table5", "e2llm/figure4"])
