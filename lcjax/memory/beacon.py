@@ -33,7 +33,7 @@ from lcjax.memory.prefix import (
     init_embeddings,
 )
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Attention, Context, Projections, collect_key_values
+from lcjax.models.layers import Attention, LayerInputs, Projections, collect_key_values
 from lcjax.models.memory import EncodedContext, Memory, TensorRow
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import rotate
@@ -163,7 +163,7 @@ class BeaconAttention(Attention):
         super().setup()
         self.memory = Projections(self.config.replace(lora=None), self.mesh)
 
-    def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, context: LayerInputs, layer: Any) -> tuple[jax.Array, Any]:
         if self.is_initializing():
             self.memory.combine(self.memory.project(x)[0])
         if context.beacons is None:
@@ -194,7 +194,7 @@ class BeaconAttention(Attention):
 
 
 def _self_partial(
-    q: jax.Array, k: jax.Array, v: jax.Array, context: Context, size: int
+    q: jax.Array, k: jax.Array, v: jax.Array, context: LayerInputs, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the partial of beacons [B, R] to themselves; it is empty for `size` tokens before."""
     positions = context.positions[:, size:]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Context, Linear, Norm
+from lcjax.models.layers import LayerInputs, Linear, Norm
 from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
@@ -94,7 +94,7 @@ class CrossAttention(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], context: LayerInputs) -> Float[Array, "B T D"]:
         c, mesh, encoded = self.config, self.mesh, context.memory
         with jax.named_scope("memory"):
             normed, shape = Norm(c, name="norm")(x), (c.num_heads, c.head_dim)
@@ -127,7 +127,7 @@ class CrossAttention(nn.Module):
             Linear(inputs, sizes, c, mesh=self.mesh, name=name)(states) for name in ("key", "value")
         )
 
-    def visible_slots(self, context: Context) -> dict[str, Any]:
+    def visible_slots(self, context: LayerInputs) -> dict[str, Any]:
         """Returns the arguments of `flash` for the visible slots: by default all filled ones."""
         mask, length = context.memory.mask, context.positions.shape[1]
         return {

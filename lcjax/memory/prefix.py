@@ -29,7 +29,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layer_groups import unstack
-from lcjax.models.layers import CollectKeyValues, Context
+from lcjax.models.layers import CollectKeyValues, LayerInputs
 from lcjax.models.memory import (
     HF_FIELD,
     EncodedContext,
@@ -149,7 +149,7 @@ class PrefixMemory(Memory):
         return encoded.mask.sum(1, keepdims=True)
 
     def prefix_partials(
-        self, q: Float[Array, "B T N H"], context: Context, mesh: Mesh | None
+        self, q: Float[Array, "B T N H"], context: LayerInputs, mesh: Mesh | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         encoded = context.memory
         k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])

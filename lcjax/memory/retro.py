@@ -49,7 +49,7 @@ from lcjax.memory.cross_attention import (
 )
 from lcjax.memory.shared_llm import lower_config, lower_params
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Context
+from lcjax.models.layers import LayerInputs
 from lcjax.models.memory import EncodedContext, Memory, ReadConfig, VisibleKeys, WriteConfig
 from pallas_kernels import chunks
 
@@ -233,7 +233,7 @@ def last_tokens(
 class ChunkedCrossAttention(CrossAttention):
     """Cross-attention of every token to the neighbours of the last chunk that is finished."""
 
-    def visible_slots(self, context: Context) -> dict[str, Any]:
+    def visible_slots(self, context: LayerInputs) -> dict[str, Any]:
         metadata, encoded = context.attention_metadata(), context.memory
         slots = super().visible_slots(context) | {
             "mask": chunks(self.config.memory.chunk, shift=1),

@@ -22,8 +22,8 @@ from lcjax.models.layers import (
     Attention,
     CollectKeyValues,
     CollectLoad,
-    Context,
     Head,
+    LayerInputs,
     Norm,
     SparseMLP,
     look_up,
@@ -53,12 +53,12 @@ MAX_DISTANCE = 128  # from which all distances share its last bucket
 
 
 def _feed_forward(
-    config: ModelConfig, mesh: jax.sharding.Mesh | None, x: jax.Array, context: Context
+    config: ModelConfig, mesh: jax.sharding.Mesh | None, x: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, Load | None]:
-    """What the MLP of a block gives, and the load of its experts if `context` collects that."""
+    """What the MLP of a block gives, and the load of its experts if `inputs` collects that."""
     if config.experts is None:
         return MLP(config, mesh, name="mlp")(x), None
-    collect = context.collect if isinstance(context.collect, CollectLoad) else None
+    collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
     return SparseMLP(config, mesh, name="mlp")(x, collect)
 
 
@@ -74,17 +74,19 @@ class SequentialBlock(nn.Module):
     reads: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
-        c, x, context = self.config, keep_tokens(x, self.mesh), context.with_memory_layer(pair)
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, layer, pair=None
+    ) -> tuple[jax.Array, Any]:
+        c, x, inputs = self.config, keep_tokens(x, self.mesh), inputs.with_memory_layer(pair)
         attention = Attention if c.memory is None else c.memory.attention_module or Attention
         normed = self.norm_before("attention_norm", x)
-        attended, layer = attention(c, self.mesh, name="attention")(normed, context, layer)
+        attended, layer = attention(c, self.mesh, name="attention")(normed, inputs, layer)
         x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
-        if self.reads and context.memory is not None:
+        if self.reads and inputs.memory is not None:
             reader = c.memory.reader(c, self.mesh, name="memory")
             if reader is not None:  # else self-attention has read it
-                x = keep_tokens(x + reader(x, context), self.mesh)
-        y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), context)
+                x = keep_tokens(x + reader(x, inputs), self.mesh)
+        y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), inputs)
         layer = layer if load is None else load
         return keep_tokens(x + self.added("mlp_after_norm", y), self.mesh), layer
 
@@ -107,11 +109,13 @@ class ParallelBlock(nn.Module):
     reads: bool = False  # never: no memory is defined for it
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, layer, pair=None
+    ) -> tuple[jax.Array, Any]:
         c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
-        attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
-        y, load = _feed_forward(c, self.mesh, normed, context)
+        attended, layer = Attention(c, self.mesh, name="attention")(normed, inputs, layer)
+        y, load = _feed_forward(c, self.mesh, normed, inputs)
         return keep_tokens(x + attended + y, self.mesh), layer if load is None else load
 
 
@@ -275,7 +279,7 @@ class Decoder(nn.Module):
             returned in its place, as `Cache.layers` has them but for the order of axes. Where
             layers are scanned and it is `keys_only`, there are no hidden states. Or the tokens
             that count in the `Load` of each layer's experts, which is returned in its place.
-          beacons: int32 [B, R], where the last R tokens are beacons (`Context.beacons`).
+          beacons: int32 [B, R], where the last R tokens are beacons (`LayerInputs.beacons`).
         """
         c = self.config
         if tokens.ndim != (3 if jnp.issubdtype(tokens.dtype, jnp.floating) else 2):
@@ -317,8 +321,8 @@ class Decoder(nn.Module):
             )
         bias = self.position.logit_bias()
         memories = layer_groups.contexts_by_layer(memory, self.reads)
-        contexts = [
-            Context(
+        all_inputs = [
+            LayerInputs(
                 positions, segments, rotation.of_kind(kind), index, view, bias, order,
                 layer_memory, collect, beacons,
             )
@@ -326,25 +330,29 @@ class Decoder(nn.Module):
         ]  # fmt: skip
         x = keep_tokens(self.embedded(tokens), self.mesh)
         x = self.position(x, absolute, segments)
-        x, layers = (self._stacked if c.stacked else self._apart)(x, contexts, layers)
+        x, layers = (self._stacked if c.stacked else self._apart)(x, all_inputs, layers)
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return None if x is None else self.final_norm(x), cache if collect is None else layers
 
-    def _stacked(self, x: jax.Array, contexts: list[Context], layers: Any) -> tuple[jax.Array, Any]:
+    def _stacked(
+        self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
+    ) -> tuple[jax.Array, Any]:
         """Applies layers whose weights are one stack."""
         c = self.config
-        context, collect = contexts[0], contexts[0].collect
+        inputs, collect = all_inputs[0], all_inputs[0].collect
         if getattr(collect, "keys_only", False) and not self.is_initializing():
             block, stacked = _block(c, scanned=True), self.layers.variables["params"]
             block = block(c.layer(0), self.mesh, parent=None)
-            return None, layer_groups.collect_keys(block, stacked, x, context)
-        memory, pairs = layer_groups.stack_contexts([context.memory for context in contexts])
-        return self.layers(x, context._replace(memory=memory), layers, pairs)
+            return None, layer_groups.collect_keys(block, stacked, x, inputs)
+        memory, pairs = layer_groups.stack_contexts([inputs.memory for inputs in all_inputs])
+        return self.layers(x, inputs._replace(memory=memory), layers, pairs)
 
-    def _apart(self, x: jax.Array, contexts: list[Context], layers: Any) -> tuple[jax.Array, Any]:
+    def _apart(
+        self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
+    ) -> tuple[jax.Array, Any]:
         """Applies layers with separate weights, one by one or group by group."""
         c, blocks, outputs = self.config, self.layers, []
         groups = layer_groups.one_group_per_layer(c.num_layers)
@@ -359,12 +367,12 @@ class Decoder(nn.Module):
                     module(block.config, self.mesh, block.reads, parent=None)
                     for block in blocks[first : first + period]
                 ]
-                parts = weights[group], contexts[group]
+                parts = weights[group], all_inputs[group]
                 x, group_outputs = layer_groups.scan(modules, *parts, x, self.mesh)
                 outputs += group_outputs
                 continue
             layer = None if layers is None else layers[first]
-            x, layer = blocks[first](x, contexts[first], layer)
+            x, layer = blocks[first](x, all_inputs[first], layer)
             outputs.append(layer)
         return x, tuple(outputs)
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Context, Offloaded
+from lcjax.models.layers import LayerInputs, Offloaded
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import flatten, nest
@@ -100,7 +100,7 @@ def stack_contexts(memories: Sequence[EncodedContext | None]) -> tuple[EncodedCo
 def scan(
     blocks: Sequence[nn.Module],
     layers: Sequence[dict],
-    contexts: Sequence[Context],
+    all_inputs: Sequence[LayerInputs],
     x: Float[Array, "B T D"],
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[Float[Array, "B T D"], list]:
@@ -109,26 +109,26 @@ def scan(
     Args:
       blocks: the module of each layer of a period.
       layers: weights of each layer.
-      contexts: the inputs of each layer besides hidden states.
+      all_inputs: the inputs of each layer besides hidden states.
       x: hidden states.
       mesh: shards the stacked weights like those of each layer.
 
     Returns:
-      The hidden states, and the key-value pairs of each layer that `Context.collect` selects.
+      The hidden states, and the key-value pairs of each layer that `LayerInputs.collect` selects.
     """
     period, stacks, shared = len(blocks), [], []
     for first in range(period):
         params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[first::period])
         if mesh is not None:
             params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
-        memory, pairs = stack_contexts([context.memory for context in contexts[first::period]])
+        memory, pairs = stack_contexts([inputs.memory for inputs in all_inputs[first::period]])
         stacks.append((params, pairs))
-        shared.append(contexts[first]._replace(memory=memory))
+        shared.append(all_inputs[first]._replace(memory=memory))
 
     def apply_period(x, stacks):
         outputs = []
-        for block, context, (layer, pair) in zip(blocks, shared, stacks, strict=True):
-            x, output = block.apply({"params": layer}, x, context, None, pair)
+        for block, inputs, (layer, pair) in zip(blocks, shared, stacks, strict=True):
+            x, output = block.apply({"params": layer}, x, inputs, None, pair)
             outputs.append(output)
         return x, outputs
 
@@ -138,18 +138,18 @@ def scan(
 
 
 def collect_keys(
-    block: nn.Module, stacked: dict, x: jax.Array, context: Context
+    block: nn.Module, stacked: dict, x: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values [L, B, S, K, H] that `context.collect` selects, of all layers.
+    """Returns the keys and values [L, B, S, K, H] that `inputs.collect` selects, of all layers.
 
     The attention and the MLP of the last layer are not computed, since nothing reads them.
     """
 
-    def apply_layer(x, inputs):
-        layer, is_last = inputs
+    def apply_layer(x, scanned):
+        layer, is_last = scanned
 
         def apply(x):
-            return block.apply({"params": layer}, x, context, None)
+            return block.apply({"params": layer}, x, inputs, None)
 
         return jax.lax.cond(is_last, lambda x: (x, apply(x)[1]), apply, x)
 

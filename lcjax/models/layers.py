@@ -47,7 +47,7 @@ class CollectKeyValues(NamedTuple):
     keys_only: bool = False  # whether the decoder may skip hidden states after the last layer
 
 
-class Context(NamedTuple):
+class LayerInputs(NamedTuple):
     """The inputs of a layer besides hidden states; the same for layers that are alike."""
 
     positions: jax.Array  # [B, T] of the rotation; integers or fractions
@@ -93,7 +93,7 @@ class Context(NamedTuple):
         )
         return metadata if self.view is None else self.view.update_metadata(metadata)
 
-    def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
+    def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "LayerInputs":
         """Returns a copy with the keys and values of a memory that one layer reads, if given."""
         return self if pair is None else self._replace(memory=self.memory.with_layer(pair))
 
@@ -249,7 +249,7 @@ class Attention(Projections):
             self.position_key = self.param("position_key", spread, (c.width, *heads), dtype)
 
     def bias(self, shared: Bias | jax.Array | None) -> Bias | RelativeTerms | None:
-        """The bias of this layer's logits, from `Context.bias`, which all layers share."""
+        """The bias of this layer's logits, from `LayerInputs.bias`, which all layers share."""
         c = self.config
         if c.position == "transformer_xl":
             parts = (self.content_bias, self.position_bias, self.position_key)
@@ -261,26 +261,26 @@ class Attention(Projections):
             return Disentangled(keys, queries, DEBERTA_DISTANCE)
         return shared
 
-    def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, inputs: LayerInputs, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        context = context._replace(bias=self.bias(context.bias))
+        inputs = inputs._replace(bias=self.bias(inputs.bias))
         # Parameters do not depend on the pattern, and some patterns refuse the short rows of init.
         pattern = Causal() if self.is_initializing() else c.pattern
         mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
-            partials = self.prefix_partials(q, context)
+            partials = self.prefix_partials(q, inputs)
             if layer is None:
                 layout = attention_layout(mesh, c.context_parallel, x.shape[1])
-                metadata = context.attention_metadata(partials, layout, c.attention_soft_cap)
+                metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
                 y = pattern.attend(q, k, v, metadata)
-                if isinstance(context.collect, CollectKeyValues):
-                    layer = collect_key_values(k, v, context, pattern)
+                if isinstance(inputs.collect, CollectKeyValues):
+                    layer = collect_key_values(k, v, inputs, pattern)
             else:
                 layout = attention_layout(mesh)
-                metadata = context.attention_metadata(partials, layout, c.attention_soft_cap)
+                metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
                 pattern, state = pattern.for_inference(), layer[2:]
-                keys, values = cache_lib.append(layer, k, v, pattern, context.view, metadata)
+                keys, values = cache_lib.append(layer, k, v, pattern, inputs.view, metadata)
                 cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)
                 if state:
                     y, state = pattern.attend_with_state(q, *cached, state, metadata)
@@ -289,22 +289,24 @@ class Attention(Projections):
                 layer = keys, values, *state
         return self.combine(y), layer
 
-    def prefix_partials(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:
+    def prefix_partials(
+        self, q: jax.Array, inputs: LayerInputs
+    ) -> list[tuple[jax.Array, jax.Array]]:
         """Returns the partial attention (out, lse) to a memory that stands before the text."""
-        if context.memory is None:
+        if inputs.memory is None:
             return []
-        return self.config.memory.prefix_partials(q, context, self.mesh)
+        return self.config.memory.prefix_partials(q, inputs, self.mesh)
 
 
 def collect_key_values(
-    k: jax.Array, v: jax.Array, context: Context, pattern: Pattern
+    k: jax.Array, v: jax.Array, inputs: LayerInputs, pattern: Pattern
 ) -> tuple[jax.Array, jax.Array]:
     """Returns keys, rotated as a cache stores them if positions are given, and values."""
-    index, positions = context.collect.index[:, :, None, None], context.collect.positions
+    index, positions = inputs.collect.index[:, :, None, None], inputs.collect.positions
     k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
     if positions is None or pattern.moves_keys:
         return k, v
-    return rotate(k, pattern.key_positions(positions, positions), *context.rotation[:2]), v
+    return rotate(k, pattern.key_positions(positions, positions), *inputs.rotation[:2]), v
 
 
 _ACTIVATIONS = {

@@ -16,7 +16,7 @@ from lcjax.errors import InputError
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
-    from lcjax.models.layers import Context
+    from lcjax.models.layers import LayerInputs
 
 # A row of the table of tensor names: (stored tensor, its axes, path, axes of the parameter), as
 # `lcjax.checkpoints.hf_names` describes them.
@@ -232,7 +232,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return all(self.reader_layers(num_layers))
 
     def reader(self, config: "ModelConfig", mesh: Mesh | None, **options: Any) -> nn.Module | None:
-        """Returns a module (x [B, T, D], Context) -> [B, T, D] between attention and MLP."""
+        """Returns a module (x [B, T, D], LayerInputs) -> [B, T, D] between attention and MLP."""
         return None
 
     @property
@@ -245,7 +245,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return 0
 
     def prefix_partials(
-        self, q: Float[Array, "B T N H"], context: "Context", mesh: Mesh | None
+        self, q: Float[Array, "B T N H"], context: "LayerInputs", mesh: Mesh | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         """Returns partial attentions (out, lse) to merge with the self-attention of queries `q`."""
         return []

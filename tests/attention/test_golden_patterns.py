@@ -20,7 +20,7 @@ from lcjax.attention import (
 from lcjax.attention.base import partial_attention
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
-from lcjax.models.layers import Context
+from lcjax.models.layers import LayerInputs
 from lcjax.rope import rotate
 
 # case, pattern, the array that holds its output
@@ -109,7 +109,7 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
     @jax.jit
     def read(cache, positions, q, k, v):
         cache, (view,) = cache_lib.extend(cache, None, positions)
-        context = Context(positions, None, rotation, view=view)
+        context = LayerInputs(positions, None, rotation, view=view)
         out, layer = golden.attend_cached(
             q, k, v, cache.layers[0], pattern, view, context.attention_metadata()
         )

@@ -16,7 +16,7 @@ from lcjax.attention.base import partial_attention
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.layers import Context
+from lcjax.models.layers import LayerInputs
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import Rotation
 from pallas_kernels import gather, merge
@@ -240,7 +240,7 @@ def in_calls(pattern, arrays, cuts, padding=0):
         segments = jnp.asarray(np.arange(start, end)[None] >= padding, jnp.int32)
         positions = jnp.maximum(jnp.arange(start, end)[None] - padding, 0)
         cache, (view,) = cache_lib.extend(cache, segments, positions)
-        context = Context(positions, segments, ROTATION, view=view)
+        context = LayerInputs(positions, segments, ROTATION, view=view)
         out, layer = _attend_cached(*(x[:, start:end] for x in (q, k, v)), cache, pattern, context)
         cache = cache_lib.replace_layers(cache, (layer,))
         outs.append(out)

@@ -13,7 +13,7 @@ from lcjax.attention.landmark.pattern import SELECT, CachedBlocks, Landmark
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
-from lcjax.models.layers import Context
+from lcjax.models.layers import LayerInputs
 from lcjax.rope import Rotation
 
 ROTATION = Rotation(jnp.asarray(10_000.0 ** -np.linspace(0, 1, 8, endpoint=False), jnp.float32))
@@ -207,7 +207,7 @@ def test_a_cache_read_in_chunks_gives_every_chunk_its_past():
 
     @jax.jit
     def read(q, k, v, layer, positions, view):
-        context = Context(positions, None, ROTATION, view=view)
+        context = LayerInputs(positions, None, ROTATION, view=view)
         metadata = context.attention_metadata()
         return golden.attend_cached(q, k, v, layer, pattern, view, metadata)
 

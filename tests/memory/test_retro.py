@@ -20,7 +20,7 @@ from lcjax.memory import RetroSection
 from lcjax.memory.retro import default_layers
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
-from lcjax.models.layers import Context
+from lcjax.models.layers import LayerInputs
 from lcjax.models.memory import EncodedContext
 from lcjax.rope.rotation import no_rotation
 from lcjax.training.config import TrainConfig
@@ -143,7 +143,7 @@ def test_cross_attention_equals_a_float64_oracle(chunk, starts):
     )
     positions = np.arange(length)[None]
     order = positions - np.asarray(starts)[segments - 1]
-    context = Context(positions, segments, no_rotation(), order, memory=encoded.packed())
+    context = LayerInputs(positions, segments, no_rotation(), order, memory=encoded.packed())
     found = memory.reader(config, None).apply({"params": branch}, x, context)
     wanted = oracle(x[0], branch, states[0], mask[0], chunk, starts)
     np.testing.assert_allclose(found[0], wanted, atol=1e-5)

@@ -14,7 +14,7 @@ from lcjax.memory import BeaconSection, SharedLlmSection
 from lcjax.models import Decoder, LayerKind, layer_groups, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import SequentialBlock, random_params
-from lcjax.models.layers import Context, Norm
+from lcjax.models.layers import LayerInputs, Norm
 from lcjax.rope import Clex, Default, DynamicNTK, NoRotation, Yarn, stack_rotations
 
 SIX = preset("tiny").replace(num_layers=6, width=32, mlp_width=48, head_dim=8)
@@ -63,7 +63,7 @@ def test_a_mixed_model_is_the_stack_of_its_blocks(layers):
     for index in range(6):
         kind = cycle[index % len(cycle)]
         own = SIX.replace(pattern=kind.pattern or Causal(), rope=kind.rope or SIX.rope)
-        context = Context(positions, None, own.rope.rotation(8, 24))
+        context = LayerInputs(positions, None, own.rope.rotation(8, 24))
         x, _ = SequentialBlock(own).apply({"params": params()[f"layers_{index}"]}, x, context, None)
     expected = Norm(SIX).apply({"params": params()["final_norm"]}, x)
     close(hidden_states(config, params(), tokens), expected)
