@@ -60,7 +60,12 @@ _LAYER_MODULES = {
     "ffn_gate": ("mlp.gate_proj",),
     "ffn_up": ("mlp.up_proj",),
     "ffn_down": ("mlp.down_proj",),
+    "ffn_gate_inp": ("mlp.gate",),  # the router of a mixture of experts
+    "ffn_gate_exps": ("mlp.experts.*.gate_proj",),
+    "ffn_up_exps": ("mlp.experts.*.up_proj",),
+    "ffn_down_exps": ("mlp.experts.*.down_proj",),
 }
+_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 _ROPE_FACTORS = {"long_factor": "rope_factors_long", "short_factor": "rope_factors_short"}
 
 
@@ -82,6 +87,9 @@ class _Architecture:
     local_theta: float | None = None  # base of layers with a window; None: that of all layers
     # Number of layers of the size whose attention is scaled by width / heads, not by the head size.
     wide_scale_layers: int | None = None
+    expert_family: str | None = None  # model type of a file with experts
+    # Whether llama.cpp divides the weights of a token's experts by their sum, which no key says.
+    norm_topk: bool = True
 
 
 _GEMMA = {
@@ -90,9 +98,13 @@ _GEMMA = {
 }
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _ARCHITECTURES = {
-    "llama": _Architecture("llama", interleaved=True, window_family="mistral"),
+    "llama": _Architecture(
+        "llama", interleaved=True, window_family="mistral", expert_family="mixtral"
+    ),
     "qwen2": _Architecture("qwen2"),
     "qwen3": _Architecture("qwen3"),
+    "qwen3moe": _Architecture("qwen3_moe", expert_family="qwen3_moe"),
+    "olmoe": _Architecture("olmoe", expert_family="olmoe", norm_topk=False),
     "phi2": _Architecture("phi", partial=True),
     "phi3": _Architecture(
         "phi3", modules={"ffn_up": ("mlp.gate_proj", "mlp.up_proj")}, partial=True
@@ -144,6 +156,17 @@ _NEUTRAL = {
     "yarn_log_multiplier": (0.0,),
 }
 _BETAS = {"yarn_beta_fast", "yarn_beta_slow"}  # of the ramp, which only yarn has
+# The same of `<arch>.*` for experts.
+_EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
+_NEUTRAL_EXPERTS = {
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),  # 0: not set
+    "expert_gating_func": (0, 1),  # 0: not set, 1: softmax
+    "leading_dense_block_count": (0,),
+}
 _MAX_LENGTH = 2**26  # bytes of a string, entries of an array; no published file has more
 _MAX_RANK = 4  # axes of a tensor in ggml
 
@@ -256,15 +279,14 @@ class GGUFFile:
 
     def _hf_config(self) -> dict[str, Any]:
         """The metadata as a Hugging Face config."""
-        if experts := self.get("{arch}.expert_count"):
-            raise InputError(
-                f"{self.path}: {self.architecture}.expert_count={experts}: GGUF files of mixtures"
-                " of experts are not supported; use the Hugging Face folder of this model"
-            )
         arch, kind = self._arch, self._arch.family
         window = self.get("{arch}.attention.sliding_window") or None  # 0: none
         if window is not None and arch.window_family is not None:
             kind = arch.window_family  # llama.cpp has one architecture for both
+        if experts := self.get("{arch}.expert_count"):
+            if arch.expert_family is None:
+                raise _unreadable(self, f"{self._key('{arch}.expert_count')}={experts!r}")
+            kind = arch.expert_family
         heads = self._count("{arch}.attention.head_count")
         width = self._count("{arch}.embedding_length")
         head_dim = self._count("{arch}.attention.key_length", width // heads)
@@ -291,6 +313,8 @@ class GGUFFile:
             hf["layer_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_epsilon"))
         else:
             hf["rms_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_rms_epsilon"))
+        if FAMILIES[kind].experts:
+            hf |= self._experts(hf["intermediate_size"])
         for key, name, default in arch.keys:
             default = default(head_dim) if callable(default) else default
             value = self.get(f"{{arch}}.{key}")
@@ -327,8 +351,33 @@ class GGUFFile:
         theta = theta or self.get("{arch}.rope.freq_base", 10_000.0)
         return {"layer_types": types, "rope_local_base_freq": float(theta)}
 
+    def _experts(self, mlp_width: int) -> dict[str, Any]:
+        """The experts that stand in place of each MLP."""
+        if name := next(filter(_ONE_EXPERT.fullmatch, self.stored), None):
+            raise InputError(
+                f"{self.path}: {name} holds one expert, an old form of GGUF; convert the Hugging"
+                " Face folder of this model again"
+            )
+        keys = {key.removeprefix(self._key("{arch}.")): v for key, v in self.metadata.items()}
+        neutral = _NEUTRAL_EXPERTS | {"expert_weights_norm": (self._arch.norm_topk,)}
+        values = {k: v for k, v in keys.items() if k.startswith("expert") or k in neutral}
+        _check_values(self, "", values, _EXPERTS, neutral)
+        top_k = self._count("{arch}.expert_used_count")
+        width = self._count("{arch}.expert_feed_forward_length", mlp_width // top_k)
+        return {
+            "num_local_experts": self._count("{arch}.expert_count"),
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": width,  # of Qwen3-MoE; others have that of an MLP
+            "norm_topk_prob": self._arch.norm_topk,
+        }
+
     def _dtype(self) -> str:
-        kinds = {_dtype_of(t) for t in self.stored.values() if len(t.shape) > 1}
+        """That of all matrices but routers, which are float32 whatever the others are."""
+        kinds = {
+            _dtype_of(tensor)
+            for name, tensor in self.stored.items()
+            if len(tensor.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
+        }
         return kinds.pop() if len(kinds) == 1 else "float32"
 
     def _add(self, name: str, tensor: Tensor) -> None:
@@ -336,6 +385,9 @@ class GGUFFile:
         names, hf, arch = self._hf_names(name), self.hf_config, self._arch
         heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
         heads["v"] = heads["k"]
+        if "*" in names[0] and tensor.shape[0] == hf.get("num_local_experts"):
+            # The table of names describes experts one after another, as their rows are stored.
+            tensor = tensor._replace(shape=(math.prod(tensor.shape[:-1]), tensor.shape[-1]))
         start = 0
         for hf_name in names:
             match = re.search(r"\.([qkv])_proj\.", hf_name)
@@ -357,7 +409,7 @@ class GGUFFile:
             prefix, modules = f"model.layers.{match[1]}.", table.get(match[2], ())
         else:
             prefix, modules = "", _MODULES.get(stem, ())
-        renamed = FAMILIES[self._arch.family].modules
+        renamed = FAMILIES[self.hf_config["model_type"]].modules
         modules = [renamed.get(module, module) for module in modules]
         return [f"{prefix}{module}.{suffix}" for module in modules] or [name]
 
@@ -427,7 +479,7 @@ def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
     if kind not in ("linear", "none") or (has_divisors and factor != 1):
         beside = " beside rope_freqs.weight" if has_divisors else ""
         raise _unreadable(file, f"rope.scaling.type={kind!r} with factor={factor:g}{beside}")
-    _check_scaling(file, scaling, _SUPPORTED | _BETAS)
+    _check_values(file, "rope.scaling.", scaling, _SUPPORTED | _BETAS)
     if has_divisors:
         return {"rope_theta": theta, "rope_scaling": _llama3(file, theta, rotary_dim)}
     if factor == 1:
@@ -457,7 +509,7 @@ def _longrope(
         raise _unreadable(
             file, f"rope.scaling.type={kind!r} with factor={factor:g} beside LongRoPE"
         )
-    _check_scaling(file, scaling, _SUPPORTED | {"attn_factor"})
+    _check_values(file, "rope.scaling.", scaling, _SUPPORTED | {"attn_factor"})
     original = file.need("{arch}.rope.scaling.original_context_length")
     whole_number(f"{file.path}: rope.scaling.original_context_length", original, 2)
     scale = file.need("{arch}.context_length") / original
@@ -481,7 +533,7 @@ def _yarn(file: GGUFFile, theta: float, factor: float, scaling: dict[str, Any]) 
     supported = _SUPPORTED | _BETAS | {"attn_factor", "yarn_ext_factor"}
     if math.isclose(scaling.get("yarn_attn_factor", 0.0), sharpened, rel_tol=1e-4):
         supported |= {"yarn_attn_factor"}
-    _check_scaling(file, scaling, supported, {"yarn_attn_factor": ()})
+    _check_values(file, "rope.scaling.", scaling, supported, _NEUTRAL | {"yarn_attn_factor": ()})
     betas = {key.removeprefix("yarn_"): float(scaling[key]) for key in _BETAS if key in scaling}
     attention = scaling.get("attn_factor", 1.0)
     if file.architecture == "olmo2" and math.isclose(attention, sharpened, rel_tol=1e-4):
@@ -496,21 +548,21 @@ def _yarn(file: GGUFFile, theta: float, factor: float, scaling: dict[str, Any]) 
     )
 
 
-def _check_scaling(
+def _check_values(
     file: GGUFFile,
-    scaling: dict[str, Any],
+    prefix: str,
+    values: dict[str, Any],
     supported: set[str],
-    neutral: dict[str, tuple] | None = None,
+    neutral: Mapping[str, tuple] = _NEUTRAL,
 ) -> None:
-    """Refuses keys that would change the rotation and are not supported."""
-    neutral = _NEUTRAL | (neutral or {})
+    """Refuses keys that would change the result and are not supported."""
     others = {
         key: value
-        for key, value in scaling.items()
+        for key, value in values.items()
         if key not in supported and value not in neutral.get(key, ())
     }
     if others:
-        names = ", ".join(f"rope.scaling.{key}={value!r}" for key, value in sorted(others.items()))
+        names = ", ".join(f"{prefix}{key}={value!r:.60}" for key, value in sorted(others.items()))
         raise _unreadable(file, names)
 
 

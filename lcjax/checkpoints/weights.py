@@ -429,6 +429,7 @@ def _read_block(
             problem = f"numbers beyond {dtype}" if overflows else "NaN or infinity"
             way_out = "read it as float32" if overflows else "use another checkpoint"
             raise InputError(f"{source.path}: {entry.names[layer]} holds {problem}; {way_out}")
+        del rows, block  # before the next layer is read: all its experts may be one tensor
     return out if entry.stacked else out[0]
 
 

@@ -68,15 +68,19 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
 }
 # Families whose converter class extends that of Llama, and so permutes queries and keys.
-PERMUTED = ("llama", "mistral", "granite", "smollm3")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral")
 
 
-def convert(model, path, metadata=(), **tokenizer):
+def convert(model, path, metadata=(), dtype=Kind.F32, **tokenizer):
     """Writes the GGUF file of a model of transformers as llama.cpp's converter does.
 
-    The names of tensors are those of the gguf package's own map.
+    The names of tensors are those of the gguf package's own map. `dtype` is that of matrices,
+    without routers, which are always float32.
     """
     hf = model.config.to_dict()
     kind, count = hf["model_type"], hf["num_hidden_layers"]
@@ -99,13 +103,20 @@ def convert(model, path, metadata=(), **tokenizer):
         writer.add_value_length(head_dim)
     if kind != "gemma2":  # whose file says nothing about its rotation
         writer.add_rope_freq_base(rope["rope_theta"])
-    if kind in ("llama", "mistral", "granite", "smollm3", "phi3"):
+    if kind in (*PERMUTED, "phi3"):
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
     if kind == "phi3":
         writer.add_sliding_window(hf["sliding_window"] or 0)
         writer.add_rope_scaling_orig_ctx_len(hf["original_max_position_embeddings"])
-    elif kind in ("gemma2", "gemma3_text", "olmo3") or (kind == "mistral" and hf["sliding_window"]):
+    elif kind in ("gemma2", "gemma3_text", "olmo3") or (
+        kind in ("mistral", "mixtral") and hf["sliding_window"]
+    ):
         writer.add_sliding_window(hf["sliding_window"])
+    if "num_experts_per_tok" in hf:
+        writer.add_expert_count(hf.get("num_experts") or hf["num_local_experts"])
+        writer.add_expert_used_count(hf["num_experts_per_tok"])
+    if kind == "qwen3_moe":
+        writer.add_expert_feed_forward_length(hf["moe_intermediate_size"])
     if kind == "olmo3":
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in hf["layer_types"]])
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -136,7 +147,7 @@ def convert(model, path, metadata=(), **tokenizer):
     for add in metadata:
         add(writer)
     add_byte_tokenizer(writer, hf["vocab_size"], **tokenizer)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in one_by_one(model.state_dict()):
         if name == "lm_head.weight" and hf["tie_word_embeddings"]:
             continue
         array = tensor.float().numpy()
@@ -147,11 +158,24 @@ def convert(model, path, metadata=(), **tokenizer):
             array = array + 1
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        writer.add_tensor(stored, np.ascontiguousarray(array))
+        stays = array.ndim == 1 or "ffn_gate_inp" in stored
+        form = Kind.F32 if stays else dtype
+        array = gguf.quantize(np.ascontiguousarray(array), form)
+        writer.add_tensor(stored, array, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def one_by_one(state):
+    """The tensors of a `state_dict`, those of gates and of the others of all experts apart."""
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
+        else:
+            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
 
 
 def write_gguf(path, arrays, config, *, arch="llama", kind=Kind.F32, metadata=(), **tokenizer):
