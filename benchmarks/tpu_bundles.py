@@ -102,9 +102,10 @@ def row(case: str, generation: str) -> str:
         cells += [own["blocks"], other[0]["blocks"]]
         if direction == "backward":
             cells.append(other[1]["blocks"])
+        cells.append("" if own["total"] is None else f"{own['total'] / 1e6:.2f}")
         least = min((x["total"] for x in other if x["total"]), default=None)
-        ratio = f" ({own['total'] / least:.2f}x)" if least else ""
-        cells.append(f"{own['total'] / 1e6:.2f}{ratio}")
+        if own["total"] and least:
+            cells[-1] += f" ({own['total'] / least:.2f}x)"
     return f"| {' | '.join(cells)} |"
 
 

@@ -99,7 +99,8 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
         *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
     )
     step = jitted_step(config, objective, mesh, state)
-    return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # says what the devices are
+        return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
 
 
 def abstract_batch(

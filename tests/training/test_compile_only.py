@@ -52,6 +52,19 @@ def test_what_cannot_be_compiled_is_one_line(words, message, capsys):
 
 
 @needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "kernels"),
+    [("v5e:1x1", ["lcjax_d_all", "lcjax_forward"]),
+     ("v4:2x2x1", ["lcjax_d_keys", "lcjax_d_queries", "lcjax_forward"])],
+)  # fmt: skip
+def test_the_step_has_the_kernels_of_its_chip(topology, kernels):
+    config = parse("--model.preset=tiny", "--data.length=256", "--train.batch_size=8")
+    mesh = make_mesh(config.mesh, devices(Topology.parse(topology)))
+    text = compile_only.lower(config, estimate.model_of(config), mesh).as_text()
+    assert sorted(set(re.findall(r'kernel_name = "(\w+)"', text))) == kernels
+
+
+@needs_libtpu
 def test_a_mesh_axis_may_be_a_part_of_an_axis_of_the_torus():
     mesh = make_mesh(Mesh(context=4), devices(Topology.parse("v5p:8x8x8")))
     assert dict(mesh.shape) == {"data": 1, "fsdp": 128, "tensor": 1, "context": 4, "expert": 1}
