@@ -199,10 +199,16 @@ def failures(found: dict) -> str:
     for name, of in found.items():
         by_reason: dict = {}
         for case, directions in of.items():
-            for direction, why in directions.items():
-                if why != PASSED and direction in ("forward", "backward"):
-                    by_reason.setdefault(why, []).append(f"{case} {direction}")
-        said += [f"{name} ({', '.join(which)}): {why}" for why, which in by_reason.items()]
+            wrong = {x: why for x, why in directions.items() if x != "unsupported"}
+            for direction, why in wrong.items():
+                # One entry where both directions have the same reason.
+                both = set(wrong.values()) == {why}
+                if why != PASSED:
+                    entry = case if both else f"{case}, {direction}"
+                    by_reason.setdefault(why, {})[entry] = True
+        for why, entries in by_reason.items():
+            which = "in every case" if list(entries) == list(of) else f"({'; '.join(entries)})"
+            said.append(f"{name}: {why} {which}")
     return "; ".join(said)
 
 
