@@ -387,8 +387,9 @@ def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> 
     fastest = chosen.get(current, chosen["default"])
     refused = list(itertools.takewhile(lambda name: name != fastest, reasons))
     of_cuda = {x: reasons[x] for x in refused if "cuda" in backends[x].platforms}
-    said = any(reason.startswith(_self_check().LOGGED) for reason in of_cuda.values())
-    if current == "cuda" and kind and not times and backends[fastest].portable and not said:
+    unmeasured = current == "cuda" and kind and not times and backends[fastest].portable
+    # What the self-check refuses has a line of its own.
+    if unmeasured and not any(x.startswith(_self_check().LOGGED) for x in of_cuda.values()):
         why = "; ".join(f"not {name}, {reason}" for name, reason in of_cuda.items())
         _warn_once(UNMEASURED.format(family, kind, tuning.device_kind(), why))
     for name in refused:
