@@ -321,6 +321,24 @@ def test_nothing_is_started_for_a_described_gpu_or_without_one(gpu, monkeypatch)
     assert not gpu.started and not list(gpu.folder.iterdir())
 
 
+def test_a_mesh_of_gpus_that_are_here_is_not_a_described_one(gpu):
+    device = jax.sharding.AbstractDevice(device_kind=H100[0], platform="gpu", num_cores=132)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    gpu.become(*H100)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert implementations(*CALLS["table"][:2]) == (["mosaic_gpu"], ["mosaic_gpu"])
+    assert len(gpu.started) == 3
+
+
+def test_it_is_started_once_while_a_program_is_traced(gpu):
+    gpu.become(*H100)
+    q, k, v = (jnp.zeros(x.shape, x.dtype) for x in shapes())
+    step = jax.jit(jax.grad(lambda q: jnp.sum(flash(q, k, v, causal())[0].astype(jnp.float32))))
+    step(q)
+    step(q)
+    assert len(gpu.started) == 3
+
+
 def test_a_measurement_comes_first_and_what_it_found_wrong_is_not_used(gpu):
     gpu.become(*H100)
     times = {"forward": {"triton": 1.0, "cudnn": 2.0, "xla": 9.0}}
