@@ -86,7 +86,8 @@ else:
 # | H100, H200 | 9.0 | bfloat16, float16 | XLA, Pallas-Triton, cuDNN, Pallas-Mosaic-GPU |
 #
 # XLA in blocks computes everything, on all of them, and never holds a number for each pair of
-# tokens. It runs until the others were measured on a GPU of your kind, which the next cells do.
+# tokens. The others run if they passed a self-check on this machine, which the first call of
+# attention starts, and in the order in which they were measured, which the next cells do.
 
 # %% [markdown]
 # ## Are the kernels right, and how fast are they?
@@ -149,9 +150,9 @@ for dtype in ("bfloat16", "float16", "float32"):
     print(f"--- {dtype}", *explain(jax.grad(loss), q, k, k), sep="\n")
 
 # %% [markdown]
-# Calls in float32 are not timed and stay with XLA. Pallas-Triton has no float16 and cuDNN has no
-# block tables. `flash(..., implementation="triton")` takes one by name and raises its reason
-# where it cannot run.
+# Calls in float32 are not timed: Pallas-Triton takes those with heads up to 64, XLA the others.
+# Pallas-Triton has no float16 and cuDNN has no block tables. `flash(..., implementation="triton")`
+# takes one by name and raises its reason where it cannot run.
 
 # %% [markdown]
 # ## bfloat16 on a T4

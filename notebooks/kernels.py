@@ -130,7 +130,7 @@ for name, (function, arguments) in PROGRAMS.items():
 
 # %% [markdown]
 # The lines name what runs here and what does not, with the reason. On a TPU it is a Pallas
-# kernel, on a CPU blocks of XLA, on a GPU what was measured there.
+# kernel, on a CPU blocks of XLA, on a GPU what was measured or has passed a self-check there.
 
 # %% [markdown]
 # ## Gradients beside the dense formula

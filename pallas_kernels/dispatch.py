@@ -212,8 +212,9 @@ class Backend(NamedTuple):
     module: str
     platforms: tuple[str, ...]
     portable: bool = False
-    by_name: bool = False  # runs only if it is named, or was measured on the device
+    by_name: bool = False  # runs only if it is named, was measured or has passed the self-check
     takes_d_lse: bool = True  # else its backward pass runs only where nothing depends on lse
+    deterministic: bool = True  # else gradients may differ in bits between two runs
 
     def load(self):
         return importlib.import_module(self.module)
@@ -225,7 +226,13 @@ BACKENDS = {
     "tpu": Backend("pallas_kernels.backends.tpu.attention", ("tpu",)),
     "triton": Backend("pallas_kernels.backends.triton.attention", ("cuda",), by_name=True),
     "mosaic_gpu": Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cuda",), by_name=True),
-    "cudnn": Backend("pallas_kernels.backends.cudnn", ("cuda",), by_name=True, takes_d_lse=False),
+    "cudnn": Backend(
+        "pallas_kernels.backends.cudnn",
+        ("cuda",),
+        by_name=True,
+        takes_d_lse=False,
+        deterministic=False,
+    ),
 }
 LANDMARK = {
     "xla": Backend("pallas_kernels.backends.xla.landmark", ("cpu", "default"), portable=True),
@@ -236,10 +243,14 @@ FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
 BY_NAME, NO_D_LSE = "chosen by name", "it takes no cotangent of lse"
 UNMEASURED = (
-    "{}: XLA's blockwise attention runs ({}): no kernel was measured on {} yet, which "
+    "{}: XLA's blockwise attention runs ({}) on {}: {}; no kernel was measured there yet, which "
     "`python -m benchmarks.gpu.attention --keep` does once, in a clone of lcjax; with its wheel "
     "`python -m lcjax.benchmarks.gpu.attention --keep`"
 )
+
+
+class CannotRun(ValueError):
+    """A backend that the caller names cannot run the call."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +309,9 @@ def choose(
     """((platform, backend), ...) for `run`; a name that cannot run raises its reason.
 
     Of the backends that can run on a platform, the one that was measured to be the fastest is
-    taken. Any backend can run the backward pass of another's results.
+    taken. On GPUs where nothing was measured for such calls it is the first of `tuning.order` that
+    supports the call and has passed the self-check for it (`pallas_kernels.self_check`). Any
+    backend can run the backward pass of another's results.
 
     Args:
       d_lse: whether the backward pass has a cotangent of lse.
@@ -308,7 +321,8 @@ def choose(
     if name is not None:
         choice, reasons = _explicit(name, inputs, d_lse)
     else:
-        choice, reasons = _fastest(timings.times(kind, direction), kind, inputs, d_lse)
+        times = timings.times(kind, direction, str(q.dtype))
+        choice, reasons = _fastest(times, kind, inputs, direction, d_lse)
     if (explanations := _explanations.get()) is not None:
         arrays = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)))
         suffix = f" ({kind})" if kind else ""
@@ -318,37 +332,67 @@ def choose(
     return tuple(choice.items())
 
 
-def _fastest(times: dict[str, float], kind, inputs, d_lse: bool):
+def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool):
     """The choice, and why each backend is or is not taken; times: of those that were measured."""
     backends, chosen, reasons = FAMILIES[inputs[-1].family], {}, {}
-    for name in sorted(backends, key=lambda x: (times.get(x, math.inf), backends[x].portable)):
+    rules = [] if times else [x for x in tuning.order() if x in backends]
+
+    def rank(name):
+        by_rule = rules.index(name) if name in rules else len(rules)
+        return times.get(name, math.inf), backends[name].portable, by_rule
+
+    for name in sorted(backends, key=rank):
         backend, duration = backends[name], f"{times.get(name, 0.0):.3g} ms for a call like it"
         if backend.portable:
             timed = ("cuda",) if name in times else ()  # slower backends are not considered
             chosen = dict.fromkeys((*backend.platforms, *timed), name) | chosen
             reasons[name] = duration if name in times else "it runs everywhere"
-        elif backend.by_name and name not in times:
+            continue
+        if backend.by_name and name not in times and name not in rules:
             reasons[name] = f"not measured here for {kind or 'float32'}"
-        elif chosen.keys() >= set(backend.platforms):
+            continue
+        if chosen.keys() >= set(backend.platforms):
             reasons[name] = duration if name in times else "another one is first"
-        elif d_lse and not backend.takes_d_lse:
-            reasons[name] = NO_D_LSE
-        elif reason := backend.load().unsupported(*inputs):
-            reasons[name] = reason
-        else:
+            continue
+        can, why = _judge(name, backend, name in times, inputs, direction, d_lse)
+        if can:
             chosen = dict.fromkeys(backend.platforms, name) | chosen
-            reasons[name] = duration if name in times else f"for {', '.join(backend.platforms)}"
+        reasons[name] = duration if can and name in times else why
     _log_choice(times, kind, inputs[-1].family, chosen, reasons)
     return chosen, reasons
 
 
+def _judge(name: str, backend: Backend, measured: bool, inputs, direction: str, d_lse: bool):
+    """(whether a backend can run a call, why)."""
+    if d_lse and not backend.takes_d_lse:
+        return False, NO_D_LSE
+    if reason := backend.load().unsupported(*inputs):
+        return False, reason
+    if not backend.by_name or measured:
+        return True, f"for {', '.join(backend.platforms)}"
+    form = timings.form_of(timings.kind_of_any_dtype(*inputs))
+    if reason := timings.why_wrong(name, str(inputs[0].dtype), form):
+        return False, f"it was measured to be wrong: {reason}"
+    return _self_check().judge(name, direction, inputs)
+
+
+def _self_check():
+    """The module, which is also a command and imports this package itself."""
+    return importlib.import_module("pallas_kernels.self_check")
+
+
 def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> None:
-    """Warns once on a platform if a better backend is refused, or if none was measured."""
+    """Warns once on a platform if a better backend is refused, or if XLA runs unmeasured."""
     current, backends = platform(), FAMILIES[family]
     fastest = chosen.get(current, chosen["default"])
-    if current == "cuda" and kind and not times:
-        _warn_once(UNMEASURED.format(family, kind, tuning.device_kind()))
-    for name in itertools.takewhile(lambda name: name != fastest, reasons):
+    refused = list(itertools.takewhile(lambda name: name != fastest, reasons))
+    of_cuda = {x: reasons[x] for x in refused if "cuda" in backends[x].platforms}
+    unmeasured = current == "cuda" and kind and not times and backends[fastest].portable
+    # What the self-check refuses has a line of its own.
+    if unmeasured and not any(x.startswith(_self_check().LOGGED) for x in of_cuda.values()):
+        why = "; ".join(f"not {name}, {reason}" for name, reason in of_cuda.items())
+        _warn_once(UNMEASURED.format(family, kind, tuning.device_kind(), why))
+    for name in refused:
         known = name in times or not backends[name].by_name
         if known and current in backends[name].platforms and reasons[name] != NO_D_LSE:
             _warn_once(f"{family}: not {name}, {reasons[name]}; {fastest} runs")
@@ -360,7 +404,7 @@ def _explicit(name: str, inputs, d_lse: bool):
     backends, call = FAMILIES[family], f"{family}(implementation={name!r})"
     if name not in backends:
         choices = ", ".join([*backends, REFERENCE])
-        raise ValueError(f"{call}: unknown; choose one of {choices}")
+        raise CannotRun(f"{call}: unknown; choose one of {choices}")
     backend, current = backends[name], platform()
     if backend.portable:
         return dict.fromkeys(backend.platforms, name), {name: BY_NAME}
@@ -369,7 +413,7 @@ def _explicit(name: str, inputs, d_lse: bool):
     else:
         reason = backend.load().unsupported(*inputs)
     if reason is not None:
-        raise ValueError(f"{call}: {reason}; leave implementation out for the best one that can")
+        raise CannotRun(f"{call}: {reason}; leave implementation out for the best one that can")
     if d_lse and not backend.takes_d_lse:
         portable = next(name for name, backend in backends.items() if backend.portable)
         _warn_once(f"{call}: a result depends on lse and {NO_D_LSE}; {portable} computes gradients")

@@ -74,8 +74,9 @@ def flash(
         split length is put together by a ring or an all-to-all exchange
         (`pallas_kernels.sharded`). None leaves it to the compiler, which cannot split kernels.
       implementation: a name of `pallas_kernels.dispatch.BACKENDS`, "reference" (dense, for tests),
-        or None for the platform's default: on GPUs the one that was measured to be right and
-        fastest there (`pallas_kernels.timings`; `explain` returns which one, and why).
+        or None for the platform's default: on GPUs the fastest one that was measured there
+        (`pallas_kernels.timings`), else the first one that passed a self-check, which the first
+        call starts (`pallas_kernels.self_check`). `explain` returns which one, and why.
 
     Returns:
       out in q's dtype, and lse in float32.

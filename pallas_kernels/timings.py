@@ -2,14 +2,18 @@
 
 `python -m benchmarks.gpu.attention --keep` (of a wheel: `lcjax.benchmarks.gpu.attention`) checks
 and measures the GPU of the process and writes one file for its kind, which every later process
-reads. Where nothing was measured, attention on GPUs is XLA's. A file holds milliseconds by kind of
-call, direction and implementation:
+reads. Where nothing was measured, rules choose (`pallas_kernels.dispatch.choose`). A file holds
+milliseconds by kind of call, direction and implementation, and what was wrong by implementation,
+dtype and form of call:
 
-    {"device": "NVIDIA H200", "jax": "0.11.2", "milliseconds": {
+    {"device": "NVIDIA H200", "jax": "0.11.2",
+     "wrong": {"triton, float32, documents": "small, float32: documents: relative errors ..."},
+     "milliseconds": {
         "causal, heads of 128": {"forward": {"mosaic_gpu": 1.9, "xla": 60.0}, "backward": {...}}}}
 
-Only implementations whose results were right are in it. Processes of one run have to read the same
-file: copy it to every machine, or point LCJAX_KERNELS at a folder that they share.
+What was wrong is never used for such calls, whatever the size of their heads. Processes of one run
+have to read the same file: copy it to every machine, or point LCJAX_KERNELS at a folder that they
+share.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ log = logging.getLogger(__name__)
 VARIABLE = "LCJAX_KERNELS"
 SHIPPED = Path(__file__).parent / "timings"
 SIZES = (64, 128, 256)  # of heads: a call counts as the next larger one
+MEASURED = "bfloat16"  # the dtype of what is timed; float16 follows it
 FEW = 128  # rows that share a key head, up to which reading the keys is all that takes time
 
 
@@ -50,6 +55,11 @@ def kind(q, k, v, operands, spec) -> str | None:
     """
     if any(x.dtype.itemsize > 2 for x in (q, k, v)):
         return None
+    return kind_of_any_dtype(q, k, v, operands, spec)
+
+
+def kind_of_any_dtype(q, k, v, operands, spec) -> str:
+    """As `kind`, also for float32."""
     largest = max(q.shape[-1], v.shape[-1])
     size = next((x for x in SIZES if largest <= x), SIZES[-1])
     return f"{_form(q, k, operands, spec)}, heads of {size}"
@@ -69,11 +79,17 @@ def _form(q, k, operands, spec) -> str:
     return {causal(): "causal", everything(): "dense"}.get(spec.mask, "window")
 
 
-def times(kind: str | None, direction: str) -> dict[str, float]:
+def form_of(kind: str) -> str:
+    """ "causal" of "causal, heads of 128"."""
+    return kind.split(", heads of ")[0]
+
+
+def times(kind: str | None, direction: str, dtype: str = MEASURED) -> dict[str, float]:
     """Milliseconds by implementation on the GPU that programs are for, fastest first.
 
     They are those of the nearest kind that was measured: other head sizes, then plain causal
-    attention for the forms that are computed like it. Empty where nothing was measured.
+    attention for the forms that are computed like it. Empty where nothing was measured. What was
+    wrong for this form and dtype is left out.
     """
     if kind is None or not (milliseconds := figures()):
         return {}
@@ -82,8 +98,25 @@ def times(kind: str | None, direction: str) -> dict[str, float]:
     forms = [form] if form in ("few queries", "landmark") else [form, "causal"]
     for name in (f"{form}, heads of {size}" for form in forms for size in sizes):
         if by_name := milliseconds.get(name, {}).get(direction):
-            return dict(sorted(by_name.items(), key=lambda item: item[1]))
+            kept = {x: ms for x, ms in by_name.items() if why_wrong(x, dtype, form) is None}
+            return dict(sorted(kept.items(), key=lambda item: item[1]))
     return {}
+
+
+def case(name: str, dtype: str, form: str) -> str:
+    """The key of what was wrong."""
+    return f"{name}, {dtype}, {form}"
+
+
+def why_wrong(name: str, dtype: str, form: str) -> str | None:
+    """What a measurement found wrong in an implementation's calls of a form, or None."""
+    return wrong().get(case(name, dtype, form))
+
+
+def wrong() -> dict[str, str]:
+    """What measurements on the GPU that programs are for found wrong: reasons by `case`."""
+    device = tuning.device_kind()
+    return _read(device, folder())["wrong"] if device else {}
 
 
 def figures() -> dict:
@@ -92,12 +125,12 @@ def figures() -> dict:
     Empty where nothing was measured.
     """
     device = tuning.device_kind()
-    return _read(device, folder()) if device else {}
+    return _read(device, folder())["milliseconds"] if device else {}
 
 
 @functools.cache
 def _read(device: str, local: Path) -> dict:
-    """The times of a kind of GPU from this machine's folder, else those that were shipped."""
+    """The file of a kind of GPU from this machine's folder, else the one that was shipped."""
     version = jax.__version__
     for place in (local, SHIPPED):
         file = place / file_of(device)
@@ -105,28 +138,31 @@ def _read(device: str, local: Path) -> dict:
             continue
         try:
             content = json.loads(file.read_text())
-            milliseconds, measured_with = content["milliseconds"], content["jax"]
+            found = {"milliseconds": content["milliseconds"], "wrong": content.get("wrong", {})}
+            measured_with = content["jax"]
         except (ValueError, KeyError, OSError, TypeError) as error:
             log.warning("%s cannot be read (%s): remove or measure it again", file, error)
             continue
         if measured_with.split(".")[:2] != version.split(".")[:2]:
             log.warning("%s was measured with jax %s, this is %s", file, measured_with, version)
-        return milliseconds
-    return {}
+        return found
+    return {"milliseconds": {}, "wrong": {}}
 
 
 def write(place: Path, device: str, milliseconds: dict, wrong: dict[str, str] | None = None):
     """Writes the file of a kind of GPU, for this version of JAX; returns its path.
 
-    Other times in the file stay, except those of implementations that are `wrong` (a reason by
-    name).
+    Other times in the file stay, except those of what is `wrong`: a reason by `case`.
     """
     wrong = wrong or {}
     file = place / file_of(device)
     known = json.loads(file.read_text()) if file.exists() else {}
     earlier = known.get("milliseconds", {}) if known.get("jax") == jax.__version__ else {}
     merged = {
-        kind: {x: {k: v for k, v in of.items() if k not in wrong} for x, of in directions.items()}
+        kind: {
+            x: {k: v for k, v in of.items() if case(k, MEASURED, form_of(kind)) not in wrong}
+            for x, of in directions.items()
+        }
         for kind, directions in (earlier | milliseconds).items()
     }
     content = {"device": device, "jax": jax.__version__, "wrong": wrong, "milliseconds": merged}

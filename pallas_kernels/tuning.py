@@ -1,6 +1,6 @@
 """Which NVIDIA GPU a program is for, and the block sizes of its kernels.
 
-No number here is a timing. Tiles were chosen by the compilers' reports without a GPU
+No number here is a timing of ours. Tiles were chosen by the compilers' reports without a GPU
 (`benchmarks/gpu/compile.py`): no spilled register, tensor cores, shared memory within the limit.
 """
 
@@ -22,6 +22,11 @@ CAPABILITIES = {
     "RTX 4090": 89, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100,
 }  # fmt: skip
 SHARED_MEMORY = {"sm80": 166912, "sm86": 101376, "sm90": 232448}  # bytes that a block may have
+# Kernels in the order in which they are taken where none was measured, by capability; elsewhere
+# none of them. cuDNN is the fastest that is known for the few calls it takes on Hopper; on Ampere
+# others measured it behind FlashAttention.
+ORDER = {90: ("cudnn", "mosaic_gpu", "triton")}
+ORDER |= dict.fromkeys(range(80, 90), ("triton", "cudnn"))
 
 
 def device_kind() -> str | None:
@@ -48,6 +53,17 @@ def capability() -> int | None:
         return CAPABILITIES[match[1]] if match else None
     version = str(getattr(device, "compute_capability", ""))
     return int(version.replace(".", "")) if re.fullmatch(r"\d+\.\d", version) else None
+
+
+def order() -> tuple[str, ...]:
+    """Returns the backends that may run without a measurement, the preferred ones first."""
+    return ORDER.get(capability(), ())
+
+
+def is_here() -> bool:
+    """Returns whether the GPU of `device_kind` is of this process, not only described."""
+    device = _device()
+    return device is not None and device.device_kind == device_kind()
 
 
 @functools.cache

@@ -22,13 +22,15 @@ counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "t
 the list of blocks: on the host where the mask is known, on the device for documents.
 
 Writes DEVICE.json and DEVICE.md into `--out`, after every workload, and prints the tables last.
-`--keep` checks first, and tells lcjax: from then on attention on such a GPU is computed by what was
-fastest for calls of its kind and right wherever it ran (`pallas_kernels.timings`).
+`--keep` checks first, and tells lcjax, after every workload: from then on attention on such a GPU
+is computed by what was fastest for calls of its kind and right in all calls of that form and dtype
+(`pallas_kernels.timings`).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -67,6 +69,7 @@ class Report:
     def __init__(self, args):
         self.args, self.found = args, {"command": sys.argv[1:], "rows": [], "lost": [], "left": []}
         self.failures: list[dict] = []  # cases of the check
+        self.workloads: dict | None = None
 
     def take_check(self, log) -> None:
         self.failures, self.found["check"] = log.failures, log.lines()
@@ -82,6 +85,8 @@ class Report:
             self.found["left"] = event["left"]
         if "done" in event or "lost" in event:
             self.write()
+            if self.args.keep:
+                self.keep()
             print(f"{time.strftime('%H:%M:%S')} {event}", file=sys.stderr, flush=True)
 
     def _lose(self, event: dict) -> None:
@@ -117,18 +122,31 @@ class Report:
         """Writes what was fastest where dispatch reads it; says where, and what was left out."""
         from pallas_kernels import timings
 
+        from .check import calls_of
         from .report import fastest, milliseconds, wrong_implementations
 
         device, rows = self.found.get("about", {}).get("device"), self.found["rows"]
-        wrong = wrong_implementations(rows, self.failures, self.found["lost"])
+        wrong = wrong_implementations(
+            rows, self.failures, self.found["lost"], self._forms_of, functools.cache(calls_of)
+        )
         times = milliseconds(rows, wrong)
-        if not times:
+        if device is None or not (times or wrong):
             return "Nothing was kept: no implementation was timed."
         place = timings.folder() if self.args.keep is True else self.args.keep
         file = timings.write(place, device, times, wrong)
-        said = "".join(f"\n- never {name}: {why}" for name, why in wrong.items())
+        said = "".join(f"\n- never {case}: {why}" for case, why in wrong.items())
         kept = f"Kept in {file}, which attention on {device} follows from now on"
         return f"{kept}:\n{fastest(times)}{said}"
+
+    def _forms_of(self, workload: str) -> set[str]:
+        """The forms of its calls."""
+        from pallas_kernels import timings
+
+        from .measure import chosen
+
+        if self.workloads is None:
+            self.workloads = {w.name: w for w in chosen(self.args)}
+        return {timings.form_of(kind) for kind in self.workloads[workload].kinds}
 
     def tables(self) -> dict:
         """Milliseconds of a static table of 128k, and what share of its call a traced one is."""
@@ -185,6 +203,8 @@ def main(argv=None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
     from .measure import chosen, work
     from .workers import emit, jobs_of_child, platform_here, supervise
 
@@ -195,6 +215,8 @@ def main(argv=None) -> int:
         print(f"error: JAX runs on {platform} here, and this is for NVIDIA GPUs; install jax for "
               "CUDA, or try it at tiny sizes with --cpu", file=sys.stderr)  # fmt: skip
         return 2
+    # This process traces what failed, and leaves the GPU to its children.
+    jax.config.update("jax_platforms", "cpu")
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     if args.check or args.keep:
         from . import check

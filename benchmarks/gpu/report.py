@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+
+from pallas_kernels import timings
+from pallas_kernels.dispatch import BACKENDS
 
 from .implementations import OURS
 
@@ -24,11 +27,15 @@ def number(x, digits: int = 3) -> str:
 
 
 def is_right(row: dict) -> bool:
-    """Whether the results are the oracle's, as far as bfloat16 goes, and the same twice.
+    """Whether the results are the oracle's, as far as bfloat16 goes, and the same twice."""
+    return row["error"] < WRONG and not _varies(row)
 
-    cuDNN adds up dq in any order.
-    """
-    return row["error"] < WRONG and (row["same_bits"] or row["side"] == OURS + "cudnn")
+
+def _varies(row: dict) -> bool:
+    """Whether two runs differed in bits, beside the gradients of what adds up in any order."""
+    backend = BACKENDS.get(row["side"].removeprefix(OURS))
+    exempt = row["pass"] != "fwd" and backend is not None and not backend.deterministic
+    return not row["same_bits"] and not exempt
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
@@ -54,21 +61,41 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     return found
 
 
-def wrong_implementations(rows: list[dict], checks: list[dict], lost: list[dict]) -> dict[str, str]:
-    """Our implementations that were wrong, crashed or hung anywhere, with the first reason.
+def wrong_implementations(
+    rows: list[dict],
+    checks: list[dict],
+    lost: list[dict],
+    forms_of: Callable[[str], Iterable[str]],
+    calls_of: Callable[[str], tuple[str, Iterable[str]]],
+) -> dict[str, str]:
+    """What was wrong, crashed or hung by implementation, dtype and form, with the first reason.
 
-    rows: what was timed; checks: cases of the check that failed; lost: what ended a process.
+    Args:
+      rows: what was timed.
+      checks: cases of the check that failed.
+      lost: what ended a process.
+      forms_of: the forms of the calls of a workload, by its name.
+      calls_of: the dtype and the forms of the calls of a case of the check, by its name.
+
+    Returns:
+      reasons by `timings.case`.
     """
     found = {}
+
+    def add(side: str, dtype: str, forms, why: str) -> None:
+        for form in sorted(forms):
+            found.setdefault(timings.case(side.removeprefix(OURS), dtype, form), why)
+
     for row in rows:
         if row.get("ms") and row["side"].startswith(OURS) and not is_right(row):
-            found.setdefault(row["side"].removeprefix(OURS), f"wrong in {row['workload']}")
+            forms = forms_of(row["workload"])
+            add(row["side"], timings.MEASURED, forms, f"wrong in {row['workload']}")
     for row in checks:
-        found.setdefault(row["backend"], f"{row['case']}: {row['why']}")
+        add(row["backend"], *calls_of(row["case"]), f"{row['case']}: {row['why']}")
     for event in lost:
         if (event["step"] or "").startswith(OURS):
             why = f"it ended the process in {event['lost']}: {event['why']}"
-            found.setdefault(event["step"].removeprefix(OURS), why)
+            add(event["step"], timings.MEASURED, forms_of(event["lost"]), why)
     return found
 
 
@@ -86,15 +113,16 @@ def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
     """By kind of call, direction and implementation, as `pallas_kernels.timings` keeps them.
 
     Of each kind the workload that most implementations did; the more important one of equals.
-    Passes whose results were not the same twice are left out.
+
+    Args:
+      wrong: what is left out, by `timings.case`.
     """
-    ours = [r for r in rows if r.get("ms") and r["side"].startswith(OURS)]
-    varying = {(r["side"], r["pass"]) for r in ours if not r["same_bits"]}
     found: dict = {}
-    for row in ours:
-        name = row["side"].removeprefix(OURS)
-        kept = row["kind"] and row["pass"] in DIRECTIONS and name not in wrong
-        if kept and (row["side"], row["pass"]) not in varying:
+    for row in rows:
+        if not row.get("ms") or not row["side"].startswith(OURS) or not row["kind"]:
+            continue
+        name, form = row["side"].removeprefix(OURS), timings.form_of(row["kind"])
+        if row["pass"] in DIRECTIONS and timings.case(name, timings.MEASURED, form) not in wrong:
             of = found.setdefault(row["kind"], {}).setdefault(DIRECTIONS[row["pass"]], {})
             of.setdefault(row["workload"], {})[name] = row["ms"]
     return {

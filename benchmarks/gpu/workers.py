@@ -24,6 +24,8 @@ from pathlib import Path
 # Where `python -m` finds this package: the root of a clone, or the site-packages of a wheel.
 ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 MARK = "@event "
+STARTING = 180.0  # seconds in which JAX must find the device
+ENDING = 10.0  # seconds after which a process that has closed its output, or was killed, is left
 
 
 def emit(**event) -> None:
@@ -38,7 +40,8 @@ def jobs_of_child() -> list[dict]:
 def platform_here() -> str:
     """What JAX runs on, asked in a process that lets go of the device again."""
     command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=STARTING)
+    return run.stdout.strip()
 
 
 def supervise(
@@ -110,11 +113,20 @@ def _events(command, jobs, deadline, patience) -> Iterator[dict]:
         child.stdin.close()
         yield from _read(child, lines, deadline, patience)
     except BrokenPipeError:
-        yield {"ended": f"exit code {child.wait()}"}
+        yield {"ended": _end_of(child)}
     finally:
         if child.poll() is None:
             child.kill()
-        child.wait()
+            _end_of(child)
+
+
+def _end_of(child) -> str:
+    """How a process ended; one that the driver does not let go of is killed and left."""
+    try:
+        return f"exit code {child.wait(ENDING)}"
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return f"it did not end in {ENDING:.0f} s"
 
 
 def _read(child, lines: queue.Queue, deadline: float, patience: float) -> Iterator[dict]:
@@ -126,7 +138,7 @@ def _read(child, lines: queue.Queue, deadline: float, patience: float) -> Iterat
             yield {"ended": "time" if left <= patience else f"silent for {patience:.0f} s"}
             return
         if line is None:
-            yield {"ended": f"exit code {child.wait()}"}
+            yield {"ended": _end_of(child)}
             return
         if line.startswith(MARK):
             yield json.loads(line.removeprefix(MARK))

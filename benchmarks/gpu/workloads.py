@@ -124,8 +124,8 @@ class Workload:
         return lambda q, k, v: merge([flash(q, k, v, part, **options) for part in self.parts])[0]
 
     @functools.cached_property
-    def kind(self) -> str | None:
-        """What implementations are ranked by for such calls; None: it is several calls."""
+    def kinds(self) -> set[str]:
+        """The kinds of its calls (`pallas_kernels.timings`)."""
         q, k = (
             jax.ShapeDtypeStruct((1, t, n, self.size), jnp.bfloat16)
             for t, n in ((self.t, self.heads), (self.s, self.kv_heads))
@@ -133,7 +133,12 @@ class Workload:
         kinds = {x.kind for x in explain(self.attention("xla"), q, k, k)}
         if self.landmark:  # beside its own block, which is ordinary attention
             kinds = {x for x in kinds if x.startswith("landmark")}
-        return kinds.pop() if len(kinds) == 1 and not self.parts else None
+        return kinds
+
+    @property
+    def kind(self) -> str | None:
+        """What implementations are ranked by for such calls; None: it is several calls."""
+        return next(iter(self.kinds)) if len(self.kinds) == 1 and not self.parts else None
 
     @functools.cached_property
     def pairs(self) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.errors import InputError, whole_number, whole_numbers
-from pallas_kernels import timings
+from pallas_kernels import self_check, timings
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
 _failed = threading.Event()  # this process has said why it ends
@@ -234,11 +234,11 @@ def _check_same_config(config: Any) -> None:
             "the processes of this job have different settings; start all with the same config and"
             " the same overrides, distributed.process apart"
         )
-    if not equal_on_all_processes(
-        repr(timings.figures())
-    ):  # processes have to run the same kernels
+    # Processes have to run the same kernels.
+    if not equal_on_all_processes(repr((timings.figures(), timings.wrong(), self_check.known()))):
         raise InputError(
-            "the processes of this job have measured different times of GPU kernels, or some none;"
+            "the processes of this job have measured different times of GPU kernels or have"
+            " different self-checks of them, or some none;"
             f" copy {timings.folder()} to all, or point {timings.VARIABLE} at a shared folder"
         )
 

@@ -118,7 +118,7 @@ def test_wrong_results_are_called_wrong(wrong, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_what_was_fastest_is_kept_unless_it_was_wrong_anywhere(
+def test_what_was_fastest_is_kept_unless_it_was_wrong_for_such_calls(
     wrong, tmp_path, monkeypatch, capsys
 ):
     log = check.Log(["wrong", "xla"])
@@ -126,9 +126,9 @@ def test_what_was_fastest_is_kept_unless_it_was_wrong_anywhere(
     options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
     options += ["--sides", "lcjax (xla|wrong)", "--out", str(tmp_path / "report")]
     attention.main([*options, "--keep", str(tmp_path)])
-    assert "- never wrong: wrong in a causal" in capsys.readouterr().out
+    assert "- never wrong, bfloat16, few queries: wrong in a causal" in capsys.readouterr().out
     found = json.loads((tmp_path / "cpu.json").read_text())
-    assert list(found["wrong"]) == ["wrong"]
+    assert list(found["wrong"]) == ["wrong, bfloat16, few queries"]
     (times,) = found["milliseconds"].values()
     assert list(found["milliseconds"]) == ["few queries, heads of 64"]
     assert {x: set(of) for x, of in times.items()} == {"forward": {"xla"}, "backward": {"xla"}}
@@ -147,16 +147,59 @@ def test_implementations_are_ranked_on_the_workload_that_most_of_them_did():
         row("a short", "lcjax xla", 9.0) | {"pass": "bwd"},
         row("a short", "lcjax cudnn", 1.5, same_bits=False) | {"pass": "bwd"},
     ]  # fmt: skip
+    rows.append(row("a short", "lcjax apart", 0.5, same_bits=False))
     failed = {"backend": "mosaic_gpu", "case": "a case", "status": "FAIL", "why": "it is off"}
-    lost = [{"lost": "a long", "step": x, "why": "silent"} for x in ("lcjax apart", "torch", None)]
-    wrong = report.wrong_implementations(rows, [failed], lost)
-    assert list(wrong) == ["other", "mosaic_gpu", "apart"]
-    assert wrong["mosaic_gpu"] == "a case: it is off" and "a long: silent" in wrong["apart"]
-    times = {"forward": {"triton": 2.0, "xla": 8.0, "cudnn": 1.0}, "backward": {"xla": 9.0}}
+    others = failed | {"backend": "triton", "case": "of float32"}
+    lost = [{"lost": "b", "step": x, "why": "silent"} for x in ("lcjax triton", "torch", None)]
+    forms = {"a short": {"causal"}, "a long": {"causal"}, "b": {"window"}}
+    calls = {"a case": ("bfloat16", {"documents", "causal"}), "of float32": ("float32", {"causal"})}
+    wrong = report.wrong_implementations(
+        rows, [failed, others], lost, forms.__getitem__, calls.__getitem__
+    )
+    assert list(wrong) == [
+        "other, bfloat16, causal", "apart, bfloat16, causal", "mosaic_gpu, bfloat16, causal",
+        "mosaic_gpu, bfloat16, documents", "triton, float32, causal", "triton, bfloat16, window",
+    ]  # fmt: skip
+    assert wrong["mosaic_gpu, bfloat16, causal"] == "a case: it is off"
+    assert "b: silent" in wrong["triton, bfloat16, window"]
+    # Two runs of cuDNN's backward pass may differ in bits, and those of its forward pass not.
+    times = {
+        "forward": {"triton": 2.0, "xla": 8.0, "cudnn": 1.0}, "backward": {"xla": 9.0, "cudnn": 1.5}
+    }  # fmt: skip
     kept = report.milliseconds(rows, wrong)
     assert kept == {"causal, heads of 64": times}
-    line = "- causal, heads of 64: forward cudnn 1.00 ms, backward xla 9.00 ms"
+    line = "- causal, heads of 64: forward cudnn 1.00 ms, backward cudnn 1.50 ms"
     assert report.fastest(kept) == line
+    varying = row("a short", "lcjax cudnn", 1.0, same_bits=False)
+    assert not report.is_right(varying) and report.is_right(varying | {"pass": "both"})
+
+
+def test_the_check_exempts_gradients_that_are_added_up_in_any_order():
+    one, other = ({"out": np.zeros(2), "lse": np.ones(2), "dq": np.full(2, x)} for x in (1.0, 2.0))
+    for backend, status in (("cudnn", "ok"), ("triton", "FAIL")):
+        assert check._same(check._reproducible([one, other], backend), "")[0] == status
+    changed = one | {"out": np.ones(2)}
+    assert check._same(check._reproducible([one, changed], "cudnn"), "")[0] == "FAIL"
+
+
+def test_cases_of_the_check_have_a_dtype_and_forms():
+    names = {
+        "tiles, float16: documents, two rows": ("float16", {"documents"}),
+        "tiles, bfloat16: masks per head": ("bfloat16", {"causal", "window"}),
+        "small, float32: a table": ("float32", {"blocks"}),
+        "decode, bfloat16: window": ("bfloat16", {"few queries"}),
+    }
+    assert {name: check.calls_of(name) for name in names} == names
+
+
+def test_what_is_kept_is_written_after_every_workload(tmp_path):
+    args = attention.arguments(["--cpu", "--keep", str(tmp_path), "--out", str(tmp_path / "out")])
+    events = attention.Report(args)
+    events.take(about={"device": "some GPU"})
+    name = next(iter(SMALL))
+    events.take(lost=name, step="lcjax triton", why="silent")
+    wrong = json.loads((tmp_path / "some_GPU.json").read_text())["wrong"]
+    assert all(x.startswith("triton, bfloat16, ") for x in wrong) and wrong
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Where implementations were measured, the fastest right one runs; elsewhere none that is new."""
+"""Where implementations were measured, the fastest right one runs."""
 
 import contextlib
 import json
@@ -107,6 +107,8 @@ def test_xla_runs_without_measurements_and_explain_names_the_command(gpu, caplog
     (record,) = caplog.records
     assert DEVICE in record.message
     assert "python -m benchmarks.gpu.attention --keep" in record.message
+    # Nothing can be checked for a GPU that is only described.
+    assert "not triton, not checked: the program is compiled for a described GPU" in record.message
 
 
 def test_the_fastest_that_can_runs_in_each_direction(gpu, caplog):
@@ -148,15 +150,26 @@ def test_the_nearest_kind_counts_where_one_was_not_measured(gpu):
 def test_files_are_extended_and_drop_wrong_implementations(gpu):
     timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
     dense = {"dense, heads of 64": {"forward": TIMES}}
-    file = timings.write(gpu, DEVICE, dense, {"quicker": "off"})
+    wrong = {timings.case("quicker", "bfloat16", "causal"): "off"}
+    file = timings.write(gpu, DEVICE, dense, wrong)
     found = json.loads(file.read_text())["milliseconds"]
     left = {k: v for k, v in TIMES.items() if k != "quicker"}
-    assert found == {x: {"forward": left} for x in ("causal, heads of 64", "dense, heads of 64")}
-    assert taken(causal())["cuda"] == "quick"
+    assert found == {
+        "causal, heads of 64": {"forward": left}, "dense, heads of 64": {"forward": TIMES}
+    }  # fmt: skip
+    assert taken(causal())["cuda"] == "quick" and taken(everything())["cuda"] == "quicker"
     text = file.read_text().replace(jax.__version__, "0.1.0")
     file.write_text(text)
     file = timings.write(gpu, DEVICE, dense)
     assert "causal" not in file.read_text()  # of another version of JAX
+
+
+def test_what_was_wrong_is_not_used_for_its_form_and_dtype_whatever_the_times_are_from(gpu):
+    wrong = {timings.case("quicker", "float16", "window"): "off"}
+    timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}}, wrong)
+    mask = causal() & window(9)
+    assert taken(mask, dtype="float16")["cuda"] == "quick"  # by the times of plain causal calls
+    assert taken(mask)["cuda"] == taken(causal(), dtype="float16")["cuda"] == "quicker"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"jax": "0.1"}', '{"milliseconds": {}}'])

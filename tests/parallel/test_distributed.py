@@ -16,7 +16,7 @@ from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints
 from lcjax.errors import InputError
 from lcjax.parallel import distributed
 from lcjax.parallel.distributed import Distributed
-from pallas_kernels import timings
+from pallas_kernels import self_check, timings
 
 
 @pytest.mark.parametrize(
@@ -231,12 +231,15 @@ def test_processes_with_different_checkpoints_raise_an_error(tmp_path, monkeypat
         Checkpoints(tmp_path)
 
 
-def test_processes_with_different_kernel_timings_raise_an_error(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name"), [(timings, "figures"), (timings, "wrong"), (self_check, "known")]
+)
+def test_processes_with_different_kernels_raise_an_error(monkeypatch, module, name):
     @dataclasses.dataclass
     class Config:
         distributed: Distributed = dataclasses.field(default_factory=Distributed)
 
-    monkeypatch.setattr(timings, "figures", lambda: {"causal, heads of 64": {}})
+    monkeypatch.setattr(module, name, lambda: {"causal, heads of 64": {}})
     monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: "causal" not in value)
     with pytest.raises(InputError, match="copy .*kernels to all, or point LCJAX_KERNELS at"):
         distributed._check_same_config(Config())

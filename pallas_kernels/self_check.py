@@ -1,0 +1,527 @@
+"""Whether the attention kernels are right on the GPU of this machine: checked once, then read.
+
+GPU kernels run by default only where they passed. At the first call that one of them could run, a
+child process for each of them computes a few small cases of the call's dtype, forward and backward,
+and compares them with `pallas_kernels.reference` in float32 on the CPU. Results count by backend,
+dtype, kind of call and direction; what fails, crashes or takes too long is not used, which one line
+of the log says. They are kept in a file in `timings.folder()`, under the name of the GPU and a hash
+of it, its driver, the version of JAX and the sources of the kernels.
+
+    python -m pallas_kernels.self_check                     # now, again, and prints the results
+    python -m pallas_kernels.self_check --dtypes bfloat16
+
+LCJAX_KERNEL_CHECK=0 switches it off: cuDNN is used unchecked then, our own kernels by name only or
+where they were measured. LCJAX_KERNEL_CHECK_SECONDS is how long it may take: 120 if not set, 600
+for the command.
+
+Processes of one job have to choose the same kernels, so a job of several processes starts no check:
+it reads the file, and without one takes XLA. Run the command above on every machine first, or once
+with a folder that they share (LCJAX_KERNELS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import timings, tuning
+
+log = logging.getLogger(__name__)
+SWITCH, SECONDS = "LCJAX_KERNEL_CHECK", "LCJAX_KERNEL_CHECK_SECONDS"
+COMMAND = "python -m pallas_kernels.self_check"
+DTYPES = ("bfloat16", "float16", "float32")
+TRUSTED = ("cudnn",)  # NVIDIA's, which may run where no check can be made
+PASSED, LOGGED = "passed", "self-check: "  # how reasons begin that the log has named
+# Largest errors, relative to the norm and to the largest number; half of it is rounding.
+LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}
+MARK = "@case "  # begins the child's lines of results
+PACKAGE = Path(__file__).resolve().parent
+_lock = threading.Lock()
+
+
+class Case(NamedTuple):
+    """One call. T and S are no multiples of a tile; 2 query heads share a key head."""
+
+    t: int
+    s: int
+    size: int
+    mask: Any = None
+    options: dict[str, Any] | None = None  # of `flash`
+    slopes: bool = False  # a linear bias, whose gradient is compared too
+    landmark: int = 0  # tokens of a block of `landmark_attention`
+
+
+BIAS, CAP = "linear bias", "soft cap"  # cases that calls with them need beside their kind
+
+
+@functools.cache
+def cases(dtype: str) -> dict[str, Case]:
+    """The cases by kind of call (`timings.kind_of_any_dtype`), the most usual first."""
+    from pallas_kernels.masks import causal, everything, window
+    from pallas_kernels.tables import from_block_mask
+
+    listed = np.random.default_rng(3).random((1, 2, 5, 5)) < 0.5
+    listed |= np.eye(5, dtype=bool)
+    table = from_block_mask(listed, q_block=64, k_block=64)
+    ids = np.repeat([1, 2, 0], (140, 130, 30))[None].astype(np.int32)
+    large = 128 if dtype != "float32" else tuning.LARGEST_EXACT
+    found = {
+        f"causal, heads of {large}": Case(300, 300, large, causal()),
+        "causal, heads of 64": Case(333, 333, 64, causal()),
+        f"window, heads of {large}": Case(300, 300, large, causal() & window(100)),
+        f"documents, heads of {large}": Case(
+            300, 300, large, causal(), {"q_segments": ids, "k_segments": ids}
+        ),
+        "blocks, heads of 64": Case(300, 300, 64, causal(), {"table": table}),
+        f"few queries, heads of {large}": Case(
+            1, 700, large, causal(), {"q_index": np.array([600])}
+        ),
+        f"dense, heads of {large}": Case(300, 300, large, everything()),
+        f"cross, heads of {large}": Case(200, 333, large, everything()),
+        BIAS: Case(300, 300, 64, causal(), slopes=True),
+        CAP: Case(300, 300, 64, causal(), {"soft_cap": 5.0}),
+    }
+    if dtype != "float32":
+        found["landmark, heads of 64"] = Case(300, 300, 64, landmark=64)
+        found["landmark, heads of 128"] = Case(300, 300, 128, landmark=64)
+        found["causal, heads of 256"] = Case(300, 300, 256, causal())
+    return found
+
+
+def needed(q, k, v, operands, spec) -> list[str]:
+    """The cases that have to be right for a call.
+
+    Its own kind; if that is no case, its form with another size of heads, and its size with a
+    causal mask.
+    """
+    kind, known = timings.kind_of_any_dtype(q, k, v, operands, spec), cases(str(q.dtype))
+    form, size = kind.split(", ")
+    found = [kind]
+    if kind not in known:
+        found = [x for x in known if x.startswith(f"{form}, ")] + [f"causal, {size}"]
+    found += [BIAS] * (operands.bias is not None) + [CAP] * (spec.soft_cap is not None)
+    return list(dict.fromkeys(found))
+
+
+def judge(name: str, direction: str, inputs) -> tuple[bool, str]:
+    """Whether a backend may run a call without a measurement, and why; may start the check.
+
+    Args:
+      inputs: (q, k, v, operands, spec), which the backend supports.
+    """
+    found = results(str(inputs[0].dtype))
+    if isinstance(found, str):
+        if name in TRUSTED and not found.startswith(LOGGED):
+            return True, f"not checked: {found}"
+        return False, found if found.startswith(LOGGED) else f"not checked: {found}"
+    of = needed(*inputs)
+    for case in of:
+        said = found.get(name, {}).get(case, {})
+        if direction not in said:
+            return False, f"not checked: {case}"
+        if said[direction] != PASSED:
+            return False, f"{LOGGED}{case}, {direction}: {said[direction]}"
+    return True, f"passed the self-check: {'; '.join(of)}"
+
+
+def results(dtype: str) -> dict | str:
+    """What passed by backend, case and direction, or why nothing is known; may start the check.
+
+    It is plain Python, and another process computes: it may be called while JAX traces.
+    """
+    if _is_off():
+        return f"{SWITCH}={os.environ[SWITCH]}"
+    if not tuning.is_here():
+        return "the program is compiled for a described GPU"
+    with _lock:  # threads that trace at the same time
+        return _results(timings.folder(), tuple(key(dtype).items()))
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "no", "off")
+
+
+def known() -> dict:
+    """What this machine has by dtype, which processes of a job must share; starts nothing."""
+    if _is_off():
+        return {"is_off": True}
+    if not tuning.is_here():
+        return {}
+    keys = [key(dtype) for dtype in DTYPES]
+    return {x["dtype"]: _read(file_of(timings.folder(), x), x) for x in keys}
+
+
+@functools.cache
+def _results(folder: Path, items: tuple) -> dict | str:
+    """Once in a process: what its file says, or the check. Logs what is not used."""
+    of = dict(items)
+    found = _read(file_of(folder, of), of)
+    if found is None and jax.process_count() > 1:
+        log.warning(
+            "attention runs as XLA's: kernels for %s were not checked on %s, and a job of several "
+            "processes starts no check; run `%s` on every machine, or once with %s in a folder "
+            "that they share",
+            of["dtype"], of["device"], COMMAND, timings.VARIABLE,
+        )  # fmt: skip
+        return f"{LOGGED}it is not started in a job of several processes"
+    if found is None:
+        found = run(of, folder, limit())
+    if bad := failures(found):
+        log.warning(
+            "the self-check of attention kernels for %s on %s failed, and these are not used: %s; "
+            "`%s` runs it again",
+            of["dtype"], of["device"], bad, COMMAND,
+        )  # fmt: skip
+    return found
+
+
+def failures(found: dict) -> str:
+    """What is not right, in one line: for each backend and reason the cases."""
+    said = []
+    for name, of in found.items():
+        by_reason: dict = {}
+        for case, directions in of.items():
+            wrong = {x: why for x, why in directions.items() if x != "unsupported"}
+            for direction, why in wrong.items():
+                # One entry where both directions have the same reason.
+                both = set(wrong.values()) == {why}
+                if why != PASSED:
+                    entry = case if both else f"{case}, {direction}"
+                    by_reason.setdefault(why, {})[entry] = True
+        for why, entries in by_reason.items():
+            which = "in every case" if list(entries) == list(of) else f"({'; '.join(entries)})"
+            said.append(f"{name}: {why} {which}")
+    return "; ".join(said)
+
+
+def key(dtype: str) -> dict[str, str]:
+    """What results depend on."""
+    return {
+        "device": tuning.device_kind(),
+        "driver": _driver(),
+        "jax": jax.__version__,
+        "kernels": _sources(),
+        "dtype": dtype,
+    }
+
+
+def file_of(folder: Path, of: dict) -> Path:
+    digest = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]
+    stem = timings.file_of(of["device"]).removesuffix(".json")
+    return folder / f"self_check_{stem}_{of['dtype']}_{digest}.json"
+
+
+def _read(file: Path, of: dict) -> dict | None:
+    try:
+        content = json.loads(file.read_text())
+        return content["results"] if content["key"] == of else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it is run again
+
+
+@functools.cache
+def _driver() -> str:
+    """The version of NVIDIA's driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        try:
+            text = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+        except (OSError, subprocess.SubprocessError):
+            text = ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "unknown"
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this package."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(file.relative_to(PACKAGE).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run(of: dict, folder: Path, seconds: float) -> dict:
+    """Checks the backends of this GPU in processes of their own, and writes the file."""
+    log.info("checking attention kernels for %s on %s, once", of["dtype"], of["device"])
+    found = {"key": of, "results": check_in_children(tuning.order(), of["dtype"], seconds)}
+    file = file_of(folder, of)
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(found, indent=1) + "\n")
+        part.replace(file)
+    except OSError as error:
+        log.warning("the self-check of attention kernels cannot be kept: %s", error)
+    return found["results"]
+
+
+def command(name: str, dtype: str) -> list[str]:
+    """That runs `child`."""
+    return [sys.executable, "-m", "pallas_kernels.self_check", "--child", name, dtype]
+
+
+def limit(default: float = 120.0) -> float:
+    """Seconds that a check may take."""
+    said = os.environ.get(SECONDS, default)
+    try:
+        return float(said)
+    except ValueError as error:
+        raise ValueError(f"{SECONDS}={said!r} is no number of seconds") from error
+
+
+def check_in_children(names, dtype: str, seconds: float, platforms: str = "cuda,cpu") -> dict:
+    """{backend: {case: {direction: PASSED or why not}}}; cases of a child that died have its end.
+
+    One process for each backend, at the same time: a crash or a hang takes no other one along. This
+    process holds most of the GPU's memory already, so they take what they need and no more.
+    """
+    environment = os.environ | {SWITCH: "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment |= {"JAX_PLATFORMS": platforms}
+    deadline, found, children = time.monotonic() + seconds, {}, {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            for name in names:
+                # A file and not a pipe, which a compiler that the child has started could keep
+                # open.
+                output = Path(folder) / name
+                children[name] = _start(command(name, dtype), output, environment)
+            for name, process in children.items():
+                end = process if isinstance(process, str) else _end(process, deadline, seconds)
+                found[name] = _cases_of(Path(folder) / name, end, dtype)
+        finally:  # also where the user interrupts
+            for process in children.values():
+                if not isinstance(process, str) and process.poll() is None:
+                    _kill(process)
+    return found
+
+
+def _start(words, output: Path, environment) -> subprocess.Popen | str:
+    """A process in a group of its own, or why there is none."""
+    try:
+        with output.open("w") as file:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                cwd=PACKAGE.parent, env=environment, start_new_session=True,
+            )  # fmt: skip
+    except (OSError, TypeError) as error:
+        return f"it could not be started ({error})"
+
+
+def _end(child: subprocess.Popen, deadline: float, seconds: float) -> str:
+    """Waits for a process, and ends it at the deadline; how it ended."""
+    try:
+        return f"exit code {child.wait(max(0.0, deadline - time.monotonic()))}"
+    except subprocess.TimeoutExpired:
+        _kill(child)
+        return f"not done in {seconds:g} s"
+
+
+def _kill(child: subprocess.Popen) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)  # what it started, too
+        child.wait(5.0)  # a process that waits for the driver may not end
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+
+
+def _cases_of(output: Path, end: str, dtype: str) -> dict:
+    """The results in a child's output; cases that are not there have failed with its end."""
+    found, last = {}, ""
+    for line in output.read_text(errors="replace").splitlines() if output.exists() else ():
+        if not line.startswith(MARK):
+            last = line.strip() or last
+            continue
+        try:
+            found |= json.loads(line.removeprefix(MARK))
+        except ValueError:
+            continue  # cut off where the process died
+    if end == "exit code 0":
+        end = "it ended without a result"
+    elif end.startswith("exit code") and last:
+        end = f"{end}: {last[:120]}"
+    missing = dict.fromkeys(("forward", "backward"), end)
+    return {name: found.get(name, missing) for name in cases(dtype)}
+
+
+def child(name: str, dtype: str) -> None:
+    """Checks all cases of a backend in this process, and prints a line for each."""
+    of = cases(dtype)
+    with concurrent.futures.ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 1))) as pool:
+        begun = {case: _begin(pool, name, of[case], dtype) for case in of}
+        for case, results_of in begun.items():
+            print(MARK + json.dumps({case: results_of()}), flush=True)
+
+
+def _begin(pool, name: str, case: Case, dtype: str):
+    """Starts to compile a case and the reference; returns a function that gives its results."""
+    from pallas_kernels.dispatch import BACKENDS, CannotRun
+
+    d_lse, inputs = BACKENDS[name].takes_d_lse, arrays(case, dtype)
+    try:
+        lowered = jax.jit(program(case, name, d_lse)).lower(*inputs)
+    except CannotRun as error:
+        reason = str(error).partition("): ")[2].partition("; leave")[0]
+        return lambda: {"unsupported": reason}
+    except Exception as error:  # a compiler may raise anything
+        wrong = _reason(error)
+        return lambda: dict.fromkeys(("forward", "backward"), wrong)
+    compiled = pool.submit(lowered.compile)
+    wanted = pool.submit(expected, case, inputs, d_lse)
+
+    def finish() -> dict[str, str]:
+        try:
+            found = _in_float32(compiled.result()(*inputs))
+        except Exception as error:
+            # The forward pass may be right without a backward pass.
+            forward = _forward_alone(case, name, inputs, wanted.result(), dtype)
+            return {"forward": forward, "backward": _reason(error)}
+        forward = {x: found.pop(x) for x in ("out", "lse")}
+        wanted_here = wanted.result()
+        return {
+            "forward": compared(forward, wanted_here, dtype),
+            "backward": compared(found, wanted_here, dtype),
+        }
+
+    return finish
+
+
+def _forward_alone(case: Case, name: str, inputs, wanted: dict, dtype: str) -> str:
+    try:
+        found = jax.jit(program(case, name, None))(*inputs)
+        return compared(_in_float32(found), wanted, dtype)
+    except Exception as error:
+        return _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+
+def _in_float32(found: dict) -> dict:
+    return {name: np.asarray(x, np.float32) for name, x in found.items()}
+
+
+def compared(found: dict, wanted: dict, dtype: str) -> str:
+    """PASSED, or the largest error."""
+    errors = {name: error_of(x, wanted[name]) for name, x in found.items()}
+    worst = max(errors, key=lambda x: (errors[x] != errors[x], errors[x]))  # NaN is the worst
+    return (
+        PASSED
+        if errors[worst] < LIMITS[dtype]
+        else f"relative error of {worst} {errors[worst]:.1e}"
+    )
+
+
+def error_of(x, y) -> float:
+    """The larger of two errors: of the norm, and of any number relative to the largest one."""
+    hidden = np.isneginf(y)  # lse of queries that see nothing
+    if x.shape != y.shape or not np.array_equal(np.isneginf(x), hidden):
+        return float("nan")
+    x, y = np.where(hidden, 0.0, x).ravel(), np.where(hidden, 0.0, y).ravel()
+    norm, largest = np.linalg.norm(y), np.max(np.abs(y))
+    return float(
+        np.maximum(np.linalg.norm(x - y) / max(norm, 1e-30),
+                   np.max(np.abs(x - y)) / max(largest, 1e-30))
+    )  # fmt: skip
+
+
+def arrays(case: Case, dtype: str) -> tuple:
+    """q, k, v, slopes or None, and the cotangents of out and lse: NumPy, as the dtype has them."""
+    rng, heads, rows = np.random.default_rng(0), 4, 1
+    q, k = (rows, case.t, heads, case.size), (rows, case.s, heads // 2, case.size)
+    q, k, v, d_out = (
+        rng.normal(size=x).astype(np.float32).astype(jnp.dtype(dtype)) for x in (q, k, k, q)
+    )
+    slopes = np.array([0.5, 0.25, 0.1, 0.01], np.float32) if case.slopes else None
+    return q, k, v, slopes, d_out, rng.normal(size=d_out.shape[:3]).astype(np.float32)
+
+
+def program(case: Case, name: str, d_lse: bool | None):
+    """`arrays` -> out and lse, and the gradients, by an implementation.
+
+    d_lse: whether lse has a cotangent; None: no gradients.
+    """
+    from pallas_kernels.biases import Alibi
+    from pallas_kernels.flash import flash
+    from pallas_kernels.landmark import landmark_attention
+
+    def attention(q, k, v, slopes):
+        if case.landmark:
+            return landmark_attention(q, k, v, case.landmark, implementation=name)
+        bias = None if slopes is None else Alibi(slopes)
+        return flash(
+            q, k, v, case.mask, bias=bias, implementation=name, **(case.options or {})
+        )  # fmt: skip
+
+    def run(q, k, v, slopes, d_out, d_lse_values):
+        arrays = q, k, v, slopes
+        if d_lse is None:
+            out, lse = attention(*arrays)
+            return {"out": out, "lse": lse}
+        if d_lse:
+            (out, lse), pull = jax.vjp(attention, *arrays)
+            gradients = pull((d_out, d_lse_values))
+        else:
+            out, pull, lse = jax.vjp(attention, *arrays, has_aux=True)
+            gradients = pull(d_out)
+        named = zip(("dq", "dk", "dv", "d_slopes"), gradients, strict=True)
+        return {"out": out, "lse": lse} | {x: y for x, y in named if y is not None}
+
+    return run
+
+
+def expected(case: Case, inputs, d_lse: bool) -> dict:
+    """The reference's results for the same numbers in float32, on the CPU."""
+    inputs = [None if x is None else np.asarray(x, np.float32) for x in inputs]
+    with jax.default_device(jax.devices("cpu")[0]):
+        return _in_float32(jax.jit(program(case, "reference", d_lse))(*inputs))
+
+
+def main(argv=None) -> int:
+    """The command: checks this machine's GPU again and prints what is used from now on."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        child(*args.child)
+        return 0
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if not tuning.is_here() or not tuning.order():
+        print(f"no kernel runs without a measurement on {jax.devices()[0].device_kind}")
+        return 2
+    failed = False
+    for dtype in args.dtypes:
+        of = key(dtype)
+        found = run(of, timings.folder(), limit(600.0))
+        print(f"{dtype} on {of['device']}, kept in {file_of(timings.folder(), of)}")
+        for name, by_case in found.items():
+            for case, said in by_case.items():
+                print(f"  {name:10} {case}: {', '.join(f'{x} {y}' for x, y in said.items())}")
+        failed |= bool(failures(found))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
