@@ -338,8 +338,10 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
     rules = [] if times else [x for x in tuning.order() if x in backends]
 
     def rank(name):
-        by_rule = rules.index(name) if name in rules else len(rules)
-        return times.get(name, math.inf), backends[name].portable, by_rule
+        backend, by_rule = backends[name], rules.index(name) if name in rules else len(rules)
+        # Without a measurement gradients that are the same in every run come first.
+        late = direction == "backward" and not backend.deterministic
+        return times.get(name, math.inf), backend.portable, late, by_rule
 
     for name in sorted(backends, key=rank):
         backend, duration = backends[name], f"{times.get(name, 0.0):.3g} ms for a call like it"
@@ -386,7 +388,8 @@ def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> 
     current, backends = platform(), FAMILIES[family]
     fastest = chosen.get(current, chosen["default"])
     refused = list(itertools.takewhile(lambda name: name != fastest, reasons))
-    of_cuda = {x: reasons[x] for x in refused if "cuda" in backends[x].platforms}
+    # In the order of the backends, so that both directions say the same, once.
+    of_cuda = {x: reasons[x] for x in backends if x in refused and "cuda" in backends[x].platforms}
     unmeasured = current == "cuda" and kind and not times and backends[fastest].portable
     # What the self-check refuses has a line of its own.
     if unmeasured and not any(x.startswith(_self_check().LOGGED) for x in of_cuda.values()):

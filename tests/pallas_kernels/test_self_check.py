@@ -174,14 +174,16 @@ def test_unmeasured_gpus_run_the_first_kernel_that_supports_a_call(gpu, device):
     column = (H100, A100, T4).index(device)
     for name, (function, inputs, wanted) in CALLS.items():
         wanted = wanted[column]
-        found = implementations(function, inputs)
-        assert found == ([wanted], [wanted]), name
-        if name == "landmark":
-            continue  # its parts are merged by lse
-        # cuDNN takes no cotangent of lse.
-        others = {"cudnn": "xla" if column == 1 and "16" in name else OWN[column]}
+        # cuDNN's gradients are not the same in every run, so others come first.
+        others = {"cudnn": "cudnn" if column == 1 and "16" in name else OWN[column]}
         if name == "heads of 256":
             others = {"cudnn": "triton"}
+        found = implementations(function, inputs)
+        assert found == ([wanted], [others.get(wanted, wanted)]), name
+        if name == "landmark":
+            continue  # its parts are merged by lse
+        if column == 1:  # cuDNN takes no cotangent of lse
+            others = {"cudnn": "xla"}
         found = implementations(function, inputs, d_lse=True)
         assert found == ([wanted], [others.get(wanted, wanted)]), name
     # Each backend was checked once for each dtype.
@@ -198,24 +200,24 @@ def test_a_gpu_without_rules_runs_xla(gpu):
 def test_results_are_read_by_later_processes_until_jax_or_the_driver_changes(gpu, monkeypatch):
     gpu.become(*H100)
     call = CALLS["causal"][:2]
-    assert implementations(*call) == (["cudnn"], ["cudnn"])
+    assert implementations(*call) == (["cudnn"], ["mosaic_gpu"])
     assert implementations(*CALLS["table"][:2]) == (["mosaic_gpu"], ["mosaic_gpu"])
     assert gpu.started == [(x, "bfloat16") for x in ("cudnn", "mosaic_gpu", "triton")]
     gpu.restart()
-    assert implementations(*call) == (["cudnn"], ["cudnn"]) and not gpu.started
+    assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and not gpu.started
     gpu.restart()
     monkeypatch.setattr(self_check, "_driver", lambda: "570.1")
-    assert implementations(*call) == (["cudnn"], ["cudnn"]) and len(gpu.started) == 3
+    assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and len(gpu.started) == 3
     gpu.restart()
     monkeypatch.setattr(jax, "__version__", "99.0")
-    assert implementations(*call) == (["cudnn"], ["cudnn"]) and len(gpu.started) == 3
+    assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and len(gpu.started) == 3
     (file, *others) = gpu.folder.glob("self_check_*.json")
     assert len(others) == 2
     gpu.restart()
     file.write_text("{")  # damaged: it is run again
     for other in others:
         other.unlink()
-    assert implementations(*call) == (["cudnn"], ["cudnn"]) and len(gpu.started) == 3
+    assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and len(gpu.started) == 3
 
 
 def wrong(case, direction):
@@ -229,7 +231,7 @@ FAILURES = {  # what children do, what runs causal calls forward and backward, w
         "cudnn: it is off (causal, heads of 64, backward); ",
     ),
     "another kind": (
-        {"cudnn": wrong("window, heads of 128", "forward")}, ("cudnn", "cudnn"),
+        {"cudnn": wrong("window, heads of 128", "forward")}, ("cudnn", "mosaic_gpu"),
         "cudnn: it is off (window, heads of 128, forward); ",
     ),
     "a crash": ({"cudnn": DIES}, ("mosaic_gpu",) * 2, "exit code 3: Fatal: no such instruction ("),
@@ -303,7 +305,7 @@ def test_a_job_of_several_processes_reads_results_and_makes_none(gpu, caplog):
     assert self_check.main(["--dtypes", "bfloat16"]) == 0
     gpu.restart()
     gpu.become(*H100, processes=2)
-    assert implementations(*CALLS["causal"][:2]) == (["cudnn"], ["cudnn"])
+    assert implementations(*CALLS["causal"][:2]) == (["cudnn"], ["mosaic_gpu"])
     assert not gpu.started and self_check.known()["bfloat16"]["cudnn"]
 
 
@@ -344,7 +346,7 @@ def test_a_measurement_comes_first_and_what_it_found_wrong_is_not_used(gpu):
     times = {"forward": {"triton": 1.0, "cudnn": 2.0, "xla": 9.0}}
     off = {timings.case("mosaic_gpu", "bfloat16", "blocks"): "off"}
     timings.write(gpu.folder, H100[0], {"causal, heads of 64": times}, off)
-    assert implementations(*CALLS["causal"][:2]) == (["triton"], ["cudnn"])
+    assert implementations(*CALLS["causal"][:2]) == (["triton"], ["mosaic_gpu"])
     assert implementations(*CALLS["table"][:2]) == (["triton"], ["triton"])
 
 
