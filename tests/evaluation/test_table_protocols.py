@@ -262,7 +262,7 @@ def test_sharedllms_table_4_cuts_the_middle_of_prompts_to_131072_tokens(tmp_path
 
 
 def test_e2llms_table_7_asks_seven_tasks_without_examples_at_the_scale_of_short_texts():
-    pytest.importorskip("lm_eval", reason="pip install 'lcjax[eval]'")
+    pytest.importorskip("lm_eval", reason="pip install -e '.[eval]'")
     (task,) = config("e2llm/table7").tasks
     assert task.num_fewshot == 0 and len(task.tasks) == 7
     base, scaled, fixed = config("e2llm/table7").methods
