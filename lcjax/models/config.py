@@ -348,6 +348,17 @@ def _encoder(vocab, width, mlp_width, layers, heads, length):
     )
 
 
+# As published, after its extension; before it the rope was the default one, for 8,192 tokens.
+_OLMO3 = {
+    "norm_epsilon": 1e-6,
+    "norm_place": "after",
+    "qk_norm": "all",
+    "rope": Yarn(theta=500_000.0, factor=8.0, original_length=8_192),
+    "layers": (
+        LayerKind(repeat=3, pattern=Sliding(window=4_096), rope=Default(theta=500_000.0)),
+        LayerKind(),
+    ),
+}
 PRESETS = {
     # A model for tests and dry runs: every part of a Llama, trained in seconds on a laptop.
     "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
@@ -385,29 +396,8 @@ PRESETS = {
         qk_norm="head",
         rope=Default(theta=1_000_000.0),
     ),
-    # As published, after their extension; before it the rope was the default one, for 8,192 tokens.
-    "olmo3-7b": ModelConfig(
-        *(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536),
-        norm_epsilon=1e-6,
-        norm_place="after",
-        qk_norm="all",
-        rope=Yarn(theta=500_000.0, factor=8.0, original_length=8_192),
-        layers=(
-            LayerKind(repeat=3, pattern=Sliding(window=4_096), rope=Default(theta=500_000.0)),
-            LayerKind(),
-        ),
-    ),
-    "olmo3-32b": ModelConfig(
-        *(100_278, 5_120, 27_648, 64, 40, 8, 128, 65_536),
-        norm_epsilon=1e-6,
-        norm_place="after",
-        qk_norm="all",
-        rope=Yarn(theta=500_000.0, factor=8.0, original_length=8_192),
-        layers=(
-            LayerKind(repeat=3, pattern=Sliding(window=4_096), rope=Default(theta=500_000.0)),
-            LayerKind(),
-        ),
-    ),
+    "olmo3-7b": ModelConfig(*(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536), **_OLMO3),
+    "olmo3-32b": ModelConfig(*(100_278, 5_120, 27_648, 64, 40, 8, 128, 65_536), **_OLMO3),
     "mistral-7b": ModelConfig(
         *(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768), pattern=Sliding(window=4_096)
     ),

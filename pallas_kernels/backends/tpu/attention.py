@@ -92,24 +92,21 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
         dq = tiling.from_rows(dq)[..., : q.shape[-1]]
         return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), None
 
-    def run(kernel, axis, outputs, scratch):
+    def run(kernel, axis, calls, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
-        one = functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed)
-        return run_calls(calls_of(visits, tiling, axis), one)
+        return run_calls(calls, functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed))
 
     h, hv, sums, acc_sums = x["k"].shape[-1], x["v"].shape[-1], None, None
     if operands.bias is not None:  # a lane of sums for each row, or for each level
         rows = tiling.rows if kernel_spec.levels is None else LANES
         sums, acc_sums = (F32, None, rows), (F32, LANES, rows)
-    dq, d_bias = run(
-        kernels.d_queries, 0, [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(kernel_spec, 0)]
-    )
-    dk, dv = run(
-        kernels.d_keys,
-        1,
+    outputs, scratch = [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(kernel_spec, 0)]
+    dq, d_bias = run(kernels.d_queries, 0, calls_of(visits, tiling, 0), outputs, scratch)
+    outputs, scratch = (
         [(k.dtype, h), (v.dtype, hv)],
         [(F32, h), (F32, hv), _scratch(kernel_spec, 1)],
     )
+    dk, dv = run(kernels.d_keys, 1, calls, outputs, scratch)
     if kernel_spec.levels is not None:
         d_bias = level_gradient(d_bias, operands.bias, kernel_spec.levels)
     elif d_bias is not None:

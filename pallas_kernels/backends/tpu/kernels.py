@@ -501,8 +501,13 @@ def d_queries(spec: KernelSpec, call: Call, steps, x, dq, d_bias, columns, acc, 
             d_bias[...] = sums.T[:1]
 
 
-def d_keys(spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch):
-    """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
+def d_keys(
+    spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch, add_to_dq=None
+):
+    """Cotangents of a block of keys and of values: sums over all rows, so over the group too.
+
+    add_to_dq(step, d_products) also gets the cotangents [keys, rows] of the products of each step.
+    """
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(spec, step, x, columns, transposed=True)
 
@@ -516,7 +521,10 @@ def d_keys(spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v
         query, d_out = x["q"][...], x["d_out"][...]
         p, _, d_products = block.gradients(masked, bias)
         acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
-        acc_k[...] += dot(d_products.astype(query.dtype), query, 0)
+        d_products = d_products.astype(query.dtype)
+        acc_k[...] += dot(d_products, query, 0)
+        if add_to_dq is not None:
+            add_to_dq(step, d_products)
 
     visit_step(block, key_head, scratch, visit)
 
@@ -529,18 +537,18 @@ def d_keys(spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v
 def d_all(
     spec: KernelSpec, call: Call, steps, x, dk, dv, dq, columns, acc_k, acc_v, acc_q, scratch
 ):
-    """`d_keys` and the cotangents of all queries of a key head.
+    """`d_keys`, and the cotangents of all queries of a key head.
 
     Scores and probabilities are computed once for both, five products of a step instead of seven.
     acc_q [all rows, size] stays in VMEM for all steps of a head.
     """
-    step, number = read(call, steps), pl.program_id(2)
-    block = Block(spec, step, x, columns, transposed=True)
+    number = pl.program_id(2)
+
+    def rows(block):
+        return pl.ds(pl.multiple_of(block * spec.rows, spec.rows), spec.rows)
 
     def each_block(function):
-        pl.loop(0, acc_q.shape[0] // spec.rows)(
-            lambda i: function(pl.ds(pl.multiple_of(i * spec.rows, spec.rows), spec.rows))
-        )
+        pl.loop(0, acc_q.shape[0] // spec.rows)(lambda block: function(rows(block)))
 
     @pl.when(number == 0)
     def _():
@@ -548,27 +556,10 @@ def d_all(
         def _(rows):
             acc_q[rows, :] = jnp.zeros((spec.rows, acc_q.shape[1]), acc_q.dtype)
 
-    @pl.when(step.first)
-    def _():
-        _fill(columns, x)
-        acc_k[...] = jnp.zeros_like(acc_k)
-        acc_v[...] = jnp.zeros_like(acc_v)
+    def add_to_dq(step, d_products):
+        acc_q[rows(step.row), :] += dot(d_products.T, x["k"][...], 0)
 
-    def visit(masked: bool, bias):
-        query, key, d_out = x["q"][...], x["k"][...], x["d_out"][...]
-        p, _, d_products = block.gradients(masked, bias)
-        acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
-        d_products = d_products.astype(query.dtype)
-        acc_k[...] += dot(d_products, query, 0)
-        rows = pl.ds(pl.multiple_of(step.row * spec.rows, spec.rows), spec.rows)
-        acc_q[rows, :] += dot(d_products.T, key, 0)
-
-    visit_step(block, None, scratch, visit)
-
-    @pl.when(step.last)
-    def _():
-        dk[...] = (acc_k[...] * spec.factor).astype(dk.dtype)
-        dv[...] = acc_v[...].astype(dv.dtype)
+    d_keys(spec, call, steps, x, dk, dv, columns, acc_k, acc_v, scratch, add_to_dq)
 
     @pl.when(number == pl.num_programs(2) - 1)
     def _():
