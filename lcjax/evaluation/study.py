@@ -192,22 +192,35 @@ def check_paths(config: EvalConfig, trainings: Trainings) -> None:
     if trainings and "" not in trainings and config.model.path not in by_path(trainings):
         check_source(config.model)
     for training in _with_existing(config, trainings).values():
-        folder_lib.check(training)
+        try:
+            folder_lib.check(training)
+        except InputError as error:
+            if _is_inside(config, training):
+                raise
+            hint = "an evaluation replaces no training outside of its run.folder; train.py does"
+            raise InputError(f"{error} ({hint})") from None
         if not folder_lib.finished(training):
             check_sources(training.data)
 
 
 def _with_existing(config: EvalConfig, trainings: Trainings) -> Trainings:
-    """The trainings with `run.existing` of the evaluation; shared ones are never replaced."""
+    """The trainings with the evaluation's `run.existing`, or `resume` outside of its folder.
+
+    Trainings elsewhere (stages, rows of `study.folder`) also serve other studies, and may have
+    taken hours: `overwrite` of an evaluation does not replace them.
+    """
     existing = "resume" if config.run.existing == "refuse" else config.run.existing
-    shared = to_path(config.study.folder) if config.study and config.study.folder else None
 
     def with_existing(training: TrainConfig) -> TrainConfig:
-        folder = training.run.folder
-        own = "resume" if to_path(folder).parent == shared else existing
-        return training.replace(run=RunSection(folder, existing=own, accept=training.run.accept))
+        own = existing if _is_inside(config, training) else "resume"
+        section = RunSection(training.run.folder, existing=own, accept=training.run.accept)
+        return training.replace(run=section)
 
     return {name: with_existing(training) for name, training in trainings.items()}
+
+
+def _is_inside(config: EvalConfig, training: TrainConfig) -> bool:
+    return to_path(config.run.folder) in to_path(training.run.folder).parents
 
 
 def run(config: EvalConfig, trainings: Trainings) -> bool:

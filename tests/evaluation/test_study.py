@@ -160,6 +160,25 @@ def test_a_stopped_study_resumes_its_unfinished_trainings(folder, monkeypatch):
     assert done == ["PI", "PI_bf16", "base", "PI", "PI_bf16"]
 
 
+def test_overwriting_an_evaluation_keeps_the_trainings_of_stages(folder, monkeypatch):
+    stage = (folder / "base.yaml").read_text() + f"run: {{folder: {folder}/one}}"
+    (folder / "one.yaml").write_text(stage)
+    config = read(folder, old="study: {", new=f"study: {{stages: [{folder}/one.yaml], ")
+    done = stub(monkeypatch)
+    assert study.run(config, study.trainings(config))
+    assert done[0] == "one"
+    done.clear()
+    again = dataclasses.replace(config, run=dataclasses.replace(config.run, existing="overwrite"))
+    found = study.trainings(again)
+    assert study.run(again, found)
+    assert "one" not in done and done
+
+    stage = found["stage one"]
+    changed = stage.replace(data=dataclasses.replace(stage.data, length=stage.data.length + 8))
+    with pytest.raises(InputError, match=r"replaces no training outside of its run\.folder"):
+        study.check_paths(again, found | {"stage one": changed})
+
+
 def test_evaluations_with_one_folder_share_the_trainings_of_methods(folder, monkeypatch):
     shared = folder / "shared"
     first = read(folder, old="study: {", new=f"study: {{folder: {shared}, ")
