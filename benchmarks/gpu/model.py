@@ -13,7 +13,8 @@ train: AdamW updates of all weights (float32, as train.py has them), `remat` as 
 decode: one text is continued by 64 tokens. The share of bandwidth counts the weights and the cache
     that a token reads, against the peak of the GPU's memory.
 read: a text is read and continued by CEPE, by SharedLLM and by full attention with the same decoder
-    (CEPE, table 1; SharedLLM, figure 3), which keep keys and values; see reading.py.
+    (CEPE, table 1; SharedLLM, figure 3; see reading.py). "cepe" keeps the encoder's states, which
+    every token projects again, "cepe projected" keys and values, as the others do.
 
 The side "lcjax" chooses its attention itself; its peers are the same model with another attention:
 jax.nn.dot_product_attention by cuDNN (training) or by XLA (decoding; cuDNN copies the cache), and

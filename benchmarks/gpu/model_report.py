@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from .model_runs import OURS
+from .model_runs import CEPE, FULL, OURS, PROJECTED, SHARED_LLM
 from .report import number
 
-FULL = "full"  # the side of reading that others are compared with
-SIDES = {"cepe": "CEPE", "shared_llm": "SharedLLM", FULL: "full attention"}
+SIDES = {
+    CEPE: "CEPE",
+    PROJECTED: "CEPE, keys and values kept",
+    SHARED_LLM: "SharedLLM",
+    FULL: "full attention",
+}
 
 
 def tables(records: list[dict]) -> str:

@@ -7,10 +7,16 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
+from benchmarks import reading
 from benchmarks.gpu import model, model_report, model_runs
 from benchmarks.gpu.workers import ROOT
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
+from lcjax.models import Decoder
+from lcjax.models.decoder import random_params
 
 TINY = {case.name: case for case in model_runs.cases(tiny=True)}
 QUICK = ("train tiny 64 jax.nn xla", "read tiny 256 shared_llm")
@@ -36,6 +42,25 @@ def test_a_case_has_its_rate_its_spread_and_what_computed_its_attention(name):
     else:  # jax.nn decodes, and lcjax reads the prompt
         assert computed == ({side, "xla"} if case.kind == "decode" else {"xla"})
     json.dumps(record)
+
+
+def test_the_attention_of_a_peer_computes_the_same():
+    config = model_runs.shape("tiny").replace(scan_layers=False)
+    prompt, sampling = [*range(3, 67)], Sampling(max_new_tokens=4, min_new_tokens=4)
+    params = random_params(config, 0)
+
+    def results(config):
+        lm = LanguageModel(Decoder(config), params, reading.Letters())
+        pieces = list(lm.stream([prompt], sampling, top_logprobs=0))
+        tokens = np.array([prompt])
+        hidden, _ = Decoder(config).apply({"params": params}, tokens, segments=np.ones_like(tokens))
+        return [x.logprob for piece in pieces for x in piece.logprobs], hidden
+
+    logprobs, hidden = results(config)
+    peer_logprobs, peer_hidden = results(config.replace(pattern=model_runs.forced("jax.nn xla")))
+    assert len(logprobs) == 4
+    np.testing.assert_allclose(peer_logprobs, logprobs, atol=1e-5)
+    np.testing.assert_allclose(peer_hidden, hidden, atol=1e-5)
 
 
 def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path):
