@@ -142,8 +142,8 @@ def main(argv=None) -> int:
     args = arguments(argv)
     if args.out is None:  # figures of tiny shapes are no results
         args.out = Path("runs/gpu_model_tiny" if args.tiny else "benchmarks/gpu/results/model")
-    # What a program may take of the GPU; JAX's default is 75 %.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both names at once
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # its default is 0.75
     if args.tiny:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # it compiles fast

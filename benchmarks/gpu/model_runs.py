@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
-import platform
 import re
 import resource
 import statistics
@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from .. import reading, training
 from .workers import ROOT
@@ -25,10 +25,17 @@ STEP_TOKENS = 32_768  # of an update, unless a text is longer or memory is short
 NEW_TOKENS = 64  # of decoding
 TIMED, ENOUGH = 7, 30.0  # runs that are timed, unless they have taken so many seconds before
 USABLE = 0.95  # share of the allocator's memory that a plan of the compiler may take
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "triton", "torch", "nvidia-cudnn-cu13")
 # The packages that lcjax needs for these cases, by the names that are imported.
 NEEDED = {name: name for name in ("draccus", "flax", "jaxtyping", "mergedeep", "optax")}
 NEEDED |= {"safetensors": "safetensors", "upath": "universal_pathlib", "yaml": "pyyaml"}
+NEEDED |= {"pathlib_abc": "pathlib_abc", "typing_inspect": "typing-inspect"}
+MODULES = (
+    "lcjax.cost",
+    "lcjax.generation.language_model",
+    "lcjax.memory",
+    "lcjax.training.state",
+    "lcjax.training.step",
+)
 # Peak bytes/s of memory by the lower-case kind of device (NVIDIA's data sheets); the first counts.
 BANDWIDTH = (
     ("h200", 4_800e9),
@@ -140,19 +147,13 @@ def forced(side: str):
 
 def about(commit: str | None = None) -> dict:
     """The device, its driver, versions, and what the self-check of the kernels found."""
-    import jax
-
     from pallas_kernels import dispatch, self_check
 
-    device = jax.devices()[0]
-    found = {"device": device.device_kind, "platform": device.platform}
-    found |= {"python": platform.python_version(), "commit": _commit() or commit}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    found |= _nvidia_smi("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
+    from .measure import describe
+
+    found = describe() | {"commit": _commit() or commit}
+    found |= {package: version(package) for package in ("flax", "optax")}
+    found |= _nvidia_smi("power.limit", "clocks.max.mem")
     if dispatch.platform() == "cuda":
         checked = self_check.results("bfloat16")  # starts the check where no file has it
         said = checked if isinstance(checked, str) else self_check.failures(checked)
@@ -162,9 +163,15 @@ def about(commit: str | None = None) -> dict:
 
 def missing_packages() -> list[str]:
     """Packages that have to be installed before anything can be measured."""
-    import importlib.util
-
-    return [package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None]
+    missing = [
+        package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None
+    ]
+    try:
+        for module in () if missing else MODULES:
+            importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing.append(error.name)
+    return missing
 
 
 def _commit() -> str | None:
