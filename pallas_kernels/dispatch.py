@@ -26,6 +26,7 @@ where `spec.block` is set, and masks, indices and segments of keys are those of 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import hashlib
@@ -289,18 +290,29 @@ def explain(function, *args, **options) -> list[Explanation]:
     Raises:
       ValueError: no attention call was traced.
     """
-    token = _explanations.set([])
-    try:
+    with record_explanations() as explanations:
         jax.eval_shape(lambda *x, **y: function(*x, **y), *args, **options)
-        explanations = _explanations.get()
-    finally:
-        _explanations.reset(token)
     if not explanations:
         raise ValueError(
             "explain: the function traced no attention; one that jax.jit has traced before is not "
             "traced again: give the function that is under jit, or call jax.clear_caches() first"
         )
     return list(dict.fromkeys(explanations))
+
+
+@contextlib.contextmanager
+def record_explanations() -> Iterator[list[Explanation]]:
+    """Records the explanation of every attention call that is traced inside, also of programs.
+
+    It is for what `explain` cannot trace as a whole, such as a loop in Python over several jitted
+    programs. What `jax.jit` has traced before is not traced again.
+    """
+    explanations: list[Explanation] = []
+    token = _explanations.set(explanations)
+    try:
+        yield explanations
+    finally:
+        _explanations.reset(token)
 
 
 def choose(

@@ -92,6 +92,11 @@ def test_recipes_and_the_recipes_that_they_name_are_read_from_an_installed_wheel
     assert "did you mean quickstart_train?" in wrong.stderr
 
 
+def test_the_benchmark_of_models_on_a_gpu_finds_what_it_shares_in_an_installed_wheel(installed):
+    done = installed("-m", "lcjax.benchmarks.gpu.model", "--list", "--cases", "train 16k lcjax")
+    assert done.stdout.splitlines() == ["train 1.1b 16k lcjax", "train 135m 16k lcjax"], done.stderr
+
+
 @pytest.mark.slow
 def test_the_gpu_benchmarks_check_kernels_in_processes_of_an_installed_wheel(installed):
     only = ("--only", "small, float32: causal, odd", "--backends", "xla", "--processes", "1")

@@ -8,7 +8,13 @@ From a source to a batch: `files` finds the files of a source, and a `Reader` re
 one file (`readers`, `chat`, `token_files`, `stored_rows`). A `Corpus`, or a stream, is the
 documents of all files (`corpus`). `SourceRows` tokenises them and packs them into rows, and
 `make_loader` mixes the rows of all sources and batches them (`loader`).
+
+`corpus` and `loader`, which need grain, are imported when a name of theirs is first used: the
+configs, and with them a training step, can be imported without it.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lcjax.data.chunks import Chunks, Noise
 from lcjax.data.config import (
@@ -23,9 +29,20 @@ from lcjax.data.config import (
     TextSource,
     TokenSource,
 )
-from lcjax.data.corpus import check_outside_data, check_sources, documents, scan
-from lcjax.data.loader import Loader, make_loader
 from lcjax.data.upsample import Share, Upsample
+
+if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
+    from lcjax.data.corpus import check_outside_data, check_sources, documents, scan
+    from lcjax.data.loader import Loader, make_loader
+
+_NEED_GRAIN = {
+    "Loader": "loader",
+    "check_outside_data": "corpus",
+    "check_sources": "corpus",
+    "documents": "corpus",
+    "make_loader": "loader",
+    "scan": "corpus",
+}
 
 __all__ = [
     "ChatSource",
@@ -49,3 +66,9 @@ __all__ = [
     "make_loader",
     "scan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_GRAIN:
+        raise AttributeError(f"module 'lcjax.data' has no attribute {name!r}")
+    return getattr(import_module(f"lcjax.data.{_NEED_GRAIN[name]}"), name)

@@ -1,0 +1,135 @@
+"""The records of `model.py` as Markdown tables."""
+
+from __future__ import annotations
+
+from .model_runs import CEPE, FULL, OURS, PROJECTED, SHARED_LLM
+from .report import number
+
+SIDES = {
+    CEPE: "CEPE",
+    PROJECTED: "CEPE, keys and values kept",
+    SHARED_LLM: "SharedLLM",
+    FULL: "full attention",
+}
+
+
+def tables(records: list[dict]) -> str:
+    """The device, a table for each kind of case, and why other cases have no figures."""
+    parts = [_head(records)]
+    for kind, table in (("train", _training), ("decode", _decoding), ("read", _reading)):
+        rows = [r for r in records if r["kind"] == kind and "reason" not in r]
+        rows.sort(key=lambda r: (r["model"], r["tokens"]))  # and then as they were measured
+        if rows:
+            parts.append(table(rows))
+    failed = [f"- {r['case']}: {r['reason']}" for r in records if "reason" in r]
+    if failed:
+        parts.append("### Failed\n\n" + "\n".join(failed))
+    return "\n\n".join(parts)
+
+
+def _head(records: list[dict]) -> str:
+    """What the records have in common, and what differs between them."""
+    values: dict[str, list[str]] = {}
+    for record in records:
+        for key, value in record["about"].items():
+            known = values.setdefault(key, [])
+            if value is not None and str(value) not in known:
+                known.append(str(value))
+    device = " and ".join(values.pop("device"))
+    said = ", ".join(f"{key} {' and '.join(of)}" for key, of in values.items() if of)
+    clocks = [r["clocks"]["clocks.sm"] for r in records if r.get("clocks", {}).get("clocks.sm")]
+    after = f"; SM clocks right after a case: {min(clocks)} to {max(clocks)}" if clocks else ""
+    return f"## Models on {device}\n\n{said}{after}."
+
+
+def _table(title: str, columns: str, rows: list[list[str]]) -> str:
+    names = columns.split(" | ")
+    lines = [f"| {columns} |", "|" + "|".join("---" if n in TEXT else "--:" for n in names) + "|"]
+    return "\n".join([f"### {title}\n", *lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+TEXT = ("model", "attention", "side", "computed by", "remat")
+
+
+def _training(rows: list[dict]) -> str:
+    columns = (
+        "model | tokens | attention | texts | remat | tokens/s | from - to | MFU % | lcjax is "
+        "| peak GB | compile s | computed by"
+    )
+    cells = [
+        [
+            r["model"], f"{r['tokens']:,}", r["side"], str(r["rows"]), r["remat"],
+            *_rate(r), _percent(r["mfu"]), _beside_peer(r, rows), *_costs(r), _computed(r),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    return _table("Training", columns, cells)
+
+
+def _decoding(rows: list[dict]) -> str:
+    columns = (
+        "model | context | attention | tokens/s | from - to | % of bandwidth | lcjax is "
+        "| reads, tokens/s | peak GB | compile s | computed by"
+    )
+    cells = [
+        [
+            r["model"], f"{r['tokens']:,}", r["side"], *_rate(r), _percent(r["bandwidth_share"]),
+            _beside_peer(r, rows), number(r["tokens"] / r["prefill"]), *_costs(r), _computed(r),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    return _table("Decoding", columns, cells)
+
+
+def _reading(rows: list[dict]) -> str:
+    columns = (
+        "model | tokens | side | encode s | decoder reads s | tokens/s | from - to | of full "
+        "| ms per new token | of full | peak GB | of full | compile s | computed by"
+    )
+    cells = []
+    for r in rows:
+        full = next((x for x in rows if _task(x) == _task(r) and x["side"] == FULL), None)
+        rate, token, peak = (_ratio(r, full, key) for key in RATIOS)
+        cells.append([
+            r["model"], f"{r['tokens']:,}", SIDES[r["side"]], number(r["encode"]),
+            number(r["prefill"]), *_rate(r), rate, number(1e3 * r["token"]), token,
+            number(r["peak_gb"]), peak, number(r["compile_s"]), _computed(r),
+        ])  # fmt: skip
+    return _table("Reading", columns, cells)
+
+
+RATIOS = ("tokens_per_second", "token", "peak_gb")
+
+
+def _task(record: dict) -> tuple:
+    """What records of different sides have in common."""
+    return record["kind"], record["model"], record["tokens"]
+
+
+def _ratio(record: dict, other: dict | None, key: str) -> str:
+    return f"{record[key] / other[key]:.2f}x" if other not in (None, record) else ""
+
+
+def _beside_peer(record: dict, rows: list[dict]) -> str:
+    """How many times as fast lcjax is as the peer of this row."""
+    ours = next((r for r in rows if _task(r) == _task(record) and r["side"] == OURS), None)
+    if ours in (None, record):
+        return ""
+    return f"{ours['tokens_per_second'] / record['tokens_per_second']:.2f}x as fast"
+
+
+def _rate(record: dict) -> list[str]:
+    low, high = record["range"]
+    return [number(record["tokens_per_second"]), f"{number(low)} - {number(high)}"]
+
+
+def _costs(record: dict) -> list[str]:
+    return [number(record["peak_gb"]), number(record["compile_s"])]
+
+
+def _percent(share: float | None) -> str:
+    return number(None if share is None else 100 * share)
+
+
+def _computed(record: dict) -> str:
+    return ", ".join(record["attention"])

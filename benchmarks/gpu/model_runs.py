@@ -1,0 +1,431 @@
+"""The cases of `model.py`, and what its child process measures for one of them."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import math
+import re
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from .. import reading, training
+from .workers import ROOT
+
+OURS = "lcjax"  # the side whose attention lcjax chooses
+JAX_NN = "jax.nn "  # begins a side that calls `jax.nn.dot_product_attention`
+FULL, SHARED_LLM = "full", "shared_llm"  # sides of reading: full attention, and memories
+CEPE, PROJECTED = "cepe", "cepe projected"  # which keep the encoder's states, or keys and values
+STEP_TOKENS = 32_768  # of an update, unless a text is longer or memory is short
+NEW_TOKENS = 64  # of decoding
+TIMED, ENOUGH = 7, 30.0  # runs that are timed, unless they have taken so many seconds before
+USABLE = 0.95  # share of the allocator's memory that a plan of the compiler may take
+# The packages that lcjax needs for these cases, by the names that are imported.
+NEEDED = {name: name for name in ("draccus", "flax", "jaxtyping", "mergedeep", "optax")}
+NEEDED |= {"safetensors": "safetensors", "upath": "universal_pathlib", "yaml": "pyyaml"}
+NEEDED |= {"pathlib_abc": "pathlib_abc", "typing_inspect": "typing-inspect"}
+MODULES = (
+    "lcjax.cost",
+    "lcjax.generation.language_model",
+    "lcjax.memory",
+    "lcjax.training.state",
+    "lcjax.training.step",
+)
+# Peak bytes/s of memory by the lower-case kind of device (NVIDIA's data sheets); the first counts.
+BANDWIDTH = (
+    ("h200", 4_800e9),
+    ("h100 pcie", 2_000e9),
+    ("h100 nvl", 3_900e9),
+    ("h100", 3_350e9),
+    ("a100-sxm4-40gb", 1_555e9),
+    ("a100", 2_039e9),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: its kind, a model, tokens of a text, and the attention or memory."""
+
+    kind: str  # train, decode or read
+    model: str  # of `shape`
+    tokens: int
+    side: str  # OURS or what attention is forced to; of "read" a memory or FULL
+
+    @property
+    def name(self) -> str:
+        k = f"{self.tokens // 1024}k" if self.tokens % 1024 == 0 else str(self.tokens)
+        return f"{self.kind} {self.model} {k} {self.side}"
+
+
+def cases(tiny: bool = False) -> list[Case]:
+    """All cases, the most decisive first; `tiny` ones for a CPU."""
+    if tiny:
+        return [
+            *(Case("train", "tiny", 64, side) for side in (OURS, f"{JAX_NN}xla")),
+            *(Case("decode", "tiny", 64, side) for side in (OURS, f"{JAX_NN}xla")),
+            *(Case("read", "tiny", 256, side) for side in (FULL, CEPE, SHARED_LLM)),
+        ]
+    train, decode = (OURS, f"{JAX_NN}cudnn"), (OURS, f"{JAX_NN}xla")
+
+    def both(model: str, tokens: int) -> list[Case]:
+        return [
+            *(Case("train", model, tokens, side) for side in train),
+            *(Case("decode", model, tokens, side) for side in decode),
+        ]
+
+    k = 1024
+    return [
+        *both("1.1b", 16 * k),
+        *(Case("read", "1.1b", 128 * k, side) for side in (CEPE, FULL, SHARED_LLM)),
+        *both("1.1b", 64 * k),
+        # Not computed again in the backward pass, as jax.nn's is.
+        Case("train", "1.1b", 16 * k, "cudnn"),
+        *both("135m", 16 * k),
+        *both("1.1b", 4 * k),
+        Case("decode", "1.1b", 16 * k, f"{JAX_NN}cudnn"),
+        Case("train", "1.1b", 4 * k, "xla"),
+        Case("decode", "1.1b", 16 * k, "xla"),
+        *(Case("read", "7b", 128 * k, side) for side in (CEPE, SHARED_LLM, FULL)),
+        Case("read", "1.1b", 128 * k, PROJECTED),
+        *both("135m", 64 * k),
+        *both("135m", 4 * k),
+        Case("train", "1.1b", 16 * k, "xla"),
+        Case("train", "1.1b", 64 * k, "cudnn"),
+    ]
+
+
+def shape(model: str):
+    """The architecture of a name in the cases."""
+    from lcjax.models import ModelConfig, preset
+
+    if model == "1.1b":  # TinyLlama-1.1B
+        return ModelConfig(32_000, 2_048, 5_632, 22, 32, 4, 64, 2_048)
+    if model == "tiny":
+        return preset("tiny").replace(num_layers=1)
+    return preset({"135m": "smollm2-135m", "7b": "llama2-7b"}[model])
+
+
+def forced(side: str):
+    """The attention pattern that computes causal attention by `side` alone.
+
+    A name of `pallas_kernels` is that implementation. One of `jax.nn` computes training, and the
+    decoding of single tokens; prompts, which are not timed there, are read as lcjax does.
+    """
+    import jax
+
+    from lcjax.attention import Causal
+    from lcjax.attention.base import rotate_qk
+
+    @dataclass(frozen=True)
+    class Forced(Causal):
+        is_position_based = True  # although it replaces `attend`
+
+        def attend(self, q, k, v, metadata):
+            in_cache, library = metadata.keys_rotated, side.startswith(JAX_NN)
+            if in_cache and library and q.shape[1] > 1:
+                return super().attend(q, k, v, metadata)
+            if not in_cache:  # one document a row, which cuDNN's causal mask needs
+                metadata = metadata.replace(
+                    q_index=None, k_index=None, q_segments=None, k_segments=None
+                )
+            if not library:
+                return super().attend(q, k, v, metadata.replace(implementation=side))
+            q, k = rotate_qk(q, k, metadata)
+            filled = {"key_value_seq_lengths": metadata.q_index[:, -1] + 1} if in_cache else {}
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=not in_cache, **filled,
+                implementation=side.removeprefix(JAX_NN),
+            )  # fmt: skip
+
+    return Forced()
+
+
+def about(commit: str | None = None) -> dict:
+    """The device, its driver, versions, and what the self-check of the kernels found."""
+    from pallas_kernels import dispatch, self_check
+
+    from .measure import describe
+
+    found = describe() | {"commit": _commit() or commit}
+    found |= {package: version(package) for package in ("flax", "optax")}
+    found |= _nvidia_smi("power.limit", "clocks.max.mem")
+    if dispatch.platform() == "cuda":
+        checked = self_check.results("bfloat16")  # starts the check where no file has it
+        said = checked if isinstance(checked, str) else self_check.failures(checked)
+        found["self_check"] = said or self_check.PASSED
+    return found
+
+
+def missing_packages() -> list[str]:
+    """Packages that have to be installed before anything can be measured."""
+    missing = [
+        package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None
+    ]
+    try:
+        for module in () if missing else MODULES:
+            importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing.append(error.name)
+    return missing
+
+
+def _commit() -> str | None:
+    """The commit of the sources, with "+" where files differ from it."""
+    try:
+        words = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
+        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **words).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], **words).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + "+" * bool(changed.strip())
+
+
+def _nvidia_smi(*fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the first GPU; empty without it."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = run.stdout.splitlines()[0].split(", ") if run.stdout else []
+    return dict(zip(fields, values, strict=False))
+
+
+def measure(case: Case, begin: Callable[[str], None]) -> dict:
+    """Returns the record of a case.
+
+    Args:
+      case: what to measure.
+      begin: called with what begins, each time that it may take long.
+    """
+    found = _train(case, begin) if case.kind == "train" else _read(case, begin)
+    clocks = _nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+    return found | {"clocks": clocks, "peak_gb": _peak_bytes() / 1e9}
+
+
+def _train(case: Case, begin) -> dict:
+    """Updates of all weights: bfloat16, weights and moments float32."""
+    import jax
+
+    from lcjax import cost
+    from lcjax.models.decoder import random_params
+    from lcjax.parallel.sharding import Mesh, make_mesh
+    from lcjax.training.state import init_state
+
+    mesh, base = make_mesh(Mesh(), jax.devices()[:1]), _config(case, param_dtype="float32")
+    for config, rows in _batches(base, case.tokens):
+        begin(f"compiling {rows} x {case.tokens} tokens, remat={config.remat}")
+        program, optimizer, batch, found = _compiled_update(config, rows, case, mesh)
+        if found["plan_gb"] < USABLE * _memory_limit() / 1e9:
+            break
+    begin("making the weights")
+    state = init_state(random_params(config, 0), optimizer, mesh, seed=0, ema=False)
+    gc.collect()
+
+    def run() -> float:
+        nonlocal state
+        start = time.perf_counter()
+        state, info = program(state, {}, batch)
+        jax.block_until_ready((state, info))
+        return time.perf_counter() - start
+
+    begin("running")
+    run()
+    seconds = _repeated(run, begin)
+    tokens = rows * case.tokens
+    flops = cost.estimate(config, case.tokens).training_flops * tokens
+    return (
+        found
+        | _rates(tokens, seconds)
+        | {
+            "rows": rows,
+            "remat": config.remat,
+            "step_flops": flops,
+            "mfu": _share(flops / statistics.median(seconds), cost.peak_flops()),
+        }
+    )
+
+
+def _compiled_update(config, rows: int, case: Case, mesh):
+    """The compiled update, its optimizer, a batch, and what is recorded of them."""
+    import jax
+
+    from lcjax.models.decoder import abstract_params
+    from lcjax.parallel.sharding import replicated
+    from lcjax.training.state import abstract_state, state_shardings
+    from pallas_kernels.dispatch import record_explanations
+
+    update, optimizer = training.update(config)
+    batch = training.batch(rows, case.tokens, config.vocab_size)
+    params = abstract_params(config, mesh)
+    state = abstract_state(params, optimizer, mesh, seed=0, ema=False)
+    layout = state_shardings(state, mesh), replicated(mesh)
+    start = time.perf_counter()
+    with record_explanations() as explanations:
+        lowered = jax.jit(update, donate_argnums=0, out_shardings=layout).lower(state, {}, batch)
+    program = lowered.compile()
+    seconds, plan = time.perf_counter() - start, program.memory_analysis()
+    nbytes = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    found = {
+        "compile_s": seconds,
+        "plan_gb": (nbytes - plan.alias_size_in_bytes) / 1e9,
+        "attention": _implementations(case, explanations),
+    }
+    return program, optimizer, batch, found
+
+
+def _batches(config, length: int) -> Iterator[tuple]:
+    """(config, rows) from the most tokens and the least recomputation on.
+
+    It begins with the first one that fits by the estimate of `lcjax.cost`, or with the last one.
+    The estimate is that of lcjax's attention, so that all sides begin with the same.
+    """
+    from lcjax import cost
+    from lcjax.attention import Causal
+    from lcjax.checkpoints.build import ModelSection
+    from lcjax.parallel.sharding import Mesh
+
+    tokens = STEP_TOKENS if length >= 1024 else 2 * length
+    rows, usual = max(1, tokens // length), config.replace(remat=ModelSection().remat)
+    choices = [(usual, rows >> n) for n in range(rows.bit_length())]
+    choices += [(config.replace(remat=remat), 1) for remat in ("attention", "full")]
+    limit, fits = _memory_limit(), False
+    for n, (choice, count) in enumerate(choices):
+        fits = fits or n + 1 == len(choices)
+        if not fits:
+            plain = choice.replace(pattern=Causal())
+            fits = cost.training_memory(plain, length, count, Mesh(fsdp=1)).total < limit
+        if fits:
+            yield choice, count
+
+
+def _read(case: Case, begin) -> dict:
+    """Texts that are read and continued, with all weights and the cache in bfloat16."""
+    from lcjax import cost
+    from pallas_kernels.dispatch import record_explanations
+
+    config, chunk = _config(case, param_dtype=None), None
+    if case.side in (CEPE, PROJECTED):
+        encoder = {"tiny": "tiny-encoder", "135m": "smollm2-encoder"}
+        config = reading.with_cepe(config, encoder.get(case.model, "cepe-encoder"))
+        chunk = min(256, config.memory.max_chunk_size)
+    elif case.side == SHARED_LLM:
+        chunk = 64 if case.model == "tiny" else reading.SHARED_LLM["chunk"]
+        config = reading.with_shared_llm(config, chunk=chunk)
+    begin("making the weights")
+    new = NEW_TOKENS if case.kind == "decode" else reading.NEW_TOKENS
+    options = {"chunk": chunk, "projected": case.side == PROJECTED, "new_tokens": new}
+    timed = reading.timed_runs(reading.reader(config), case.tokens, **options)
+    begin("compiling and running once")
+    start = time.perf_counter()
+    with record_explanations() as explanations:
+        next(timed)
+    first, runs = time.perf_counter() - start, []
+    begin("running")
+    totals = _repeated(lambda: _total(runs, timed, new), begin)
+    median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    found = median | {
+        "compile_s": max(0.0, first - statistics.median(totals)),
+        "attention": _implementations(case, explanations),
+    }
+    if case.kind == "read":
+        return found | _rates(case.tokens, [reading.reads(run) for run in runs])
+    estimate = cost.estimate(config, case.tokens)
+    nbytes = _weight_bytes(config, estimate) + estimate.kv_cache_bytes
+    seconds = [run["token"] for run in runs]
+    return (
+        found
+        | _rates(1, seconds)
+        | {
+            "token_bytes": nbytes,
+            "bandwidth_share": _share(nbytes / statistics.median(seconds), _peak_bandwidth()),
+        }
+    )
+
+
+def _total(runs: list[dict], timed: Iterator[dict], new_tokens: int) -> float:
+    """Appends one run, and returns how long it took."""
+    runs.append(next(timed))
+    return reading.reads(runs[-1]) + new_tokens * runs[-1]["token"]
+
+
+def _config(case: Case, param_dtype: str | None):
+    """The model of a case, its weights in `param_dtype` (None: that of activations)."""
+    dtype = "float32" if case.model == "tiny" else "bfloat16"
+    config = shape(case.model)
+    config = config.replace(
+        dtype=dtype,
+        param_dtype=param_dtype or dtype,
+        max_length=max(config.max_length, case.tokens + NEW_TOKENS + 1),
+        scan_layers=case.kind == "train",  # as train.py and `LanguageModel` have them
+    )
+    if case.kind == "read" or case.side == OURS:
+        return config
+    return config.replace(pattern=forced(case.side))
+
+
+def _repeated(run: Callable[[], float], begin) -> list[float]:
+    seconds = []
+    while len(seconds) < TIMED and (len(seconds) < 2 or sum(seconds) < ENOUGH):
+        begin(f"run {len(seconds) + 1}")
+        seconds.append(run())
+    return seconds
+
+
+def _rates(tokens: int, seconds: list[float]) -> dict:
+    """Tokens per second: the median, the slowest and the fastest run."""
+    return {
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "range": [tokens / max(seconds), tokens / min(seconds)],
+        "seconds": seconds,
+    }
+
+
+def _implementations(case: Case, explanations) -> dict[str, list[str]]:
+    """By implementation of attention the calls that it computed; of jax.nn itself, its name."""
+    found = {case.side: ["single tokens" if case.kind == "decode" else "all"]}
+    found = found if case.side.startswith(JAX_NN) else {}
+    for explanation in dict.fromkeys(explanations):
+        name = explanation.implementation
+        reasons = [f"not {x}: {why}" for x, why in explanation.reasons if x != name]
+        found.setdefault(name, []).append("; ".join([explanation.call, *reasons]))
+    return found
+
+
+def _weight_bytes(config, estimate) -> int:
+    """What a token reads of the weights: all but the embedding, unless it is the head, too."""
+    size = 0 if config.tie_embeddings else config.vocab_size * config.width
+    return estimate.parameter_bytes - size * (estimate.parameter_bytes // estimate.parameters)
+
+
+def _share(value: float, peak: float | None) -> float | None:
+    return value / peak if peak else None
+
+
+def _peak_bandwidth() -> float | None:
+    import jax
+
+    kind = jax.devices()[0].device_kind.lower()
+    return next((x for name, x in BANDWIDTH if re.search(rf"\b{name}\b", kind)), None)
+
+
+def _memory_limit() -> float:
+    """Bytes that the allocator may take; a CPU has no limit."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", math.inf)
+
+
+def _peak_bytes() -> int:
+    """The most that arrays and programs took of the device; on a CPU, the process."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return stats.get("peak_bytes_in_use", host)
