@@ -1,7 +1,8 @@
-"""SmolLM2-135M on a CPU, float32, beside transformers + torch on the same cores in one run.
+"""SmolLM2-135M on a CPU beside transformers + torch on the same cores in one run.
 
     python benchmarks/cpu.py                     # everything, about 15 minutes on 2 cores
     python benchmarks/cpu.py --cases prefill_1024 decode
+    python benchmarks/cpu.py --dtype bfloat16    # weights and products of both sides; float32 else
 
 Every measurement is its own process, so that peak memory is its own; the two sides take turns.
 Times are medians without compilation. `prefill` reads a prompt into the cache and projects the last
@@ -36,11 +37,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=2, help="processes per side and case")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        side, case, folder = arguments.worker
-        print(json.dumps(measure(side, case, folder)))
+        print(json.dumps(measure(*arguments.worker)))
         return
     with tempfile.TemporaryDirectory() as folder:
         folder = f"{folder}/model"
@@ -50,17 +51,17 @@ def main() -> None:
             for round_ in range(arguments.rounds):
                 order = ("lcjax", "torch") if round_ % 2 == 0 else ("torch", "lcjax")
                 for side in order:
-                    words = __file__, "--worker", side, case, folder
+                    words = __file__, "--worker", side, case, folder, arguments.dtype
                     found = processes.measured(*words, **processes.CPU)
                     results[case, side].append(found)
                     print(f"{case} {side}: {found}", file=sys.stderr)
     report(arguments.cases, results)
 
 
-def measure(side: str, case: str, folder: str) -> dict:
+def measure(side: str, case: str, folder: str, dtype: str) -> dict:
     """One process: tokens per second, seconds of warm-up (compilation), peak memory."""
     length = CASES[case]
-    run = {"lcjax": _lcjax, "torch": _torch}[side](case, folder, length)
+    run = {"lcjax": _lcjax, "torch": _torch}[side](case, folder, length, dtype)
     begin = time.perf_counter()
     run()
     warm_up = time.perf_counter() - begin
@@ -87,13 +88,13 @@ def _seconds(function) -> float:
     return time.perf_counter() - begin
 
 
-def _lcjax(case: str, folder: str, length: int):
+def _lcjax(case: str, folder: str, length: int, dtype: str):
     if case == "train":
-        return _lcjax_train(folder, length)
+        return _lcjax_train(folder, length, dtype)
     from lcjax.generation.language_model import LanguageModel
     from lcjax.generation.sampling import Sampling
 
-    lm = LanguageModel.load(folder)
+    lm = LanguageModel.load(folder, dtype=dtype, param_dtype=dtype)
     prompt = _prompt(length)[0].tolist()
 
     def write(count):
@@ -110,7 +111,7 @@ def _lcjax(case: str, folder: str, length: int):
     return lambda: _seconds(lambda: lm.generate([prompt], Sampling(max_new_tokens=1)))
 
 
-def _lcjax_train(folder: str, length: int):
+def _lcjax_train(folder: str, length: int, dtype: str):
     import jax
     import training
 
@@ -118,7 +119,8 @@ def _lcjax_train(folder: str, length: int):
     from lcjax.parallel.sharding import Mesh, make_mesh
     from lcjax.training.state import init_state
 
-    params, config, _ = checkpoints.load(folder)
+    params, config, _ = checkpoints.load(folder, param_dtype=dtype)
+    config = config.replace(dtype=dtype, param_dtype=dtype)
     update, optimizer = training.update(config)
     step = jax.jit(update, donate_argnums=0)
     state = init_state(params, optimizer, make_mesh(Mesh()), seed=0, ema=False)
@@ -133,13 +135,13 @@ def _lcjax_train(folder: str, length: int):
     return lambda: _seconds(run)
 
 
-def _torch(case: str, folder: str, length: int):
+def _torch(case: str, folder: str, length: int, dtype: str):
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
     ids = torch.tensor(_prompt(length))
     if case == "train":

@@ -7,33 +7,42 @@ from typing import Any
 import jax
 
 from lcjax.models.decoder import Decoder
+from lcjax.models.loss import FEW_ROWS
 
-# XLA for CPUs multiplies 16-bit weights as float32. By default a program first converts those of
-# all layers, which takes twice their memory. With this option a product converts what it reads.
+# XLA for CPUs multiplies 16-bit weights with float32 activations as float32. By default a program
+# first converts those of all layers, which takes twice their memory. With this option a product
+# converts what it reads. Products of bfloat16 with bfloat16 need no conversion, unless the option
+# is given.
 _IN_THE_PRODUCT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
 class InferenceJit:
     """A jitted `function(model, params, ...)`, compiled for the dtype of the weights.
 
-    The model is static, and `options` are those of `jax.jit`.
+    The model is static, and `options` are those of `jax.jit`. `tokens` is the index of the argument
+    with the tokens [B] or [B, T], which are the rows of products; None: they count as many.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any):
+    def __init__(self, function: Callable[..., Any], *, tokens: int | None = None, **options: Any):
         functools.update_wrapper(self, function)
+        self._tokens = tokens
         self._default = jax.jit(function, **options)
         self._from_16_bits = jax.jit(function, compiler_options=_IN_THE_PRODUCT, **options)
 
-    def _for(self, model: Decoder) -> Any:
+    def _for(self, model: Decoder, *args: Any) -> Any:
+        config = model.config
         platform = (
             jax.default_backend() if model.mesh is None else model.mesh.devices.flat[0].platform
         )
-        if platform != "cpu" or model.config.param_dtype == "float32" or not _option_is_known():
+        if platform != "cpu" or config.param_dtype == "float32" or not _option_is_known():
+            return self._default
+        few = self._tokens is not None and args[self._tokens - 1].size <= FEW_ROWS
+        if config.param_dtype == "bfloat16" and (few or config.dtype == "bfloat16"):
             return self._default
         return self._from_16_bits
 
     def __call__(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
-        return self._for(model)(model, *args, **kwargs)
+        return self._for(model, *args)(model, *args, **kwargs)
 
     def trace(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
         return self._default.trace(model, *args, **kwargs)

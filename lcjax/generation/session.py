@@ -302,7 +302,7 @@ def _step(
     return (logits, ffn_input) if with_ffn_input else logits, cache
 
 
-_STATIC = {"static_argnums": 0, "static_argnames": ("score", "with_ffn_input")}
+_STATIC = {"tokens": 3, "static_argnums": 0, "static_argnames": ("score", "with_ffn_input")}
 _read = InferenceJit(_step, **_STATIC, donate_argnums=2)
 _score = InferenceJit(_step, **_STATIC)
 

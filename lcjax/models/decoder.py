@@ -441,7 +441,7 @@ class Decoder(nn.Module):
         c = self.config
         kernel = self.embed.embedding.astype(c.compute_dtype())
         bias = self.mlm.bias if c.mlm_head else None
-        return Projection(kernel, bias, True, c.logit_scale, c.logit_soft_cap)
+        return Projection(kernel, bias, True, c.logit_scale, c.logit_soft_cap, c.param_dtype)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states."""

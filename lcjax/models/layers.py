@@ -19,7 +19,7 @@ from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.experts import Kernels, Load, mixture
-from lcjax.models.loss import Projection, product_of_one_row
+from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.offload import is_offloaded, to_device
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
@@ -118,8 +118,11 @@ class Linear(nn.Module):
 
         kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
         product = functools.partial(_project, contracted=count, reduce=self._reduction(x, kernel))
-        if config.param_dtype != "float32" and math.prod(x.shape[: x.ndim - count]) == 1:
-            y = product_of_one_row(product, x, kernel)
+        rows = x.reshape(*x.shape[: x.ndim - count], -1)
+        if has_few_rows(rows, config.param_dtype):
+            matrix = kernel.reshape(rows.shape[-1], -1)
+            y = product_of_few_rows(matmul, rows, matrix, config.param_dtype)
+            y = y.reshape(*rows.shape[:-1], *self.outputs)
         else:
             y = product(x, kernel)
         if self.bias:
@@ -155,8 +158,8 @@ class Head(nn.Module):
         kernel = self.param("kernel", normal, (c.width, c.vocab_size), dtype)
         zeros = nn.initializers.zeros
         bias = self.param("bias", zeros, (c.vocab_size,), dtype) if c.head_bias else None
-        scale, cap = c.logit_scale, c.logit_soft_cap
-        return Projection(kernel.astype(c.compute_dtype()), bias, scale=scale, soft_cap=cap)
+        kernel = kernel.astype(c.compute_dtype())
+        return Projection(kernel, bias, False, c.logit_scale, c.logit_soft_cap, c.param_dtype)
 
 
 def _project(
@@ -459,8 +462,18 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _dot_general(x, y, axis_x: int, axis_y: int):
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, y, (((axis_x,), (axis_y,)), ((), ())), precision=precision)
+    axes = (((axis_x,), (axis_y,)), ((), ()))
+    if x.dtype == jnp.float32:
+        return lax.dot_general(x, y, axes, precision=lax.Precision.HIGHEST)
+
+    def of_16_bits(x, y, result):
+        return lax.dot_general(x, y, axes, preferred_element_type=result).astype(x.dtype)
+
+    # XLA for CPUs uses a CPU's 16-bit matrix units (AMX) if the result is float32, and otherwise
+    # converts both operands to float32. On other devices the sums are float32 either way.
+    on_cpu = functools.partial(of_16_bits, result=jnp.float32)
+    elsewhere = functools.partial(of_16_bits, result=x.dtype)
+    return lax.platform_dependent(x, y, cpu=on_cpu, default=elsewhere)
 
 
 @jax.tree_util.register_dataclass

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 from lcjax.parallel.reduce_scatter import gradient_reduce_scatter
 from lcjax.parallel.sharding import spread_over, tokens_spec
 
+FEW_ROWS = 16  # up to which a CPU multiplies float32 rows by bfloat16 weights as three rows each
+
 # The float32 logits of one chunk on one device stay below this many bytes: what a CPU's caches
 # still help with, and what keeps an accelerator's matrix unit busy.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
@@ -40,6 +42,8 @@ class Projection:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of logits (Granite)
     # Logits become soft_cap tanh(logit / soft_cap) (Gemma 2).
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    # Of the weights before they were converted to that of hidden states
+    weights_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     @property
     def vocabulary(self) -> int:
@@ -52,8 +56,11 @@ class Projection:
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states, never rounded to 16 bits."""
         product = functools.partial(_einsum, f"...D,{self.axes}->...V")
-        if hidden.ndim > 1 and math.prod(hidden.shape[:-1]) == 1:
-            logits = product_of_one_row(product, hidden, self.kernel)
+        if hidden.ndim > 1 and has_few_rows(hidden, self.weights_dtype):
+            axis = 1 if self.tied else 0
+            logits = product_of_few_rows(
+                product, hidden, self.kernel, self.weights_dtype, axis=axis
+            )
         else:
             logits = product(hidden, self.kernel)
         if self.bias is not None:
@@ -245,19 +252,64 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def product_of_one_row(
-    product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, kernel: jax.Array
-) -> jax.Array:
-    """Returns `product(x, kernel)` of one token x [1, ...], on a CPU as a product of two rows.
+def has_few_rows(x: Float[Array, "... I"], weights_dtype: str) -> bool:
+    """Whether `product_of_few_rows` is for these rows and weights."""
+    return weights_dtype != "float32" and math.prod(x.shape[:-1]) <= FEW_ROWS
 
-    XLA for CPUs writes a float32 copy of 16-bit weights before it multiplies them by a vector; a
-    product of matrices can read them as they are (`lcjax.generation.programs`).
+
+def product_of_few_rows(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: Float[Array, "... I"],
+    kernel: Float[Array, "I O"] | Float[Array, "O I"],
+    weights_dtype: str,
+    *,
+    axis: int = 0,
+) -> jax.Array:
+    """Returns `product(x, kernel)`, on a CPU without a float32 copy of 16-bit weights.
+
+    XLA for CPUs converts 16-bit weights to float32 before most products, and for a few rows, as in
+    decoding, this takes ten times as long as the product. Only products of bfloat16 with bfloat16
+    read both as they are, if there are several rows and the result is float32. A float32 row is
+    the exact sum of three in bfloat16, so it is multiplied as three rows.
+
+    Args:
+      product: for other devices, and for float16 weights.
+      x: at most `FEW_ROWS` rows, of float32 or 16 bits.
+      kernel: the weights, converted to the dtype of x.
+      weights_dtype: their own dtype, before the conversion.
+      axis: of the kernel that is summed.
     """
 
     def of_two_rows(x, kernel):
         return product(jnp.concatenate([x, jnp.zeros_like(x)]), kernel)[:1]
 
-    return jax.lax.platform_dependent(x, kernel, cpu=of_two_rows, default=product)
+    def of_bfloat16(x, kernel):
+        rest, parts = x.reshape(-1, x.shape[-1]).astype(jnp.float32), []
+        for _ in range(3 if x.dtype == jnp.float32 else 1):
+            # XLA may remove a conversion to bfloat16 and back, but not a reduced precision.
+            parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+            rest = rest - parts[-1]
+        rows = jnp.concatenate(parts).astype(jnp.bfloat16)
+        padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
+        sums = (((1,), (axis,)), ((), ()))
+        y = jax.lax.dot_general(
+            padded, kernel.astype(jnp.bfloat16), sums, preferred_element_type=jnp.float32
+        )
+        y = y[: len(rows)].reshape(len(parts), *x.shape[:-1], -1)
+        return functools.reduce(jnp.add, reversed(y)).astype(
+            jax.eval_shape(product, x, kernel).dtype
+        )
+
+    on_cpu = product
+    if weights_dtype == "bfloat16":  # its own gradient would be rounded to bfloat16
+        on_cpu = jax.custom_vjp(of_bfloat16)
+        on_cpu.defvjp(
+            lambda *arrays: (of_bfloat16(*arrays), arrays),
+            lambda arrays, dy: jax.vjp(product, *arrays)[1](dy),
+        )
+    elif len(x.reshape(-1, x.shape[-1])) == 1:
+        on_cpu = of_two_rows
+    return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=product)
 
 
 def _logits(hidden, projection):

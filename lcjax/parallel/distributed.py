@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -82,6 +83,7 @@ def main(
             config = config_lib.parse(cls, argv) if parse is None else parse(argv)
             report.config = config
             start(config.distributed, agreed_stop=agreed_stop)
+            cache_compiled_programs()
             _check_same_config(config)
             run(config)
     except Exception:
@@ -93,6 +95,29 @@ def main(
         report.code = 1
     _leave(report.code)
     return report.code
+
+
+def cache_compiled_programs() -> None:
+    """Turns on JAX's persistent compilation cache for a script of a single process.
+
+    Nothing changes where the user has set `JAX_COMPILATION_CACHE_DIR`, also to nothing, or the
+    option of JAX. The folder is of one host: programs for CPUs depend on the CPU's instructions,
+    and a home folder may serve many kinds. Processes of one job would need a folder that they
+    share, which only the user knows.
+    """
+    variable = "JAX_COMPILATION_CACHE_DIR"
+    if variable in os.environ or jax.config.jax_compilation_cache_dir is not None:
+        return
+    if jax.distributed.is_initialized():
+        return
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folder = os.path.join(cache, "lcjax", "programs", platform.node() or "host")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:  # no home folder, or one that cannot be written
+        return
+    if os.access(folder, os.W_OK | os.X_OK):
+        jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def _failure(index: int, count: int) -> str:

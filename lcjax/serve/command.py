@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection, Settings, check_source
 from lcjax.errors import InputError, is_finite_number, missing_extra, whole_number
+from lcjax.parallel.distributed import cache_compiled_programs
 from lcjax.parallel.sharding import Mesh
 
 # Of uvicorn. Connections of clients that wait between their requests stay open for a while.
@@ -70,6 +71,7 @@ def serve(config: ServeConfig) -> None:
     from lcjax.generation.language_model import LanguageModel
 
     check_source(config.model)
+    cache_compiled_programs()
     with bind(
         config.host, config.port
     ) as listener:  # before the weights are read, which takes time

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -135,6 +136,29 @@ def test_a_process_whose_peer_dies_ends_with_a_line_that_names_the_fix(killed):
     assert processes[other].returncode == 1, logs[other]
     last = logs[other].splitlines()[-1]
     assert last.startswith(f"error: process {other} of 2 failed as shown above; if another one")
+
+
+CACHED = """
+import jax
+from lcjax.parallel.distributed import cache_compiled_programs
+cache_compiled_programs()
+print(jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.parametrize("case", ["usual", "set", "off", "no folder"])
+def test_scripts_keep_compiled_programs_unless_the_user_decides(tmp_path, case):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    del env["JAX_COMPILATION_CACHE_DIR"]
+    if case in ("set", "off"):
+        env["JAX_COMPILATION_CACHE_DIR"] = "/elsewhere" if case == "set" else ""
+    if case == "no folder":
+        (tmp_path / "lcjax").write_text("a file")
+    command = [sys.executable, "-c", CACHED]
+    found = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    usual = str(tmp_path / "lcjax" / "programs" / platform.node())
+    expected = {"usual": usual, "set": "/elsewhere", "off": "", "no folder": "None"}[case]
+    assert found.strip() == expected
 
 
 def test_a_port_that_is_taken_is_an_error():
