@@ -51,9 +51,10 @@ MATRICES = ("q", "k", "v", "d_out")
 def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
     """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
 
-    Two warpgroups take turns: one multiplies, p v of a step and q k^T of the next without a wait
-    between them, while the other computes its softmax (FlashAttention-3, Shah et al. 2024, section
-    3.1).
+    Warpgroups take turns to start products, q k^T of a step and p v of the one before, which are
+    multiplied while the others compute their softmax (FlashAttention-3, Shah et al. 2024, section
+    3.1). A turn is passed on as soon as the products have started: no warpgroup waits for another's
+    softmax.
     """
     program, tiling = of_queries(spec), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
@@ -87,11 +88,14 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
     query, shape = scratch["q"].at[group], (ROWS, spec.tiling.keys.tile)
     resident = {name: scratch[name].at[group] for name in scratch["resident_names"] if name != "q"}
 
-    def turn(arrive: bool = True, wait: bool = True):
-        if arrive and spec.tiling.groups > 1:
-            plgpu.barrier_arrive(scratch["turn"].at[0])
-        if wait and spec.tiling.groups > 1:
-            plgpu.barrier_wait(scratch["turn"].at[0])
+    def wait_turn():
+        if spec.tiling.groups > 1:
+            plgpu.barrier_wait(scratch["turn"].at[group])
+
+    def pass_turn():
+        if spec.tiling.groups > 1:
+            is_last = group == spec.tiling.groups - 1
+            plgpu.barrier_arrive(scratch["turn"].at[jnp.where(is_last, 0, group + 1)])
 
     def soften(step, products, top, total):
         """(p, maximum and denominator with this step's keys, factor of the earlier sums)."""
@@ -111,17 +115,16 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
         acc, products, *rows = carry
         p, *rows, keep = soften(step, products, *rows)
         acc, p, *rows = lax.optimization_barrier((acc * repeat(keep, 0, acc.shape), p, *rows))
-        turn(wait=False)
         ring.wait(1, step)
         if not is_last:
             ring.wait(0, step + 1)
-        turn(arrive=False)
+        wait_turn()
 
         def begin(sums, _):
-            add_product(sums[0], p, ring.at("v", step))
             if not is_last:
                 plgpu.wgmma(sums[1], query, ring.at("k", step + 1).transpose((1, 0)))
-                turn()
+            add_product(sums[0], p, ring.at("v", step))
+            pass_turn()
 
         starts = [acc] if is_last else [acc, fill(shape, 0.0)]
         acc, *products = sums_on(starts, begin)
@@ -130,12 +133,12 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
 
     def attend(acc, *rows):
         ring.wait(0, jnp.int32(0))
-        pl.when(group == 1)(turn)
-        products = product(query, ring.at("k", jnp.int32(0)), turn)
+        pl.when(group > 0)(wait_turn)  # the first turn is that of warpgroup 0
+        products = product(query, ring.at("k", jnp.int32(0)), pass_turn)
         last = visits.seen - 1
         carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
         carry = visit(last, carry, is_last=True)
-        pl.when(group == 0)(turn)
+        pl.when(group == 0)(wait_turn)
         return carry
 
     size = ring.scratch["v"].shape[-1]
@@ -344,7 +347,7 @@ def run_forward(spec: KernelSpec, x, interpret):
     """out [B, T, N, Hv] and lse [B, N, T]."""
     tiling, (b, t, n, h), size = spec.tiling, x["q"].shape, x["v"].shape[-1]
     extra = {"lse": plgpu.SMEM((tiling.groups, ROWS), F32)}
-    extra["turn"] = plgpu.Barrier(num_arrivals=tiling.groups, num_barriers=1)
+    extra["turn"] = plgpu.Barrier(num_barriers=tiling.groups)
     if size != h:  # else the output uses the queries' memory
         extra["out"] = matrix(tiling.groups, ROWS, size, x["q"].dtype)
     outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
