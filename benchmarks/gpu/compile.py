@@ -54,12 +54,15 @@ GPUS = {  # file of targets/: name of the device, architecture of ptxas
     "l40s": ("NVIDIA L40", "sm_89"),  # the same chip; jax 0.11 and 0.12 have no name for the L40S
 }
 SINKS = causal() & (window(1000) | prefix(4))
-CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced places
-    "causal": (1, 4096, 4096, 8, 8, causal(), None, False, False),
-    "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, True),
-    "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, True),
-    "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, True),
-    "few": (2, 2, 16384, 32, 8, causal(), None, False, True),
+SEGMENTS = "q_segments", "k_segments"
+PLACES = "q_index", "k_index", *SEGMENTS
+CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced operands
+    "causal": (1, 4096, 4096, 8, 8, causal(), None, False, ()),
+    "packed": (2, 4095, 4095, 8, 2, causal(), None, False, SEGMENTS),
+    "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, PLACES),
+    "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, PLACES),
+    "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, PLACES),
+    "few": (2, 2, 16384, 32, 8, causal(), None, False, PLACES),
 }
 LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
     "landmark": (1, 4096, 64, 8, 8, False),
@@ -77,6 +80,7 @@ ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
 ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
 MOSAIC = [("h200", size, "bfloat16", x) for size in (64, 128) for x in ("causal", "documents")]
+MOSAIC += [("h200", 64, "bfloat16", "packed")]
 OTHERS = [  # run by --all
     *((gpu, 256, "bfloat16", "causal") for gpu in GPUS),
     ("a100", 64, "bfloat16", "causal"),
@@ -150,12 +154,12 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
         saved = q, k, k, q, array(b, t, n, kind="float32")
         return saved, Operands(*places), older_spec(block, size**-0.5)
     b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
-    places = [array(b, x, kind="int32") if traced else None for x in (t, s, t, s)]
+    places = {x: array(b, t if x in ("q_index", "q_segments") else s, kind="int32") for x in traced}
     bias = Alibi(array(n, kind="float32")) if biased else None
     q, k = array(b, t, n, size), array(b, s, heads, size)
     return (
         (q, k, k, q, array(b, t, n, kind="float32")),
-        Operands(*places, bias),
+        Operands(bias=bias, **places),
         Spec(mask, size**-0.5, cap),
     )
 

@@ -71,13 +71,24 @@ def tile_axis(length: int, block: int, tile: int) -> TileAxis:
     A lone block need not be divided evenly.
     """
     if length <= block:
-        while tile > ROWS and length <= tile // 2:
-            tile //= 2
+        tile = tile_of_length(length, tile)
         pieces = -(-length // tile)
         return TileAxis(length, tile, pieces, pieces * tile)
-    while tile > ROWS and block % tile:
-        tile //= 2
+    tile = next(n for n in range(tile, 0, -ROWS) if block % n == 0)
     return TileAxis(length, tile, block // tile, -(-length // block) * block)
+
+
+def tile_of_length(length: int, tile: int) -> int:
+    """The rows of a tile for an axis that can be cut anywhere: at most `tile`.
+
+    Three warpgroups are worth at most a sixteenth more rows of padding than two.
+    """
+    if length <= ROWS:
+        return ROWS
+    if tile <= 2 * ROWS:
+        return tile
+    larger, smaller = (-(-length // n) * n for n in (tile, tile - ROWS))
+    return tile_of_length(length, tile - ROWS) if 16 * larger > 17 * smaller else tile
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ class KernelSpec:
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    table = _table(q, k, operands, spec)
+    table = _table(_tiles(FORWARD, q, v, operands, spec), q, k, operands, spec)
     kernel_spec, x = _prepare(FORWARD, q, k, v, operands, spec, table)
     out, lse = _kernels().run_forward(kernel_spec, x, interpret)
     return out[:, : q.shape[1], :, : v.shape[-1]], lse[:, :, : q.shape[1]].swapaxes(1, 2)
@@ -117,7 +128,7 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
     """Cotangents of q, k and v; that of lse enters through di."""
-    table = _table(q, k, operands, spec)
+    table = _table(_tiles(D_QUERIES, q, v, operands, spec), q, k, operands, spec)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
     rows = {"d_out": d_out.astype(q.dtype)}
@@ -175,15 +186,23 @@ def _kernels():
     return importlib.import_module("pallas_kernels.backends.mosaic_gpu.kernels")
 
 
-def _table(q, k, operands, spec):
-    """The blocks to visit, query-major."""
-    return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(q, k))
+def _table(tiles: tuning.Warpgroups, q, k, operands, spec):
+    """The blocks to visit, query-major; tiles: of the kernel that visits them."""
+    return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(tiles, q, k))
+
+
+def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
+    """The warpgroups and tiles of a kernel for a call."""
+    indices = operands.q_index, operands.k_index
+    vectors = any(x is not None for x in indices) + (operands.q_segments is not None)
+    size = max(q.shape[-1], v.shape[-1])
+    return tuning.mosaic_gpu(kernel, size, spec.soft_cap is not None, vectors)
 
 
 def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
     """The kernel's static part, and its operands in whole tiles."""
-    capped = spec.soft_cap is not None
-    tiling = make_tiling(kernel, q, k, v, table.q_block, table.k_block, capped)
+    tiles = _tiles(kernel, q, v, operands, spec)
+    tiling = make_tiling(kernel, tiles, q, k, table.q_block, table.k_block)
     joined = table.index.shape[1] > k.shape[2]
     kernel_spec = KernelSpec(
         mask=spec.mask,
@@ -213,16 +232,16 @@ def _wide(x):
     return jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) if padding else x
 
 
-def blocks(q, k) -> tuple[int, int]:
+def blocks(tiles: tuning.Warpgroups, q, k) -> tuple[int, int]:
     """Sizes of a table's blocks where the caller gives none."""
-    block = BLOCK
-    while (-(-q.shape[1] // block)) * (-(-k.shape[1] // block)) > CELLS:
-        block *= 2
-    return block, block
+    q_block = max(BLOCK, tile_of_length(q.shape[1], tiles.groups * ROWS))
+    k_block = BLOCK
+    while (-(-q.shape[1] // q_block)) * (-(-k.shape[1] // k_block)) > CELLS:
+        q_block, k_block = 2 * q_block, 2 * k_block
+    return q_block, k_block
 
 
-def make_tiling(kernel: str, q, k, v, q_block: int, k_block: int, capped: bool = False) -> Tiling:
-    tiles = tuning.mosaic_gpu(kernel, max(q.shape[-1], v.shape[-1]), capped)
+def make_tiling(kernel: str, tiles: tuning.Warpgroups, q, k, q_block: int, k_block: int) -> Tiling:
     resident, streamed = tiles.groups * ROWS, tiles.streamed
     if kernel == D_KEYS:
         queries, keys = (

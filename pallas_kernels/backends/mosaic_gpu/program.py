@@ -30,8 +30,9 @@ LOG2E = math.log2(math.e)
 # Pallas uses the index on the mesh.
 GRID = ("_lcjax_heads", "_lcjax_tiles", "_lcjax_rows")
 WARPGROUP = "_lcjax_warpgroup"
-# Registers of a thread where two warpgroups compute: 2 x 240 + 24 of the 512 that there are.
-COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+# Registers of a thread, of those that compute and of those that copy, by the number of compute
+# warpgroups: 2 x 240 + 24 and 3 x 160 + 32 of the 512 that there are.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 def fill(shape, value: float, axis: int | None = None):
@@ -257,7 +258,7 @@ class TilePair(NamedTuple):
         seen = spec.mask.element(index("q_index", q_axis), index("k_index", k_axis))
         if "q_segments" in self.vectors:
             q, k = vector("q_segments", q_axis), vector("k_segments", k_axis)
-            seen = seen & (q == k) & (k != 0)
+            return seen & (q == k) & (k != 0)  # padding behind the last key has segment 0, too
         length = spec.tiling.keys.length
         return seen if spec.tiling.keys.padded == length else seen & (number(k_axis) < length)
 
@@ -295,18 +296,18 @@ def probabilities(spec: KernelSpec, values, factor, lse, axis: int):
 
 def specialise(spec: KernelSpec, compute: Callable, move: Callable) -> None:
     """Runs `compute(warpgroup)` in the compute warpgroups and `move()` in the last one."""
-    group, has_groups = lax.axis_index(WARPGROUP), spec.tiling.groups > 1
+    group, registers = lax.axis_index(WARPGROUP), REGISTERS.get(spec.tiling.groups)
 
     @pl.when(group < spec.tiling.groups)
     def _():
-        if has_groups:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
         compute(group)
 
     @pl.when(group == spec.tiling.groups)
     def _():
-        if has_groups:
-            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
         move()
 
 
