@@ -40,6 +40,8 @@ ROWS = 64  # of a warpgroup's matrix products
 HEAD = 16  # head sizes are padded to multiples of it: the narrowest tile of the matrix unit
 BLOCK = 128  # of a table that the caller does not give
 CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
+INTERLEAVED = 8  # heads, or rows of the batch, whose programs alternate
+INTERLEAVED_BYTES = 2**25  # of their tiles, which remain in the 50 MB of an H100's L2 cache
 FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
 
 
@@ -112,6 +114,7 @@ class KernelSpec:
     key_heads: int
     tiling: Tiling
     joined: bool  # a key head's list has the blocks of all its query heads behind each other
+    interleaved: int  # consecutive heads whose programs alternate in the grid
 
     @property
     def group(self) -> int:
@@ -199,20 +202,41 @@ def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
     return tuning.mosaic_gpu(kernel, size, spec.soft_cap is not None, vectors)
 
 
-def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
-    """The kernel's static part, and its operands in whole tiles."""
+def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
+    """The kernel's static part; only shapes are read."""
     tiles = _tiles(kernel, q, v, operands, spec)
-    tiling = make_tiling(kernel, tiles, q, k, table.q_block, table.k_block)
-    joined = table.index.shape[1] > k.shape[2]
-    kernel_spec = KernelSpec(
+    return KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         scale=spec.scale,
         heads=q.shape[2],
         key_heads=k.shape[2],
-        tiling=tiling,
-        joined=joined,
+        tiling=make_tiling(kernel, tiles, q, k, table.q_block, table.k_block),
+        joined=table.index.shape[1] > k.shape[2],
+        interleaved=_interleaved(kernel, q, k, v),
     )
+
+
+def _interleaved(kernel: str, q, k, v) -> int:
+    """The number of heads whose programs alternate.
+
+    Under a causal mask programs with the longest lists start first; if all of a head ran before
+    those of the next, the long ones of the last head would start when little else is left. Programs
+    that run at the same time read the streamed tiles of that many heads from L2.
+    """
+    heads, group = (k.shape[2], 1) if kernel == D_KEYS else (q.shape[2], q.shape[2] // k.shape[2])
+    streamed = q.shape[1] * q.shape[2] // k.shape[2] if kernel == D_KEYS else k.shape[1]
+    each = q.shape[0] * streamed * (q.shape[3] + v.shape[3]) * q.dtype.itemsize
+    for count in range(min(heads, INTERLEAVED // q.shape[0]), 1, -1):
+        if heads % count == 0 and -(-count // group) * each <= INTERLEAVED_BYTES:
+            return count
+    return 1
+
+
+def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
+    """The kernel's static part, and its operands in whole tiles."""
+    kernel_spec = _kernel_spec(kernel, q, k, v, operands, spec, table)
+    tiling = kernel_spec.tiling
     x = {"q": tiling.queries.pad(_wide(q), 1)}
     x |= {"k": tiling.keys.pad(_wide(k), 1), "v": tiling.keys.pad(_wide(v), 1)}
     for name, axis in (("q", tiling.queries), ("k", tiling.keys)):
@@ -223,7 +247,7 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
     if rows is not None:
         x["d_out"] = tiling.queries.pad(_wide(rows["d_out"]), 1)
         x |= {name: tiling.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
-    return kernel_spec, x | list_operands(table, kernel, tiling, kernel_spec.group if joined else 1)
+    return kernel_spec, x | list_operands(table, kernel, kernel_spec)
 
 
 def _wide(x):
@@ -256,13 +280,14 @@ def make_tiling(kernel: str, tiles: tuning.Warpgroups, q, k, q_block: int, k_blo
     return Tiling(queries, keys, queries.tile // ROWS, tiles.stages)
 
 
-def list_operands(table, kernel: str, tiling: Tiling, group: int) -> dict:
+def list_operands(table, kernel: str, spec: KernelSpec) -> dict:
     """The table's BlockLists as operands of a kernel.
 
-    group: the lists of that many query heads become one, with consecutive numbers of blocks.
+    Joined lists of the query heads of a group become one, with consecutive numbers of blocks.
     """
+    tiling, group = spec.tiling, spec.group
     if kernel == D_KEYS:
-        if group > 1:
+        if spec.joined:
             table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
         lists = transpose(table, tiling.keys.length)
     elif tiling.keys.length <= table.k_block and tiling.keys.length < tiling.keys.padded:

@@ -29,6 +29,8 @@ from pallas_kernels.backends.mosaic_gpu.program import (
     column,
     fetch,
     fill,
+    grid,
+    grid_index,
     hidden,
     list_visits,
     logits,
@@ -56,7 +58,7 @@ def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
     3.1). A turn is passed on as soon as the products have started: no warpgroup waits for another's
     softmax.
     """
-    program, tiling = of_queries(spec), spec.tiling
+    program, tiling = of_queries(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
 
@@ -148,7 +150,7 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
 
 def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
     """Cotangent of 64 queries: the sum over key tiles of ds k."""
-    program, tiling = of_queries(spec), spec.tiling
+    program, tiling = of_queries(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
     shape = (ROWS, tiling.keys.tile)
@@ -193,7 +195,7 @@ def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
 
 def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
     """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group."""
-    program, tiling = of_keys(), spec.tiling
+    program, tiling = of_keys(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.keys, tiling.queries, heads=spec.group)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.queries.tile)
     shape = (ROWS, tiling.queries.tile)
@@ -304,7 +306,7 @@ def launch(
     outputs,
     resident,
     ring,
-    grid,
+    programs: tuple[int, int, int],
     streamed: TileAxis,
     interpret,
     **extra,
@@ -313,6 +315,7 @@ def launch(
 
     Args:
       x: operands by name; those that are None are left out of it, of `resident` and of `ring`.
+      programs: sizes of the grid's axes.
       extra: further entries of `scratch`.
     """
     x = x | {"count": jnp.arange(streamed.tile, dtype=jnp.int32)}
@@ -335,7 +338,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        grid=grid,
+        grid=programs,
         grid_names=GRID,
         num_threads=spec.tiling.groups + 1,
         thread_name=WARPGROUP,
@@ -352,8 +355,9 @@ def run_forward(spec: KernelSpec, x, interpret):
         extra["out"] = matrix(tiling.groups, ROWS, size, x["q"].dtype)
     outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
     resident, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
-    grid = n, tiling.queries.count, b
-    return launch(forward, spec, x, outputs, resident, ring, grid, tiling.keys, interpret, **extra)
+    programs = grid(spec, n, tiling.queries.count, b)
+    streamed = tiling.keys
+    return launch(forward, spec, x, outputs, resident, ring, programs, streamed, interpret, **extra)
 
 
 def run_d_queries(spec: KernelSpec, x, interpret):
@@ -363,8 +367,9 @@ def run_d_queries(spec: KernelSpec, x, interpret):
         ("q", "d_out", "lse", "start", "count", *Q_VECTORS),
         (("k", *K_VECTORS), ("v",)),
     )
-    outputs, grid = [like(x["q"].shape, x["q"].dtype)], (n, tiling.queries.count, b)
-    return launch(d_queries, spec, x, outputs, resident, ring, grid, tiling.keys, interpret)[0]
+    outputs = [like(x["q"].shape, x["q"].dtype)]
+    programs = grid(spec, n, tiling.queries.count, b)
+    return launch(d_queries, spec, x, outputs, resident, ring, programs, tiling.keys, interpret)[0]
 
 
 def run_d_keys(spec: KernelSpec, x, interpret):
@@ -372,8 +377,8 @@ def run_d_keys(spec: KernelSpec, x, interpret):
     tiling, (b, _, heads, _) = spec.tiling, x["k"].shape
     resident, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
-    grid = heads, tiling.keys.count, b
-    return launch(d_keys, spec, x, outputs, resident, ring, grid, tiling.queries, interpret)
+    programs = grid(spec, heads, tiling.keys.count, b)
+    return launch(d_keys, spec, x, outputs, resident, ring, programs, tiling.queries, interpret)
 
 
 def like(shape, dtype) -> jax.ShapeDtypeStruct:

@@ -26,8 +26,8 @@ from pallas_kernels.backends.mosaic_gpu.attention import ROWS, KernelSpec, TileA
 F32 = jnp.float32
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
-# A program each; rows of the batch vary fastest. Where an axis of the device mesh has such a name,
-# Pallas uses the index on the mesh.
+# A program each; the last varies fastest, over the interleaved heads of all rows. Where an axis of
+# the device mesh has such a name, Pallas uses the index on the mesh.
 GRID = ("_lcjax_heads", "_lcjax_tiles", "_lcjax_rows")
 WARPGROUP = "_lcjax_warpgroup"
 # Registers of a thread, of those that compute and of those that copy, by the number of compute
@@ -319,16 +319,29 @@ def send(*pairs) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def of_queries(spec: KernelSpec) -> ProgramIndex:
-    """The index of a program in a grid over query heads and tiles of queries.
+def grid(spec: KernelSpec, heads: int, tiles: int, rows: int) -> tuple[int, int, int]:
+    """The sizes of the axes of GRID."""
+    return heads // spec.interleaved, tiles, rows * spec.interleaved
+
+
+def grid_index() -> tuple:
+    """The indices of a program along the axes of GRID."""
+    return tuple(lax.axis_index(name) for name in GRID)
+
+
+def of_queries(spec: KernelSpec, index: tuple) -> ProgramIndex:
+    """The program at `index` of a grid over query heads and tiles of queries.
 
     The last tiles start first: under a causal mask they have the longest lists.
     """
-    head, tile, row = (lax.axis_index(name) for name in GRID)
-    return ProgramIndex(row, head, div(head, spec.group), spec.tiling.queries.count - 1 - tile)
+    heads, tile, x = index
+    head = heads * spec.interleaved + rem(x, spec.interleaved)
+    tile = spec.tiling.queries.count - 1 - tile
+    return ProgramIndex(div(x, spec.interleaved), head, div(head, spec.group), tile)
 
 
-def of_keys() -> ProgramIndex:
-    """The index of a program in a grid over key heads and tiles of keys."""
-    head, tile, row = (lax.axis_index(name) for name in GRID)
-    return ProgramIndex(row, None, head, tile)
+def of_keys(spec: KernelSpec, index: tuple) -> ProgramIndex:
+    """The program at `index` of a grid over key heads and tiles of keys."""
+    heads, tile, x = index
+    head = heads * spec.interleaved + rem(x, spec.interleaved)
+    return ProgramIndex(div(x, spec.interleaved), None, head, tile)
