@@ -312,11 +312,14 @@ def specialise(spec: KernelSpec, compute: Callable, move: Callable) -> None:
 
 
 def send(*pairs) -> None:
-    """Copies from shared to global memory, and waits until they are done."""
+    """Copies from shared to global memory, and waits until shared memory was read.
+
+    The last thing that a warpgroup does: the end of the kernel waits for global memory.
+    """
     plgpu.commit_smem()
     for source, target in pairs:
         plgpu.copy_smem_to_gmem(source, target)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def grid(spec: KernelSpec, heads: int, tiles: int, rows: int) -> tuple[int, int, int]:
