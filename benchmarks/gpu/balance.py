@@ -49,10 +49,11 @@ def steps(kernel: str, batch: int, tokens: int, heads: int, key_heads: int, size
     resident, streamed = spec.tiling.queries, spec.tiling.keys
     if is_keys:
         resident, streamed = streamed, resident
-    index = np.indices(program.grid(spec, key_heads if is_keys else heads, resident.count, batch))
+    heads = key_heads if is_keys and not spec.per_query_head else heads
+    index = np.indices(program.grid(spec, heads, resident.count, batch))
     place = program.of_keys if is_keys else program.of_queries
     tile = np.asarray(place(spec, tuple(index.astype(np.int32))).tile).ravel()
-    repeats = spec.group if is_keys else 1
+    repeats = spec.group if is_keys and not spec.per_query_head else 1
     return seen[tile // resident.pieces] * streamed.pieces * repeats
 
 

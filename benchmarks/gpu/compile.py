@@ -58,6 +58,7 @@ SEGMENTS = "q_segments", "k_segments"
 PLACES = "q_index", "k_index", *SEGMENTS
 CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced operands
     "causal": (1, 4096, 4096, 8, 8, causal(), None, False, ()),
+    "grouped": (8, 4095, 4095, 8, 2, causal(), None, False, ()),
     "packed": (2, 4095, 4095, 8, 2, causal(), None, False, SEGMENTS),
     "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, PLACES),
     "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, PLACES),
@@ -80,7 +81,7 @@ ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
 ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
 MOSAIC = [("h200", size, "bfloat16", x) for size in (64, 128) for x in ("causal", "documents")]
-MOSAIC += [("h200", 64, "bfloat16", "packed")]
+MOSAIC += [("h200", 64, "bfloat16", "packed"), ("h200", 128, "bfloat16", "grouped")]
 OTHERS = [  # run by --all
     *((gpu, 256, "bfloat16", "causal") for gpu in GPUS),
     ("a100", 64, "bfloat16", "causal"),

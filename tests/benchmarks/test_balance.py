@@ -52,3 +52,22 @@ def test_the_balance_is_1_where_all_multiprocessors_end_together():
 def test_causal_programs_of_few_heads_are_balanced():
     for kernel in balance.KERNELS:
         assert balance.balance(balance.steps(kernel, 1, 4096, 16, 16, 128)) > 0.97
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [((1, 16384, 4, 1), True), ((1, 1024, 32, 8), True), ((1, 4096, 32, 8), False),
+     ((8, 4096, 32, 8), False), ((1, 200, 2, 1), False), ((1, 1024, 8, 8), False)],
+)  # fmt: skip
+def test_dk_and_dv_have_a_program_per_query_head_where_programs_would_be_few(call, expected):
+    assert spec_of("d_keys", *call).per_query_head == expected
+
+
+def test_query_heads_of_a_key_head_have_programs_for_the_same_keys():
+    spec = spec_of("d_keys", 1, 8192, 4, 2)
+    assert spec.per_query_head
+    index = np.indices(program.grid(spec, 4, spec.tiling.keys.count, 1)).astype(np.int32)
+    found = program.of_keys(spec, tuple(index))
+    assert {(int(n), int(k)) for n, k in zip(found.head.ravel(), found.key_head.ravel())} == {
+        (0, 0), (1, 0), (2, 1), (3, 1)
+    }  # fmt: skip

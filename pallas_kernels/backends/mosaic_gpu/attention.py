@@ -42,6 +42,11 @@ BLOCK = 128  # of a table that the caller does not give
 CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
 INTERLEAVED = 8  # heads, or rows of the batch, whose programs alternate
 INTERLEAVED_BYTES = 2**25  # of their tiles, which remain in the 50 MB of an H100's L2 cache
+PROCESSORS = 132  # of an H100 or H200; shared memory of each holds one program
+# Queries, of a causal call, whose products with a key take as long as the traffic of that key's
+# float32 cotangents of one query head: 8 bytes a number at 3.35 TB/s, 4 products at 450 TFLOP/s.
+SUM_QUERIES = 512
+MANY_VISITS = 16  # of a program; shorter ones end before a second kernel would have started
 FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
 
 
@@ -114,6 +119,7 @@ class KernelSpec:
     key_heads: int
     tiling: Tiling
     joined: bool  # a key head's list has the blocks of all its query heads behind each other
+    per_query_head: bool  # dk and dv have a program for each query head, and are summed afterwards
     interleaved: int  # consecutive heads whose programs alternate in the grid
 
     @property
@@ -205,27 +211,47 @@ def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
 def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
     """The kernel's static part; only shapes are read."""
     tiles = _tiles(kernel, q, v, operands, spec)
+    tiling = make_tiling(kernel, tiles, q, k, table.q_block, table.k_block)
+    programs = q.shape[0] * k.shape[2] * tiling.keys.count
+    is_grouped = kernel == D_KEYS and q.shape[2] > k.shape[2]
+    visits = q.shape[1] * q.shape[2] // (k.shape[2] * tiling.queries.tile)
+    per_query_head = is_grouped and visits >= MANY_VISITS and _are_few(programs, q.shape[1])
     return KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         scale=spec.scale,
         heads=q.shape[2],
         key_heads=k.shape[2],
-        tiling=make_tiling(kernel, tiles, q, k, table.q_block, table.k_block),
-        joined=table.index.shape[1] > k.shape[2],
-        interleaved=_interleaved(kernel, q, k, v),
+        tiling=tiling,
+        joined=table.index.shape[1] > k.shape[2] and not per_query_head,
+        per_query_head=per_query_head,
+        interleaved=_interleaved(kernel, q, k, v, per_query_head),
     )
 
 
-def _interleaved(kernel: str, q, k, v) -> int:
+def _are_few(programs: int, queries: int) -> bool:
+    """Whether more multiprocessors would be idle than it costs to sum over query heads apart.
+
+    Programs are as long as each other, or under a causal mask up to twice as long as their mean.
+    """
+    waves = -(-programs // PROCESSORS)
+    busy = programs / (PROCESSORS * max(waves, 2))
+    return busy < 0.95 * queries / (queries + SUM_QUERIES)
+
+
+def _interleaved(kernel: str, q, k, v, per_query_head: bool) -> int:
     """The number of heads whose programs alternate.
 
     Under a causal mask programs with the longest lists start first; if all of a head ran before
     those of the next, the long ones of the last head would start when little else is left. Programs
     that run at the same time read the streamed tiles of that many heads from L2.
     """
-    heads, group = (k.shape[2], 1) if kernel == D_KEYS else (q.shape[2], q.shape[2] // k.shape[2])
-    streamed = q.shape[1] * q.shape[2] // k.shape[2] if kernel == D_KEYS else k.shape[1]
+    group = q.shape[2] // k.shape[2]
+    if kernel == D_KEYS:
+        heads = q.shape[2] if per_query_head else k.shape[2]
+        streamed, group = q.shape[1] * q.shape[2] // heads, 1
+    else:
+        heads, streamed = q.shape[2], k.shape[1]
     each = q.shape[0] * streamed * (q.shape[3] + v.shape[3]) * q.dtype.itemsize
     for count in range(min(heads, INTERLEAVED // q.shape[0]), 1, -1):
         if heads % count == 0 and -(-count // group) * each <= INTERLEAVED_BYTES:

@@ -194,16 +194,24 @@ def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
 
 
 def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
-    """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group."""
+    """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group.
+
+    Or of one query head, `per_query_head`: float32 sums, which are not rounded before they are
+    added up.
+    """
     program, tiling = of_keys(spec, grid_index()), spec.tiling
-    visits = list_visits(spec, x, program, tiling.keys, tiling.queries, heads=spec.group)
+    heads = 1 if spec.per_query_head else spec.group
+    visits = list_visits(spec, x, program, tiling.keys, tiling.queries, heads)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.queries.tile)
     shape = (ROWS, tiling.queries.tile)
 
     def move():
         def copy(step, _):
-            head = program.key_head * spec.group + visits.head(step)
-            ring.fill(x, program._replace(head=head), step, visits.tile(step))
+            place = program
+            if not spec.per_query_head:
+                head = program.key_head * spec.group + visits.head(step)
+                place = program._replace(head=head)
+            ring.fill(x, place, step, visits.tile(step))
 
         lax.fori_loop(0, visits.seen, copy, None)
         ring.drain(visits.seen)
@@ -238,6 +246,10 @@ def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
 
         empty = [fill((ROWS, scratch[name].shape[-1]), 0.0) for name in ("k", "v")]
         d_key, d_value = lax.fori_loop(0, visits.seen, visit, empty)
+        if spec.per_query_head:  # no shared memory is free for tiles of float32
+            rows = program.row, pl.ds(first, ROWS), program.head
+            dk[rows], dv[rows] = d_key * spec.scale, d_value
+            return
         # Computed again: these references would occupy registers while products are summed.
         own_group, rows = lax.axis_index(WARPGROUP), pl.ds(first, ROWS)
         tile = {name: scratch[name].at[own_group] for name in ("k", "v")}
@@ -374,11 +386,27 @@ def run_d_queries(spec: KernelSpec, x, interpret):
 
 def run_d_keys(spec: KernelSpec, x, interpret):
     """dk [B, S, K, H] and dv [B, S, K, Hv]."""
-    tiling, (b, _, heads, _) = spec.tiling, x["k"].shape
+    tiling, (b, s, heads, _) = spec.tiling, x["k"].shape
     resident, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
+    if spec.per_query_head:
+        heads = spec.heads
+        outputs = [like((b, s, heads, x[name].shape[-1]), F32) for name in ("k", "v")]
     programs = grid(spec, heads, tiling.keys.count, b)
-    return launch(d_keys, spec, x, outputs, resident, ring, programs, tiling.queries, interpret)
+    found = launch(d_keys, spec, x, outputs, resident, ring, programs, tiling.queries, interpret)
+    if not spec.per_query_head:
+        return found
+    return [sum_groups(sums, x[name]) for sums, name in zip(found, ("k", "v"), strict=True)]
+
+
+def sum_groups(x, keys):
+    """[B, S, N, H] -> [B, S, K, H] in the dtype of `keys`; heads are added one after the other.
+
+    XLA may reduce an axis in another order in another program.
+    """
+    parts = x.reshape(*keys.shape[:3], -1, x.shape[-1])
+    total = functools.reduce(jnp.add, (parts[:, :, :, i] for i in range(parts.shape[3])))
+    return total.astype(keys.dtype)
 
 
 def like(shape, dtype) -> jax.ShapeDtypeStruct:

@@ -344,7 +344,9 @@ def of_queries(spec: KernelSpec, index: tuple) -> ProgramIndex:
 
 
 def of_keys(spec: KernelSpec, index: tuple) -> ProgramIndex:
-    """The program at `index` of a grid over key heads and tiles of keys."""
+    """The program at `index` of a grid over heads and tiles of keys; head is None for key heads."""
     heads, tile, x = index
-    head = heads * spec.interleaved + rem(x, spec.interleaved)
-    return ProgramIndex(div(x, spec.interleaved), None, head, tile)
+    row, head = div(x, spec.interleaved), heads * spec.interleaved + rem(x, spec.interleaved)
+    if spec.per_query_head:
+        return ProgramIndex(row, head, div(head, spec.group), tile)
+    return ProgramIndex(row, None, head, tile)
