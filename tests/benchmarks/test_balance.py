@@ -57,7 +57,8 @@ def test_causal_programs_of_few_heads_are_balanced():
 @pytest.mark.parametrize(
     ("call", "expected"),
     [((1, 16384, 4, 1), True), ((1, 1024, 32, 8), True), ((1, 4096, 32, 8), False),
-     ((8, 4096, 32, 8), False), ((1, 200, 2, 1), False), ((1, 1024, 8, 8), False)],
+     ((8, 4096, 32, 8), False), ((1, 200, 2, 1), False), ((1, 1024, 8, 8), False),
+     ((1, 49152, 32, 1), False)],
 )  # fmt: skip
 def test_dk_and_dv_have_a_program_per_query_head_where_programs_would_be_few(call, expected):
     assert spec_of("d_keys", *call).per_query_head == expected

@@ -46,6 +46,7 @@ PROCESSORS = 132  # of an H100 or H200; shared memory of each holds one program
 # Queries, of a causal call, whose products with a key take as long as the traffic of that key's
 # float32 cotangents of one query head: 8 bytes a number at 3.35 TB/s, 4 products at 450 TFLOP/s.
 SUM_QUERIES = 512
+SUMS_BYTES = 2**29  # that those of all query heads may take
 MANY_VISITS = 16  # of a program; shorter ones end before a second kernel would have started
 FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
 
@@ -212,10 +213,7 @@ def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
     """The kernel's static part; only shapes are read."""
     tiles = _tiles(kernel, q, v, operands, spec)
     tiling = make_tiling(kernel, tiles, q, k, table.q_block, table.k_block)
-    programs = q.shape[0] * k.shape[2] * tiling.keys.count
-    is_grouped = kernel == D_KEYS and q.shape[2] > k.shape[2]
-    visits = q.shape[1] * q.shape[2] // (k.shape[2] * tiling.queries.tile)
-    per_query_head = is_grouped and visits >= MANY_VISITS and _are_few(programs, q.shape[1])
+    per_query_head = kernel == D_KEYS and _has_few_programs(tiling, q, k, v)
     return KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
@@ -229,14 +227,21 @@ def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
     )
 
 
-def _are_few(programs: int, queries: int) -> bool:
-    """Whether more multiprocessors would be idle than it costs to sum over query heads apart.
+def _has_few_programs(tiling: Tiling, q, k, v) -> bool:
+    """Whether more multiprocessors would be idle than it costs to sum dk and dv over heads apart.
 
     Programs are as long as each other, or under a causal mask up to twice as long as their mean.
     """
+    group, programs = q.shape[2] // k.shape[2], q.shape[0] * k.shape[2] * tiling.keys.count
     waves = -(-programs // PROCESSORS)
     busy = programs / (PROCESSORS * max(waves, 2))
-    return busy < 0.95 * queries / (queries + SUM_QUERIES)
+    sums = 4 * q.shape[0] * tiling.keys.padded * q.shape[2] * (q.shape[3] + v.shape[3])
+    return (
+        group > 1
+        and group * tiling.queries.count >= MANY_VISITS
+        and sums <= SUMS_BYTES
+        and busy < 0.95 * q.shape[1] / (q.shape[1] + SUM_QUERIES)
+    )
 
 
 def _interleaved(kernel: str, q, k, v, per_query_head: bool) -> int:
