@@ -141,10 +141,11 @@ class Warpgroups:
     stages: int
 
 
-# For Hopper by kernel and the larger head size, rounded up to 64: what the 240 registers of a
-# thread and the 227 KB of a program's shared memory hold without spills.
+# For Hopper by kernel and the larger head size, rounded up to 64: what the registers of a thread,
+# 240 of two compute warpgroups or 160 of three, and the 227 KB of a program's shared memory hold
+# without spills.
 MOSAIC_GPU = {
-    ("forward", 64): Warpgroups(2, 128, 4),
+    ("forward", 64): Warpgroups(3, 128, 4),
     ("forward", 128): Warpgroups(2, 128, 2),
     ("d_queries", 64): Warpgroups(2, 128, 4),
     ("d_queries", 128): Warpgroups(2, 128, 2),
@@ -153,15 +154,20 @@ MOSAIC_GPU = {
 }
 
 
-def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
+def mosaic_gpu(kind: str, size: int, capped: bool, vectors: int = 0) -> Warpgroups:
     """The tiles of a Mosaic-GPU kernel for heads of `size`.
 
-    capped: a soft cap's slope is a third number of every score beside p and its cotangent; beside
-    dk and dv, or dq of 128, registers hold half as many scores.
+    Args:
+      capped: a soft cap's slope is a third number of every score beside p and its cotangent; beside
+        dk and dv, or dq of 128, registers hold half as many scores.
+      vectors: how many of indices and segments the element test reads; beside both, or a cap, the
+        registers of three warpgroups do not hold a step.
     """
     tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
     if capped and (kind == "d_keys" or (kind == "d_queries" and size > 64)):
         tiles = replace(tiles, streamed=tiles.streamed // 2)
+    if capped or vectors > 1:
+        tiles = replace(tiles, groups=min(tiles.groups, 2))
     return tiles
 
 

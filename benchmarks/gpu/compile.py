@@ -2,6 +2,7 @@
 
     pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
     python -m benchmarks.gpu.compile [--update | --check | --seconds] [--all] [--only "d_keys h200"]
+    python -m benchmarks.gpu.compile --layers
 
 One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
 spills, how often the assembler says that it serialised wgmma, shared memory, and tensor core
@@ -13,6 +14,8 @@ registers, shared memory and serialised wgmma than there (jax 0.11.2 and 0.12.0.
 registers: it has what passes with both), tensor cores used. `--seconds` compiles as a program that
 uses the kernel does, without the dumps that the rows are read from (they take as long again), and
 says how long lowering and compiling took, with what a traced table needs beside the kernel.
+`--layers` prints how many kernels XLA makes beside those of attention in a decoding step of 1, 2
+and 4 layers, 2 queries over a cache of 16,384 keys: the block table's are there once for all.
 Nothing runs: what the machine code promises is in `benchmarks.gpu.machine_code`.
 """
 
@@ -54,12 +57,16 @@ GPUS = {  # file of targets/: name of the device, architecture of ptxas
     "l40s": ("NVIDIA L40", "sm_89"),  # the same chip; jax 0.11 and 0.12 have no name for the L40S
 }
 SINKS = causal() & (window(1000) | prefix(4))
-CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced places
-    "causal": (1, 4096, 4096, 8, 8, causal(), None, False, False),
-    "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, True),
-    "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, True),
-    "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, True),
-    "few": (2, 2, 16384, 32, 8, causal(), None, False, True),
+SEGMENTS = "q_segments", "k_segments"
+PLACES = "q_index", "k_index", *SEGMENTS
+CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced operands
+    "causal": (1, 4096, 4096, 8, 8, causal(), None, False, ()),
+    "grouped": (8, 4095, 4095, 8, 2, causal(), None, False, ()),
+    "packed": (2, 4095, 4095, 8, 2, causal(), None, False, SEGMENTS),
+    "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, PLACES),
+    "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, PLACES),
+    "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, PLACES),
+    "few": (2, 2, 16384, 32, 8, causal(), None, False, PLACES),
 }
 LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
     "landmark": (1, 4096, 64, 8, 8, False),
@@ -77,6 +84,7 @@ ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
 ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
 MOSAIC = [("h200", size, "bfloat16", x) for size in (64, 128) for x in ("causal", "documents")]
+MOSAIC += [("h200", 64, "bfloat16", "packed"), ("h200", 128, "bfloat16", "grouped")]
 OTHERS = [  # run by --all
     *((gpu, 256, "bfloat16", "causal") for gpu in GPUS),
     ("a100", 64, "bfloat16", "causal"),
@@ -150,12 +158,12 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
         saved = q, k, k, q, array(b, t, n, kind="float32")
         return saved, Operands(*places), older_spec(block, size**-0.5)
     b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
-    places = [array(b, x, kind="int32") if traced else None for x in (t, s, t, s)]
+    places = {x: array(b, t if x in ("q_index", "q_segments") else s, kind="int32") for x in traced}
     bias = Alibi(array(n, kind="float32")) if biased else None
     q, k = array(b, t, n, size), array(b, s, heads, size)
     return (
         (q, k, k, q, array(b, t, n, kind="float32")),
-        Operands(*places, bias),
+        Operands(bias=bias, **places),
         Spec(mask, size**-0.5, cap),
     )
 
@@ -200,6 +208,27 @@ def seconds(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
         program.lower(lowering_platforms=("cuda",)).compile()
         found = time.perf_counter() - started[0], sum(os.times()[:4]) - started[1]
     return {name: f"{x:.1f} s" for name, x in zip(("clock", "cores"), found, strict=True)}
+
+
+def fusions(layers: int) -> int:
+    """The number of kernels beside those of attention in a decoding step of so many layers."""
+    (q, k, *_), operands, spec = inputs("h200", 128, "bfloat16", "few")
+    b, s, heads, size = k.shape
+    cache = jax.ShapeDtypeStruct((b, heads, s, size), k.dtype, sharding=k.sharding)
+
+    @jax.jit
+    def attend(q, keys, values, operands):
+        return _triton.forward(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), operands, spec)[0]
+
+    def step(q, caches, operands):
+        for keys, values in caches:
+            q = attend(q, keys, values, operands)
+        return q
+
+    with described("h200"):
+        program = jax.jit(step).trace(q, [(cache, cache)] * layers, operands)
+        text = program.lower(lowering_platforms=("cuda",)).compile().as_text()
+    return len(re.findall(r"^ +(?:ROOT )?%\S+ = .*? fusion\(", text, re.M))
 
 
 def resources(name: str, architecture: str) -> dict:
@@ -257,10 +286,18 @@ def main() -> int:
     aim.add_argument("--update", action="store_true", help="write the table")
     aim.add_argument("--check", action="store_true", help="fail where it is worse than the table")
     aim.add_argument("--seconds", action="store_true", help="how long compiling takes, that alone")
+    aim.add_argument("--layers", action="store_true", help="kernels of a step of several layers")
     parser.add_argument("--all", action="store_true", help="more calls, GPUs and dtypes")
     parser.add_argument("--only", default="", help="words that a row's name must have")
     args = parser.parse_args()
-    prepare(xla=not args.seconds, mosaic=not args.seconds)
+    dumps = not (args.seconds or args.layers)
+    prepare(xla=dumps, mosaic=dumps)
+    if args.layers:
+        for layers in (1, 2, 4):
+            print(
+                f"layers {layers}: {fusions(layers)} kernels beside those of attention", flush=True
+            )
+        return 0
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     worse = []
     for row in rows(args.all):

@@ -15,9 +15,11 @@ integer  64 lanes: the other arithmetic, maxima, selections, conversions
 issue    one instruction a clock and scheduler
 
 `masked` instructions are those a step jumps over unless its block needs an element test; they are
-in no other figure. The two predictions are those for the clock above: `overlapped` if the unit
-that has most to do never waits, `alone` if the tensor cores wait for all else of a step. They are
-TFLOP/s of executed products; a backward pass, asked for 5, executes 3 for dq and 4 for dk and dv.
+in no other figure. `groups` are the warpgroups of a program that compute, and `barriers` the
+arrivals and waits of one of them in a step. The two predictions are those for the clock above:
+`overlapped` if the unit that has most to do never waits, `alone` if the tensor cores wait for all
+else of a step. They are TFLOP/s of executed products; a backward pass, asked for 5, executes 3 for
+dq and 4 for dk and dv.
 """
 
 from __future__ import annotations
@@ -122,14 +124,19 @@ def predicted(clocks: Counter) -> tuple[float, float]:
     return useful / max(clocks["tensor"], others), useful / (clocks["tensor"] + others)
 
 
-def brought(word: str, kernel: str, size: int, dtype: str) -> float:
-    """Bytes of the two tiles that pass by in a step, for each of the warpgroups that read them."""
+def barriers(instructions) -> int:
+    """Arrivals at barriers in shared memory and waits for them."""
+    return sum(name.startswith("SYNCS") for _, name, _ in instructions)
+
+
+def tile(word: str, kernel: str, size: int, dtype: str) -> tuple[int, int]:
+    """(compute warpgroups, rows of a streamed tile)."""
     if word == "mosaic":
         tiles = tuning.mosaic_gpu(kernel, size, False)
-        return 4 * size * tiles.streamed / tiles.groups
+        return tiles.groups, tiles.streamed
     with programs.described("h200"):
         tile = tuning.triton(kernel, size, dtype)
-    return 4 * size * (tile.rows if kernel == "d_keys" else tile.keys) / (tile.warps / 4)
+    return tile.warps // 4, tile.rows if kernel == "d_keys" else tile.keys
 
 
 def main() -> int:
@@ -140,7 +147,11 @@ def main() -> int:
         print("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
         return 1
     programs.prepare()
-    print(f"{'clocks of a step':40}", *(f"{x:>8}" for x in UNITS), " masked  overlapped  alone")
+    print(
+        f"{'clocks of a step':40}",
+        *(f"{x:>8}" for x in UNITS),
+        " masked groups barriers  overlapped  alone",
+    )
     for row in programs.rows(every=False):
         name, wanted = " ".join(map(str, row)), {*args.only.split(), "h200", "causal"}
         if not wanted <= set(name.split()):
@@ -149,11 +160,14 @@ def main() -> int:
         run = [command, "-c", programs.BINARY]
         text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
         word, _, kernel = row[0].rpartition(" ")
+        groups, streamed = tile(word, kernel, row[2], row[3])
+        brought = 4 * row[2] * streamed / groups  # by two tiles of 16 bits that pass in a step
         for instructions, masked in loops(parse(text)):
-            clocks = units(instructions, brought(word, kernel, row[2], row[3]))
+            clocks = units(instructions, brought)
             figures = (f"{clocks[x]:8.0f}" for x in UNITS)
             most, least = predicted(clocks)
-            print(f"{name:40}", *figures, f"{masked:7} {most:11.0f} {least:6.0f}", flush=True)
+            counts = f"{masked:7} {groups:6} {barriers(instructions):8}"
+            print(f"{name:40}", *figures, counts, f"{most:11.0f} {least:6.0f}", flush=True)
     return 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.gpu import compile, machine_code
-from benchmarks.gpu.machine_code import PEAK, loops, parse, predicted, units
+from benchmarks.gpu.machine_code import PEAK, barriers, loops, parse, predicted, units
 
 # A step of 64 x 64 scores: waits for its tile, multiplies, tests elements if it has to. The wait
 # itself stands behind the program's end and jumps back into the loop.
@@ -39,7 +39,7 @@ CODE = """
 def test_a_loop_is_counted_without_its_element_test():
     (found,) = loops(parse(CODE))
     instructions, masked = found
-    assert masked == 3 and len(instructions) == 13
+    assert masked == 3 and len(instructions) == 13 and barriers(instructions) == 1
     assert units(instructions, brought=256) == {
         "tensor": 32 + 64,  # 64 rows by 64 and by 128 columns
         "shared": (256 + 2 * 16 * (64 + 64) + 2 * 16 * 128 + 4 * 32 * 16) / 128,

@@ -35,6 +35,26 @@ CASES = {
         batch=1, t=80, s=32, heads=2, kv_heads=1, size=64, v_size=64, mask=everything(),
         table=Blocked(heads=2, q_block=80, k_block=32),
     ),
+    "three warpgroups: window, grouped heads, odd lengths": Case(
+        batch=1, t=370, s=370, heads=2, kv_heads=1, size=64, v_size=64,
+        mask=causal() & (window(150) | prefix(5)),
+    ),
+    "three warpgroups: documents with padding, two head sizes": Case(
+        batch=2, t=330, s=301, heads=1, kv_heads=1, size=48, v_size=64, segments=3,
+        mask=everything(),
+    ),
+    "three warpgroups: traced tables per query head, blocks of 192": Case(
+        batch=1, t=500, s=200, heads=2, kv_heads=1, size=64, v_size=32, mask=causal(),
+        table=Blocked(heads=2, q_block=192, k_block=64, traced=True), dtype="float16",
+    ),
+    "dk and dv per query head: window, two head sizes, float16": Case(
+        batch=1, t=1030, s=130, heads=2, kv_heads=1, size=32, v_size=48, dtype="float16",
+        mask=causal() & window(700), offset=-300,
+    ),
+    "dk and dv per query head: tables, documents": Case(
+        batch=2, t=1040, s=140, heads=2, kv_heads=1, size=64, v_size=64, segments=3,
+        mask=everything(), table=Blocked(rows=2, heads=2, q_block=128, k_block=64),
+    ),
     "soft cap, heads of 128": Case(
         batch=1, t=70, s=130, heads=1, kv_heads=1, size=128, v_size=96, soft_cap=1.5
     ),

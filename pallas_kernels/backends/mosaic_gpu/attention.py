@@ -40,6 +40,14 @@ ROWS = 64  # of a warpgroup's matrix products
 HEAD = 16  # head sizes are padded to multiples of it: the narrowest tile of the matrix unit
 BLOCK = 128  # of a table that the caller does not give
 CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
+INTERLEAVED = 8  # heads, or rows of the batch, whose programs alternate
+INTERLEAVED_BYTES = 2**25  # of their tiles, which remain in the 50 MB of an H100's L2 cache
+PROCESSORS = 132  # of an H100 or H200; shared memory of each holds one program
+# Queries, of a causal call, whose products with a key take as long as the traffic of that key's
+# float32 cotangents of one query head: 8 bytes a number at 3.35 TB/s, 4 products at 450 TFLOP/s.
+SUM_QUERIES = 512
+SUMS_BYTES = 2**29  # that those of all query heads may take
+MANY_VISITS = 16  # of a program; shorter ones end before a second kernel would have started
 FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
 
 
@@ -71,13 +79,24 @@ def tile_axis(length: int, block: int, tile: int) -> TileAxis:
     A lone block need not be divided evenly.
     """
     if length <= block:
-        while tile > ROWS and length <= tile // 2:
-            tile //= 2
+        tile = tile_of_length(length, tile)
         pieces = -(-length // tile)
         return TileAxis(length, tile, pieces, pieces * tile)
-    while tile > ROWS and block % tile:
-        tile //= 2
+    tile = next(n for n in range(tile, 0, -ROWS) if block % n == 0)
     return TileAxis(length, tile, block // tile, -(-length // block) * block)
+
+
+def tile_of_length(length: int, tile: int) -> int:
+    """The rows of a tile for an axis that can be cut anywhere: at most `tile`.
+
+    Three warpgroups are worth at most a sixteenth more rows of padding than two.
+    """
+    if length <= ROWS:
+        return ROWS
+    if tile <= 2 * ROWS:
+        return tile
+    larger, smaller = (-(-length // n) * n for n in (tile, tile - ROWS))
+    return tile_of_length(length, tile - ROWS) if 16 * larger > 17 * smaller else tile
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,8 @@ class KernelSpec:
     key_heads: int
     tiling: Tiling
     joined: bool  # a key head's list has the blocks of all its query heads behind each other
+    per_query_head: bool  # dk and dv have a program for each query head, and are summed afterwards
+    interleaved: int  # consecutive heads whose programs alternate in the grid
 
     @property
     def group(self) -> int:
@@ -109,7 +130,7 @@ class KernelSpec:
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    table = _table(q, k, operands, spec)
+    table = _table(_tiles(FORWARD, q, v, operands, spec), q, k, operands, spec)
     kernel_spec, x = _prepare(FORWARD, q, k, v, operands, spec, table)
     out, lse = _kernels().run_forward(kernel_spec, x, interpret)
     return out[:, : q.shape[1], :, : v.shape[-1]], lse[:, :, : q.shape[1]].swapaxes(1, 2)
@@ -117,7 +138,7 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
     """Cotangents of q, k and v; that of lse enters through di."""
-    table = _table(q, k, operands, spec)
+    table = _table(_tiles(D_QUERIES, q, v, operands, spec), q, k, operands, spec)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
     rows = {"d_out": d_out.astype(q.dtype)}
@@ -175,25 +196,78 @@ def _kernels():
     return importlib.import_module("pallas_kernels.backends.mosaic_gpu.kernels")
 
 
-def _table(q, k, operands, spec):
-    """The blocks to visit, query-major."""
-    return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(q, k))
+def _table(tiles: tuning.Warpgroups, q, k, operands, spec):
+    """The blocks to visit, query-major; tiles: of the kernel that visits them."""
+    return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(tiles, q, k))
 
 
-def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
-    """The kernel's static part, and its operands in whole tiles."""
-    capped = spec.soft_cap is not None
-    tiling = make_tiling(kernel, q, k, v, table.q_block, table.k_block, capped)
-    joined = table.index.shape[1] > k.shape[2]
-    kernel_spec = KernelSpec(
+def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
+    """The warpgroups and tiles of a kernel for a call."""
+    indices = operands.q_index, operands.k_index
+    vectors = any(x is not None for x in indices) + (operands.q_segments is not None)
+    size = max(q.shape[-1], v.shape[-1])
+    return tuning.mosaic_gpu(kernel, size, spec.soft_cap is not None, vectors)
+
+
+def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
+    """The kernel's static part; only shapes are read."""
+    tiles = _tiles(kernel, q, v, operands, spec)
+    tiling = make_tiling(kernel, tiles, q, k, table.q_block, table.k_block)
+    per_query_head = kernel == D_KEYS and _has_few_programs(tiling, q, k, v)
+    return KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         scale=spec.scale,
         heads=q.shape[2],
         key_heads=k.shape[2],
         tiling=tiling,
-        joined=joined,
+        joined=table.index.shape[1] > k.shape[2] and not per_query_head,
+        per_query_head=per_query_head,
+        interleaved=_interleaved(kernel, q, k, v, per_query_head),
     )
+
+
+def _has_few_programs(tiling: Tiling, q, k, v) -> bool:
+    """Whether more multiprocessors would be idle than it costs to sum dk and dv over heads apart.
+
+    Programs are as long as each other, or under a causal mask up to twice as long as their mean.
+    """
+    group, programs = q.shape[2] // k.shape[2], q.shape[0] * k.shape[2] * tiling.keys.count
+    waves = -(-programs // PROCESSORS)
+    busy = programs / (PROCESSORS * max(waves, 2))
+    sums = 4 * q.shape[0] * tiling.keys.padded * q.shape[2] * (q.shape[3] + v.shape[3])
+    return (
+        group > 1
+        and group * tiling.queries.count >= MANY_VISITS
+        and sums <= SUMS_BYTES
+        and busy < 0.95 * q.shape[1] / (q.shape[1] + SUM_QUERIES)
+    )
+
+
+def _interleaved(kernel: str, q, k, v, per_query_head: bool) -> int:
+    """The number of heads whose programs alternate.
+
+    Under a causal mask programs with the longest lists start first; if all of a head ran before
+    those of the next, the long ones of the last head would start when little else is left. Programs
+    that run at the same time read the streamed tiles of that many heads from L2.
+    """
+    group = q.shape[2] // k.shape[2]
+    if kernel == D_KEYS:
+        heads = q.shape[2] if per_query_head else k.shape[2]
+        streamed, group = q.shape[1] * q.shape[2] // heads, 1
+    else:
+        heads, streamed = q.shape[2], k.shape[1]
+    each = q.shape[0] * streamed * (q.shape[3] + v.shape[3]) * q.dtype.itemsize
+    for count in range(min(heads, INTERLEAVED // q.shape[0]), 1, -1):
+        if heads % count == 0 and -(-count // group) * each <= INTERLEAVED_BYTES:
+            return count
+    return 1
+
+
+def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
+    """The kernel's static part, and its operands in whole tiles."""
+    kernel_spec = _kernel_spec(kernel, q, k, v, operands, spec, table)
+    tiling = kernel_spec.tiling
     x = {"q": tiling.queries.pad(_wide(q), 1)}
     x |= {"k": tiling.keys.pad(_wide(k), 1), "v": tiling.keys.pad(_wide(v), 1)}
     for name, axis in (("q", tiling.queries), ("k", tiling.keys)):
@@ -204,7 +278,7 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
     if rows is not None:
         x["d_out"] = tiling.queries.pad(_wide(rows["d_out"]), 1)
         x |= {name: tiling.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
-    return kernel_spec, x | list_operands(table, kernel, tiling, kernel_spec.group if joined else 1)
+    return kernel_spec, x | list_operands(table, kernel, kernel_spec)
 
 
 def _wide(x):
@@ -213,16 +287,16 @@ def _wide(x):
     return jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) if padding else x
 
 
-def blocks(q, k) -> tuple[int, int]:
+def blocks(tiles: tuning.Warpgroups, q, k) -> tuple[int, int]:
     """Sizes of a table's blocks where the caller gives none."""
-    block = BLOCK
-    while (-(-q.shape[1] // block)) * (-(-k.shape[1] // block)) > CELLS:
-        block *= 2
-    return block, block
+    q_block = max(BLOCK, tile_of_length(q.shape[1], tiles.groups * ROWS))
+    k_block = BLOCK
+    while (-(-q.shape[1] // q_block)) * (-(-k.shape[1] // k_block)) > CELLS:
+        q_block, k_block = 2 * q_block, 2 * k_block
+    return q_block, k_block
 
 
-def make_tiling(kernel: str, q, k, v, q_block: int, k_block: int, capped: bool = False) -> Tiling:
-    tiles = tuning.mosaic_gpu(kernel, max(q.shape[-1], v.shape[-1]), capped)
+def make_tiling(kernel: str, tiles: tuning.Warpgroups, q, k, q_block: int, k_block: int) -> Tiling:
     resident, streamed = tiles.groups * ROWS, tiles.streamed
     if kernel == D_KEYS:
         queries, keys = (
@@ -237,13 +311,14 @@ def make_tiling(kernel: str, q, k, v, q_block: int, k_block: int, capped: bool =
     return Tiling(queries, keys, queries.tile // ROWS, tiles.stages)
 
 
-def list_operands(table, kernel: str, tiling: Tiling, group: int) -> dict:
+def list_operands(table, kernel: str, spec: KernelSpec) -> dict:
     """The table's BlockLists as operands of a kernel.
 
-    group: the lists of that many query heads become one, with consecutive numbers of blocks.
+    Joined lists of the query heads of a group become one, with consecutive numbers of blocks.
     """
+    tiling, group = spec.tiling, spec.group
     if kernel == D_KEYS:
-        if group > 1:
+        if spec.joined:
             table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
         lists = transpose(table, tiling.keys.length)
     elif tiling.keys.length <= table.k_block and tiling.keys.length < tiling.keys.padded:

@@ -29,6 +29,8 @@ from pallas_kernels.backends.mosaic_gpu.program import (
     column,
     fetch,
     fill,
+    grid,
+    grid_index,
     hidden,
     list_visits,
     logits,
@@ -51,11 +53,12 @@ MATRICES = ("q", "k", "v", "d_out")
 def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
     """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
 
-    Two warpgroups take turns: one multiplies, p v of a step and q k^T of the next without a wait
-    between them, while the other computes its softmax (FlashAttention-3, Shah et al. 2024, section
-    3.1).
+    Warpgroups take turns to start products, q k^T of a step and p v of the one before, which are
+    multiplied while the others compute their softmax (FlashAttention-3, Shah et al. 2024, section
+    3.1). A turn is passed on as soon as the products have started: no warpgroup waits for another's
+    softmax.
     """
-    program, tiling = of_queries(spec), spec.tiling
+    program, tiling = of_queries(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
 
@@ -87,11 +90,14 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
     query, shape = scratch["q"].at[group], (ROWS, spec.tiling.keys.tile)
     resident = {name: scratch[name].at[group] for name in scratch["resident_names"] if name != "q"}
 
-    def turn(arrive: bool = True, wait: bool = True):
-        if arrive and spec.tiling.groups > 1:
-            plgpu.barrier_arrive(scratch["turn"].at[0])
-        if wait and spec.tiling.groups > 1:
-            plgpu.barrier_wait(scratch["turn"].at[0])
+    def wait_turn():
+        if spec.tiling.groups > 1:
+            plgpu.barrier_wait(scratch["turn"].at[group])
+
+    def pass_turn():
+        if spec.tiling.groups > 1:
+            is_last = group == spec.tiling.groups - 1
+            plgpu.barrier_arrive(scratch["turn"].at[jnp.where(is_last, 0, group + 1)])
 
     def soften(step, products, top, total):
         """(p, maximum and denominator with this step's keys, factor of the earlier sums)."""
@@ -111,17 +117,16 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
         acc, products, *rows = carry
         p, *rows, keep = soften(step, products, *rows)
         acc, p, *rows = lax.optimization_barrier((acc * repeat(keep, 0, acc.shape), p, *rows))
-        turn(wait=False)
         ring.wait(1, step)
         if not is_last:
             ring.wait(0, step + 1)
-        turn(arrive=False)
+        wait_turn()
 
         def begin(sums, _):
-            add_product(sums[0], p, ring.at("v", step))
             if not is_last:
                 plgpu.wgmma(sums[1], query, ring.at("k", step + 1).transpose((1, 0)))
-                turn()
+            add_product(sums[0], p, ring.at("v", step))
+            pass_turn()
 
         starts = [acc] if is_last else [acc, fill(shape, 0.0)]
         acc, *products = sums_on(starts, begin)
@@ -130,12 +135,12 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
 
     def attend(acc, *rows):
         ring.wait(0, jnp.int32(0))
-        pl.when(group == 1)(turn)
-        products = product(query, ring.at("k", jnp.int32(0)), turn)
+        pl.when(group > 0)(wait_turn)  # the first turn is that of warpgroup 0
+        products = product(query, ring.at("k", jnp.int32(0)), pass_turn)
         last = visits.seen - 1
         carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
         carry = visit(last, carry, is_last=True)
-        pl.when(group == 0)(turn)
+        pl.when(group == 0)(wait_turn)
         return carry
 
     size = ring.scratch["v"].shape[-1]
@@ -145,7 +150,7 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
 
 def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
     """Cotangent of 64 queries: the sum over key tiles of ds k."""
-    program, tiling = of_queries(spec), spec.tiling
+    program, tiling = of_queries(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
     shape = (ROWS, tiling.keys.tile)
@@ -189,16 +194,24 @@ def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
 
 
 def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
-    """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group."""
-    program, tiling = of_keys(), spec.tiling
-    visits = list_visits(spec, x, program, tiling.keys, tiling.queries, heads=spec.group)
+    """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group.
+
+    Or of one query head, `per_query_head`: float32 sums, which are not rounded before they are
+    added up.
+    """
+    program, tiling = of_keys(spec, grid_index()), spec.tiling
+    heads = 1 if spec.per_query_head else spec.group
+    visits = list_visits(spec, x, program, tiling.keys, tiling.queries, heads)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.queries.tile)
     shape = (ROWS, tiling.queries.tile)
 
     def move():
         def copy(step, _):
-            head = program.key_head * spec.group + visits.head(step)
-            ring.fill(x, program._replace(head=head), step, visits.tile(step))
+            place = program
+            if not spec.per_query_head:
+                head = program.key_head * spec.group + visits.head(step)
+                place = program._replace(head=head)
+            ring.fill(x, place, step, visits.tile(step))
 
         lax.fori_loop(0, visits.seen, copy, None)
         ring.drain(visits.seen)
@@ -233,6 +246,10 @@ def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
 
         empty = [fill((ROWS, scratch[name].shape[-1]), 0.0) for name in ("k", "v")]
         d_key, d_value = lax.fori_loop(0, visits.seen, visit, empty)
+        if spec.per_query_head:  # no shared memory is free for tiles of float32
+            rows = program.row, pl.ds(first, ROWS), program.head
+            dk[rows], dv[rows] = d_key * spec.scale, d_value
+            return
         # Computed again: these references would occupy registers while products are summed.
         own_group, rows = lax.axis_index(WARPGROUP), pl.ds(first, ROWS)
         tile = {name: scratch[name].at[own_group] for name in ("k", "v")}
@@ -301,7 +318,7 @@ def launch(
     outputs,
     resident,
     ring,
-    grid,
+    programs: tuple[int, int, int],
     streamed: TileAxis,
     interpret,
     **extra,
@@ -310,6 +327,7 @@ def launch(
 
     Args:
       x: operands by name; those that are None are left out of it, of `resident` and of `ring`.
+      programs: sizes of the grid's axes.
       extra: further entries of `scratch`.
     """
     x = x | {"count": jnp.arange(streamed.tile, dtype=jnp.int32)}
@@ -332,7 +350,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        grid=grid,
+        grid=programs,
         grid_names=GRID,
         num_threads=spec.tiling.groups + 1,
         thread_name=WARPGROUP,
@@ -344,13 +362,14 @@ def run_forward(spec: KernelSpec, x, interpret):
     """out [B, T, N, Hv] and lse [B, N, T]."""
     tiling, (b, t, n, h), size = spec.tiling, x["q"].shape, x["v"].shape[-1]
     extra = {"lse": plgpu.SMEM((tiling.groups, ROWS), F32)}
-    extra["turn"] = plgpu.Barrier(num_arrivals=tiling.groups, num_barriers=1)
+    extra["turn"] = plgpu.Barrier(num_barriers=tiling.groups)
     if size != h:  # else the output uses the queries' memory
         extra["out"] = matrix(tiling.groups, ROWS, size, x["q"].dtype)
     outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
     resident, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
-    grid = n, tiling.queries.count, b
-    return launch(forward, spec, x, outputs, resident, ring, grid, tiling.keys, interpret, **extra)
+    programs = grid(spec, n, tiling.queries.count, b)
+    streamed = tiling.keys
+    return launch(forward, spec, x, outputs, resident, ring, programs, streamed, interpret, **extra)
 
 
 def run_d_queries(spec: KernelSpec, x, interpret):
@@ -360,17 +379,34 @@ def run_d_queries(spec: KernelSpec, x, interpret):
         ("q", "d_out", "lse", "start", "count", *Q_VECTORS),
         (("k", *K_VECTORS), ("v",)),
     )
-    outputs, grid = [like(x["q"].shape, x["q"].dtype)], (n, tiling.queries.count, b)
-    return launch(d_queries, spec, x, outputs, resident, ring, grid, tiling.keys, interpret)[0]
+    outputs = [like(x["q"].shape, x["q"].dtype)]
+    programs = grid(spec, n, tiling.queries.count, b)
+    return launch(d_queries, spec, x, outputs, resident, ring, programs, tiling.keys, interpret)[0]
 
 
 def run_d_keys(spec: KernelSpec, x, interpret):
     """dk [B, S, K, H] and dv [B, S, K, Hv]."""
-    tiling, (b, _, heads, _) = spec.tiling, x["k"].shape
+    tiling, (b, s, heads, _) = spec.tiling, x["k"].shape
     resident, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
-    grid = heads, tiling.keys.count, b
-    return launch(d_keys, spec, x, outputs, resident, ring, grid, tiling.queries, interpret)
+    if spec.per_query_head:
+        heads = spec.heads
+        outputs = [like((b, s, heads, x[name].shape[-1]), F32) for name in ("k", "v")]
+    programs = grid(spec, heads, tiling.keys.count, b)
+    found = launch(d_keys, spec, x, outputs, resident, ring, programs, tiling.queries, interpret)
+    if not spec.per_query_head:
+        return found
+    return [sum_groups(sums, x[name]) for sums, name in zip(found, ("k", "v"), strict=True)]
+
+
+def sum_groups(x, keys):
+    """[B, S, N, H] -> [B, S, K, H] in the dtype of `keys`; heads are added one after the other.
+
+    XLA may reduce an axis in another order in another program.
+    """
+    parts = x.reshape(*keys.shape[:3], -1, x.shape[-1])
+    total = functools.reduce(jnp.add, (parts[:, :, :, i] for i in range(parts.shape[3])))
+    return total.astype(keys.dtype)
 
 
 def like(shape, dtype) -> jax.ShapeDtypeStruct:

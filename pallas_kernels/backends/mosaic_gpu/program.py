@@ -26,12 +26,13 @@ from pallas_kernels.backends.mosaic_gpu.attention import ROWS, KernelSpec, TileA
 F32 = jnp.float32
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
-# A program each; rows of the batch vary fastest. Where an axis of the device mesh has such a name,
-# Pallas uses the index on the mesh.
+# A program each; the last varies fastest, over the interleaved heads of all rows. Where an axis of
+# the device mesh has such a name, Pallas uses the index on the mesh.
 GRID = ("_lcjax_heads", "_lcjax_tiles", "_lcjax_rows")
 WARPGROUP = "_lcjax_warpgroup"
-# Registers of a thread where two warpgroups compute: 2 x 240 + 24 of the 512 that there are.
-COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+# Registers of a thread, of those that compute and of those that copy, by the number of compute
+# warpgroups: 2 x 240 + 24 and 3 x 160 + 32 of the 512 that there are.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 def fill(shape, value: float, axis: int | None = None):
@@ -257,7 +258,7 @@ class TilePair(NamedTuple):
         seen = spec.mask.element(index("q_index", q_axis), index("k_index", k_axis))
         if "q_segments" in self.vectors:
             q, k = vector("q_segments", q_axis), vector("k_segments", k_axis)
-            seen = seen & (q == k) & (k != 0)
+            return seen & (q == k) & (k != 0)  # padding behind the last key has segment 0, too
         length = spec.tiling.keys.length
         return seen if spec.tiling.keys.padded == length else seen & (number(k_axis) < length)
 
@@ -295,39 +296,57 @@ def probabilities(spec: KernelSpec, values, factor, lse, axis: int):
 
 def specialise(spec: KernelSpec, compute: Callable, move: Callable) -> None:
     """Runs `compute(warpgroup)` in the compute warpgroups and `move()` in the last one."""
-    group, has_groups = lax.axis_index(WARPGROUP), spec.tiling.groups > 1
+    group, registers = lax.axis_index(WARPGROUP), REGISTERS.get(spec.tiling.groups)
 
     @pl.when(group < spec.tiling.groups)
     def _():
-        if has_groups:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
         compute(group)
 
     @pl.when(group == spec.tiling.groups)
     def _():
-        if has_groups:
-            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
         move()
 
 
 def send(*pairs) -> None:
-    """Copies from shared to global memory, and waits until they are done."""
+    """Copies from shared to global memory, and waits until shared memory was read.
+
+    The last thing that a warpgroup does: the end of the kernel waits for global memory.
+    """
     plgpu.commit_smem()
     for source, target in pairs:
         plgpu.copy_smem_to_gmem(source, target)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def of_queries(spec: KernelSpec) -> ProgramIndex:
-    """The index of a program in a grid over query heads and tiles of queries.
+def grid(spec: KernelSpec, heads: int, tiles: int, rows: int) -> tuple[int, int, int]:
+    """The sizes of the axes of GRID."""
+    return heads // spec.interleaved, tiles, rows * spec.interleaved
+
+
+def grid_index() -> tuple:
+    """The indices of a program along the axes of GRID."""
+    return tuple(lax.axis_index(name) for name in GRID)
+
+
+def of_queries(spec: KernelSpec, index: tuple) -> ProgramIndex:
+    """The program at `index` of a grid over query heads and tiles of queries.
 
     The last tiles start first: under a causal mask they have the longest lists.
     """
-    head, tile, row = (lax.axis_index(name) for name in GRID)
-    return ProgramIndex(row, head, div(head, spec.group), spec.tiling.queries.count - 1 - tile)
+    heads, tile, x = index
+    head = heads * spec.interleaved + rem(x, spec.interleaved)
+    tile = spec.tiling.queries.count - 1 - tile
+    return ProgramIndex(div(x, spec.interleaved), head, div(head, spec.group), tile)
 
 
-def of_keys() -> ProgramIndex:
-    """The index of a program in a grid over key heads and tiles of keys."""
-    head, tile, row = (lax.axis_index(name) for name in GRID)
+def of_keys(spec: KernelSpec, index: tuple) -> ProgramIndex:
+    """The program at `index` of a grid over heads and tiles of keys; head is None for key heads."""
+    heads, tile, x = index
+    row, head = div(x, spec.interleaved), heads * spec.interleaved + rem(x, spec.interleaved)
+    if spec.per_query_head:
+        return ProgramIndex(row, head, div(head, spec.group), tile)
     return ProgramIndex(row, None, head, tile)

@@ -9,7 +9,7 @@ THREADS = 128  # of a warpgroup
 LANE, WARP = np.arange(THREADS) % 32, np.arange(THREADS) // 32
 TYPES = {
     "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32, "b64": np.uint64,
-    "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
+    "u64": np.uint64, "s64": np.int64, "u16": np.uint16, "s16": np.int16, "pred": np.bool_,
 }  # fmt: skip
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 COMPARISONS = {

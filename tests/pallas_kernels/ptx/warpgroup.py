@@ -9,7 +9,7 @@ import numpy as np
 
 from ptx import matrix
 from ptx.arithmetic import LANE, THREADS, WARP, Fault, Registers, compute, uniform
-from ptx.memory import MAP_BYTES, PARAMETERS, SHARED, Barrier
+from ptx.memory import BUFFER, MAP_BYTES, PARAMETERS, SHARED, Barrier
 from ptx.program import Instruction, members
 
 # They change no value: hints, registers that are moved between warpgroups (what ptxas was told
@@ -211,12 +211,22 @@ class Warpgroup:
         return False, copy
 
     def _st(self, words, operands, where) -> None:
-        if words[1] != "shared" or where is not None:
+        """To shared memory, or by an address of all memory to a buffer."""
+        is_shared = words[1] == "shared"
+        address, names = self.addresses(operands[0]), members(operands[1])
+        if where is not None or words[-1] not in ("b32", "f32", "u32"):
             raise Fault("an unknown store")
-        address = self.addresses(operands[0])
-        for i, name in enumerate(members(operands[1])):
+        if not is_shared and (words[1] not in ("v2", "v4", words[-1]) or address.min() < BUFFER):
+            raise Fault("an unknown store")
+        if (address % (4 * len(names))).any():
+            raise Fault("a store is not aligned")
+        for i, name in enumerate(names):
             values = self.registers.read(name, "u32").view(np.uint8).reshape(THREADS, 4)
-            self.memory.store(self.number, _words(address + 4 * i), values)
+            if is_shared:
+                self.memory.store(self.number, _words(address + 4 * i), values)
+                continue
+            for place, value in zip(address + 4 * i, values, strict=True):
+                self.memory.global_bytes(int(place), 4)[:] = value
 
     def _ldmatrix(self, words, operands, where) -> None:
         self._matrices(words, operands[0], operands[1], load=True)
