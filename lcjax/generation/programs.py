@@ -36,7 +36,7 @@ class InferenceJit:
         return self._for(model)(model, *args, **kwargs)
 
     def trace(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
-        return self._default.trace(model, *args, **kwargs)
+        return self._for(model).trace(model, *args, **kwargs)
 
     def _cache_size(self) -> int:
         """The number of compiled programs, as of `jax.jit`."""
