@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from lcjax.cost import __main__ as command
-from lcjax.cost import compilers
+from lcjax.cost import compilers, hlo
+from lcjax.cost.chips import Topology
+from lcjax.generation import session
+from lcjax.models import preset
+from lcjax.parallel.sharding import Mesh, make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--compiled", "--model.preset=tiny", "--train.batch_size=8")
@@ -76,3 +80,16 @@ def test_programs_are_compiled_for_tpus_that_are_not_here():
     assert table["copies of the cache"][:2] == ["0 (0 GB)", "0 (0 GB)"]
     assert table["float32 products"] == ["0", "0", "0"]
     assert all(cell.endswith(" ms") for cell in table["compiler's cycles, M"])
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_heads_of_64_channels_are_read_from_the_cache_without_a_copy(tokens):
+    config = preset("smollm2-135m").replace(num_layers=2, dtype="bfloat16", param_dtype="bfloat16")
+    mesh = make_mesh(Mesh(), compilers.devices(Topology.parse("v5e:1x1")))
+    compiled = session.lower_read(config, mesh, 4, 8192, tokens).compile()
+    module = hlo.Module(compiled.as_text())
+    assert hlo.has_argument(module, session.CACHED_LAYERS)
+    assert hlo.copies(module, session.CACHED_LAYERS).count == 0
+    assert not hlo.float32_products(module)
