@@ -4,6 +4,9 @@ For example:
 
     cost.estimate(config, length)                      # parameters, FLOPs per token, cache bytes
     cost.training_memory(config, length, rows, Mesh(fsdp=8)) # bytes on each device, by purpose
+
+`python -m lcjax.cost` prints them for a config; with `--compiled` it compiles the programs, and
+compares what the compiler reports with their roofline bound.
 """
 
 from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_flops

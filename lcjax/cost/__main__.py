@@ -2,12 +2,168 @@
 
 Nothing is loaded or compiled. `--length` (default: data.length) and `--mfu` (default: 0.4) may be
 given; every other key is one of train.py's.
+
+`python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles reading a
+prompt, a decoding step and a training step for these devices, which need not be present, and
+compares the roofline bound with what the compiler reports. Without `--topology` it compiles for the
+devices of this machine. `--programs prefill,decode` compiles some of them; each reads
+`train.batch_size` rows of `--length` tokens. Weights of prefill and decode have
+`model.param_dtype`.
 """
 
 import sys
+from collections.abc import Callable, Sequence
+
+import jax
 
 import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
-from lcjax.training import estimate
+from lcjax import config as config_lib
+from lcjax.cost import hlo, roofline
+from lcjax.cost.chips import Topology, local_chip
+from lcjax.cost.compilers import devices
+from lcjax.cost.program import ProgramCost, program_cost
+from lcjax.errors import InputError, one_of
+from lcjax.generation import session
+from lcjax.models import ModelConfig
+from lcjax.parallel.sharding import AXES, make_mesh
+from lcjax.training import TrainConfig, batches, compile_only, estimate
+
+FLAG = "--compiled"
+PROGRAMS = ("prefill", "decode", "train")
+PREFILL = 4096  # tokens that a prompt is read at once on accelerators
+Columns = dict[str, str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0: everything fits; 1: something does not; 2: wrong input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if FLAG not in words:
+        return estimate.main(words)
+    results = []
+    try:
+        words = [word for word in words if word != FLAG]
+        words, options = estimate.options_of(words, "length", "topology", "programs")
+        topology = Topology.parse(options["topology"]) if options["topology"] else None
+        programs = (options["programs"] or ",".join(PROGRAMS)).split(",")
+        for name in programs:
+            one_of("--programs", name, PROGRAMS)
+        if options["length"]:
+            words.append(f"--data.length={options['length']}")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if topology is not None:  # compiling for another machine must not open this machine's devices
+        jax.config.update("jax_platforms", "cpu")
+
+    def run(config: TrainConfig) -> None:
+        results.append(report(config, topology, programs))
+
+    code = config_lib.main(TrainConfig, run, words)
+    return code or int(not all(results))
+
+
+def report(config: TrainConfig, topology: Topology | None, programs: Sequence[str]) -> bool:
+    """Compiles programs and prints a table of them; returns whether all fit into a device."""
+    estimate.check_language_model(config)
+    model = estimate.model_of(config)
+    if topology is None and config.model.dtype is None and jax.default_backend() == "cpu":
+        model = model.replace(dtype="float32")
+    mesh = make_mesh(config.mesh, None if topology is None else devices(topology))
+    chip = local_chip(model.dtype) if topology is None else topology.chip
+    rows, length = config.train.batch_size, batches.row_length(config, model)
+    columns, fits = {}, True
+    for name in programs:
+        print(f"compiling {name} ...", file=sys.stderr, flush=True)
+        lower, work, title = _program(name, config, model, mesh)
+        found = program_cost(lower(), chip)
+        columns[title] = column(found, work)
+        fits = fits and found.fits
+    sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
+    print(
+        f"{topology or chip.name}: {mesh.size} devices{sizes and ', '}{sizes};"
+        f" {rows} rows of {length:,} tokens; per device, in one run. {chip.name}:"
+        f" {chip.peak / 1e12:,.3g} TFLOP/s, {chip.bandwidth / 1e9:,.3g} GB/s\n"
+    )
+    print(table(columns))
+    return fits
+
+
+def _program(
+    name: str, config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh
+) -> tuple[Callable[[], jax.stages.Lowered], roofline.Work, str]:
+    """Returns a function that lowers a program, its least work, and the title of its column."""
+    rows, length = config.train.batch_size, batches.row_length(config, model)
+    if name == "train":
+        memory = estimate.training_memory(config, model, mesh)
+        work = roofline.training_work(
+            *(model, compile_only.step_flops(config, model), memory, mesh),
+            accumulation=config.train.accumulation,
+        )
+        return lambda: compile_only.lower(config, model, mesh), work, "training step"
+    batches.check_rows(config, dict(mesh.shape))
+    tokens = 1 if name == "decode" else min(PREFILL, length)
+    plain = model.replace(lora=None)  # adapters are merged for inference
+    work = roofline.inference_work(plain, rows, length, tokens, mesh)
+    title = "decoding step" if tokens == 1 else f"prefill of {tokens:,} tokens"
+    return lambda: session.lower_read(plain, mesh, rows, length, tokens), work, title
+
+
+def column(found: ProgramCost, work: roofline.Work) -> Columns:
+    """The rows of the table for one program."""
+    chip, (seconds, binds) = found.chip, work.bound(found.chip)
+    cells = {
+        "TFLOP, model": f"{work.flops / 1e12:,.3g}",
+        "GB, least": f"{work.bytes / 1e9:,.3g}",
+        "roofline bound, ms": f"{1e3 * seconds:,.3g} ({binds})",
+    }
+    if found.refused:
+        return cells | {"memory, GB": f"does not fit: {found.needed / 1e9:,.1f}"}
+    module = hlo.Module(found.text)
+    seconds, binds = roofline.Work(found.flops, found.accessed).bound(chip)
+    cycles = hlo.estimated_cycles(module)
+    milliseconds = f" = {1e3 * cycles / chip.clock:,.3g} ms" if chip.clock else ""
+    optimal = found.optimal_seconds
+    cache = {}
+    if hlo.has_argument(module, session.CACHED_LAYERS):
+        copies = hlo.copies(module, session.CACHED_LAYERS)
+        cache = {
+            "copies of the cache": f"{copies.count:,} ({copies.bytes / 1e9:,.3g} GB)",
+            "cache through VMEM, GB": f"{copies.staged / 1e9:,.3g}",
+        }
+    return cells | {
+        "TFLOP, compiler": f"{found.flops / 1e12:,.3g}",
+        "GB, compiler": f"{found.accessed / 1e9:,.3g}",
+        "bound of these, ms": f"{1e3 * seconds:,.3g} ({binds})",
+        "kernels": _counts(hlo.kernels(module)),
+        "compiler's time, ms": "none" if optimal is None else f"{1e3 * optimal:,.3g}",
+        "compiler's cycles, M": f"{cycles / 1e6:,.3g}{milliseconds}" if cycles else "none",
+        "arguments, GB": f"{found.arguments / 1e9:,.3g}",
+        "outputs, GB (in place)": f"{found.outputs / 1e9:,.3g} ({found.in_place / 1e9:,.3g})",
+        "temporaries, GB": f"{found.temporaries / 1e9:,.3g}",
+        "peak, GB": f"{found.needed / 1e9:,.3g}" + ("" if found.fits else ", does not fit"),
+        **cache,
+        "float32 products": _counts(hlo.float32_products(module)),
+        "collectives (overlapped)": ", ".join(
+            f"{kind} {x.count:,} ({x.overlapped:,}) {x.bytes / 1e9:,.3g} GB"
+            for kind, x in found.traffic.items()
+        )
+        or "0",
+    }
+
+
+def _counts(found: dict[str, int]) -> str:
+    """How many there are, and the names of the most frequent ones."""
+    names = ", ".join(name for name, _ in found.most_common(2))
+    return f"{found.total():,} ({names})" if found else "0"
+
+
+def table(columns: dict[str, Columns]) -> str:
+    """A Markdown table with a row for each figure."""
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    lines = [["", *columns], ["---", *["---:"] * len(columns)]]
+    lines += [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
 
 if __name__ == "__main__":
-    sys.exit(estimate.main())
+    sys.exit(main())

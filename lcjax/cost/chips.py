@@ -8,6 +8,7 @@ and so do a GPU's context and allocator.
 """
 
 import math
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Chip:
     peak: float  # FLOP/s, dense, bfloat16 with float32 sums
     bandwidth: float  # of memory, bytes/s
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
+    clock: float = 0.0  # of a TPU, Hz; 0: unknown
 
 
 # T4 and L4 use a part of 16 and 24 GB for error correction: CUDA counts 15,110 MiB and about
@@ -38,12 +40,13 @@ class Chip:
 # That of a v5p exceeds the 95 GB of its page, so its memory is set to 96 GiB. The usable memory of
 # a GPU is 95 % (a context, workspaces of libraries and fragments take the rest) and needs
 # XLA_PYTHON_CLIENT_MEM_FRACTION=.95: the default of JAX is 75 %.
+# A clock is peak / (2 n 128^2), with the n = 8 matrix units of v4 and v5p, and the 4 of v5e.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 1_228e9, 3),
-        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2),
-        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3),
+        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 1_228e9, 3, 1.05e9),
+        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2, 1.5e9),
+        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3, 1.75e9),
         Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 1_640e9, 2),
         Chip("t4", 14.75 * GIB, 0.95 * 14.75 * GIB, 65e12, 320e9),
         Chip("l4", 22 * GIB, 0.95 * 22 * GIB, 121e12, 300e9),
@@ -146,6 +149,35 @@ def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) ->
         product(a, a).block_until_ready()
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def measured_bandwidth(size: int = 2**27, repeats: int = 5) -> float:
+    """Measures the bytes/s of reading and writing `size` bytes on the default device; the best."""
+    x = jnp.ones(size // 4, jnp.float32)
+    step = jax.jit(lambda x: x + 1)
+    step(x).block_until_ready()
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step(x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best
+
+
+def local_chip(dtype: str) -> Chip:
+    """Describes a device of this machine, whose speeds are measured where no table has them.
+
+    CPU devices share the machine's cores and memory, so each has an equal part of them.
+    """
+    devices = jax.devices()
+    peak, _ = machine_peak(dtype, devices)
+    memory, share = (devices[0].memory_stats() or {}).get("bytes_limit"), 1
+    if devices[0].platform == "cpu":
+        share = len(devices)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / share
+    memory = memory or math.inf
+    kind = devices[0].device_kind
+    return Chip(kind, memory, memory, peak / len(devices), measured_bandwidth() / share)
 
 
 def machine_peak(dtype: str, devices: list[jax.Device] | None = None) -> tuple[float, str]:

@@ -1,23 +1,27 @@
 """The result of compiling a program: its memory, whether it fits into a chip, and its collectives.
 
 XLA's counts include the body of a loop once. Here a collective in a loop is multiplied by the trip
-count if the compiler knows it or if the condition compares with a constant. All branches of a
-conditional are counted.
+count (`lcjax.cost.hlo`). All branches of a conditional are counted.
 Bytes are those that a device receives when n devices pass parts around a ring, which is the
 minimum: for a result of r bytes r (n - 1) / n in an all-gather, twice that in an all-reduce, and
 r (n - 1) in a reduce-scatter, whose result is a part.
+Other work overlaps a collective if the compiler schedules it between the collective's start and
+its end, or fuses both. A device waits for any other collective.
 """
 
 import math
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
+from lcjax.cost import hlo
 from lcjax.cost.chips import Chip
+from lcjax.cost.hlo import ARRAY, BRANCHES, CALLS, WHILE
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The compiler's two messages: for the whole program, or for its temporaries alone.
@@ -26,12 +30,10 @@ _NEEDED = re.compile(
 )
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
-_START = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_WORK = re.compile(r" (?:fusion|custom-call|convolution|dot|while|conditional|call)\(")
+_PRODUCT = re.compile(r" (?:convolution|dot)\(")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)(?:e\d\w+)?\[([\d,]*)\]")
-_WHILE = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _GROUPS = re.compile(
     r"(?:replica_groups=|num_partitions=)"
     r"(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\}|(\d+))"
@@ -41,9 +43,6 @@ _AXIS = re.compile(r"'(\w+)'(?:(?:=|:\(\d+\))(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 _PAIR = re.compile(r"(\d+),(\d+)")
 _SCATTER = "all-reduce-scatter"  # libtpu's fusions that leave each device its part of a sum
-_CALLS = re.compile(r" (?:fusion|call|async-start)\(.*(?:calls|to_apply)=%?([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_LIMIT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Traffic:
 
     count: int
     bytes: int  # received
+    overlapped: int = 0  # of `count`: other work goes on meanwhile
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,12 @@ class ProgramCost:
     program: int = 0
     # Read and written, the body of a loop counted once; 0 if the compiler does not report it.
     accessed: float = 0.0
+    flops: float = 0.0  # likewise; kernels have none
+    optimal_seconds: float | None = None  # the compiler's estimate; None: it has none
     traffic: dict[str, Traffic] = field(default_factory=dict)
     host: int = 0  # in the memory of the device's host
     refused: bool = False  # the compiler ran out of memory
+    text: str = field(default="", repr=False)  # the optimised HLO
 
     @property
     def fits(self) -> bool:
@@ -118,6 +121,8 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
         needed = float(match[1]) * _UNITS[match[2]]
         return ProgramCost(chip, needed, time.perf_counter() - start, refused=True)
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    analysis, text = compiled.cost_analysis() or {}, compiled.as_text()
+    optimal = analysis.get("optimal_seconds", -1.0)
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -134,20 +139,32 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
         + memory.host_output_size_in_bytes
         + memory.host_temp_size_in_bytes
         - memory.host_alias_size_in_bytes,
-        accessed=(compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
-        traffic=collectives(compiled.as_text()),
+        accessed=analysis.get("bytes accessed", 0.0),
+        flops=max(analysis.get("flops", 0.0), 0.0),
+        # XLA adds -1 or less for what it has no estimate of, such as a kernel.
+        optimal_seconds=optimal if optimal > 0 else None,
+        traffic=collectives(text),
+        text=text,
     )
+
+
+class _Collective(NamedTuple):
+    match: re.Match  # of its line
+    computation: str
+    times: int  # how often it runs
+    overlapped: bool
 
 
 def collectives(text: str) -> dict[str, Traffic]:
     """Counts collectives by kind in the text of an optimised HLO module (`compiled.as_text()`)."""
-    num_devices = _group(text.split("\n", 1)[0]) or 1
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for match, computation, times in _walk(text):
+    module = hlo.Module(text)
+    num_devices = _group(module.header) or 1
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for match, computation, times, overlapped in _walk(module):
         kind, received = _received(match, _group(match.string) or num_devices, computation)
         if received:
-            totals[kind][0] += times
-            totals[kind][1] += times * received
+            added = times, times * received, times * overlapped
+            totals[kind] = [a + b for a, b in zip(totals[kind], added, strict=True)]
     return {kind: Traffic(*totals[kind]) for kind in KINDS if kind in totals}
 
 
@@ -158,7 +175,7 @@ def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
     program's order of devices, which is that of its mesh.
     """
     totals: dict[tuple[int, int], int] = defaultdict(int)
-    for match, computation, times in _walk(text):
+    for match, computation, times, _ in _walk(hlo.Module(text)):
         pairs = _PAIRS.search(match.string)
         if pairs and match[2] == "collective-permute":
             size = times * _received(match, 0, computation)[1]
@@ -168,14 +185,14 @@ def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
     return dict(totals)
 
 
-def _walk(text: str) -> Iterator[tuple[re.Match, str, int]]:
-    """Yields (match of a collective's line, its computation, how often it runs)."""
-    bodies, entry = _computations(text)
+def _walk(module: hlo.Module) -> Iterator[_Collective]:
+    bodies = module.lines
 
-    def walk(name: str, times: int, seen: set | None) -> Iterator[tuple[re.Match, str, int]]:
+    def walk(name: str, times: int, seen: set | None, overlapped: bool) -> Iterator[_Collective]:
         """`seen`: channels of the caller if `name` is a part of it; None if it runs alone."""
-        channels: set = set()
-        for line in bodies.get(name, ()):
+        lines, channels = bodies.get(name, ()), set()
+        repeated = _repeated_channels(module, lines)
+        for index, line in enumerate(lines):
             if match := _COLLECTIVE.search(line):
                 channel = match[2], (_CHANNEL.search(line) or [""])[0]
                 # Fusions that overlap a collective with work repeat it at its start and its end.
@@ -183,24 +200,63 @@ def _walk(text: str) -> Iterator[tuple[re.Match, str, int]]:
                     continue
                 if seen is not None:
                     seen.add(channel)
-                yield match, name, times
-            elif match := _WHILE.search(line):
-                known = _TRIPS.search(line)
-                trips = int(known[1]) if known else _trips(bodies.get(match[1], ()))
-                yield from walk(match[2], times * trips, None)
-            elif match := _BRANCHES.search(line):
+                during = bool(match[3]) and _works_until_done(lines, index)
+                yield _Collective(match, name, times, overlapped or during)
+            elif match := WHILE.search(line):
+                yield from walk(match[2], times * module.trips(line), None, False)
+            elif match := BRANCHES.search(line):
                 for branch in match[1].split(","):
-                    yield from walk(branch.strip().lstrip("%"), times, None)
-            elif match := _CALLS.search(line):
-                yield from walk(match[1], times, channels if seen is None else seen)
+                    yield from walk(branch.strip().lstrip("%"), times, None, False)
+            elif match := CALLS.search(line):
+                callee, part = match[1], channels if seen is None else seen
+                during = overlapped or _works(module, callee)
+                during |= any(channel in repeated for channel in _channels(module, callee))
+                during |= " async-start(" in line and _works_until_done(lines, index)
+                yield from walk(callee, times, part, during)
 
-    yield from walk(entry, 1, None)
+    yield from walk(module.entry, 1, None, False)
+
+
+def _works_until_done(lines: list[str], start: int) -> bool:
+    """Whether anything is computed between the start of an operation and its end."""
+    name = f"%{lines[start].split(' = ')[0].replace('ROOT', '').strip().lstrip('%')}"
+    for line in lines[start + 1 :]:
+        if re.search(rf"-done\({re.escape(name)}\)", line):
+            return False
+        if _WORK.search(line):
+            return True
+    return False
+
+
+def _works(module: hlo.Module, fusion: str) -> bool:
+    """Whether a fusion multiplies matrices, besides a collective."""
+    lines = module.lines.get(fusion, ())
+    callees = (match[1] for line in lines if (match := CALLS.search(line)))
+    return any(map(_PRODUCT.search, lines)) or any(_works(module, name) for name in callees)
+
+
+def _channels(module: hlo.Module, computation: str) -> set[str]:
+    """The channels of the collectives in a fusion."""
+    found = set()
+    for line in module.lines.get(computation, ()):
+        if _COLLECTIVE.search(line) and (channel := _CHANNEL.search(line)):
+            found.add(channel[0])
+        elif match := CALLS.search(line):
+            found |= _channels(module, match[1])
+    return found
+
+
+def _repeated_channels(module: hlo.Module, lines: list[str]) -> set[str]:
+    """The channels that are in several fusions of a computation."""
+    callees = (match[1] for line in lines if (match := CALLS.search(line)))
+    counts = Counter(channel for name in callees for channel in _channels(module, name))
+    return {channel for channel, count in counts.items() if count > 1}
 
 
 def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int]:
     """(kind, bytes that a device receives) of a collective of `devices` in a computation."""
     shape, kind, started = match.groups()
-    sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
+    sizes = [hlo.array_bytes(*array[:2]) for array in ARRAY.findall(shape)]
     if started and kind != "all-reduce":
         # A start op lists its operands before its results, and counters after them.
         sizes = sizes[len(sizes) // 2 :] if kind != "collective-permute" else sizes[1:2]
@@ -225,28 +281,3 @@ def _group(line: str) -> int:
         return len(listed.split(",")) if listed is not None else int(size or count)
     sizes = dict(_AXIS.findall(mesh))
     return math.prod(int(part or sizes[name]) for name, part in _AXIS.findall(axes))
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the entry computation."""
-    bodies: dict[str, list[str]] = {}
-    name = entry = ""
-    for line in text.splitlines():
-        if start := _START.match(line):
-            name = start[1]
-            bodies[name] = []
-            entry = name if line.startswith("ENTRY") else entry
-        elif name:
-            bodies[name].append(line)
-    return bodies, entry
-
-
-def _trips(condition: list[str]) -> int:
-    """The trip count of a loop from the constant in its condition; 1 without a constant."""
-    limits = [int(limit) for line in condition for limit in _LIMIT.findall(line)]
-    return max(limits, default=1)
-
-
-def _bytes(dtype: str, shape: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
-    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8

@@ -116,15 +116,18 @@ def estimate(
         weight_gradient_flops=weight_gradients,
         idle_flops=memory.idle,
         kv_cache_bytes=sum(
-            count * _cache_bytes(layer, length) for layer, count in config.layer_counts
+            count * cache_bytes(layer, length) for layer, count in config.layer_counts
         ),
     )
 
 
-def _cache_bytes(config: ModelConfig, length: int) -> int:
-    """Bytes of what a layer needs in the cache of a sequence: visible keys, and a state."""
+def cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
+    """Bytes of what a layer needs in the cache of a sequence: visible keys, and a state.
+
+    The keys are those that some of the last `tokens` sees.
+    """
     window = config.pattern.for_inference().cache_window()
-    cached = length if window is None else min(length, sum(window))
+    cached = length if window is None else min(length, sum(window) + tokens - 1)
     width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return width * cached + cache_state_bytes(config, cached)
 
@@ -132,7 +135,12 @@ def _cache_bytes(config: ModelConfig, length: int) -> int:
 def _active(config: ModelConfig, path: str, size: int) -> int:
     """Returns how many numbers of the `size` at a path compute a token."""
     experts = config.experts
-    return size * experts.top_k // experts.count if _EXPERTS.search(path) else size
+    return size * experts.top_k // experts.count if is_expert(path) else size
+
+
+def is_expert(path: str) -> bool:
+    """Whether the parameter at a path has the weights of a mixture's experts."""
+    return _EXPERTS.search(path) is not None
 
 
 def _weight_uses(
@@ -205,17 +213,20 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
 
 
 @functools.lru_cache(maxsize=64)
-def visible_keys(config: ModelConfig, length: int) -> float:
+def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> float:
     """Returns the mean number of keys that a query sees in a layer.
 
-    It is counted from the patterns' masks, for queries at even distances in the sequence.
+    It is counted from the patterns' masks, for queries at even distances in the sequence, or in
+    its `last` tokens.
     """
     if config.layers:
-        keys = (count * visible_keys(layer, length) for layer, count in config.layer_counts)
+        keys = (count * visible_keys(layer, length, last) for layer, count in config.layer_counts)
         return sum(keys) / config.num_layers
-    count = min(length, _SAMPLED_QUERIES)
+    size = length if last is None else last
+    count = min(size, _SAMPLED_QUERIES)
     # Middles of equal pieces: exact for all masks whose row sums are linear in each piece.
-    queries = ((np.arange(count) + 0.5) * length / count - 0.5).round().astype(np.int64)
+    queries = ((np.arange(count) + 0.5) * size / count - 0.5).round().astype(np.int64)
+    queries += length - size
     keys = np.arange(length, dtype=np.int64)
     total = 0
     with jax.ensure_compile_time_eval():
@@ -288,8 +299,8 @@ def training_memory(
       context: chunks, and tokens of each chunk, that a model with a memory reads for every text.
       offload: `train.offload`.
     """
-    sizes = _mesh_sizes(mesh)
-    counts = _per_device(config, sizes)
+    sizes = mesh_sizes(mesh)
+    counts = per_device(config, sizes)
     trained_counts = {path: count for path, (count, _) in counts.items() if trained(path)}
     weights = {path: size for path, (_, size) in counts.items()}
     moments = {path: (12 if average else 8) * count for path, count in trained_counts.items()}
@@ -299,7 +310,9 @@ def training_memory(
         gradients=4 * sum(trained_counts.values()),
         optimizer=_resident_bytes(config, moments, offload != "none"),
         host=sum(map(sum, (_offloadable_bytes(config, part).values() for part in offloaded))),
-        activations=_backward_bytes(config, sizes, _rows(rows, sizes), length, context, trained),
+        activations=_backward_bytes(
+            config, sizes, rows_of_device(rows, sizes), length, context, trained
+        ),
     )
 
 
@@ -325,22 +338,22 @@ def generation_memory(
       chunk: tokens of a prompt that are read at once.
       context: chunks, and tokens of each chunk, that a model with a memory has read for every row.
     """
-    sizes = _mesh_sizes(mesh)
-    local_rows = _rows(rows, sizes)
-    heads = _divided(config.num_kv_heads, sizes["tensor"])
+    sizes = mesh_sizes(mesh)
+    local_rows = rows_of_device(rows, sizes)
+    heads = divided(config.num_kv_heads, sizes["tensor"])
     local = _local_config(config, sizes)
     # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
     hidden = 2 * local.expert_width * (local.experts.top_k if local.experts else 1)
     channels = max(hidden, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
-    state_heads, cache = _divided(config.num_heads, sizes["tensor"]), 0
+    state_heads, cache = divided(config.num_heads, sizes["tensor"]), 0
     for layer, count in config.layer_counts:
         slots, _ = cache_lib.policy(layer.pattern.for_inference(), length, chunk)
         keys = 2 * size * heads * config.head_dim * slots
         cache += count * local_rows * (keys + cache_state_bytes(layer, slots, heads=state_heads))
     return MemoryEstimate(
-        weights=_total_bytes(_per_device(config, sizes)),
+        weights=_total_bytes(per_device(config, sizes)),
         activations=size * tokens * (channels + 3 * config.width)
         + 4 * local_rows * config.vocab_size,
         cache=cache,
@@ -365,7 +378,8 @@ def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
     return chunks * size_of_chunk
 
 
-def _mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
+def mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
+    """The sizes of the mesh axes by name."""
     if not isinstance(mesh, Mesh):
         return mesh.shape
     sizes = dataclasses.asdict(mesh)
@@ -374,12 +388,13 @@ def _mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
     return sizes
 
 
-def _rows(rows: int, sizes: Mapping[str, int]) -> int:
+def rows_of_device(rows: int, sizes: Mapping[str, int]) -> int:
     """Rows on one device; a batch is padded to a multiple of the devices."""
     return -(-rows // math.prod(sizes[axis] for axis in ROWS))
 
 
-def _divided(count: int, devices: int) -> int:
+def divided(count: int, devices: int) -> int:
+    """The part of `count` heads or channels on one device; all where they do not divide."""
     return count // devices if count % devices == 0 else count
 
 
@@ -390,7 +405,7 @@ class _MeshShape:
     shape: Mapping[str, int]
 
 
-def _per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """(numbers, bytes) of each parameter on one device, by path."""
     counts = {}
     for path, leaf in parameter_shapes(config).items():
@@ -436,10 +451,10 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     tensor, memory = sizes["tensor"], config.memory
     if memory is not None and memory.encoder_config is not None:
         memory = dataclasses.replace(memory, states=_local_config(memory.encoder_config, sizes))
-    heads, shared = _divided(config.num_heads, tensor), _divided(config.num_kv_heads, tensor)
+    heads, shared = divided(config.num_heads, tensor), divided(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those
         heads, shared = config.num_heads, config.num_kv_heads
-    width, experts = _divided(config.mlp_width, tensor), config.experts
+    width, experts = divided(config.mlp_width, tensor), config.experts
     if experts is not None:
         # Devices of the expert axis have rows for the tokens of all, whoever computes them.
         exchanged = sizes["expert"] if experts.count % sizes["expert"] == 0 else 1
@@ -447,7 +462,7 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
             experts,
             count=experts.count * exchanged,
             top_k=experts.top_k * exchanged,
-            width=_divided(config.expert_width, tensor),
+            width=divided(config.expert_width, tensor),
         )
     return config.replace(
         num_heads=heads, num_kv_heads=shared, mlp_width=width, experts=experts, memory=memory
@@ -480,14 +495,14 @@ def _backward_bytes(
     gathered = 0
     if sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1:
         split = {**sizes, "fsdp": 1, "context": 1}  # experts stay where they are
-        whole, experts = (_per_device(config, x) for x in (split | {"expert": 1}, split))
+        whole, experts = (per_device(config, x) for x in (split | {"expert": 1}, split))
         weights = sum(
-            (experts if _EXPERTS.search(path) else whole)[path][0]
+            (experts if is_expert(path) else whole)[path][0]
             for path in whole
             if path.startswith("layers")
         )
         gathered = config.compute_dtype().itemsize * weights // config.num_layers
-    vocabulary = _divided(config.vocab_size, sizes["tensor"])
+    vocabulary = divided(config.vocab_size, sizes["tensor"])
     logits = 2 * min(_LOGITS, 4 * int(tokens[0]) * vocabulary)
     return math.ceil(tokens @ per_token) + gathered + logits
 

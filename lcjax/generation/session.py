@@ -24,7 +24,7 @@ from lcjax.models.layers import CollectKeyValues
 from lcjax.models.loss import Projection, over_chunks
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
-from lcjax.parallel.sharding import keep_rows, padding_rows
+from lcjax.parallel.sharding import keep_rows, padding_rows, replicated
 from lcjax.rope import Rotation
 
 if TYPE_CHECKING:
@@ -305,6 +305,42 @@ def _step(
 _STATIC = {"tokens": 3, "static_argnums": 0, "static_argnames": ("score", "with_ffn_input")}
 _read = InferenceJit(_step, **_STATIC, donate_argnums=2)
 _score = InferenceJit(_step, **_STATIC)
+CACHED_LAYERS = "cache.layers"  # the path of keys and values among the arguments of `_step`
+
+
+def lower_read(
+    config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int, tokens: int
+) -> jax.stages.Lowered:
+    """Lowers `Session.read` of the last `tokens` of `length` for devices that may be elsewhere.
+
+    Args:
+      config: the model.
+      mesh: its devices share weights, rows and caches.
+      rows: a multiple of the devices that share rows.
+      length: tokens of a row, and slots of a full cache.
+      tokens: 1 is a decoding step; more are read with `segments`, as of prompts with padding.
+
+    Returns:
+      The program, whose weights, cache and tokens are shapes only.
+    """
+    config = config.for_inference().replace(scan_layers=False)
+    params, whole = decoder_lib.abstract_params(config, mesh), replicated(mesh)
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+    rotation = jax.eval_shape(lambda params: config.rotation(length, params.get("rope")), params)
+    rotation = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), rotation
+    )
+    slots = cache_lib.whole_blocks(length)
+    cache = cache_lib.abstract_cache(config, rows, slots, chunk=tokens, mesh=mesh)
+    each = array(rows, tokens)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # says what the devices are
+        return _read.trace(
+            *(Decoder(config, mesh), params, cache), array(rows) if tokens == 1 else each,
+            None if tokens == 1 else each, each, rotation, None, None,
+        ).lower()  # fmt: skip
 
 
 def nll_and_match(

@@ -370,6 +370,7 @@ PRESETS = {
         tie_embeddings=True,
         rope=Default(theta=100_000.0),
     ),
+    "tinyllama-1.1b": ModelConfig(32_000, 2_048, 5_632, 22, 32, 4, 64, 2_048),
     # The encoder of CEPE: Llama-2's vocabulary and [MASK] (arXiv 2402.16617, sec. 2.1).
     "cepe-encoder": _encoder(32_001, 1_024, 4_096, 24, 16, 512),
     # For SmolLM2-135M: a third of its size, two fifths of that embeddings.
@@ -428,6 +429,8 @@ def preset(name: str) -> ModelConfig:
 HUB = {
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "TinyLlama/TinyLlama_v1.1": "tinyllama-1.1b",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1b",
     "meta-llama/Llama-2-7b-hf": "llama2-7b",
     "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
     "meta-llama/Llama-2-13b-hf": "llama2-13b",

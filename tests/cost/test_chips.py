@@ -86,7 +86,7 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
 }
 """
     found = collectives(HEADER + text)
-    assert found == {"all-gather": Traffic(1, 112), "all-reduce": Traffic(1, 2 * 21)}
+    assert found == {"all-gather": Traffic(1, 112, 1), "all-reduce": Traffic(1, 2 * 21)}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,21 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
 def test_bytes_count_the_traffic_received_by_a_device(operation, kind, received):
     text = f"{HEADER}\nENTRY %main (x: f32[8]) -> f32[8] {{\n  %r = {operation}\n}}\n"
     assert collectives(text) == {kind: Traffic(1, received)}
+
+
+@pytest.mark.parametrize(
+    ("work", "overlapped"), [("fusion(%y), calls=%add", 1), ("bitcast(%y)", 0)]
+)
+def test_work_between_start_and_end_overlaps_a_collective(work, overlapped):
+    text = f"""
+ENTRY %main (x: f32[8]) -> f32[64] {{
+  %s.1 = (f32[8]{{0}}, f32[64]{{0}}) all-gather-start(%x)
+  %w = f32[8]{{0}} {work}
+  %d = f32[64]{{0}} all-gather-done(%s.1)
+  %later = f32[8]{{0}} fusion(%d), calls=%add
+}}
+"""
+    assert collectives(HEADER + text) == {"all-gather": Traffic(1, 224, overlapped)}
 
 
 def test_reduce_scatter_and_all_reduce_are_distinguished():

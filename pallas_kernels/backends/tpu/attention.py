@@ -58,8 +58,10 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     if not _relative(operands) and decoding.fits(q, k, v, operands, spec):
         return decoding.forward(q, k, v, operands, spec, interpret=interpret)
     tiling, visits = _plan(q, k, v, operands, spec, backward=False)
-    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
-    size = x["v"].shape[-1]
+    # In a cache, channels that fill no whole lanes lie along sublanes (`decode`).
+    axes = [int(x.shape[-1] % LANES != 0) for x in (k, v)]
+    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, *axes)
+    size = v.shape[-1]
     run = functools.partial(
         launch,
         kernels.forward,
@@ -72,7 +74,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         interpret=interpret,
     )
     out, lse = run_calls(calls_of(visits, tiling, 0), run)
-    return tiling.from_rows(out)[..., : v.shape[-1]], tiling.from_rows(lse[:, :, 0])
+    return tiling.from_rows(out), tiling.from_rows(lse[:, :, 0])
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
@@ -225,8 +227,12 @@ def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, grid.Visits]
     return tiling, grid.list_visits(table, heads=heads, split=tiling.split)
 
 
-def _prepare(q, k, v, operands, spec, tiling: Tiling):
-    """The kernels' static part, and the operands as the kernels read them."""
+def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: int = 0):
+    """The kernels' static part, and the operands as the kernels read them.
+
+    With `k_axis` 1 a kernel reads k [B, K, H, S], as a cache lies in memory whose channels fill no
+    whole lanes; `v_axis` likewise.
+    """
     before, factor = online.scales(spec.scale, q.dtype)
     kernel_spec = KernelSpec(
         mask=spec.mask,
@@ -239,16 +245,25 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling):
         group=1 if tiling.by_head else tiling.group,
         period=tiling.period,
         levels=bias_levels(operands.bias, tiling.group) if _relative(operands) else None,
+        k_axis=k_axis,
+        v_axis=v_axis,
     )
 
     def vector(x, pad):
         return None if x is None else pad(jnp.asarray(x, jnp.int32))
 
+    def pad(x, axis):
+        return x if axis else pad_lanes(x)
+
+    def keys(x, axis):
+        x = tiling.to_keys(pad(x, axis))
+        return x.swapaxes(2, 3) if axis else x
+
     slopes = operands.bias.slopes if isinstance(operands.bias, Alibi) else None
     x = {
-        "q": tiling.to_rows(pad_lanes(q * jnp.asarray(before, q.dtype))),
-        "k": tiling.to_keys(pad_lanes(k)),
-        "v": tiling.to_keys(pad_lanes(v)),
+        "q": tiling.to_rows(pad(q * jnp.asarray(before, q.dtype), k_axis)),
+        "k": keys(k, k_axis),
+        "v": keys(v, v_axis),
         "q_index": vector(operands.q_index, tiling.query_vector),
         "k_index": vector(operands.k_index, tiling.key_vector),
         "q_segments": vector(operands.q_segments, tiling.query_vector),
@@ -295,7 +310,7 @@ def launch(
         call,
         axis=axis,
         resident=resident,
-        operand=lambda name, value: _operand(name, value, tiling, call),
+        operand=lambda name, value: _operand(name, value, tiling, call, kernel_spec),
         outputs=outputs,
         scratch=(columns, *(None if item is None else memory(item) for item in scratch)),
         interpret=interpret,
@@ -304,7 +319,7 @@ def launch(
     )
 
 
-def _operand(name: str, value, tiling: Tiling, call: Call):
+def _operand(name: str, value, tiling: Tiling, call: Call, kernel_spec: KernelSpec):
     """The block of an operand that a step reads."""
     if value is None:
         return None
@@ -315,6 +330,8 @@ def _operand(name: str, value, tiling: Tiling, call: Call):
     block_of = row_of if by_row else col_of
     # Indices and segments are the same for all heads, slopes for all batch rows.
     along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
+    axis = {"k": kernel_spec.k_axis, "v": kernel_spec.v_axis}.get(name, 0)
+    by_lanes = name not in MATRICES or axis == 1
 
     def index(b, h, s, steps):
         code = steps[call.offset(b, h, s)]
@@ -324,7 +341,7 @@ def _operand(name: str, value, tiling: Tiling, call: Call):
         lead = [(b + call.batch[0], h + call.heads[0])[i] for i in along]
         if value.shape[0] == 1:
             lead[0] = 0
-        return (*lead, block, 0) if name in MATRICES else (*lead, 0, block)
+        return (*lead, 0, block) if by_lanes else (*lead, block, 0)
 
-    sizes = (size, value.shape[-1]) if name in MATRICES else (1, size)
+    sizes = (value.shape[-2], size) if by_lanes else (size, value.shape[-1])
     return pl.BlockSpec((*(None,) * len(along), *sizes), index)

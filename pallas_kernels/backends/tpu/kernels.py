@@ -3,8 +3,9 @@
 A step multiplies one block of R rows (queries of one key head, see `grid.Tiling`) by one block of
 keys. Scores are [rows, keys] in the forward pass and for dq and [keys, rows] for dk, dv, so the
 block that stays while others pass by is always the long side of the matrix products and no operand
-is ever transposed. Vectors over the streamed side (indices, segments, lse) lie along lanes as they
-are; those over the resident side are turned into columns once, at its first step.
+is ever transposed. Keys and values of the forward pass are [keys, H] or [H, keys], as they lie in
+memory. Vectors over the streamed side (indices, segments, lse) lie along lanes as they are; those
+over the resident side are turned into columns once, at its first step.
 
 T5's bias by buckets of distance needs no lookup per element and no table in VMEM. Over the distance
 q_index - k_index the bias is a step function: a few dozen levels, each one number per head, with
@@ -72,6 +73,9 @@ class KernelSpec:
     group: int
     period: int
     levels: BiasLevels | None = None
+    # The axis of a block of k, or v, that counts the keys; 1 in the forward pass alone.
+    k_axis: int = 0
+    v_axis: int = 0
 
     @property
     def ragged(self) -> bool:
@@ -115,8 +119,10 @@ class Block:
         return [Block(*whole, first, size) for first in range(0, self.size, size)]
 
     def keys(self, name):
-        """Some rows of the matrix `k` or `v`."""
-        return self.x[name][self.first : self.first + self.size]
+        """Some keys of the matrix `k` or `v`."""
+        some = slice(self.first, self.first + self.size)
+        axis = {"k": self.spec.k_axis, "v": self.spec.v_axis}[name]
+        return self.x[name][:, some] if axis else self.x[name][some]
 
     @property
     def width(self) -> int:
@@ -194,7 +200,7 @@ class Block:
 
     def products(self):
         query, key = self.x["q"][...], self.keys("k")
-        return dot(key, query, 1) if self.transposed else dot(query, key, 1)
+        return dot(key, query, 1) if self.transposed else dot(query, key, 1 - self.spec.k_axis)
 
     @property
     def exponent_factor(self) -> float:
@@ -457,7 +463,8 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
             logits, _ = part.logits(bias)
             if masked:
                 logits = part.masked(logits, -jnp.inf)
-            add_to_softmax(logits, part.keys("v"), 0, top, total, acc, block.exponent_factor)
+            value, factor = part.keys("v"), block.exponent_factor
+            add_to_softmax(logits, value, spec.v_axis, top, total, acc, factor)
 
     visit_step(block, key_head, scratch, visit)
 

@@ -1,0 +1,362 @@
+"""Reads optimised HLO (`compiled.as_text()`): loops, copies of an argument, float32 products.
+
+XLA writes one instruction a line, after those that it reads. Computations that run are the entry,
+bodies of loops, branches and calls; the computation of a fusion is one operation of those. What is
+in a loop counts as often as the loop runs, if the compiler knows that or the loop's condition
+compares with a constant.
+"""
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ARRAY = re.compile(r"\b(pred|[a-z]+\d+)(?:e\d\w+)?\[([\d,]*)\](?:\{([^}]*)\})?")
+WHILE = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+CALLS = re.compile(r" (?:fusion|call|async-start)\(.*(?:calls|to_apply)=%?([\w.-]+)")
+_START = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LIMIT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+_NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w-]*)\(")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_TILE = re.compile(r"T\((\d+),(\d+)\)")
+# Scopes of JAX and flax that name no part of a model.
+_PLUMBING = re.compile(
+    r"^(jit\([^)]*\)|Decoder[\w.]*|checkpoint|cond|while|body|branch_\d+_fun|closed_call|"
+    r"rematted_computation)$"
+)
+
+# Values that are the same bytes as an operand, or a part of them.
+_SAME = {
+    *("bitcast", "reshape", "optimization-barrier", "copy-done", "async-done", "slice-start"),
+    *("slice-done", "slice", "dynamic-slice", "dynamic-slice-start", "dynamic-slice-done"),
+}
+_IN_PLACE = {"dynamic-update-slice", "scatter"}  # of the first operand
+_READS = {"dot", "convolution", "reduce", "reduce-window", "gather", "custom-call", "sort", "rng"}
+_VMEM = re.compile(r"S\(1\)")  # the memory space of a TPU's vector memory in a layout
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Instructions that write a copy of an argument, in one run on one device."""
+
+    count: int = 0
+    bytes: int = 0  # written, the padding of a tile included
+    staged: int = 0  # bytes moved between HBM and VMEM in the same layout: a read in advance
+    names: tuple[str, ...] = ()  # scopes of the copies, most bytes first
+
+
+class Module:
+    """The computations of a module, and how often each runs."""
+
+    def __init__(self, text: str):
+        self.header = text.split("\n", 1)[0]
+        self.lines: dict[str, list[str]] = {}
+        name = self.entry = ""
+        for line in text.splitlines():
+            if start := _START.match(line):
+                name = start[1]
+                self.lines[name] = []
+                self.entry = name if line.startswith("ENTRY") else self.entry
+            elif name:
+                self.lines[name].append(line)
+
+    @functools.cache  # noqa: B019  a module lives as long as its report
+    def instructions(self, name: str) -> list["Instruction"]:
+        return [x for line in self.lines.get(name, ()) if (x := Instruction.parse(line))]
+
+    def trips(self, line: str) -> int:
+        """The trip count of the loop in `line`; 1 where nothing says it."""
+        if known := _TRIPS.search(line):
+            return int(known[1])
+        condition = self.lines.get(WHILE.search(line)[1], ())
+        limits = [int(limit) for text in condition for limit in _LIMIT.findall(text)]
+        return max(limits, default=1)
+
+    def runs(self, name: str | None = None, times: int = 1) -> Iterator[tuple["Instruction", int]]:
+        """Yields (instruction, how often it runs); fusions are one instruction."""
+        for x in self.instructions(name or self.entry):
+            yield x, times
+            if x.opcode == "while":
+                yield from self.runs(WHILE.search(x.line)[2], times * self.trips(x.line))
+            elif x.opcode == "conditional":
+                for branch in x.branches:
+                    yield from self.runs(branch, times)
+            elif x.opcode in ("call", "async-start") and x.callee:
+                yield from self.runs(x.callee, times)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str  # of the result, as XLA writes it: `bf16[4,64]{1,0:T(8,128)}`, or a tuple
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+
+    @classmethod
+    def parse(cls, line: str) -> "Instruction | None":
+        start = _NAME.match(line)
+        if start is None:
+            return None
+        at = start.end()
+        end = _closing(line, at) if line[at] == "(" else line.find(" ", at)
+        opcode = _OPCODE.match(line, end)
+        if opcode is None:
+            return None
+        inside = line[opcode.end() - 1 : _closing(line, opcode.end() - 1)]
+        operands = tuple(_OPERAND.findall(inside))
+        return cls(start[1], line[at:end], opcode[1], operands, line)
+
+    @property
+    def callee(self) -> str | None:
+        match = CALLS.search(self.line)
+        return match and match[1]
+
+    @property
+    def branches(self) -> list[str]:
+        match = BRANCHES.search(self.line)
+        if match is None:
+            return re.findall(r"(?:true|false)_computation=%?([\w.-]+)", self.line)
+        return [name.strip().lstrip("%") for name in match[1].split(",")]
+
+    @property
+    def scope(self) -> str:
+        """The named scopes of the program that it comes from; all layers have one name."""
+        match = _OP_NAME.search(self.line)
+        parts = (match[1] if match else "").split(";")[0].split("/")
+        scope = "/".join(part for part in parts if not _PLUMBING.match(part)) or self.name
+        return re.sub(r"layers_\d+", "layers", scope)
+
+    @property
+    def dtype(self) -> str:
+        match = ARRAY.search(self.shape)
+        return match[1] if match else ""
+
+
+def _closing(line: str, start: int) -> int:
+    """The index after the bracket that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(line)):
+        depth += (line[index] == "(") - (line[index] == ")")
+        if depth == 0:
+            return index + 1
+    return len(line)
+
+
+def array_bytes(dtype: str, shape: str) -> int:
+    """Bytes of an array without padding."""
+    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
+    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
+
+
+def padded_bytes(shape: str) -> int:
+    """Bytes of the arrays of a shape, with the padding of their tiles (`T(8,128)`)."""
+    total = 0
+    for dtype, sizes, layout in ARRAY.findall(shape):
+        dims = [int(size) for size in sizes.split(",") if size]
+        order = [int(axis) for axis in layout.split(":")[0].split(",") if axis.isdigit()]
+        if (tile := _TILE.search(layout)) and len(order) == len(dims) > 1:
+            for axis, unit in zip(order, (int(tile[2]), int(tile[1]))):
+                dims[axis] = -(-dims[axis] // unit) * unit
+        total += array_bytes(dtype, ",".join(map(str, dims)))
+    return total
+
+
+def estimated_cycles(module: Module) -> int:
+    """Sums the cycles that libtpu expects of its own operations; it has none for kernels."""
+    return sum(
+        times * int(found[1]) for x, times in module.runs() if (found := _CYCLES.search(x.line))
+    )
+
+
+def kernels(module: Module) -> Counter[str]:
+    """Counts the calls of kernels that the compiler has no FLOPs of (Pallas, and libraries)."""
+    targets = ("tpu_custom_call", "mosaic_gpu", "triton", "cudnn")
+    found = Counter()
+    for x, times in module.runs():
+        target = _TARGET.search(x.line) if x.opcode == "custom-call" else None
+        if target and any(name in target[1] for name in targets):
+            found[x.name.rstrip("0123456789.")] += times
+    return found
+
+
+def float32_products(module: Module) -> Counter[str]:
+    """Counts matrix products of two float32 operands, by scope."""
+    found: Counter[str] = Counter()
+
+    def visit(name: str, times: int) -> None:
+        dtypes = {}
+        for x in module.instructions(name):
+            dtypes[x.name] = x.dtype
+            if x.opcode in ("dot", "convolution"):
+                if {dtypes.get(operand) for operand in x.operands[:2]} == {"f32"}:
+                    found[x.scope] += times
+            elif x.opcode == "fusion" and x.callee:
+                visit(x.callee, times)
+
+    for name, times in _computations_run(module):
+        visit(name, times)
+    return found
+
+
+def _computations_run(module: Module) -> Iterator[tuple[str, int]]:
+    """Yields (computation, how often it runs), without those of fusions."""
+    yield module.entry, 1
+    for x, times in module.runs():
+        if x.opcode == "while":
+            yield WHILE.search(x.line)[2], times * module.trips(x.line)
+        elif x.opcode == "conditional":
+            yield from ((branch, times) for branch in x.branches)
+        elif x.opcode in ("call", "async-start") and x.callee:
+            yield x.callee, times
+
+
+# What an instruction has of the argument: nothing, its bytes, or (in a fusion) changed bytes; a
+# list has the entries of a tuple.
+_NOTHING, _KEPT, _MOVED = 0, 1, 2
+
+
+def has_argument(module: Module, argument: str) -> bool:
+    """Whether the jitted call has arguments whose paths start with `argument`."""
+    return any(_is_argument(x, argument) for x in module.instructions(module.entry))
+
+
+def _is_argument(x: Instruction, argument: str) -> bool:
+    path = _OP_NAME.search(x.line)
+    return x.opcode == "parameter" and path is not None and path[1].startswith(argument)
+
+
+def copies(module: Module, argument: str) -> Copies:
+    """Finds the instructions that write a copy of an argument: in another layout, type or place.
+
+    It follows the argument from the entry through loops, calls and fusions. Updates in place,
+    slices, and what products and kernels read are no copies.
+
+    Args:
+      module: the optimised module.
+      argument: the start of the argument's path in the jitted call, such as `cache.layers`.
+    """
+    return _CopyCount(module, argument).result()
+
+
+class _CopyCount:
+    def __init__(self, module: Module, argument: str):
+        self.module, self.argument = module, argument
+        self.count = self.staged = 0
+        self.by_scope: Counter[str] = Counter()
+
+    def result(self) -> Copies:
+        given = {
+            _parameter(x): _KEPT
+            for x in self.module.instructions(self.module.entry)
+            if _is_argument(x, self.argument)
+        }
+        self._run(self.module.entry, given, 1, counted=True)
+        names = tuple(name for name, _ in self.by_scope.most_common())
+        return Copies(self.count, self.by_scope.total(), self.staged, names)
+
+    def _run(self, name: str, given: dict[int, Any], times: int, *, counted: bool) -> Any:
+        """Follows a computation; `given` has its parameters. Returns what its result has."""
+        values: dict[str, Any] = {}
+        value: Any = _NOTHING
+        for x in self.module.instructions(name):
+            operands = [values.get(operand, _NOTHING) for operand in x.operands]
+            value = self._value(x, operands, given, times, counted)
+            values[x.name] = value
+        return value  # of the root, which is last
+
+    def _value(self, x: Instruction, operands: list, given: dict, times: int, counted: bool) -> Any:
+        if x.opcode == "parameter":
+            return given.get(_parameter(x), _NOTHING)
+        if not any(map(_any, operands)):
+            return _NOTHING
+        if x.opcode == "tuple":
+            return operands
+        if x.opcode == "get-tuple-element":
+            index = int(re.search(r"index=(\d+)", x.line)[1])
+            first = operands[0]
+            return first[index] if isinstance(first, list) else first
+        if x.opcode in _SAME or x.opcode.endswith("-done"):
+            return _any(operands[0])
+        if x.opcode in _IN_PLACE:
+            return operands[0]
+        if x.opcode == "custom-call" and "ConcatBitcast" in x.line:
+            return _KEPT  # joins slices that are one after another
+        if x.opcode in _READS:
+            return _NOTHING
+        if x.opcode == "while":
+            again = self.module.trips(x.line) * times
+            after = self._run(
+                WHILE.search(x.line)[2], dict(enumerate(operands)), again, counted=counted
+            )
+            return (
+                [max(_any(a), _any(b)) for a, b in zip(after, operands[0])]
+                if isinstance(after, list) and isinstance(operands[0], list)
+                else after
+            )
+        if x.opcode == "conditional":
+            return max(
+                (
+                    self._run(branch, {0: given}, times, counted=counted)
+                    for branch, given in zip(x.branches, operands[1:])
+                ),
+                key=_any,
+            )
+        if x.opcode in ("call", "async-start") and x.callee:
+            return self._run(x.callee, dict(enumerate(operands)), times, counted=counted)
+        if x.opcode == "fusion" and x.callee:
+            after = self._run(x.callee, dict(enumerate(operands)), times, counted=False)
+            if counted and _any(after) == _MOVED:
+                self._add(x, times, after)
+            return _each(after, lambda has: has and (_KEPT if counted else has))
+        if x.opcode == "copy-start" and _is_staging(x.shape):
+            self.staged += counted * times * _first_bytes(x.shape)
+            return _KEPT
+        if counted:
+            self._add(x, times, _MOVED)
+            return _KEPT
+        return _MOVED
+
+    def _add(self, x: Instruction, times: int, after: Any) -> None:
+        self.count += times
+        size = _first_bytes(x.shape)
+        if isinstance(after, list):
+            shapes = [match[0] for match in ARRAY.finditer(x.shape)]
+            size = sum(padded_bytes(s) for s, has in zip(shapes, after) if _any(has) == _MOVED)
+        self.by_scope[x.scope] += times * size
+
+
+def _parameter(x: Instruction) -> int:
+    return int(re.search(r" parameter\((\d+)\)", x.line)[1])
+
+
+def _any(value: Any) -> int:
+    """The most that a value, or an entry of a tuple, has."""
+    return max(map(_any, value), default=_NOTHING) if isinstance(value, list) else value
+
+
+def _each(value: Any, change) -> Any:
+    return [_each(item, change) for item in value] if isinstance(value, list) else change(value)
+
+
+def _first_bytes(shape: str) -> int:
+    """Bytes of the first array of a shape, which is the result of the start of a copy."""
+    return padded_bytes(ARRAY.search(shape)[0])
+
+
+def _is_staging(shape: str) -> bool:
+    """Whether a copy between memories keeps the layout."""
+    layouts = [match[3] or "" for match in ARRAY.finditer(shape)][:2]
+    spaces = [bool(_VMEM.search(layout)) for layout in layouts]
+    return spaces[0] != spaces[1] and len({_VMEM.sub("", layout) for layout in layouts}) == 1

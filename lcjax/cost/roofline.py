@@ -1,0 +1,117 @@
+"""The roofline bound of a program: no chip runs it faster than its FLOPs, or its bytes, allow.
+
+Williams et al. 2009 (Communications of the ACM 52(4)). FLOPs are the model's (`resources`). Bytes
+are the least that must pass between a device and its memory (HBM): each weight once for each pass
+that multiplies it, the visible part of the cache, what the backward pass keeps, and the state of
+the optimizer. An implementation that keeps nothing else in memory between its operations would need
+no more. FLOPs are split evenly over the devices.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.cost import resources
+from lcjax.cost.chips import Chip
+from lcjax.cost.resources import MemoryEstimate
+from lcjax.models import ModelConfig
+from lcjax.parallel.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of HBM of one device in one run."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, chip: Chip) -> tuple[float, float]:
+        """Returns the time of the FLOPs at the chip's peak, and of the bytes at its bandwidth."""
+        return self.flops / chip.peak, self.bytes / chip.bandwidth
+
+    def bound(self, chip: Chip) -> tuple[float, str]:
+        """Returns the larger of both times, and what it is the time of."""
+        flops, nbytes = self.seconds(chip)
+        return (flops, "FLOPs") if flops > nbytes else (nbytes, "bytes")
+
+
+def inference_work(
+    config: ModelConfig, rows: int, length: int, tokens: int, mesh: Mesh | jax.sharding.Mesh
+) -> Work:
+    """Returns the work of reading the last `tokens` of `length` into a cache of the others.
+
+    Logits are those of the last token. A context of a memory is not counted.
+
+    Args:
+      config: the model.
+      rows: rows on all devices.
+      length: tokens of a row, the cached ones and the new ones.
+      tokens: new tokens of a row; 1 is a decoding step.
+      mesh: sizes of the mesh axes.
+    """
+    config = config.for_inference()
+    sizes = resources.mesh_sizes(mesh)
+    head = 2 * config.width * config.vocab_size
+    matmul = resources.estimate(config, length).matmul_flops - head
+    pairs = config.num_layers * resources.visible_keys(config, length, tokens)
+    attention = 4 * config.num_heads * config.head_dim * pairs
+    flops = rows * (tokens * (matmul + attention) + head)
+    local_rows = resources.rows_of_device(rows, sizes)
+    keys = config.num_kv_heads // resources.divided(config.num_kv_heads, sizes["tensor"])
+    cache = sum(
+        count * resources.cache_bytes(layer, length, tokens) / keys
+        for layer, count in config.layer_counts
+    )
+    logits = 4 * resources.divided(config.vocab_size, sizes["tensor"])
+    weights = _read_weights(config, sizes, local_rows * tokens)
+    return Work(flops / math.prod(sizes.values()), weights + local_rows * (cache + logits))
+
+
+def training_work(
+    config: ModelConfig,
+    flops: float,
+    memory: MemoryEstimate,
+    mesh: Mesh | jax.sharding.Mesh,
+    *,
+    accumulation: int = 1,
+) -> Work:
+    """Returns the work of an update.
+
+    Every microbatch reads the weights forward and backward, writes and reads what the backward pass
+    keeps, and adds to the gradients. The update reads and writes weights and optimizer state.
+
+    Args:
+      config: the model.
+      flops: of an update on all devices.
+      memory: of one device (`training_memory`).
+      mesh: sizes of the mesh axes.
+      accumulation: microbatches of an update.
+    """
+    sizes = resources.mesh_sizes(mesh)
+    read = 2 * _read_weights(config, sizes, None)
+    # A sum of gradients is read and written but for the first microbatch. The update reads it, and
+    # reads and writes trained weights, which are float32 as their gradients are.
+    gradients = (2 * accumulation - 1 + 3) * memory.gradients
+    kept = 2 * memory.activations
+    nbytes = accumulation * (read + kept) + gradients + 2 * memory.optimizer
+    return Work(flops / math.prod(sizes.values()), nbytes)
+
+
+def _read_weights(config: ModelConfig, sizes, tokens: int | None) -> float:
+    """Bytes of the weights that a device multiplies by `tokens`, also those that it gathers.
+
+    None: so many tokens that all experts of a mixture are needed, and weights in the compute dtype.
+    """
+    split = {**sizes, "fsdp": 1, "context": 1}
+    total, experts = 0.0, config.experts
+    for path, (count, size) in resources.per_device(config, split).items():
+        if path == "embed/embedding" and not config.tie_embeddings:
+            continue  # a row for each token
+        if tokens is None:
+            size = count * jnp.dtype(config.dtype).itemsize
+        elif experts is not None and resources.is_expert(path):
+            size *= min(1.0, tokens * experts.top_k / experts.count)
+        total += size
+    return total
