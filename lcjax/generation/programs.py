@@ -45,7 +45,7 @@ class InferenceJit:
         return self._for(model, *args)(model, *args, **kwargs)
 
     def trace(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
-        return self._for(model).trace(model, *args, **kwargs)
+        return self._for(model, *args).trace(model, *args, **kwargs)
 
     def _cache_size(self) -> int:
         """The number of compiled programs, as of `jax.jit`."""
