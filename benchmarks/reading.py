@@ -85,8 +85,8 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
     reset_peak()
     runs = timed_runs(lm, length, chunk=chunk, projected=projected)
     next(runs)  # compiles
-    begun, timed = time.perf_counter(), [next(runs)]
-    while len(timed) < RUNS and time.perf_counter() - begun < ENOUGH:
+    start, timed = time.perf_counter(), [next(runs)]
+    while len(timed) < RUNS and time.perf_counter() - start < ENOUGH:
         timed.append(next(runs))
     shortest = {key: min(run[key] for run in timed) for key in timed[0]}
     return shortest | {"peak_gb": highest_bytes() / 1e9}

@@ -38,10 +38,14 @@ MEASURED = "bfloat16"  # the dtype of what is timed; float16 follows it
 FEW = 128  # rows that share a key head, up to which reading the keys is all that takes time
 
 
+def user_cache() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lcjax"
+
+
 def folder() -> Path:
     """The folder of this machine's files: $LCJAX_KERNELS, or the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return Path(os.environ.get(VARIABLE) or cache / "lcjax" / "kernels")
+    return Path(os.environ.get(VARIABLE) or user_cache() / "kernels")
 
 
 def file_of(device: str) -> str:

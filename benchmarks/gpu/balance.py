@@ -69,8 +69,8 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     print(f"{'batch, tokens, heads, key heads, size':40}", *(f"{x:>20}" for x in KERNELS))
     for call in CALLS:
-        found = (steps(kernel, *call) for kernel in KERNELS)
-        figures = (f"{len(x):12} {balance(x):7.2f}" for x in found)
+        grids = (steps(kernel, *call) for kernel in KERNELS)
+        figures = (f"{len(x):12} {balance(x):7.2f}" for x in grids)
         print(f"{', '.join(map(str, call)):40}", *figures, flush=True)
     return 0
 

@@ -125,17 +125,17 @@ def child(job: str, args, deadline: float, patience: float) -> dict | None:
     """What a child emitted of its job, with "failed" where it did not end well; None: no time."""
     command = [sys.executable, "-m", f"{__package__}.model", "--worker", *["--tiny"] * args.tiny]
     command += ["--commit", args.commit] * bool(args.commit)
-    found, what = {}, "starting"
+    result, what = {}, "starting"
     for event in supervise(command, [{"name": job}], deadline=deadline, patience=patience):
         what = event.get("begins", what)
-        found |= {key: event[key] for key in event.keys() & {"about", "missing", "record"}}
+        result |= {key: event[key] for key in event.keys() & {"about", "missing", "record"}}
         if "failed" in event:
-            found["failed"] = f"{event['failed']} ({what})"
+            result["failed"] = f"{event['failed']} ({what})"
         if "left" in event:
             return None
-        if "lost" in event and not found:
-            found["failed"] = f"{event['why']} ({what})"
-    return found
+        if "lost" in event and not result:
+            result["failed"] = f"{event['why']} ({what})"
+    return result
 
 
 def main(argv=None) -> int:
@@ -166,12 +166,12 @@ def run(args) -> int:
     from pallas_kernels import timings
 
     deadline = time.monotonic() + 60 * args.minutes
-    found = child(ABOUT, args, deadline, CHECKING) or {"failed": "no time to find the device"}
-    about = found.get("about")
+    result = child(ABOUT, args, deadline, CHECKING) or {"failed": "no time to find the device"}
+    about = result.get("about")
     if about is None:
-        why = found.get("failed", "")
-        if "missing" in found:
-            why = f"missing: {', '.join(found['missing'])}; see dependencies in pyproject.toml"
+        why = result.get("failed", "")
+        if "missing" in result:
+            why = f"missing: {', '.join(result['missing'])}; see dependencies in pyproject.toml"
         print(f"error: {why}", file=sys.stderr)
         return 2
     if not args.tiny and about["platform"] != "gpu":
@@ -184,13 +184,13 @@ def run(args) -> int:
     while left and (args.tiny or time.monotonic() + LEAST < deadline):
         case = left[0]
         say(f"{case.name} begins, {len(left)} cases are left")
-        found = child(case.name, args, deadline, args.timeout)
-        if found is None:
+        result = child(case.name, args, deadline, args.timeout)
+        if result is None:
             break
         about_case = {"case": case.name, "kind": case.kind, "model": case.model}
         about_case |= {"tokens": case.tokens, "side": case.side, "about": about}
-        failed = {"reason": found["failed"]} if "failed" in found else {}
-        record = about_case | found.get("record", {}) | failed
+        failed = {"reason": result["failed"]} if "failed" in result else {}
+        record = about_case | result.get("record", {}) | failed
         records.add(record)
         say(record.get("reason") or f"{record['tokens_per_second']:.4g} tokens/s")
         left.pop(0)

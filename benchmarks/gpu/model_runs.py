@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import math
-import re
 import resource
 import statistics
 import subprocess
@@ -35,15 +34,6 @@ MODULES = (
     "lcjax.memory",
     "lcjax.training.state",
     "lcjax.training.step",
-)
-# Peak bytes/s of memory by the lower-case kind of device (NVIDIA's data sheets); the first counts.
-BANDWIDTH = (
-    ("h200", 4_800e9),
-    ("h100 pcie", 2_000e9),
-    ("h100 nvl", 3_900e9),
-    ("h100", 3_350e9),
-    ("a100-sxm4-40gb", 1_555e9),
-    ("a100", 2_039e9),
 )
 
 
@@ -101,13 +91,12 @@ def cases(tiny: bool = False) -> list[Case]:
 
 def shape(model: str):
     """The architecture of a name in the cases."""
-    from lcjax.models import ModelConfig, preset
+    from lcjax.models import preset
 
-    if model == "1.1b":  # TinyLlama-1.1B
-        return ModelConfig(32_000, 2_048, 5_632, 22, 32, 4, 64, 2_048)
     if model == "tiny":
         return preset("tiny").replace(num_layers=1)
-    return preset({"135m": "smollm2-135m", "7b": "llama2-7b"}[model])
+    names = {"135m": "smollm2-135m", "1.1b": "tinyllama-1.1b", "7b": "llama2-7b"}
+    return preset(names[model])
 
 
 def forced(side: str):
@@ -151,14 +140,14 @@ def about(commit: str | None = None) -> dict:
 
     from .measure import describe
 
-    found = describe() | {"commit": _commit() or commit}
-    found |= {package: version(package) for package in ("flax", "optax")}
-    found |= _nvidia_smi("power.limit", "clocks.max.mem")
+    device = describe() | {"commit": _commit() or commit}
+    device |= {package: version(package) for package in ("flax", "optax")}
+    device |= _nvidia_smi("power.limit", "clocks.max.mem")
     if dispatch.platform() == "cuda":
         checked = self_check.results("bfloat16")  # starts the check where no file has it
         said = checked if isinstance(checked, str) else self_check.failures(checked)
-        found["self_check"] = said or self_check.PASSED
-    return found
+        device["self_check"] = said or self_check.PASSED
+    return device
 
 
 def missing_packages() -> list[str]:
@@ -203,9 +192,9 @@ def measure(case: Case, begin: Callable[[str], None]) -> dict:
       case: what to measure.
       begin: called with what begins, each time that it may take long.
     """
-    found = _train(case, begin) if case.kind == "train" else _read(case, begin)
+    record = _train(case, begin) if case.kind == "train" else _read(case, begin)
     clocks = _nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
-    return found | {"clocks": clocks, "peak_gb": _peak_bytes() / 1e9}
+    return record | {"clocks": clocks, "peak_gb": _peak_bytes() / 1e9}
 
 
 def _train(case: Case, begin) -> dict:
@@ -220,8 +209,8 @@ def _train(case: Case, begin) -> dict:
     mesh, base = make_mesh(Mesh(), jax.devices()[:1]), _config(case, param_dtype="float32")
     for config, rows in _batches(base, case.tokens):
         begin(f"compiling {rows} x {case.tokens} tokens, remat={config.remat}")
-        program, optimizer, batch, found = _compiled_update(config, rows, case, mesh)
-        if found["plan_gb"] < USABLE * _memory_limit() / 1e9:
+        program, optimizer, batch, record = _compiled_update(config, rows, case, mesh)
+        if record["plan_gb"] < USABLE * _memory_limit() / 1e9:
             break
     begin("making the weights")
     state = init_state(random_params(config, 0), optimizer, mesh, seed=0, ema=False)
@@ -240,7 +229,7 @@ def _train(case: Case, begin) -> dict:
     tokens = rows * case.tokens
     flops = cost.estimate(config, case.tokens).training_flops * tokens
     return (
-        found
+        record
         | _rates(tokens, seconds)
         | {
             "rows": rows,
@@ -271,12 +260,12 @@ def _compiled_update(config, rows: int, case: Case, mesh):
     program = lowered.compile()
     seconds, plan = time.perf_counter() - start, program.memory_analysis()
     nbytes = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
-    found = {
+    record = {
         "compile_s": seconds,
         "plan_gb": (nbytes - plan.alias_size_in_bytes) / 1e9,
         "attention": _implementations(case, explanations),
     }
-    return program, optimizer, batch, found
+    return program, optimizer, batch, record
 
 
 def _batches(config, length: int) -> Iterator[tuple]:
@@ -329,21 +318,21 @@ def _read(case: Case, begin) -> dict:
     begin("running")
     totals = _repeated(lambda: _total(runs, timed, new), begin)
     median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    found = median | {
+    record = median | {
         "compile_s": max(0.0, first - statistics.median(totals)),
         "attention": _implementations(case, explanations),
     }
     if case.kind == "read":
-        return found | _rates(case.tokens, [reading.reads(run) for run in runs])
+        return record | _rates(case.tokens, [reading.reads(run) for run in runs])
     estimate = cost.estimate(config, case.tokens)
     nbytes = _weight_bytes(config, estimate) + estimate.kv_cache_bytes
     seconds = [run["token"] for run in runs]
     return (
-        found
+        record
         | _rates(1, seconds)
         | {
             "token_bytes": nbytes,
-            "bandwidth_share": _share(nbytes / statistics.median(seconds), _peak_bandwidth()),
+            "bandwidth_share": _share(nbytes / statistics.median(seconds), cost.peak_bandwidth()),
         }
     )
 
@@ -388,13 +377,13 @@ def _rates(tokens: int, seconds: list[float]) -> dict:
 
 def _implementations(case: Case, explanations) -> dict[str, list[str]]:
     """By implementation of attention the calls that it computed; of jax.nn itself, its name."""
-    found = {case.side: ["single tokens" if case.kind == "decode" else "all"]}
-    found = found if case.side.startswith(JAX_NN) else {}
+    calls = {case.side: ["single tokens" if case.kind == "decode" else "all"]}
+    calls = calls if case.side.startswith(JAX_NN) else {}
     for explanation in dict.fromkeys(explanations):
         name = explanation.implementation
         reasons = [f"not {x}: {why}" for x, why in explanation.reasons if x != name]
-        found.setdefault(name, []).append("; ".join([explanation.call, *reasons]))
-    return found
+        calls.setdefault(name, []).append("; ".join([explanation.call, *reasons]))
+    return calls
 
 
 def _weight_bytes(config, estimate) -> int:
@@ -405,13 +394,6 @@ def _weight_bytes(config, estimate) -> int:
 
 def _share(value: float, peak: float | None) -> float | None:
     return value / peak if peak else None
-
-
-def _peak_bandwidth() -> float | None:
-    import jax
-
-    kind = jax.devices()[0].device_kind.lower()
-    return next((x for name, x in BANDWIDTH if re.search(rf"\b{name}\b", kind)), None)
 
 
 def _memory_limit() -> float:

@@ -9,7 +9,7 @@ For example:
 compares what the compiler reports with their roofline bound.
 """
 
-from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_flops
+from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_bandwidth, peak_flops
 from lcjax.cost.resources import (
     Cost,
     MemoryEstimate,
@@ -29,6 +29,7 @@ __all__ = [
     "machine_peak",
     "measured_peak",
     "parameter_shapes",
+    "peak_bandwidth",
     "peak_flops",
     "training_memory",
     "visible_keys",

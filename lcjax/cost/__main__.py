@@ -75,9 +75,9 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     for name in programs:
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
         lower, work, title = _program(name, config, model, mesh)
-        found = program_cost(lower(), chip)
-        columns[title] = column(found, work)
-        fits = fits and found.fits
+        cost = program_cost(lower(), chip)
+        columns[title] = column(cost, work)
+        fits = fits and cost.fits
     sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
     print(
         f"{topology or chip.name}: {mesh.size} devices{sizes and ', '}{sizes};"
@@ -108,21 +108,21 @@ def _program(
     return lambda: session.lower_read(plain, mesh, rows, length, tokens), work, title
 
 
-def column(found: ProgramCost, work: roofline.Work) -> Columns:
+def column(cost: ProgramCost, work: roofline.Work) -> Columns:
     """The rows of the table for one program."""
-    chip, (seconds, binds) = found.chip, work.bound(found.chip)
+    chip, (seconds, binds) = cost.chip, work.bound(cost.chip)
     cells = {
         "TFLOP, model": f"{work.flops / 1e12:,.3g}",
         "GB, least": f"{work.bytes / 1e9:,.3g}",
         "roofline bound, ms": f"{1e3 * seconds:,.3g} ({binds})",
     }
-    if found.refused:
-        return cells | {"memory, GB": f"does not fit: {found.needed / 1e9:,.1f}"}
-    module = hlo.Module(found.text)
-    seconds, binds = roofline.Work(found.flops, found.accessed).bound(chip)
+    if cost.refused:
+        return cells | {"memory, GB": f"does not fit: {cost.needed / 1e9:,.1f}"}
+    module = hlo.Module(cost.text)
+    seconds, binds = roofline.Work(cost.flops, cost.accessed).bound(chip)
     cycles = hlo.estimated_cycles(module)
     milliseconds = f" = {1e3 * cycles / chip.clock:,.3g} ms" if chip.clock else ""
-    optimal = found.optimal_seconds
+    optimal = cost.optimal_seconds
     cache = {}
     if hlo.has_argument(module, session.CACHED_LAYERS):
         copies = hlo.copies(module, session.CACHED_LAYERS)
@@ -131,30 +131,30 @@ def column(found: ProgramCost, work: roofline.Work) -> Columns:
             "cache through VMEM, GB": f"{copies.staged / 1e9:,.3g}",
         }
     return cells | {
-        "TFLOP, compiler": f"{found.flops / 1e12:,.3g}",
-        "GB, compiler": f"{found.accessed / 1e9:,.3g}",
+        "TFLOP, compiler": f"{cost.flops / 1e12:,.3g}",
+        "GB, compiler": f"{cost.accessed / 1e9:,.3g}",
         "bound of these, ms": f"{1e3 * seconds:,.3g} ({binds})",
         "kernels": _counts(hlo.kernels(module)),
         "compiler's time, ms": "none" if optimal is None else f"{1e3 * optimal:,.3g}",
         "compiler's cycles, M": f"{cycles / 1e6:,.3g}{milliseconds}" if cycles else "none",
-        "arguments, GB": f"{found.arguments / 1e9:,.3g}",
-        "outputs, GB (in place)": f"{found.outputs / 1e9:,.3g} ({found.in_place / 1e9:,.3g})",
-        "temporaries, GB": f"{found.temporaries / 1e9:,.3g}",
-        "peak, GB": f"{found.needed / 1e9:,.3g}" + ("" if found.fits else ", does not fit"),
+        "arguments, GB": f"{cost.arguments / 1e9:,.3g}",
+        "outputs, GB (in place)": f"{cost.outputs / 1e9:,.3g} ({cost.in_place / 1e9:,.3g})",
+        "temporaries, GB": f"{cost.temporaries / 1e9:,.3g}",
+        "peak, GB": f"{cost.needed / 1e9:,.3g}" + ("" if cost.fits else ", does not fit"),
         **cache,
         "float32 products": _counts(hlo.float32_products(module)),
         "collectives (overlapped)": ", ".join(
             f"{kind} {x.count:,} ({x.overlapped:,}) {x.bytes / 1e9:,.3g} GB"
-            for kind, x in found.traffic.items()
+            for kind, x in cost.traffic.items()
         )
         or "0",
     }
 
 
-def _counts(found: dict[str, int]) -> str:
+def _counts(counts: dict[str, int]) -> str:
     """How many there are, and the names of the most frequent ones."""
-    names = ", ".join(name for name, _ in found.most_common(2))
-    return f"{found.total():,} ({names})" if found else "0"
+    names = ", ".join(name for name, _ in counts.most_common(2))
+    return f"{counts.total():,} ({names})" if counts else "0"
 
 
 def table(columns: dict[str, Columns]) -> str:

@@ -87,6 +87,24 @@ PEAK_FLOPS = (
     ("v100", 125e12),
     ("t4", CHIPS["t4"].peak),
 )
+# Peak bytes/s of a device's memory, likewise.
+PEAK_BANDWIDTH = (
+    ("tpu v6", CHIPS["v6e"].bandwidth),
+    ("tpu v5 lite", CHIPS["v5e"].bandwidth),
+    ("tpu v5e", CHIPS["v5e"].bandwidth),
+    ("tpu v5", CHIPS["v5p"].bandwidth),
+    ("tpu v5p", CHIPS["v5p"].bandwidth),
+    ("tpu v4", CHIPS["v4"].bandwidth),
+    ("h200", CHIPS["h200"].bandwidth),
+    ("h100 pcie", 2_000e9),
+    ("h100 nvl", 3_900e9),
+    ("h100", CHIPS["h100"].bandwidth),
+    ("a100-sxm4-40gb", CHIPS["a100-40"].bandwidth),
+    ("a100-pcie-40gb", CHIPS["a100-40"].bandwidth),
+    ("a100", CHIPS["a100-80"].bandwidth),
+    ("l4", CHIPS["l4"].bandwidth),
+    ("t4", CHIPS["t4"].bandwidth),
+)
 
 
 @dataclass(frozen=True)
@@ -127,11 +145,19 @@ class Topology:
 
 def peak_flops(device: jax.Device | None = None) -> float | None:
     """Returns the peak FLOP/s of a device, or None for a device that is not in the table."""
+    return _of_kind(PEAK_FLOPS, device)
+
+
+def peak_bandwidth(device: jax.Device | None = None) -> float | None:
+    """Returns the peak bytes/s of a device's memory, or None for one that is not in the table."""
+    return _of_kind(PEAK_BANDWIDTH, device)
+
+
+def _of_kind(table: tuple[tuple[str, float], ...], device: jax.Device | None) -> float | None:
     device = device or jax.devices()[0]
     kind = device.device_kind.lower()
     # "L4" is no part of "L40", nor "T4" of "T400".
-    matches = (peak for name, peak in PEAK_FLOPS if re.search(rf"\b{name}\b", kind))
-    return next(matches, None)
+    return next((value for name, value in table if re.search(rf"\b{name}\b", kind)), None)
 
 
 def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
@@ -141,27 +167,24 @@ def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) ->
     share its cores, so the result is that of the whole machine.
     """
     a = jnp.full((size, size), 0.5, jnp.dtype(dtype))
-    product = jax.jit(jnp.dot)
-    product(a, a).block_until_ready()
-    best = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 / _shortest(jax.jit(jnp.dot), a, a, repeats=repeats)
 
 
 def measured_bandwidth(size: int = 2**27, repeats: int = 5) -> float:
     """Measures the bytes/s of reading and writing `size` bytes on the default device; the best."""
     x = jnp.ones(size // 4, jnp.float32)
-    step = jax.jit(lambda x: x + 1)
-    step(x).block_until_ready()
+    return 2 * size / _shortest(jax.jit(lambda x: x + 1), x, repeats=repeats)
+
+
+def _shortest(function, *args, repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls, after one that compiles."""
+    function(*args).block_until_ready()
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
-        step(x).block_until_ready()
+        function(*args).block_until_ready()
         best = min(best, time.perf_counter() - start)
-    return 2 * size / best
+    return best
 
 
 def local_chip(dtype: str) -> Chip:
@@ -177,7 +200,8 @@ def local_chip(dtype: str) -> Chip:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / share
     memory = memory or math.inf
     kind = devices[0].device_kind
-    return Chip(kind, memory, memory, peak / len(devices), measured_bandwidth() / share)
+    bandwidth = peak_bandwidth(devices[0]) or measured_bandwidth() / share
+    return Chip(kind, memory, memory, peak / len(devices), bandwidth)
 
 
 def machine_peak(dtype: str, devices: list[jax.Device] | None = None) -> tuple[float, str]:

@@ -81,17 +81,24 @@ class Module:
         limits = [int(limit) for text in condition for limit in _LIMIT.findall(text)]
         return max(limits, default=1)
 
-    def runs(self, name: str | None = None, times: int = 1) -> Iterator[tuple["Instruction", int]]:
-        """Yields (instruction, how often it runs); fusions are one instruction."""
-        for x in self.instructions(name or self.entry):
-            yield x, times
+    def computations(self, name: str | None = None, times: int = 1) -> Iterator[tuple[str, int]]:
+        """Yields (computation, how often it runs), without those of fusions."""
+        name = name or self.entry
+        yield name, times
+        for x in self.instructions(name):
             if x.opcode == "while":
-                yield from self.runs(WHILE.search(x.line)[2], times * self.trips(x.line))
+                body = WHILE.search(x.line)[2]
+                yield from self.computations(body, times * self.trips(x.line))
             elif x.opcode == "conditional":
                 for branch in x.branches:
-                    yield from self.runs(branch, times)
+                    yield from self.computations(branch, times)
             elif x.opcode in ("call", "async-start") and x.callee:
-                yield from self.runs(x.callee, times)
+                yield from self.computations(x.callee, times)
+
+    def runs(self) -> Iterator[tuple["Instruction", int]]:
+        """Yields (instruction, how often it runs); fusions are one instruction."""
+        for name, times in self.computations():
+            yield from ((x, times) for x in self.instructions(name))
 
 
 @dataclass(frozen=True)
@@ -176,24 +183,24 @@ def padded_bytes(shape: str) -> int:
 def estimated_cycles(module: Module) -> int:
     """Sums the cycles that libtpu expects of its own operations; it has none for kernels."""
     return sum(
-        times * int(found[1]) for x, times in module.runs() if (found := _CYCLES.search(x.line))
+        times * int(match[1]) for x, times in module.runs() if (match := _CYCLES.search(x.line))
     )
 
 
 def kernels(module: Module) -> Counter[str]:
     """Counts the calls of kernels that the compiler has no FLOPs of (Pallas, and libraries)."""
     targets = ("tpu_custom_call", "mosaic_gpu", "triton", "cudnn")
-    found = Counter()
+    counts = Counter()
     for x, times in module.runs():
         target = _TARGET.search(x.line) if x.opcode == "custom-call" else None
         if target and any(name in target[1] for name in targets):
-            found[x.name.rstrip("0123456789.")] += times
-    return found
+            counts[x.name.rstrip("0123456789.")] += times
+    return counts
 
 
 def float32_products(module: Module) -> Counter[str]:
     """Counts matrix products of two float32 operands, by scope."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def visit(name: str, times: int) -> None:
         dtypes = {}
@@ -201,25 +208,13 @@ def float32_products(module: Module) -> Counter[str]:
             dtypes[x.name] = x.dtype
             if x.opcode in ("dot", "convolution"):
                 if {dtypes.get(operand) for operand in x.operands[:2]} == {"f32"}:
-                    found[x.scope] += times
+                    counts[x.scope] += times
             elif x.opcode == "fusion" and x.callee:
                 visit(x.callee, times)
 
-    for name, times in _computations_run(module):
+    for name, times in module.computations():
         visit(name, times)
-    return found
-
-
-def _computations_run(module: Module) -> Iterator[tuple[str, int]]:
-    """Yields (computation, how often it runs), without those of fusions."""
-    yield module.entry, 1
-    for x, times in module.runs():
-        if x.opcode == "while":
-            yield WHILE.search(x.line)[2], times * module.trips(x.line)
-        elif x.opcode == "conditional":
-            yield from ((branch, times) for branch in x.branches)
-        elif x.opcode in ("call", "async-start") and x.callee:
-            yield x.callee, times
+    return counts
 
 
 # What an instruction has of the argument: nothing, its bytes, or (in a fusion) changed bytes; a
@@ -257,28 +252,30 @@ class _CopyCount:
         self.by_scope: Counter[str] = Counter()
 
     def result(self) -> Copies:
-        given = {
+        parameters = {
             _parameter(x): _KEPT
             for x in self.module.instructions(self.module.entry)
             if _is_argument(x, self.argument)
         }
-        self._run(self.module.entry, given, 1, counted=True)
+        self._run(self.module.entry, parameters, 1, counted=True)
         names = tuple(name for name, _ in self.by_scope.most_common())
         return Copies(self.count, self.by_scope.total(), self.staged, names)
 
-    def _run(self, name: str, given: dict[int, Any], times: int, *, counted: bool) -> Any:
-        """Follows a computation; `given` has its parameters. Returns what its result has."""
+    def _run(self, name: str, parameters: dict[int, Any], times: int, *, counted: bool) -> Any:
+        """Follows a computation from its parameters, and returns what its result has."""
         values: dict[str, Any] = {}
         value: Any = _NOTHING
         for x in self.module.instructions(name):
             operands = [values.get(operand, _NOTHING) for operand in x.operands]
-            value = self._value(x, operands, given, times, counted)
+            value = self._value(x, operands, parameters, times, counted)
             values[x.name] = value
         return value  # of the root, which is last
 
-    def _value(self, x: Instruction, operands: list, given: dict, times: int, counted: bool) -> Any:
+    def _value(
+        self, x: Instruction, operands: list, parameters: dict, times: int, counted: bool
+    ) -> Any:
         if x.opcode == "parameter":
-            return given.get(_parameter(x), _NOTHING)
+            return parameters.get(_parameter(x), _NOTHING)
         if not any(map(_any, operands)):
             return _NOTHING
         if x.opcode == "tuple":
@@ -308,8 +305,8 @@ class _CopyCount:
         if x.opcode == "conditional":
             return max(
                 (
-                    self._run(branch, {0: given}, times, counted=counted)
-                    for branch, given in zip(x.branches, operands[1:])
+                    self._run(branch, {0: operand}, times, counted=counted)
+                    for branch, operand in zip(x.branches, operands[1:])
                 ),
                 key=_any,
             )

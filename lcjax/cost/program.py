@@ -237,13 +237,13 @@ def _works(module: hlo.Module, fusion: str) -> bool:
 
 def _channels(module: hlo.Module, computation: str) -> set[str]:
     """The channels of the collectives in a fusion."""
-    found = set()
+    channels = set()
     for line in module.lines.get(computation, ()):
         if _COLLECTIVE.search(line) and (channel := _CHANNEL.search(line)):
-            found.add(channel[0])
+            channels.add(channel[0])
         elif match := CALLS.search(line):
-            found |= _channels(module, match[1])
-    return found
+            channels |= _channels(module, match[1])
+    return channels
 
 
 def _repeated_channels(module: hlo.Module, lines: list[str]) -> set[str]:

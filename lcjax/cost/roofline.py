@@ -94,8 +94,8 @@ def training_work(
     # A sum of gradients is read and written but for the first microbatch. The update reads it, and
     # reads and writes trained weights, which are float32 as their gradients are.
     gradients = (2 * accumulation - 1 + 3) * memory.gradients
-    kept = 2 * memory.activations
-    nbytes = accumulation * (read + kept) + gradients + 2 * memory.optimizer
+    activations = 2 * memory.activations
+    nbytes = accumulation * (read + activations) + gradients + 2 * memory.optimizer
     return Work(flops / math.prod(sizes.values()), nbytes)
 
 

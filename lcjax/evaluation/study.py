@@ -24,7 +24,6 @@ from lcjax.storage import to_path
 from lcjax.training import TrainConfig
 from lcjax.training import folder as folder_lib
 from lcjax.training import run as train
-from lcjax.training.config import RunSection
 from lcjax.training.tracking import announce, read
 
 # Trainings in their order: stages by file name (by path, if two have one name), the base model
@@ -212,9 +211,8 @@ def _with_existing(config: EvalConfig, trainings: Trainings) -> Trainings:
     existing = "resume" if config.run.existing == "refuse" else config.run.existing
 
     def with_existing(training: TrainConfig) -> TrainConfig:
-        own = existing if _is_inside(config, training) else "resume"
-        section = RunSection(training.run.folder, existing=own, accept=training.run.accept)
-        return training.replace(run=section)
+        policy = existing if _is_inside(config, training) else "resume"
+        return training.replace(run=dataclasses.replace(training.run, existing=policy))
 
     return {name: with_existing(training) for name, training in trainings.items()}
 

@@ -36,7 +36,7 @@ class InferenceJit:
         )
         if platform != "cpu" or config.param_dtype == "float32" or not _option_is_known():
             return self._default
-        few = self._tokens is not None and args[self._tokens - 1].size <= FEW_ROWS
+        few = self._tokens is not None and (model, *args)[self._tokens].size <= FEW_ROWS
         if config.param_dtype == "bfloat16" and (few or config.dtype == "bfloat16"):
             return self._default
         return self._from_16_bits

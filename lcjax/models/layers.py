@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -117,21 +117,23 @@ class Linear(nn.Module):
             return value.astype(config.compute_dtype())
 
         kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
-        product = functools.partial(_project, contracted=count, reduce=self._reduction(x, kernel))
-        rows = x.reshape(*x.shape[: x.ndim - count], -1)
-        if has_few_rows(rows, config.param_dtype):
-            matrix = kernel.reshape(rows.shape[-1], -1)
-            y = product_of_few_rows(matmul, rows, matrix, config.param_dtype)
-            y = y.reshape(*rows.shape[:-1], *self.outputs)
+        reduce = self._reduction(x, kernel)
+
+        def product(x, kernel):
+            return matmul(x, kernel, reduce)
+
+        if has_few_rows(math.prod(x.shape[: x.ndim - count]), config.param_dtype):
+            few = functools.partial(product_of_few_rows, product, weights_dtype=config.param_dtype)
+            y = _project(x, kernel, count, few)
         else:
-            y = product(x, kernel)
+            y = _project(x, kernel, count, product)
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
             rank = config.lora.rank
             a = weight("lora_a", spread, (*self.inputs, rank))
             b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
-            y = y + config.lora.scale * _project(_project(x, a, count), b, 1)
+            y = y + config.lora.scale * _project(_project(x, a, count, matmul), b, 1, matmul)
         return y
 
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
@@ -163,15 +165,18 @@ class Head(nn.Module):
 
 
 def _project(
-    x: jax.Array, kernel: jax.Array, contracted: int, reduce: ReduceScatter | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    contracted: int,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Contracts the last axes of `x` with the first axes of `kernel`, as one flat product.
+    """Contracts the last axes of `x` with the first axes of `kernel`, as one flat `product`.
 
     With several axes XLA may choose an order in which it copies the kernel first.
     """
     batch_shape, out_shape = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
-    y = matmul(x.reshape(*batch_shape, size), kernel.reshape(size, -1), reduce)
+    y = product(x.reshape(*batch_shape, size), kernel.reshape(size, -1))
     return y.reshape(*batch_shape, *out_shape)
 
 

@@ -56,11 +56,9 @@ class Projection:
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states, never rounded to 16 bits."""
         product = functools.partial(_einsum, f"...D,{self.axes}->...V")
-        if hidden.ndim > 1 and has_few_rows(hidden, self.weights_dtype):
-            axis = 1 if self.tied else 0
-            logits = product_of_few_rows(
-                product, hidden, self.kernel, self.weights_dtype, axis=axis
-            )
+        if hidden.ndim > 1 and has_few_rows(math.prod(hidden.shape[:-1]), self.weights_dtype):
+            options = {"weights_dtype": self.weights_dtype, "axis": 1 if self.tied else 0}
+            logits = product_of_few_rows(product, hidden, self.kernel, **options)
         else:
             logits = product(hidden, self.kernel)
         if self.bias is not None:
@@ -252,17 +250,17 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def has_few_rows(x: Float[Array, "... I"], weights_dtype: str) -> bool:
-    """Whether `product_of_few_rows` is for these rows and weights."""
-    return weights_dtype != "float32" and math.prod(x.shape[:-1]) <= FEW_ROWS
+def has_few_rows(rows: int, weights_dtype: str) -> bool:
+    """Whether `product_of_few_rows` is for so many rows and these weights."""
+    return weights_dtype != "float32" and rows <= FEW_ROWS
 
 
 def product_of_few_rows(
     product: Callable[[jax.Array, jax.Array], jax.Array],
     x: Float[Array, "... I"],
     kernel: Float[Array, "I O"] | Float[Array, "O I"],
-    weights_dtype: str,
     *,
+    weights_dtype: str,
     axis: int = 0,
 ) -> jax.Array:
     """Returns `product(x, kernel)`, on a CPU without a float32 copy of 16-bit weights.
@@ -307,7 +305,7 @@ def product_of_few_rows(
             lambda *arrays: (of_bfloat16(*arrays), arrays),
             lambda arrays, dy: jax.vjp(product, *arrays)[1](dy),
         )
-    elif len(x.reshape(-1, x.shape[-1])) == 1:
+    elif math.prod(x.shape[:-1]) == 1:
         on_cpu = of_two_rows
     return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=product)
 

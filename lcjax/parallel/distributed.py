@@ -110,14 +110,13 @@ def cache_compiled_programs() -> None:
         return
     if jax.distributed.is_initialized():
         return
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    folder = os.path.join(cache, "lcjax", "programs", platform.node() or "host")
     try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError:  # no home folder, or one that cannot be written
+        folder = timings.user_cache() / "programs" / (platform.node() or "host")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home folder, or one that cannot be written
         return
     if os.access(folder, os.W_OK | os.X_OK):
-        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _failure(index: int, count: int) -> str:

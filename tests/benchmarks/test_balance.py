@@ -27,8 +27,8 @@ def test_every_tile_of_every_row_and_head_has_a_program(heads, key_heads, interl
     spec = dataclasses.replace(spec, interleaved=interleaved)
     count = spec.tiling.queries.count
     index = np.indices(program.grid(spec, heads, count, 2)).astype(np.int32)
-    found = program.of_queries(spec, tuple(index))
-    places = {tuple(map(int, x)) for x in zip(*(np.ravel(x) for x in found), strict=True)}
+    programs = program.of_queries(spec, tuple(index))
+    places = {tuple(map(int, x)) for x in zip(*(np.ravel(x) for x in programs), strict=True)}
     group = heads // key_heads
     assert places == {
         (b, n, n // group, i) for b in range(2) for n in range(heads) for i in range(count)
@@ -68,7 +68,7 @@ def test_query_heads_of_a_key_head_have_programs_for_the_same_keys():
     spec = spec_of("d_keys", 1, 8192, 4, 2)
     assert spec.per_query_head
     index = np.indices(program.grid(spec, 4, spec.tiling.keys.count, 1)).astype(np.int32)
-    found = program.of_keys(spec, tuple(index))
-    assert {(int(n), int(k)) for n, k in zip(found.head.ravel(), found.key_head.ravel())} == {
+    programs = program.of_keys(spec, tuple(index))
+    assert {(int(n), int(k)) for n, k in zip(programs.head.ravel(), programs.key_head.ravel())} == {
         (0, 0), (1, 0), (2, 1), (3, 1)
     }  # fmt: skip

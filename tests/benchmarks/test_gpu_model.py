@@ -87,19 +87,19 @@ def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path):
 
 @pytest.fixture
 def children(monkeypatch):
-    """Events that children emit by job, and the jobs that were begun."""
-    begun = []
+    """Events that children emit by job, and the jobs that were started."""
+    started = []
     measured = {"tokens_per_second": 2.0, "range": [1.0, 3.0], "attention": {"xla": []}}
     measured |= {"rows": 1, "remat": "dots", "mfu": None, "peak_gb": 1.0, "compile_s": 1.0}
     events = {name: [{"record": measured}] for name in TINY} | {"about": [{"about": ABOUT}]}
 
     def supervise(command, jobs, *, deadline, patience):
         (job,) = jobs
-        begun.append(job["name"])
+        started.append(job["name"])
         yield from events[job["name"]]
 
     monkeypatch.setattr(model, "supervise", supervise)
-    return events, begun
+    return events, started
 
 
 HANGS = [{"begins": "compiling"}, {"lost": "x", "step": None, "why": "silent for 180 s"}]
@@ -113,7 +113,7 @@ FAILS = [
 def test_failed_cases_have_their_reason_and_are_done_again_only_if_asked(
     children, tmp_path, capsys
 ):
-    events, begun = children
+    events, started = children
     words = ["--tiny", "--out", str(tmp_path), "--cases", "train"]
     events |= {"train tiny 64 lcjax": HANGS}
     assert model.main(words) == 0
@@ -121,32 +121,32 @@ def test_failed_cases_have_their_reason_and_are_done_again_only_if_asked(
     assert records["train tiny 64 lcjax"]["reason"] == "silent for 180 s (compiling)"
     assert records["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0, "others go on"
     assert "- train tiny 64 lcjax: silent for 180 s (compiling)" in capsys.readouterr().out
-    begun.clear()
-    assert model.main(words) == 0 and begun == ["about"]
+    started.clear()
+    assert model.main(words) == 0 and started == ["about"]
     events |= {"train tiny 64 lcjax": FAILS}
-    assert model.main([*words, "--again"]) == 0 and begun[2:] == ["train tiny 64 lcjax"]
+    assert model.main([*words, "--again"]) == 0 and started[2:] == ["train tiny 64 lcjax"]
     records = json.loads((tmp_path / "cpu.json").read_text())["cases"]
     reason = "JaxRuntimeError: RESOURCE_EXHAUSTED (run 1)"
     assert records["train tiny 64 lcjax"]["reason"] == reason
 
 
 def test_a_case_that_the_time_cuts_off_has_no_record(children, tmp_path, capsys):
-    events, begun = children
+    events, started = children
     events["train tiny 64 lcjax"] = [{"begins": "run 1"}, {"left": ["train tiny 64 lcjax"]}]
     assert model.main(["--tiny", "--out", str(tmp_path)]) == 0
-    assert begun == ["about", "train tiny 64 lcjax"] and not list(tmp_path.iterdir())
+    assert started == ["about", "train tiny 64 lcjax"] and not list(tmp_path.iterdir())
     assert "goes on with train tiny 64 lcjax" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named_before_anything_is_measured(children, tmp_path, capsys):
-    events, begun = children
+    events, started = children
     events["about"] = [{"missing": ["draccus", "universal_pathlib"]}]
     assert model.main(["--tiny", "--out", str(tmp_path)]) == 2
     assert "missing: draccus, universal_pathlib" in capsys.readouterr().err
     events["about"] = [{"about": ABOUT}]
     assert model.main(["--out", str(tmp_path)]) == 2
     assert "JAX runs on cpu here" in capsys.readouterr().err
-    assert begun == ["about"] * 2 and not list(tmp_path.iterdir())
+    assert started == ["about"] * 2 and not list(tmp_path.iterdir())
 
 
 def test_cases_need_no_package_that_reads_data_or_checkpoints():

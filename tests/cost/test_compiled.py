@@ -1,6 +1,5 @@
 """`python -m lcjax.cost --compiled`: programs compiled here, or for TPUs, beside their bound."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -17,10 +16,6 @@ from lcjax.parallel.sharding import Mesh, make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--compiled", "--model.preset=tiny", "--train.batch_size=8")
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install -e '.[aot]'",
-)
 
 
 def rows(text):
@@ -64,8 +59,8 @@ def test_programs_are_compiled_for_this_machine(capsys):
 
 
 @pytest.mark.slow
-@needs_libtpu
 def test_programs_are_compiled_for_tpus_that_are_not_here():
+    pytest.importorskip("libtpu")
     words = [*TINY, "--topology", "v5e:2x2", "--length=256"]
     command = [sys.executable, "-m", "lcjax.cost", *words]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -83,9 +78,9 @@ def test_programs_are_compiled_for_tpus_that_are_not_here():
 
 
 @pytest.mark.slow
-@needs_libtpu
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_heads_of_64_channels_are_read_from_the_cache_without_a_copy(tokens):
+    pytest.importorskip("libtpu")
     config = preset("smollm2-135m").replace(num_layers=2, dtype="bfloat16", param_dtype="bfloat16")
     mesh = make_mesh(Mesh(), compilers.devices(Topology.parse("v5e:1x1")))
     compiled = session.lower_read(config, mesh, 4, 8192, tokens).compile()

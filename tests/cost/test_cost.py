@@ -176,6 +176,26 @@ def test_peaks_are_found_by_device_kind(kind, tera):
     assert cost.peak_flops(Device(kind)) == (tera and tera * 1e12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "giga"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3_350),
+        ("NVIDIA H100 PCIe", 2_000),
+        ("NVIDIA H200", 4_800),
+        ("NVIDIA A100-SXM4-80GB", 2_039),
+        ("NVIDIA A100-SXM4-40GB", 1_555),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L40", None),
+        ("TPU v5 lite", 819),
+        ("TPU v5p", 2_765),
+        ("TPU v6 lite", 1_640),
+        ("cpu", None),
+    ],
+)
+def test_bandwidths_of_memory_are_found_by_device_kind(kind, giga):
+    assert cost.peak_bandwidth(Device(kind)) == (giga and giga * 1e9)
+
+
 def test_a_cpu_is_measured_as_one_machine():
     peak, source = cost.machine_peak("float32")
     assert 1e8 < peak < 1e14 and "measured float32" in source

@@ -25,12 +25,12 @@ def copies(*lines, before=""):
 
 
 def test_a_copy_in_another_layout_is_counted_with_the_padding_of_its_tiles():
-    found = copies(
+    result = copies(
         f'%a = {OTHER} copy(%cache), metadata={{op_name="jit(f)/Decoder/layers_3/attend/x"}}',
         f"ROOT %b = {CACHE} copy(%a)",
     )
-    assert (found.count, found.bytes) == (2, PADDED + 2 * 8 * 128 * 2)
-    assert found.names == ("b", "layers/attend/x")
+    assert (result.count, result.bytes) == (2, PADDED + 2 * 8 * 128 * 2)
+    assert result.names == ("b", "layers/attend/x")
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_updates_in_place_and_reads_are_no_copies(line):
 
 def test_a_copy_of_the_same_layout_between_memories_is_staged():
     fast = CACHE.replace("(2,1)}", "(2,1)S(1)}")
-    found = copies(
+    result = copies(
         f"%s = ({fast}, {CACHE}, u32[]{{:S(2)}}) copy-start(%cache)",
         f"%d = {fast} copy-done(%s)",
         f"ROOT %u = {fast} dynamic-update-slice(%d, %new, %zero, %at, %zero)",
     )
-    assert found == hlo.Copies(staged=PADDED)
+    assert result == hlo.Copies(staged=PADDED)
 
 
 def fusion(inside):

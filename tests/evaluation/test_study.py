@@ -169,14 +169,14 @@ def test_overwriting_an_evaluation_keeps_the_trainings_of_stages(folder, monkeyp
     assert done[0] == "one"
     done.clear()
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, existing="overwrite"))
-    found = study.trainings(again)
-    assert study.run(again, found)
+    trainings = study.trainings(again)
+    assert study.run(again, trainings)
     assert "one" not in done and done
 
-    stage = found["stage one"]
+    stage = trainings["stage one"]
     changed = stage.replace(data=dataclasses.replace(stage.data, length=stage.data.length + 8))
     with pytest.raises(InputError, match=r"replaces no training outside of its run\.folder"):
-        study.check_paths(again, found | {"stage one": changed})
+        study.check_paths(again, trainings | {"stage one": changed})
 
 
 def test_evaluations_with_one_folder_share_the_trainings_of_methods(folder, monkeypatch):

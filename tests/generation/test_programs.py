@@ -99,14 +99,16 @@ def test_products_of_few_rows_are_exact_and_have_gradients(rows, axis, weights_d
 
     @jax.jit
     def of_few(x, kernel):
-        return product_of_few_rows(product, x, kernel, weights_dtype, axis=axis)
+        return product_of_few_rows(product, x, kernel, weights_dtype=weights_dtype, axis=axis)
 
     wide = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
     exact, size = product(*wide), product(*map(np.abs, wide))
     assert of_few(x, kernel).dtype == jnp.float32
     assert np.all(np.abs(of_few(x, kernel) - exact) <= 3e-6 * size)
     low = x.astype(jnp.bfloat16)  # 16-bit activations: one rounding of the result, as elsewhere
-    got = product_of_few_rows(product, low, kernel.astype(low.dtype), weights_dtype, axis=axis)
+    got = product_of_few_rows(
+        product, low, kernel.astype(low.dtype), weights_dtype=weights_dtype, axis=axis
+    )
     want = product(low, kernel.astype(low.dtype))
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (got, want)), rtol=0.02, atol=0)

@@ -115,5 +115,5 @@ def test_three_warpgroups_where_registers_hold_a_step_and_rows_need_little_paddi
 
 
 def test_blocks_of_a_given_table_are_cut_into_the_largest_tiles_that_divide_them():
-    found = {b: _mosaic_gpu.tile_axis(4096, b, 192).tile for b in (64, 128, 192, 256, 384, 320)}
-    assert found == {64: 64, 128: 128, 192: 192, 256: 128, 384: 192, 320: 64}
+    tiles = {b: _mosaic_gpu.tile_axis(4096, b, 192).tile for b in (64, 128, 192, 256, 384, 320)}
+    assert tiles == {64: 64, 128: 128, 192: 192, 256: 128, 384: 192, 320: 64}

@@ -158,24 +158,25 @@ def test_the_assembler_of_either_cuda_is_found(folder, tmp_path, monkeypatch):
 
 
 def compiled(*options):
-    """What `benchmarks.gpu.compile` prints."""
+    """The finished process of `benchmarks.gpu.compile`."""
     if importlib.util.find_spec("jax_plugins") is None or not any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
     ):
         pytest.skip("the CUDA plugin is not installed: pip install jax-cuda12-plugin[with-cuda]")
-    found = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.compile", *options],
         capture_output=True, text=True, timeout=3600, cwd=ROOT,
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
-    return found.stdout
 
 
 def test_compiled_kernels_stay_within_the_table():
-    compiled("--check")
+    done = compiled("--check")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def test_a_decoding_step_makes_its_block_table_once_for_all_layers():
-    one, two, four = map(int, re.findall(r"layers \d: (\d+) kernels", compiled("--layers")))
+    done = compiled("--layers")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    one, two, four = map(int, re.findall(r"layers \d: (\d+) kernels", done.stdout))
     # Three of a layer merge the split parts.
     assert one > 10 and two - one <= 3 and four - one == 3 * (two - one)

@@ -155,10 +155,10 @@ def test_scripts_keep_compiled_programs_unless_the_user_decides(tmp_path, case):
     if case == "no folder":
         (tmp_path / "lcjax").write_text("a file")
     command = [sys.executable, "-c", CACHED]
-    found = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     usual = str(tmp_path / "lcjax" / "programs" / platform.node())
     expected = {"usual": usual, "set": "/elsewhere", "off": "", "no folder": "None"}[case]
-    assert found.strip() == expected
+    assert printed.strip() == expected
 
 
 def test_a_port_that_is_taken_is_an_error():

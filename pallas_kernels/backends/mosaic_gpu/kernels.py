@@ -393,10 +393,12 @@ def run_d_keys(spec: KernelSpec, x, interpret):
         heads = spec.heads
         outputs = [like((b, s, heads, x[name].shape[-1]), F32) for name in ("k", "v")]
     programs = grid(spec, heads, tiling.keys.count, b)
-    found = launch(d_keys, spec, x, outputs, resident, ring, programs, tiling.queries, interpret)
+    cotangents = launch(
+        d_keys, spec, x, outputs, resident, ring, programs, tiling.queries, interpret
+    )
     if not spec.per_query_head:
-        return found
-    return [sum_groups(sums, x[name]) for sums, name in zip(found, ("k", "v"), strict=True)]
+        return cotangents
+    return [sum_groups(sums, x[name]) for sums, name in zip(cotangents, ("k", "v"), strict=True)]
 
 
 def sum_groups(x, keys):
