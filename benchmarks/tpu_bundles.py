@@ -4,10 +4,11 @@
 
 A TPU issues one bundle of instructions per cycle, and libtpu (extra `aot`) can write the schedule
 that it compiles. The table has the bundles of the code that runs once per visited pair of blocks,
-per 1,024 x 1,024 scores. Where a kernel has one version for blocks without a mask and one for the
-others, both are printed. `total` is the sum over the visited blocks of a head, in millions, and its
-ratio to the better one of splash's backward passes. Stalls of memory are not counted: compare
-kernels with these numbers, do not quote them as times.
+per 1,024 x 1,024 scores, and the share of the slots of matrix units that they fill. Where a kernel
+has one version for blocks without a mask and one for the others, both are printed. `total` is the
+sum over the visited blocks of a head, in millions, and its ratio to the better one of splash's
+backward passes. Stalls of memory are not counted: compare kernels with these numbers, do not quote
+them as times.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Case:
 CASES = {
     "causal": Case(),
     "window": Case(window=1024),
+    "window of 512": Case(window=512),
     "segments": Case(documents=8),
     "table": Case(density=0.1),
     "heads of 64": Case(size=64),
@@ -138,7 +140,7 @@ def counts(case: str, generation: str, side: str) -> dict[str, dict]:
         }
     result = {}
     for direction in DIRECTIONS:
-        total, texts = 0, []
+        total, used, texts = 0, 0.0, []
         for name, found in kernels.items():
             own = [x for prefix, x in visits[direction].items() if name.startswith(prefix)]
             if not own:
@@ -146,10 +148,13 @@ def counts(case: str, generation: str, side: str) -> dict[str, dict]:
             (own,) = own
             # Blocks that need no mask have code of their own before that of the others.
             found = found if len(found) == len(own["visits"]) else [found[-1]] * len(own["visits"])
-            total += sum(n * region.bundles for n, region in zip(own["visits"], found))
+            for count, region in zip(own["visits"], found):
+                total += count * region.bundles
+                used += count * region.bundles * region.mxu
             scores = own["scores"] / BLOCK**2
             texts.append("/".join(f"{x.bundles / scores:,.0f}" for x in dict.fromkeys(found)))
-        result[direction] = {"total": total, "blocks": " + ".join(texts)}
+        blocks = f"{' + '.join(texts)} ({used / total:.0%})"
+        result[direction] = {"total": total, "blocks": blocks}
     return result
 
 

@@ -84,7 +84,8 @@ def _products(q, k, operands, spec, products: int):
     """The layout, and the floating-point operations of the visited blocks if they are static."""
     backward = products > 2
     if operands.q_index is not None:
-        return _tpu._tiling(q, k, k, operands, None, backward), None
+        step = _tpu_grid.step_blocks(q, k, backward)
+        return _tpu._tiling(q, k, k, operands, None, step), None
     cut, found = _tpu._plan(q, k, k, operands, spec, backward)
     pairs = int(np.sum(found.valid & (found.kind != _tpu_grid.NOTHING)))
     per_step = 2 * cut.rows * cut.key_block * q.shape[-1]

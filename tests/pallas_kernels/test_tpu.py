@@ -55,6 +55,9 @@ CASES = {
     "default blocks, odd sizes": Case(t=600, s=611, size=64, v_size=64, mask=causal()),
     "blocks of 128, sinks and window": Case(t=300, s=301, tables=(1, 1)),
     "no table, odd head sizes, places of a chunk": Case(size=80, v_size=40, offset=140),
+    "a short window, smaller blocks": Case(
+        t=1100, s=1100, heads=1, mask=causal() & window(200), dtype="bfloat16"
+    ),
     "one query per row, four heads per key head": Case(
         t=1, s=270, batch=2, heads=8, kv_heads=2, offset=200, segments=True, mask=causal()
     ),
@@ -268,6 +271,37 @@ def test_kernels_equal_the_reference_with_a_cotangent_of_lse(name, backward):
     found = run(arrays, operands, spec)
     assert found[0].dtype == found[2].dtype == case.dtype and found[1].dtype == jnp.float32
     compare(found, expected(arrays, operands, spec, table), case.dtype)
+
+
+def window_spec(tokens: int) -> Spec:
+    return Spec(causal() & window(tokens), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "spec", "forward", "backward"),
+    [
+        (8, Spec(causal(), 0.1), (1024, 1024), (512, 1024)),
+        (8, window_spec(4096), (1024, 1024), (512, 1024)),
+        (8, window_spec(512), (512, 512), (512, 512)),
+        (2, window_spec(512), (1024, 512), (512, 512)),  # a block of rows is 256 tokens of 4 heads
+        (2, window_spec(1024), (1024, 512), (512, 1024)),
+    ],
+)
+def test_short_windows_have_smaller_blocks(heads, spec, forward, backward):
+    q, k = (jax.ShapeDtypeStruct((1, 8192, n, 128), "bfloat16") for n in (8, heads))
+    for wanted, is_backward in ((forward, False), (backward, True)):
+        tiling, _ = _tpu._plan(q, k, k, Operands(), spec, is_backward)
+        assert (tiling.rows, tiling.key_block) == wanted
+
+
+def test_blocks_of_traced_indices_are_the_usual_ones():
+    q = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
+
+    def rows(index):
+        tiling, _ = _tpu._plan(q, q, q, Operands(q_index=index), window_spec(512), False)
+        return jnp.full(tiling.rows, tiling.key_block)
+
+    assert jax.eval_shape(rows, jax.ShapeDtypeStruct((1, 8192), "int32")).shape == (1024,)
 
 
 def test_rows_that_see_nothing_are_zero_and_have_zero_gradients(backward):

@@ -45,6 +45,12 @@ BLOCKS = {
     ("float32", 128): ((512, 512), (512, 512)),
     ("float32", 256): ((512, 512), (256, 512)),
 }
+# What a step costs beside its products, in scores of its block: the 0.35 us of a step of a Pallas
+# grid are 0.2 of the bundles of 1,024 x 1,024 scores on v6e, and less on the other generations.
+# Counted for each score (benchmarks/tpu_bundles.py), blocks of 512 x 512 need as many bundles as
+# blocks of 1,024 x 1,024 on v5e and a quarter more on v6e; blocks of 256 x 256 three times as many.
+STEP_SCORES = 0.2 * 2**20
+LEAST_BLOCK = 512  # rows or keys, where smaller blocks are chosen
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
 BITS = 14
@@ -164,12 +170,14 @@ def step_blocks(q, v, backward: bool) -> tuple[int, int]:
     return BLOCKS[str(q.dtype), size][backward]
 
 
-def table_blocks(q, k, v, backward: bool, by_head: bool = False) -> tuple[int, int]:
+def table_blocks(q, k, v, step: tuple[int, int], by_head: bool = False) -> tuple[int, int]:
     """Sizes of a table's blocks of queries and of keys, where the caller gives no table.
 
-    by_head: blocks hold queries of one head.
+    Args:
+      step: the most rows and keys of a step.
+      by_head: blocks hold queries of one head.
     """
-    rows, most_keys = step_blocks(q, v, backward)
+    rows, most_keys = step
     (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
     group = 1 if by_head else n // heads
     by_rows = ((divide(size * group, rows), -size) for size in (128, 256, 512, 1024))
@@ -179,13 +187,19 @@ def table_blocks(q, k, v, backward: bool, by_head: bool = False) -> tuple[int, i
     return q_block, min(most_keys, lanes(keys))
 
 
-def make_tiling(q, k, v, *, lists: int, q_block: int, k_block: int, backward: bool) -> Tiling:
-    """The tiling for blocks of a table; lists: the number of tables along heads (1, K or N)."""
+def make_tiling(q, k, *, lists: int, q_block: int, k_block: int, step: tuple[int, int]) -> Tiling:
+    """The tiling for blocks of a table.
+
+    Args:
+      lists: the number of tables along heads (1, K or N).
+      q_block, k_block: queries and keys of a block of the table.
+      step: the most rows and keys of a step.
+    """
     (batch, queries, n), (keys, heads) = q.shape[:3], k.shape[1:3]
     by_head = lists > heads
     width = 1 if by_head else n // heads
     key_block = min(k_block, lanes(keys))
-    rows, most_keys = step_blocks(q, v, backward)
+    rows, most_keys = step
     most = min(rows, max(LANES, rows * most_keys // key_block // LANES * LANES))
     table_rows = -(-queries // q_block)
     if table_rows == 1:  # few queries: no more rows than there are

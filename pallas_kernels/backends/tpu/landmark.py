@@ -250,13 +250,13 @@ def make_tiling(q, k, v, block: int, backward: bool) -> tuple[Tiling, LandmarkBl
     height, count = height_of(block), k.shape[1] // block
     unit = math.lcm(height, LANES)
     keys = -(-count * height // unit) * unit
-    _, most = grid.step_blocks(q, v, backward)
-    k_block = min(max(most // unit, 1) * unit, keys)
+    step = grid.step_blocks(q, v, backward)
+    k_block = min(max(step[1] // unit, 1) * unit, keys)
     padded = jax.ShapeDtypeStruct((k.shape[0], keys, *k.shape[2:]), k.dtype)
-    q_block, _ = grid.table_blocks(q, padded, v, backward)
-    sizes = dict(lists=1, q_block=q_block, k_block=k_block, backward=backward)
+    q_block, _ = grid.table_blocks(q, padded, v, step)
     blocks = LandmarkBlocks(block, height, k_block // height, count, q_block)
-    return grid.make_tiling(q, padded, v, **sizes), blocks
+    tiling = grid.make_tiling(q, padded, lists=1, q_block=q_block, k_block=k_block, step=step)
+    return tiling, blocks
 
 
 @dataclass(frozen=True)
