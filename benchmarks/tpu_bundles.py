@@ -1,6 +1,7 @@
 """Instruction bundles of the compiled TPU kernels beside JAX's splash attention, without a TPU.
 
     python benchmarks/tpu_bundles.py [--generations v4 v5e v5p v6e] [--cases causal window ...]
+    python benchmarks/tpu_bundles.py --others  # kernels for decoding and of Landmark attention
 
 A TPU issues one bundle of instructions per cycle, and libtpu (extra `aot`) can write the schedule
 that it compiles. The table has the bundles of the code that runs once per visited pair of blocks,
@@ -8,12 +9,13 @@ per 1,024 x 1,024 scores, and the share of the slots of matrix units that they f
 has one version for blocks without a mask and one for the others, both are printed. `total` is the
 sum over the visited blocks of a head, in millions, and its ratio to the better one of splash's
 backward passes. Stalls of memory are not counted: compare kernels with these numbers, do not quote
-them as times.
+them as times. Kernels that have no peer have a table with the bundles of a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -84,10 +86,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--others", action="store_true", help="decoding and Landmark attention")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         compile_side(*arguments.worker)
+        return
+    if arguments.others:
+        print("| case | chip | kernel | step | bundles |")
+        print("|---|---|---|---|---|")
+        for case in OTHERS:
+            for generation in arguments.generations:
+                print(other_rows(case, generation), flush=True)
         return
     print("| case | chip | forward | splash | total | backward | splash | fused | total |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -111,10 +121,22 @@ def row(case: str, generation: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def counts(case: str, generation: str, side: str) -> dict[str, dict]:
-    """For each direction `total` bundles of a head, and `blocks`, those of a block as text.
+def other_rows(case: str, generation: str) -> str:
+    """A row for each kernel of a case without a peer."""
+    sizes, kernels = compiled(case, generation, "ours")
+    return "\n".join(
+        f"| {case} | {generation} | {name.removeprefix('lcjax_')} | {sizes[name]} | "
+        + f"{'/'.join(f'{x.bundles:,}' for x in found)} ({found[-1].mxu:.0%}) |"
+        for name, found in kernels.items()
+        if name in sizes
+    )
 
-    A side that does not compile the case has no total.
+
+def compiled(case: str, generation: str, side: str) -> tuple[dict, dict[str, list[Region]]]:
+    """What the worker says about a side, and the regions of its kernels by name.
+
+    Raises:
+      RuntimeError: the side does not compile the case.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {
@@ -129,15 +151,25 @@ def counts(case: str, generation: str, side: str) -> dict[str, dict]:
         command = [sys.executable, __file__, "--worker", case, generation, side]
         done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
         if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1]
-            print(f"{case}, {generation}, {side}: {reason}", file=sys.stderr)
-            return {key: {"total": None, "blocks": "refused"} for key in DIRECTIONS}
-        visits = json.loads(done.stdout.splitlines()[-1])
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
         kernels = {
             match[2]: regions(Path(folder), match[1])
             for match in map(_KERNEL.match, sorted(os.listdir(folder)))
             if match
         }
+    return json.loads(done.stdout.splitlines()[-1]), kernels
+
+
+def counts(case: str, generation: str, side: str) -> dict[str, dict]:
+    """For each direction `total` bundles of a head, and `blocks`, those of a block as text.
+
+    A side that does not compile the case has no total.
+    """
+    try:
+        visits, kernels = compiled(case, generation, side)
+    except RuntimeError as error:
+        print(f"{case}, {generation}, {side}: {error}", file=sys.stderr)
+        return {key: {"total": None, "blocks": "refused"} for key in DIRECTIONS}
     result = {}
     for direction in DIRECTIONS:
         total, used, texts = 0, 0.0, []
@@ -182,25 +214,71 @@ def regions(folder: Path, kernel: str) -> list[Region]:
 
 
 def compile_side(case: str, generation: str, side: str) -> None:
-    """Compiles a side and prints its visits of blocks as JSON."""
+    """Compiles a side and prints its visits of blocks, or the sizes of its steps, as JSON."""
     import jax
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
     place = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    build = our_side if side == "ours" else splash_side
-    function, shape, visits = build(CASES[case], is_fused=side == "splash_fused")
-    array = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)
+    device = jax.sharding.AbstractDevice(topology.devices[0].device_kind, 1, "tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        if case in OTHERS:
+            function, shapes, about = OTHERS[case]()
+        else:
+            build = our_side if side == "ours" else splash_side
+            attend, shape, about = build(CASES[case], is_fused=side == "splash_fused")
+            function, shapes = with_gradients(attend), [(shape, "bfloat16")] * 4
+        arrays = [jax.ShapeDtypeStruct(*x, sharding=place) for x in shapes]
+        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
+    lowered.compile()
+    print(json.dumps(about))
+
+
+def with_gradients(function):
+    import jax
 
     def both(q, k, v, d_out):
         out, pull = jax.vjp(function, q, k, v)
         return out, pull(d_out)
 
-    device = jax.sharding.AbstractDevice(topology.devices[0].device_kind, 1, "tpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        lowered = jax.jit(both).trace(*(array,) * 4).lower(lowering_platforms=("tpu",))
-    lowered.compile()
-    print(json.dumps(visits))
+    return both
+
+
+def landmark_side():
+    """(function of arrays, their shapes, the rows x keys of a step by kernel)."""
+    import jax
+
+    from pallas_kernels import landmark_attention
+    from pallas_kernels.backends.tpu import landmark
+
+    shape, block = (1, TOKENS, HEADS, 128), 64
+    array, sizes = jax.ShapeDtypeStruct(shape, "bfloat16"), {}
+    for names, is_backward in ((("forward",), False), (("d_queries", "d_keys", "d_all"), True)):
+        tiling, _ = landmark.make_tiling(array, array, array, block, is_backward)
+        step = f"{tiling.rows} x {tiling.key_block}"
+        sizes |= {f"lcjax_landmark_{name}": step for name in names}
+    function = with_gradients(lambda q, k, v: landmark_attention(q, k, v, block)[0])
+    return function, [(shape, "bfloat16")] * 4, sizes
+
+
+def decoding_side(size: int):
+    """As `landmark_side`, of one query of 8 rows with 32 heads, 4 of which share a key head."""
+    from pallas_kernels import causal, decode
+    from pallas_kernels.backends.tpu import grid
+
+    def attend(q, k, v, index):
+        return decode(q, k, v, causal(), q_index=index)[0]
+
+    shapes = (8, 1, 32, size), (8, 8, 2 * TOKENS, size), (8, 8, 2 * TOKENS, size)
+    shapes = [*((shape, "bfloat16") for shape in shapes), ((1,), "int32")]
+    return attend, shapes, {"lcjax_decode": f"4 x {grid.KEYS}"}
+
+
+OTHERS = {
+    "one query, heads of 128": functools.partial(decoding_side, 128),
+    "one query, heads of 64": functools.partial(decoding_side, 64),
+    "Landmark, blocks of 64": landmark_side,
+}
 
 
 def our_side(case: Case, is_fused: bool):

@@ -91,7 +91,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
     calls = calls_of(visits, tiling, 1)
     # A head whose keys are split over calls would have a part of dq in each of them.
-    if operands.bias is None and len(calls) == 1 and _fused_vmem(x, tiling) <= 0.9 * grid.vmem():
+    if operands.bias is None and len(calls) == 1 and fits_vmem(x, tiling):
         dk, dv, dq = _fused(kernel_spec, tiling, x, calls, interpret)
         dq = tiling.from_rows(dq)[..., : q.shape[-1]]
         return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), None
@@ -119,10 +119,15 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), d_bias
 
 
-def _fused_vmem(x, tiling: Tiling) -> int:
+def fused_vmem(x, tiling: Tiling) -> int:
     """Bytes of VMEM with dq of a head in it: a step, the sums in float32 and the output."""
     dtype, size = x["q"].dtype, x["q"].shape[-1]
     return STEP_BYTES + tiling.count * tiling.rows * size * (4 + dtype.itemsize)
+
+
+def fits_vmem(x, tiling: Tiling) -> bool:
+    """Whether dq of a head can stay in VMEM."""
+    return fused_vmem(x, tiling) <= 0.9 * grid.vmem()
 
 
 def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool):
@@ -139,7 +144,7 @@ def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool):
         outputs=[(dtype, h), (dtype, hv)],
         scratch=[(F32, h), (F32, hv), (F32, h, rows), None],
         whole=(dtype, h, rows),
-        vmem=_fused_vmem(x, tiling),
+        vmem=fused_vmem(x, tiling),
         interpret=interpret,
     )
     return run_calls(calls, run)

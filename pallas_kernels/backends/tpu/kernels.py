@@ -18,6 +18,7 @@ it, in a fixed order.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -547,7 +548,22 @@ def d_all(
     """`d_keys`, and the cotangents of all queries of a key head.
 
     Scores and probabilities are computed once for both, five products of a step instead of seven.
-    acc_q [all rows, size] stays in VMEM for all steps of a head.
+    """
+    with_d_queries(
+        functools.partial(d_keys, spec, call, steps, x, dk, dv, columns, acc_k, acc_v, scratch),
+        spec, x["k"], dq, acc_q,
+    )  # fmt: skip
+
+
+def with_d_queries(d_keys, spec, key, dq, acc):
+    """Runs `d_keys(add_to_dq)` of a step, and sums dq over all steps of a head.
+
+    Args:
+      d_keys: calls add_to_dq(step, d_products) with the cotangents [keys, rows] of the products.
+      spec: has the `rows` of a step and the `scale` of the products.
+      key: the keys of the step.
+      dq: all rows of the head.
+      acc: float32 [all rows, size], which stays in VMEM.
     """
     number = pl.program_id(2)
 
@@ -555,21 +571,21 @@ def d_all(
         return pl.ds(pl.multiple_of(block * spec.rows, spec.rows), spec.rows)
 
     def each_block(function):
-        pl.loop(0, acc_q.shape[0] // spec.rows)(lambda block: function(rows(block)))
+        pl.loop(0, acc.shape[0] // spec.rows)(lambda block: function(rows(block)))
 
     @pl.when(number == 0)
     def _():
         @each_block
         def _(rows):
-            acc_q[rows, :] = jnp.zeros((spec.rows, acc_q.shape[1]), acc_q.dtype)
+            acc[rows, :] = jnp.zeros((spec.rows, acc.shape[1]), acc.dtype)
 
     def add_to_dq(step, d_products):
-        acc_q[rows(step.row), :] += dot(d_products.T, x["k"][...], 0)
+        acc[rows(step.row), :] += dot(d_products.T, key[...], 0)
 
-    d_keys(spec, call, steps, x, dk, dv, columns, acc_k, acc_v, scratch, add_to_dq)
+    d_keys(add_to_dq)
 
     @pl.when(number == pl.num_programs(2) - 1)
     def _():
         @each_block
         def _(rows):
-            dq[rows, :] = (acc_q[rows, :] * spec.scale).astype(dq.dtype)
+            dq[rows, :] = (acc[rows, :] * spec.scale).astype(dq.dtype)

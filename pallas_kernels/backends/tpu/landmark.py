@@ -1,4 +1,7 @@
-"""Grouped softmax over older landmark blocks for TPU: forward, dq, and dk with dv.
+"""Grouped softmax over older landmark blocks for TPU: one kernel forward, one or two backward.
+
+Where dq of a key head fits into VMEM, one kernel computes dq, dk and dv; otherwise dq is one
+kernel, and dk with dv another.
 
 The grid, its lists of visits and the tiling of rows are those of block-sparse attention
 (`grid.py`). The keys are whole landmark blocks wherever their documents begin (`landmark_attention`
@@ -28,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.tpu import grid
-from pallas_kernels.backends.tpu.attention import LARGEST_HEAD
+from pallas_kernels.backends.tpu.attention import LARGEST_HEAD, fits_vmem, fused_vmem
 from pallas_kernels.backends.tpu.grid import (
     LANES,
     NOTHING,
@@ -43,7 +46,7 @@ from pallas_kernels.backends.tpu.grid import (
     run_calls,
     run_kernel,
 )
-from pallas_kernels.backends.tpu.kernels import dot, read
+from pallas_kernels.backends.tpu.kernels import dot, read, with_d_queries
 from pallas_kernels.dispatch import Operands, unsupported_dtypes, visible_blocks
 from pallas_kernels.online_softmax import LOWEST
 
@@ -86,15 +89,25 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     x["k"], x["v"] = _keys(k, tiling, blocks), _keys(v, tiling, blocks)
     h, hv = x["k"].shape[-1], x["v"].shape[-1]
 
-    def run(kernel, axis, x, outputs, scratch):
-        fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
-        one = functools.partial(_launch, kernel, kernel_spec, tiling, x, **fixed)
-        return run_calls(calls_of(visits, tiling, axis), one)
+    def run(kernel, axis, calls, x, outputs, scratch, **whole):
+        fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret, **whole)
+        return run_calls(calls, functools.partial(_launch, kernel, kernel_spec, tiling, x, **fixed))
 
-    transposed = x | {"k_transposed": x["k"].swapaxes(2, 3)}
-    (dq,) = run(landmark_d_queries, 0, transposed, [(q.dtype, h)], [(h, tiling.rows)])
-    sizes = [(tiling.key_block, h), (tiling.key_block, hv)]
-    dk, dv = run(landmark_d_keys, 1, x, [(k.dtype, h), (v.dtype, hv)], sizes)
+    calls, outputs = calls_of(visits, tiling, 1), [(k.dtype, h), (v.dtype, hv)]
+    scratch = [(tiling.key_block, h), (tiling.key_block, hv)]
+    # A head whose keys are split over calls would have a part of dq in each of them.
+    if len(calls) == 1 and fits_vmem(x, tiling):
+        rows = tiling.count * tiling.rows
+        whole = dict(whole=(q.dtype, h, rows), vmem=fused_vmem(x, tiling))
+        scratch.append((rows, h))
+        dk, dv, dq = run(landmark_d_all, 1, calls, x, outputs, scratch, **whole)
+    else:
+        transposed = x | {"k_transposed": x["k"].swapaxes(2, 3)}
+        (dq,) = run(
+            landmark_d_queries, 0, calls_of(visits, tiling, 0), transposed,
+            [(q.dtype, h)], [(h, tiling.rows)],
+        )  # fmt: skip
+        dk, dv = run(landmark_d_keys, 1, calls, x, outputs, scratch)
     dk = blocks.unpad(tiling.from_keys(dk, k.shape[-1]))
     dv = blocks.unpad(tiling.from_keys(dv, v.shape[-1]))
     return tiling.from_rows(dq)[..., : q.shape[-1]], dk, dv, None
@@ -161,7 +174,17 @@ def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlo
 
 
 def _launch(
-    kernel, kernel_spec, tiling: Tiling, x, call: Call, *, axis, outputs, scratch, interpret
+    kernel,
+    kernel_spec,
+    tiling: Tiling,
+    x,
+    call: Call,
+    *,
+    axis,
+    outputs,
+    scratch,
+    interpret,
+    **whole,
 ):
     """Runs one kernel call; arguments as in `grid.run_kernel`, scratch: shapes, float32."""
     return run_kernel(
@@ -175,6 +198,7 @@ def _launch(
         outputs=outputs,
         scratch=[pltpu.VMEM(sizes, F32) for sizes in scratch],
         interpret=interpret,
+        **whole,
     )
 
 
@@ -403,8 +427,11 @@ def landmark_d_queries(spec: LandmarkSpec, call: Call, steps, x, dq, acc):
         dq[...] = (acc[...] * spec.scale).T.astype(dq.dtype)
 
 
-def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc_v):
-    """Cotangents of some blocks of keys and of values: sums over all rows, so over the group."""
+def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc_v, add_to_dq=None):
+    """Cotangents of some blocks of keys and of values: sums over all rows, so over the group.
+
+    add_to_dq is that of `with_d_queries`.
+    """
     step = read(call, steps)
 
     @pl.when(step.first)
@@ -417,10 +444,22 @@ def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc
         scores = _StepScores(spec, step, x)
         weights, d_logits = scores.gradients()
         query, d_out = x["q"][...], x["d_out"][...]
+        d_products = scores.flat(d_logits, query)
         acc_v[...] += dot(scores.flat(weights, d_out), d_out, 0)
-        acc_k[...] += dot(scores.flat(d_logits, query), query, 0)
+        acc_k[...] += dot(d_products, query, 0)
+        if add_to_dq is not None:
+            add_to_dq(step, d_products)
 
     @pl.when(step.last)
     def _():
         dk[...] = (acc_k[...] * spec.factor).astype(dk.dtype)
         dv[...] = acc_v[...].astype(dv.dtype)
+
+
+def landmark_d_all(spec: LandmarkSpec, call: Call, steps, x, dk, dv, dq, acc_k, acc_v, acc_q):
+    """`landmark_d_keys`, and the cotangents of all queries of a key head.
+
+    Scores and the softmax inside a block are computed once for both.
+    """
+    d_keys = functools.partial(landmark_d_keys, spec, call, steps, x, dk, dv, acc_k, acc_v)
+    with_d_queries(d_keys, spec, x["k"], dq, acc_q)
