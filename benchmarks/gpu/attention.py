@@ -9,13 +9,12 @@ an installed wheel has them as `lcjax.benchmarks.gpu`):
 or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a GPU `--cpu` runs all
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
-Workloads are taken by importance until the time is up (`--group` chooses, see
-workloads.py). All implementations of a workload are compiled, compared with a dense float32 oracle,
-run twice for equal bits, and then timed in turns, every round in another order, as medians of
-chains of dependent calls. An implementation that cannot run a workload has a row with the reason. A
-kernel that crashes the process or hangs is left out of that workload, and of all of them the second
-time.
-Where it is a backward pass, `--passes fwd` still times the forward ones.
+Workloads are taken in the order of workloads.py until the time is up; `--group` chooses some. All
+implementations of a workload are compiled, compared with a dense float32 oracle, run twice for
+equal bits, and then timed in turns, every round in another order, as medians of chains of dependent
+calls. An implementation that cannot run a workload has a row with the reason. A kernel that crashes
+the process or hangs is left out of that workload, and of all of them the second time; if it was a
+backward pass, `--passes fwd` still times the forward ones.
 
 "executed" counts pairs in visited blocks of 128 x 128, "useful" the visible ones; a backward pass
 counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "table" is building

@@ -36,6 +36,7 @@ from pallas_kernels.tables import from_block_mask, from_mask
 
 UNIT = 1024
 HEADS = {"16/16": (16, 16), "32/8": (32, 8), "9/3": (9, 3)}
+USUAL = 4  # workloads of a shape: causal, packed documents, a window, decoding
 SHARES = (1.0, 0.125, 0.05, 0.01, 0.5, 0.25)
 ORACLE_SCORES = 2**28  # float32 scores that the oracle holds at a time
 
@@ -232,22 +233,17 @@ def _dense(w: Workload, rows, q, k, v):
 
 
 def workloads(unit: int = UNIT) -> list[Workload]:
-    """All of them, in the order of importance: those that the targets are about come first."""
+    """All of them, in the order in which they decide what models run.
+
+    The most usual calls of every shape come before the others of any.
+    """
     small = unit < UNIT
     sizes = (128, 64) if not small else (32, 16)
     heads = list(HEADS.values()) if not small else [(2, 2), (4, 2), (3, 1)]
-    shapes = [
-        (heads[0], sizes[0]),
-        (heads[0], sizes[1]),
-        (heads[1], sizes[0]),
-        (heads[2], sizes[1]),
-    ]
-    shapes += [(heads[1], sizes[1]), (heads[2], sizes[0])]
-    found = [w for shape in shapes for w in _Shape(unit, *shape[0], shape[1]).workloads()]
-    rank = {w.name: i for i, w in enumerate(found)}
-    first = next(w for w in found[1:] if w.what == "causal" and w.t == 16 * unit)
-    rank[first.name] = 0.5  # the other head size, which has targets of its own
-    return sorted(found, key=lambda w: rank[w.name])
+    pairs = ((0, 0), (1, 0), (2, 1), (0, 1), (1, 1), (2, 0))
+    shapes = [_Shape(unit, *heads[x], sizes[y]).workloads() for x, y in pairs]
+    parts = slice(USUAL), slice(USUAL, None)
+    return [w for part in parts for shape in shapes for w in shape[part]]
 
 
 class _Shape(NamedTuple):
@@ -303,20 +299,20 @@ class _Shape(NamedTuple):
         return self.make("i", "two calls merged", 16, causal(), parts=parts)
 
     def workloads(self) -> list[Workload]:
-        """In the order of importance."""
+        """The `USUAL` ones first."""
         chunked = (causal() & chunks(8 * self.unit, shift=x * self.unit) for x in (0, 4))
         return [
             self.make("a", "causal", 16, causal()),
+            self.documents(64),
             self.windowed(4, 128),
+            self.decode(128),
             *(self.random(16, share) for share in SHARES[:4]),
             self.windowed(1, 32),
-            self.documents(64),
             self.make("c", "window 4k and sinks", 128, self.sinks(4)),
             self.apart("shifted chunks of 8k", *chunked),
             self.cross(0.4),
             self.cross(1.0),
             self.landmark(),
-            self.decode(128),
             self.merged(),
             self.make("a", "dense", 16, everything()),
             self.apart("half of the heads stream", causal(), self.sinks(1)),
