@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
     from lcjax.generation.conversation import Conversation
     from lcjax.generation.language_model import LanguageModel
     from lcjax.generation.replug import Replug
-    from lcjax.generation.retrieval import RetrievalReader
+    from lcjax.generation.retrieval_reader import RetrievalReader
     from lcjax.generation.sampling import Sampling
     from lcjax.parallel.sharding import Mesh
 
@@ -44,7 +44,7 @@ _NAMES = {
     "Mesh": "lcjax.parallel.sharding",
     "ModelSection": "lcjax.checkpoints.build",
     "Replug": "lcjax.generation.replug",
-    "RetrievalReader": "lcjax.generation.retrieval",
+    "RetrievalReader": "lcjax.generation.retrieval_reader",
     "Sampling": "lcjax.generation.sampling",
 }
 

@@ -34,7 +34,7 @@ def is_finite_number(value: object) -> bool:
         return False
 
 
-def whole_number(
+def check_integer(
     key: str, value: object, least: int, way_out: str = "", *, most: int = INT32_MAX
 ) -> None:
     """Raises an InputError unless `value` is a whole number in least ... most; True is none."""
@@ -46,8 +46,8 @@ def whole_number(
     raise InputError(f"{key}={_shown(value)} must be a whole number of {rule}{way_out}")
 
 
-def whole_numbers(section: str, owner: object, least: int, *names: str) -> None:
-    """Applies `whole_number` to fields of a dataclass; fields that default to None may be None.
+def check_integers(section: str, owner: object, least: int, *names: str) -> None:
+    """Applies `check_integer` to fields of a dataclass; fields that default to None may be None.
 
     Args:
       section: the fields' section of the config, for error messages; empty: the top level.
@@ -60,12 +60,12 @@ def whole_numbers(section: str, owner: object, least: int, *names: str) -> None:
         optional = getattr(type(owner), name, 0) is None  # a dataclass keeps defaults on its class
         if not (optional and value is None):
             key = f"{section}.{name}" if section else name
-            whole_number(key, value, least, "null leaves it open" if optional else "")
+            check_integer(key, value, least, "null leaves it open" if optional else "")
 
 
-def random_seed(key: str, value: object) -> None:
+def check_seed(key: str, value: object) -> None:
     """Raises an InputError unless `value` is a seed that NumPy and JAX take: 0 ... 2**32 - 1."""
-    whole_number(key, value, 0, "seeds have 32 bits", most=2**32 - 1)
+    check_integer(key, value, 0, "seeds have 32 bits", most=2**32 - 1)
 
 
 def _shown(value: object) -> str:
@@ -75,7 +75,7 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
-def one_of(key: str, value: object, known: Collection) -> None:
+def check_one_of(key: str, value: object, known: Collection) -> None:
     """Raises an InputError that lists the `known` values unless `value` is one of them."""
     if value not in known:
         raise InputError(f"{key}={value!r} must be one of {', '.join(known)}")

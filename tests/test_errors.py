@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from lcjax.errors import InputError, install_command, random_seed, whole_number
+from lcjax.errors import InputError, check_integer, check_seed, install_command
 from lcjax.parallel.sharding import Mesh
 from lcjax.training.config import Profile, TrainSection
 
 
 @pytest.mark.parametrize("value", [1, 2**31 - 1, np.int64(5)])
 def test_whole_numbers_of_int32_pass(value):
-    whole_number("steps", value, 1)
+    check_integer("steps", value, 1)
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def test_whole_numbers_of_int32_pass(value):
 )
 def test_other_values_are_errors_of_one_line(value, match):
     with pytest.raises(InputError, match=match):
-        whole_number("steps", value, 1, "raise it")
+        check_integer("steps", value, 1, "raise it")
 
 
 def test_seeds_have_32_bits():
-    random_seed("seed", 2**32 - 1)
+    check_seed("seed", 2**32 - 1)
     with pytest.raises(InputError, match="seed=4294967296 must be .* at most 4294967295"):
-        random_seed("seed", 2**32)
+        check_seed("seed", 2**32)
 
 
 @pytest.mark.parametrize(

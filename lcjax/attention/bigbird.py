@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from pallas_kernels import Mask, causal, chunk_distance, per_head, prefix, random_blocks
 
 Plan = tuple[tuple[int, ...], ...]  # the random blocks of each block of queries
@@ -44,11 +44,11 @@ class BigBird(Pattern):
     table: tuple[Plan, ...] | None = None  # instead of drawing: [heads or 1][query block][blocks]
 
     def __post_init__(self):
-        whole_number("pattern.block", self.block, 1)
-        whole_numbers("pattern", self, 0, "near", "global_blocks", "random", "seed")
+        check_integer("pattern.block", self.block, 1)
+        check_integers("pattern", self, 0, "near", "global_blocks", "random", "seed")
         for plan in self.table or ():
             for block_id in itertools.chain.from_iterable(plan):
-                whole_number("pattern.table: a block", block_id, 0)
+                check_integer("pattern.table: a block", block_id, 0)
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         fixed = chunk_distance(self.block, 0, self.near) | prefix(self.global_blocks * self.block)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import whole_number
+from lcjax.errors import check_integer
 from pallas_kernels import causal, chunks, everything, window
 
 
@@ -43,7 +43,7 @@ class Sliding(Pattern):
     window: int  # visible tokens, the token itself included (Hugging Face's `sliding_window`)
 
     def __post_init__(self):
-        whole_number("pattern.window", self.window, 1)
+        check_integer("pattern.window", self.window, 1)
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & window(self.window))]
@@ -66,7 +66,7 @@ class Chunked(Pattern):
     size: int  # tokens of a chunk; the first one begins at the first token
 
     def __post_init__(self):
-        whole_number("pattern.size", self.size, 1)
+        check_integer("pattern.size", self.size, 1)
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & chunks(self.size))]

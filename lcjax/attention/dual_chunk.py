@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
@@ -48,8 +48,8 @@ class DualChunk(Pattern):
     growth: str = "square"  # square (ChunkLlama's code) or linear (Qwen2.5-1M)
 
     def __post_init__(self):
-        whole_number("pattern.chunk", self.chunk, 2)
-        whole_numbers("pattern", self, 1, "local", "train_length")
+        check_integer("pattern.chunk", self.chunk, 2)
+        check_integers("pattern", self, 1, "local", "train_length")
         if self.local >= self.chunk:
             raise InputError(
                 f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "

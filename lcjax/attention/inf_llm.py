@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, near_and_far, rotate_queries
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from lcjax.rope.rotation import rotate
 from pallas_kernels import Mask, causal, flash, gather, merge, prefix, window
 
@@ -69,8 +69,8 @@ class InfLLM(Pattern):
     per_head: bool = False  # whether every query head chooses for itself
 
     def __post_init__(self):
-        whole_number("pattern.sinks", self.sinks, 0)
-        whole_numbers("pattern", self, 1, "window", "block", "top_k", "representatives", "chunk")
+        check_integer("pattern.sinks", self.sinks, 0)
+        check_integers("pattern", self, 1, "window", "block", "top_k", "representatives", "chunk")
         if self.representatives > self.block:
             raise InputError(
                 f"pattern.representatives={self.representatives} must not exceed the tokens of a "

@@ -19,7 +19,7 @@ from lcjax.attention.base import (
     pass_bias,
     rotate_qk,
 )
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from pallas_kernels import causal, everything, gather, merge, prefix, window
 
 
@@ -58,8 +58,8 @@ class LMInfinite(Pattern):
     top_k_position: int | None = None  # their distance; null: half of `window`, as released
 
     def __post_init__(self):
-        whole_numbers("pattern", self, 1, "window", "sinks", "distance", "top_k")
-        whole_numbers("pattern", self, 0, "top_k_position")
+        check_integers("pattern", self, 1, "window", "sinks", "distance", "top_k")
+        check_integers("pattern", self, 0, "top_k_position")
         if self.top_k_position is not None and self.top_k is None:
             raise InputError(
                 f"pattern.top_k_position={self.top_k_position} places the keys that pattern.top_k "
@@ -109,7 +109,7 @@ class ReRoPE(Pattern):
     window: int  # keys at their own distance, the token itself included; at most the trained length
 
     def __post_init__(self):
-        whole_number("pattern.window", self.window, 1)
+        check_integer("pattern.window", self.window, 1)
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return near_and_far(metadata, self.window, self.window, everything())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
 
 
@@ -33,9 +33,9 @@ class Longformer(Pattern):
     dilated_heads: int | None = None  # only the last ones (sec. 4.1: two); null: all
 
     def __post_init__(self):
-        whole_numbers("pattern", self, 1, "window", "dilation", "dilated_heads")
+        check_integers("pattern", self, 1, "window", "dilation", "dilated_heads")
         for index in self.global_tokens:
-            whole_number("pattern.global_tokens", index, 0)
+            check_integer("pattern.global_tokens", index, 0)
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         mask = self._window_mask(metadata.num_heads)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, partial_attention
 from lcjax.attention.causal import Causal
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
@@ -35,7 +35,7 @@ class ShiftedSparse(Pattern):
 
     def __post_init__(self):
         if self.group is not None:
-            whole_number("pattern.group", self.group, 2)
+            check_integer("pattern.group", self.group, 2)
             if self.fraction is not None:
                 raise InputError(
                     f"pattern.group={self.group} and pattern.fraction={self.fraction}: give one"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import whole_numbers
+from lcjax.errors import check_integers
 from pallas_kernels import causal, window
 
 
@@ -40,8 +40,8 @@ class SelfExtend(Pattern):
     scale_base: int | None = None  # keys from which queries grow: the trained length; null: never
 
     def __post_init__(self):
-        whole_numbers("pattern", self, 1, "window", "group")
-        whole_numbers("pattern", self, 2, "scale_base")
+        check_integers("pattern", self, 1, "window", "group")
+        check_integers("pattern", self, 2, "scale_base")
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         near, shift = causal() & window(self.window), self.window - self.window // self.group

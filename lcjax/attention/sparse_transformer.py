@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tail_of, window
 
 
@@ -36,9 +36,9 @@ class SparseTransformer(Pattern):
     columns: int = 1  # groups of summaries that heads take in turn, fixed only
 
     def __post_init__(self):
-        one_of("pattern.kind", self.kind, ("strided", "fixed"))
-        one_of("pattern.heads", self.heads, ("merged", "split"))
-        whole_numbers("pattern", self, 1, "stride", "summary", "columns")
+        check_one_of("pattern.kind", self.kind, ("strided", "fixed"))
+        check_one_of("pattern.heads", self.heads, ("merged", "split"))
+        check_integers("pattern", self, 1, "stride", "summary", "columns")
         if self.kind == "fixed" and self.summary * self.columns > self.stride:
             raise InputError(
                 f"pattern.summary={self.summary} times pattern.columns={self.columns} must not "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import whole_number, whole_numbers
+from lcjax.errors import check_integer, check_integers
 from pallas_kernels import causal, prefix, since_chunk
 
 
@@ -37,8 +37,8 @@ class Streaming(Pattern):
     first: int | None = None  # tokens read before the first eviction; null: sinks + recent
 
     def __post_init__(self):
-        whole_number("pattern.sinks", self.sinks, 0)
-        whole_numbers("pattern", self, 1, "recent", "stride", "first")
+        check_integer("pattern.sinks", self.sinks, 0)
+        check_integers("pattern", self, 1, "recent", "stride", "first")
 
     @property
     def _first_chunk(self) -> int:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
-from lcjax.errors import whole_numbers
+from lcjax.errors import check_integers
 from pallas_kernels import causal, flash, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses for all (sec. 3.2)
@@ -47,7 +47,7 @@ class VerticalSlash(Pattern):
     slash: int = 6096  # diagonals; fewer than 50 count as 50
 
     def __post_init__(self):
-        whole_numbers("pattern", self, 1, "vertical", "slash")
+        check_integers("pattern", self, 1, "vertical", "slash")
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Full attention, as in calls with fewer than 64 queries."""

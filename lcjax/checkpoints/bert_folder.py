@@ -28,7 +28,7 @@ from lcjax.checkpoints.weights import (
     read_params,
     read_tensor,
 )
-from lcjax.errors import InputError, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.files import (
     CHECKSUMS,
     atomic_folder,
@@ -135,7 +135,7 @@ class BertFolder:
         sentence = read_json(file, {})
         longest = sentence.get("max_seq_length")
         if longest is not None:
-            whole_number(f"{file}: max_seq_length", longest, 8)
+            check_integer(f"{file}: max_seq_length", longest, 8)
         if sentence.get("do_lower_case"):
             self.tokenizer.lowercase = True
         sizes = (self.config.max_length, longest, settings.get("model_max_length"))
@@ -278,7 +278,7 @@ def save_bert(
     """
     check_path("folder", folder)
     folder = to_path(folder)
-    one_of("dtype", dtype, DTYPES)
+    check_one_of("dtype", dtype, DTYPES)
     berts = {"": berts} if isinstance(berts, BertWeights) else berts
     weights = {name: WeightStream(bert.params, bert.config, dtype) for name, bert in berts.items()}
     if not distributed.is_main_process():

@@ -12,7 +12,7 @@ from lcjax import checkpoints
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
-from lcjax.errors import InputError, random_seed
+from lcjax.errors import InputError, check_seed
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import (
     PRESETS,
@@ -76,7 +76,7 @@ class ModelSection:
                 f"model.encoder_layers={self.encoder_layers} makes an encoder of the checkpoint"
                 " model.path, without a memory of its own; set one, leave model.memory out"
             )
-        random_seed("model.seed", self.seed)
+        check_seed("model.seed", self.seed)
         # Here and not only in ModelConfig: a checkpoint takes minutes to read.
         for field in ("dtype", "param_dtype", "remat", "context_parallel"):
             value = getattr(self, field)

@@ -26,7 +26,7 @@ import numpy as np
 from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING
 from lcjax.checkpoints.hf_config import config_from_hf
 from lcjax.checkpoints.weights import TensorInfo
-from lcjax.errors import InputError, import_package, whole_number
+from lcjax.errors import InputError, check_integer, import_package
 from lcjax.models.config import ModelConfig
 from lcjax.rope import Yarn
 from lcjax.storage import map_file, to_path
@@ -266,7 +266,7 @@ class GGUFFile:
         value = self.need(key) if default is None else self.get(key, default)
         values = set(value) if isinstance(value, list) else {value}
         for number in values:
-            whole_number(f"{self.path}: {self._key(key)}", number, 1)
+            check_integer(f"{self.path}: {self._key(key)}", number, 1)
         if len(values) != 1:
             raise InputError(
                 f"{self.path}: {self._key(key)} differs between layers ({sorted(values)}): such "
@@ -339,7 +339,7 @@ class GGUFFile:
         key = "{arch}.attention.sliding_window_pattern"
         pattern = self.get(key) or self._arch.period
         if not isinstance(pattern, list):
-            whole_number(f"{self.path}: {self._key(key)}", pattern, 1)
+            check_integer(f"{self.path}: {self._key(key)}", pattern, 1)
             pattern = [(i + 1) % pattern != 0 for i in range(count)]
         if len(pattern) != count or any(value not in (0, 1) for value in pattern):
             raise InputError(
@@ -511,7 +511,7 @@ def _longrope(
         )
     _check_values(file, "rope.scaling.", scaling, _SUPPORTED | {"attn_factor"})
     original = file.need("{arch}.rope.scaling.original_context_length")
-    whole_number(f"{file.path}: rope.scaling.original_context_length", original, 2)
+    check_integer(f"{file.path}: rope.scaling.original_context_length", original, 2)
     scale = file.need("{arch}.context_length") / original
     formula = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     attention = scaling.get("attn_factor", 1.0)

@@ -35,7 +35,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.files import check_sums, write_sums
 from lcjax.parallel import distributed
 from lcjax.storage import Staging, URLPath, is_storage_failure, remove, to_path
@@ -92,7 +92,7 @@ class _Position:
             if not all(isinstance(fields.get(key), dict) for key in ("identity", "position")):
                 raise CheckpointError(f"data/{self._file} is no position in the data")
             if fields.get("last_finite") is not None:
-                whole_number(f"data/{self._file}: last_finite", fields["last_finite"], 0)
+                check_integer(f"data/{self._file}: last_finite", fields["last_finite"], 0)
             self.value = value
 
         return read()

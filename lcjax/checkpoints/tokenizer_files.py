@@ -12,7 +12,7 @@ from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.files import read_json
 from lcjax.storage import to_path
 
@@ -243,7 +243,7 @@ def _gguf_specials(file: GGUFFile, *, add_bos: bool) -> Specials:
         index = file.get(key := f"tokenizer.ggml.{name}_token_id")
         if index is not None:
             most = len(file.need("tokenizer.ggml.tokens")) - 1
-            whole_number(f"{file.path}: {key}", index, 0, "convert it again", most=most)
+            check_integer(f"{file.path}: {key}", index, 0, "convert it again", most=most)
         return index
 
     ends = (get("eos"), get("eot"), get("eom"))

@@ -22,7 +22,7 @@ from lcjax.cost import hlo, roofline
 from lcjax.cost.chips import Topology, local_chip
 from lcjax.cost.compilers import devices
 from lcjax.cost.program import ProgramCost, program_cost
-from lcjax.errors import InputError, one_of
+from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
 from lcjax.parallel.sharding import AXES, make_mesh
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = Topology.parse(options["topology"]) if options["topology"] else None
         programs = (options["programs"] or ",".join(PROGRAMS)).split(",")
         for name in programs:
-            one_of("--programs", name, PROGRAMS)
+            check_one_of("--programs", name, PROGRAMS)
         if options["length"]:
             words.append(f"--data.length={options['length']}")
     except InputError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 
 Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning", "retrieved")
@@ -35,7 +35,7 @@ class Noise:
                 raise InputError(
                     f"noise.{name}={getattr(self, name)} must lie in 0 ... 1, such as 0.3"
                 )
-        whole_numbers("noise", self, 0, "leave")
+        check_integers("noise", self, 0, "leave")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Chunks:
     stride: int | None = None
 
     def __post_init__(self):
-        whole_numbers("chunks", self, 1, "count", "length", "decoder", "most", "stride")
-        one_of("chunks.text", self.text, TEXTS)
+        check_integers("chunks", self, 1, "count", "length", "decoder", "most", "stride")
+        check_one_of("chunks.text", self.text, TEXTS)
         if self.noise is not None and self.noise.leave >= self.length:
             raise InputError(
                 f"chunks.noise.leave={self.noise.leave} hides no token of chunks.length="

@@ -8,7 +8,7 @@ import draccus
 
 from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
-from lcjax.errors import InputError, one_of, random_seed, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers, check_one_of, check_seed
 from lcjax.storage import to_path
 
 OVERLONG = ("split", "truncate", "drop")
@@ -49,8 +49,8 @@ class Source(draccus.ChoiceRegistry):
 
     def __post_init__(self):
         if self.pack is not None:
-            one_of("pack", self.pack, PACKINGS)
-        whole_numbers("", self, 1, "stride", "min_document_tokens", "max_document_tokens")
+            check_one_of("pack", self.pack, PACKINGS)
+        check_integers("", self, 1, "stride", "min_document_tokens", "max_document_tokens")
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -106,7 +106,7 @@ class ChatSource(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        one_of("learn", self.learn, ("answers", "all"))
+        check_one_of("learn", self.learn, ("answers", "all"))
         for key in ("prompt", "answer"):
             try:
                 list(string.Formatter().parse(getattr(self, key)))
@@ -137,7 +137,7 @@ class TokenSource(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        one_of("dtype", self.dtype, ("uint16", "uint32"))
+        check_one_of("dtype", self.dtype, ("uint16", "uint32"))
         if self.document_start is not None and self.document_end is not None:
             raise InputError("document_start and document_end are both set: keep one of them")
         for key in ("stream", "upsample", "pack"):
@@ -245,8 +245,8 @@ class TextConfig:
     on_bad_record: str = "error"  # a record without the text, or damaged: error, or skip it
 
     def __post_init__(self):
-        one_of("data.on_bad_text", self.on_bad_text, ON_BAD_TEXT)
-        one_of("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
+        check_one_of("data.on_bad_text", self.on_bad_text, ON_BAD_TEXT)
+        check_one_of("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
         if not 0 <= self.holdout < 1:
             raise InputError(
                 f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
@@ -319,12 +319,12 @@ class DataConfig(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        one_of("data.pack", self.pack, PACKINGS)
-        one_of("data.overlong", self.overlong, OVERLONG)
-        whole_number("data.length", self.length, 2, "a row holds a token and its target")
-        whole_numbers("data", self, 1, "packing_bins", "min_document_tokens", "repeat")
-        whole_numbers("data", self, 0, "shuffle_rows", "threads", "prefetch")
-        random_seed("data.seed", self.seed)
+        check_one_of("data.pack", self.pack, PACKINGS)
+        check_one_of("data.overlong", self.overlong, OVERLONG)
+        check_integer("data.length", self.length, 2, "a row holds a token and its target")
+        check_integers("data", self, 1, "packing_bins", "min_document_tokens", "repeat")
+        check_integers("data", self, 0, "shuffle_rows", "threads", "prefetch")
+        check_seed("data.seed", self.seed)
         for i, source in enumerate(self.sources):
             self._check_source(f"data.sources.{i}", source)
         for cls in (TeacherSource, RetrievedSource):

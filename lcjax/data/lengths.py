@@ -10,7 +10,7 @@ import numpy as np
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data.config import DataConfig
 from lcjax.data.loader import Batch, make_loader
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, check_integers
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LengthsConfig:
     rows: int = 1000  # number of rows that are counted
 
     def __post_init__(self):
-        whole_numbers("", self, 1, "rows")
+        check_integers("", self, 1, "rows")
         if not self.tokenizer:
             raise InputError("tokenizer is empty: name the model whose tokens are counted")
 

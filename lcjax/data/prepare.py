@@ -35,7 +35,7 @@ from lcjax.data.jobs import (
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError, import_package, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of, import_package
 from lcjax.files import atomic_file, check_path
 from lcjax.storage import local_path
 
@@ -58,10 +58,10 @@ class PrepareConfig:
     workers: int = 0  # processes; 0: one for each core
 
     def __post_init__(self):
-        one_of("dtype", self.dtype, ("auto", *DTYPES))
-        one_of("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
-        whole_numbers("", self, 1, "min_document_tokens")
-        whole_numbers("", self, 0, "workers")
+        check_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        check_one_of("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
+        check_integers("", self, 1, "min_document_tokens")
+        check_integers("", self, 0, "workers")
         if bool(self.path) == bool(self.sources):
             raise InputError("give --path= or sources (one of them, not both): what to tokenise")
         for key in ("tokenizer", "out"):

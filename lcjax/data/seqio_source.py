@@ -18,7 +18,7 @@ from lcjax.data.chunks import Chunks
 from lcjax.data.config import SeqioSource, TextConfig
 from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.data.readers import decode, unit_hash
-from lcjax.errors import InputError, install_command
+from lcjax.errors import InputError, check_one_of, install_command
 
 # Equal ids for these words, digits, spaces, scripts and code show that two tokenizers are equal.
 _PROBES = (
@@ -232,10 +232,7 @@ def _provider(source: SeqioSource) -> Any:
             + f" (module={source.module or 'none'} should register it)"
         )
     provider = seqio.get_mixture_or_task(source.task)
-    if source.split not in provider.splits:
-        raise InputError(
-            f"{source.name}: split={source.split} is not one of {', '.join(provider.splits)}"
-        )
+    check_one_of(f"{source.name}: split", source.split, provider.splits)
     uncached = [t.name for t in seqio.get_subtasks(provider) if not t.supports_caching]
     if source.cached and uncached:
         raise InputError(

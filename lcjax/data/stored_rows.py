@@ -29,7 +29,7 @@ from lcjax.data.token_files import (
     list_shards,
     read_index,
 )
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, check_integers
 from lcjax.files import atomic_file
 from lcjax.parallel import distributed
 from lcjax.storage import local_path, to_path
@@ -46,7 +46,7 @@ class RowsConfig:
     save_every: int = 16  # batches in a shard; a kill loses at most one shard
 
     def __post_init__(self):
-        whole_numbers("", self, 1, "rows", "batch_size", "save_every")
+        check_integers("", self, 1, "rows", "batch_size", "save_every")
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         if self.rows is None and self.data.repeat is None:

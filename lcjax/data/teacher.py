@@ -21,7 +21,7 @@ from lcjax.data.corpus import check_sources
 from lcjax.data.jobs import begin
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.stored_rows import RowsConfig, write_rows
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, check_integers
 from lcjax.files import read_json
 from lcjax.models import Decoder, head
 from lcjax.models.distill import Teacher, largest_probabilities
@@ -43,7 +43,7 @@ class TeacherConfig(RowsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        whole_numbers("", self, 1, "top")
+        check_integers("", self, 1, "top")
         chunks = self.data.chunks
         if chunks is None or chunks.text != "before":
             raise InputError(

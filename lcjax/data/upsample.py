@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, random_seed
+from lcjax.errors import InputError, check_one_of, check_seed
 
 MODES = ("per_source", "code_arxiv_book", "global", "none")
 _DRAWS = 1 << 20  # random numbers drawn at once when a position is restored
@@ -56,13 +56,13 @@ class Upsample:
     normalise: bool = False  # divide the shares by their sum, which must be 1 otherwise
 
     def __post_init__(self):
-        one_of("upsample.mode", self.mode, MODES)
+        check_one_of("upsample.mode", self.mode, MODES)
         if not 0 <= self.ratio <= 1:
             raise InputError(f"upsample.ratio={self.ratio} must be a fraction in [0, 1]")
         for key in ("tokens", "below", "characters_per_token"):
             if not getattr(self, key) > 0:
                 raise InputError(f"upsample.{key}={getattr(self, key)} must be positive")
-        random_seed("upsample.seed", self.seed)
+        check_seed("upsample.seed", self.seed)
         if self.shares and self.mode != "per_source":
             raise InputError(f"upsample.mode={self.mode} does not use shares: set mode: per_source")
         self._check_shares()

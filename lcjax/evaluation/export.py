@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints.load import load_tokenizer
-from lcjax.errors import InputError, one_of
+from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, corpora, tokenizer_of
-from lcjax.evaluation.generation import GenerationTask
+from lcjax.evaluation.prompt_task import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results
 from lcjax.evaluation.run import check, limits_of
@@ -38,7 +38,7 @@ from lcjax.storage import to_path
 def check_formats(names: Sequence[str]) -> None:
     """Raises an InputError for the name of an unknown format."""
     for name in names:
-        one_of("--export", name, _FORMATS)
+        check_one_of("--export", name, _FORMATS)
 
 
 def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
-from lcjax.errors import InputError, one_of
+from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.corpus import start_token
 from lcjax.generation.scorer import PassageSpan
 
@@ -46,7 +46,7 @@ class Segment:
     score: float | None = None  # that a retriever gave a passage
 
     def __post_init__(self):
-        one_of("segment kind", self.kind, KINDS)
+        check_one_of("segment kind", self.kind, KINDS)
 
 
 @dataclasses.dataclass(frozen=True)

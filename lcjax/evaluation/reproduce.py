@@ -27,7 +27,7 @@ from typing import Any
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import check_source
-from lcjax.errors import InputError, one_of, suggestion
+from lcjax.errors import InputError, check_one_of, suggestion
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, Method, corpus_of, sections, texts
 from lcjax.evaluation.report.tables import markdown
@@ -148,7 +148,7 @@ def _options(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
         raise InputError("reproduce: name a table; without any word it lists them")
     if options["--scale"] is None:
         raise InputError(f"reproduce {name}: add --scale paper, smollm2 or tiny")
-    one_of("--scale", options["--scale"], SCALES)
+    check_one_of("--scale", options["--scale"], SCALES)
     return name, options, rest
 
 

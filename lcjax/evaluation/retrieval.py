@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers, check_one_of
 from lcjax.evaluation import plots
-from lcjax.evaluation.metrics import qa
-from lcjax.evaluation.metrics import retrieval as metrics
+from lcjax.evaluation.metrics import qa, ranking
 from lcjax.evaluation.split import SOURCES, check_scored, windows_of_others
 from lcjax.evaluation.task import Record, Records
 from lcjax.files import write_whole
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.retrieval import METHODS, RetrievalReader, Retriever
+from lcjax.generation.retrieval_reader import METHODS, RetrievalReader, Retriever
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScorer
 from lcjax.storage import local_path, to_path
@@ -53,7 +52,7 @@ class RetrieverSection:
         """
         from lcjax.retrieval.datastore import WHY_MAPPED
 
-        whole_numbers(key, self, 1, "k")
+        check_integers(key, self, 1, "k")
         folder = local_path(f"{key}.folder", self.folder, WHY_MAPPED).expanduser()
         if not self.folder or not folder.is_dir():
             raise InputError(
@@ -107,9 +106,9 @@ class Reading:
     source: str = "own"
 
     def __post_init__(self):
-        one_of("retrieval.how", self.how, METHODS)
-        one_of("retrieval.source", self.source, SOURCES)
-        whole_numbers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens", "decoder")
+        check_one_of("retrieval.how", self.how, METHODS)
+        check_one_of("retrieval.source", self.source, SOURCES)
+        check_integers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens", "decoder")
         if self.source == "foreign" and self.decoder is None:
             raise InputError(
                 "retrieval.source=foreign needs retrieval.decoder, the tokens at the end of a"
@@ -280,15 +279,15 @@ class Question:
         scores = {}
         gains = [self.relevant.get(str(hit.passage.id), 0.0) for hit in hits]
         if self.answers:
-            is_answer = [float(metrics.has_answer(hit.passage.text, self.answers)) for hit in hits]
-            scores |= {f"answer_recall@{k}": metrics.hit(is_answer, k) for k in ks}
-            scores["answer_mrr"] = metrics.reciprocal_rank(is_answer)
+            is_answer = [float(ranking.has_answer(hit.passage.text, self.answers)) for hit in hits]
+            scores |= {f"answer_recall@{k}": ranking.hit(is_answer, k) for k in ks}
+            scores["answer_mrr"] = ranking.reciprocal_rank(is_answer)
         if self.relevant:
             total = len(self.relevant)
-            scores |= {f"hit@{k}": metrics.hit(gains, k) for k in ks}
-            scores |= {f"recall@{k}": metrics.recall(gains, k, total) for k in ks}
-            scores["mrr"] = metrics.reciprocal_rank(gains)
-            scores["ndcg@10"] = metrics.ndcg(gains, 10, list(self.relevant.values()))
+            scores |= {f"hit@{k}": ranking.hit(gains, k) for k in ks}
+            scores |= {f"recall@{k}": ranking.recall(gains, k, total) for k in ks}
+            scores["mrr"] = ranking.reciprocal_rank(gains)
+            scores["ndcg@10"] = ranking.ndcg(gains, 10, list(self.relevant.values()))
         return scores
 
 
@@ -309,8 +308,8 @@ def evaluate(config: RetrievalConfig) -> Records:
         names = ", ".join(repeated)
         raise InputError(f"retrievers: duplicate name {names}; give each a unique name")
     for k in config.k:
-        whole_number("k", k, 1)
-    whole_numbers("", config, 1, "max_examples")
+        check_integer("k", k, 1)
+    check_integers("", config, 1, "max_examples")
     if not config.k:
         raise InputError("k is empty; give at least one number of hits")
     if not to_path(config.path).is_file():

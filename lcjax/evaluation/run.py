@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import check_outside_data
-from lcjax.errors import InputError, import_package, random_seed, whole_numbers
+from lcjax.errors import InputError, check_integers, check_seed, import_package
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
     EvalConfig,
@@ -153,8 +153,8 @@ def check(config: EvalConfig) -> None:
     for length in (n for lengths in (config, *config.tasks) for n in lengths.lengths):
         if length < 2:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
-    whole_numbers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
-    random_seed("seed", config.seed)
+    check_integers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
+    check_seed("seed", config.seed)
     import_package("matplotlib", "the figures of a report")
     for index, task in enumerate(config.tasks):
         if task.corpus and not task.needs_data:

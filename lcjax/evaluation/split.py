@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import SentenceEnds
 from lcjax.evaluation.prompt import Prompt
 from lcjax.generation.contexts import context_chunk_size
@@ -55,9 +55,9 @@ class Split(abc.ABC):
     source: str = "own"
 
     def __post_init__(self):
-        whole_numbers(self.key, self, 1, "decoder", "chunk")
-        whole_numbers(self.key, self, 0, "chunks")
-        one_of(f"{self.key}.source", self.source, SOURCES)
+        check_integers(self.key, self, 1, "decoder", "chunk")
+        check_integers(self.key, self, 0, "chunks")
+        check_one_of(f"{self.key}.source", self.source, SOURCES)
 
     @abc.abstractmethod
     def of(self, model, length: int) -> "SplitModel":
@@ -136,8 +136,8 @@ class ContextSplit(Split):
                 f"context.chunks={self.chunks} counts chunks of equal length, and with"
                 " context.sentences=true they differ; leave one of them out"
             )
-        whole_numbers(self.key, self, 1, "trained_context")
-        whole_numbers(self.key, self, 0, "ratio", "decoder_passages")
+        check_integers(self.key, self, 1, "trained_context")
+        check_integers(self.key, self, 0, "ratio", "decoder_passages")
 
     def of(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)
@@ -217,7 +217,7 @@ class ReplugSplit(Split):
     def __post_init__(self):
         super().__post_init__()
         log_weights(np.zeros(1), self.temperature)
-        one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
+        check_one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
 
     def of(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import check_rows, check_token_ids, round_up_to_bucket
 from lcjax.memory import Tree
@@ -192,7 +192,7 @@ def context_chunk_size(memory: Memory, chunk: int | None) -> int:
     """Returns `chunk` if `memory` can encode that many tokens at once; by default its own size."""
     if chunk is None:
         return memory.default_chunk_size
-    whole_number("chunk", chunk, 1, f"leave it out for {memory.default_chunk_size}")
+    check_integer("chunk", chunk, 1, f"leave it out for {memory.default_chunk_size}")
     memory.check_chunk(chunk, "chunk")
     return chunk
 
@@ -458,7 +458,7 @@ def _tokens_at_once(batch_tokens: int | None) -> int:
     """Returns `batch_tokens`, or by default a size that fills a matrix unit or fits CPU caches."""
     if batch_tokens is None:
         return 4096 if jax.default_backend() == "cpu" else 65_536
-    whole_number("batch_tokens", batch_tokens, 1, "leave it out for the default")
+    check_integer("batch_tokens", batch_tokens, 1, "leave it out for the default")
     return int(batch_tokens)
 
 

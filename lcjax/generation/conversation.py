@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import check_template_variables, encode_mid_text
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.retrieval import (
+from lcjax.generation.retrieval_reader import (
     SEPARATOR,
     Retriever,
     Search,
@@ -73,7 +73,7 @@ class Conversation:
             fewer keys), and rotations are made for it. None: the trained length.
           projected: as in `LanguageModel.encode_contexts`.
           prefill_chunk: as in `LanguageModel.generate`.
-          retriever: finds passages for every message (`lcjax.generation.retrieval`).
+          retriever: finds passages for every message (`lcjax.generation.retrieval_reader`).
           k: passages of a search.
           chat_template_kwargs: as in `LanguageModel.chat`, for all turns.
         """
@@ -87,8 +87,8 @@ class Conversation:
         self.lm = lm
         self._variables = check_template_variables(chat_template_kwargs)
         self.length = lm.length or lm.config.max_length if length is None else length
-        whole_number("length", self.length, 1)
-        whole_number("k", k, 0)
+        check_integer("length", self.length, 1)
+        check_integer("k", k, 0)
         if retriever is not None:
             check_retriever(retriever)
             if lm.config.memory is not None and lm.config.memory.by_chunk:

@@ -21,7 +21,7 @@ from lcjax.checkpoints import Tokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.config import check_instance
-from lcjax.errors import InputError, suggestion, whole_number
+from lcjax.errors import InputError, check_integer, suggestion
 from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
@@ -189,7 +189,7 @@ class LanguageModel(Scorer):
         ):  # fmt: skip
             check_instance(name, value, base)
         if length is not None:
-            whole_number("length", length, 1, "None takes that of each call")
+            check_integer("length", length, 1, "None takes that of each call")
         other = copy.copy(self)
         other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
@@ -522,7 +522,9 @@ class LanguageModel(Scorer):
           when: once, or the number of tokens after which they are searched again.
         """
         if retriever is not None:
-            from lcjax.generation.retrieval import RetrievalReader  # which reads with this class
+            from lcjax.generation.retrieval_reader import (
+                RetrievalReader,  # which reads with this class
+            )
 
             if context is not None:
                 raise InputError("context and retriever both give passages to read; give one")
@@ -554,7 +556,7 @@ class LanguageModel(Scorer):
         (0 or more) pieces have log p of their tokens, and of so many alternatives.
         """
         if top_logprobs is not None:
-            whole_number("top_logprobs", top_logprobs, 0, "None leaves them out")
+            check_integer("top_logprobs", top_logprobs, 0, "None leaves them out")
         check_rows("prompts", prompts, '["a prompt"]')
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling={sampling!r:.60} must be a Sampling(max_new_tokens=...)")

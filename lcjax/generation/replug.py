@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -54,8 +54,8 @@ class Replug(WrappedScorer):
 
     def __post_init__(self):
         log_weights(np.zeros(1), self.temperature)
-        whole_number("batch", self.batch, 1)
-        one_of("marginal", self.marginal, MARGINALS)
+        check_integer("batch", self.batch, 1)
+        check_one_of("marginal", self.marginal, MARGINALS)
 
     def nll(
         self,

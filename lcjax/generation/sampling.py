@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError, random_seed, whole_number
+from lcjax.errors import InputError, check_integer, check_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Sampling:
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
-        whole_number("max_new_tokens", self.max_new_tokens, 1, most=2**24)
-        whole_number("min_new_tokens", self.min_new_tokens, 0)
+        check_integer("max_new_tokens", self.max_new_tokens, 1, most=2**24)
+        check_integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
                 f" max_new_tokens={self.max_new_tokens}"
             )
         for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
-            random_seed("seed", seed)
+            check_seed("seed", seed)
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
@@ -44,7 +44,7 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more, finite")
         if self.top_k is not None:
-            whole_number("top_k", self.top_k, 1, "None keeps all tokens")
+            check_integer("top_k", self.top_k, 1, "None keeps all tokens")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must lie in (0, 1]")
         listed = isinstance(self.stop, tuple | list)
@@ -163,7 +163,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, top: int) -> TokenLogpr
 class GeneratedText(str):
     """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length".
 
-    `passages` are the searches (`lcjax.generation.retrieval.Search`) that it was read with.
+    `passages` are the searches (`lcjax.generation.retrieval_reader.Search`) that it was read with.
     """
 
     def __new__(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, aligned
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.generation.programs import InferenceJit
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
@@ -59,7 +59,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
         raise InputError(f"{name}={_shorten(ids)} must be a list of token ids, whole numbers")
     if array.dtype.kind not in "iu" or (isinstance(ids, list | tuple) and bool in map(type, ids)):
         for token in ids:
-            whole_number(f"{name}: token", token, 0)
+            check_integer(f"{name}: token", token, 0)
     outside = array[(array < 0) | (array >= vocab_size)]
     if outside.size:
         raise InputError(f"{name}: token={outside[0]} must lie between 0 and {vocab_size - 1}")
@@ -98,7 +98,7 @@ def check_token_rows(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.nda
 
 def check_first(first: Any, width: int, least: int = 1) -> None:
     """Raises an InputError unless `first` is a position from `least` to the last of a row."""
-    whole_number("first", first, least)
+    check_integer("first", first, least)
     if first >= width:
         raise InputError(f"first={first} must lie between {least} and the length {width} - 1")
 
@@ -145,7 +145,7 @@ def prefill_chunk_size(chunk: int | None) -> int:
     """Returns `chunk`, or by default a size that fills a matrix unit and fits a CPU's caches."""
     if chunk is None:
         return 1024 if jax.default_backend() == "cpu" else 4096
-    whole_number("prefill_chunk", chunk, 1, "leave it out for the default")
+    check_integer("prefill_chunk", chunk, 1, "leave it out for the default")
     return int(chunk)
 
 

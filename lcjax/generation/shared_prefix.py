@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import whole_number
+from lcjax.errors import check_integer
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
 from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
@@ -49,7 +49,7 @@ def group_by_prefix(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int
 
     Groups come in the order of their first prompt; prompts that share nothing are one group.
     """
-    whole_number("least", least, 1)
+    check_integer("least", least, 1)
     rows = [np.asarray(prompt, np.int32) for prompt in prompts]
     order = sorted(range(len(rows)), key=lambda row: _key(rows[row]))
     groups: list[list[int]] = []
@@ -115,7 +115,7 @@ class PrefixReader(WrappedScorer):
 
         Only prefixes of at least `least` tokens (1 or more) are shared.
         """
-        whole_number("least", least, 1)
+        check_integer("least", least, 1)
         self.lm, self.saved_tokens = lm, 0
         self._remaining = sorted((np.asarray(ids, np.int32) for ids in prompts), key=_key)
         self._least, self._knows_prompts = least, bool(self._remaining)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.memory.base import MemorySection
 from lcjax.memory.prefix import (
     PrefixMemory,
@@ -58,10 +58,10 @@ class AutoCompressor(PrefixMemory):
 
     def check(self, config: ModelConfig) -> None:
         super().check(config)
-        whole_number("model.memory.summary", self.summary, 1, "the paper takes 50")
+        check_integer("model.memory.summary", self.summary, 1, "the paper takes 50")
         if self.gradient_segments is not None:
             name = "model.memory.gradient_segments"
-            whole_number(name, self.gradient_segments, 2, "null trains through all")
+            check_integer(name, self.gradient_segments, 2, "null trains through all")
         if self.chunk + self.summary > config.max_length:
             raise InputError(
                 f"model.memory.summary={self.summary} plus chunk={self.chunk} exceeds the trained"

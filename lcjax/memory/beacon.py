@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.prefix import (
     PrefixMemory,
@@ -76,14 +76,14 @@ class Beacon(PrefixMemory):
 
     def check(self, config: ModelConfig) -> None:
         super().check(config)
-        whole_number("model.memory.ratio", self.ratio, 0, "0 keeps all tokens")
+        check_integer("model.memory.ratio", self.ratio, 0, "0 keeps all tokens")
         if not isinstance(self.ratios, tuple):
             raise InputError(
                 f"model.memory.ratios={self.ratios!r} must be a list of whole numbers, such as"
                 " [2, 4, 8]; [] trains with model.memory.ratio alone"
             )
         for ratio in self.ratios:
-            whole_number("model.memory.ratios: ratio", ratio, 1, "1 has a beacon for every token")
+            check_integer("model.memory.ratios: ratio", ratio, 1, "1 has a beacon for every token")
         if self.ratios and not self.ratio:
             raise InputError(
                 "model.memory.ratio=0 keeps all tokens and has no beacons to train; leave"

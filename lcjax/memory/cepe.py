@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.cross_attention import (
     RELEASED_CLASS,
@@ -56,7 +56,7 @@ class Cepe(CrossAttentionMemory):
     def check(self, config: ModelConfig) -> None:
         if self.trained_context is not None:
             way_out = "null leaves attention to long contexts as it is"
-            whole_number("model.memory.trained_context", self.trained_context, 1, way_out)
+            check_integer("model.memory.trained_context", self.trained_context, 1, way_out)
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
@@ -200,7 +200,7 @@ class CepeSection(MemorySection):
     def __post_init__(self):
         if self.layers is not None:
             way_out = "null: all; without any, leave model.memory out"
-            whole_number("model.memory.layers", self.layers, 1, way_out)
+            check_integer("model.memory.layers", self.layers, 1, way_out)
         check_output_share(self.output_share)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:

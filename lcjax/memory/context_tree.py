@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 
 _MAX_DEPTH = 5
 _MAX_DEVIATIONS = 3.0  # standard deviations within which splits are drawn; 1 in 370 is beyond
@@ -63,7 +63,7 @@ class Tree:
                 " numbers, level 1 first, such as [16, 8, 4]"
             )
         for ratio in self.ratios:
-            whole_number(f"{key}.ratios: ratio", ratio, 1, "1 keeps all tokens")
+            check_integer(f"{key}.ratios: ratio", ratio, 1, "1 keeps all tokens")
         if self.noise is not None and not self.noise > 0:
             raise InputError(
                 f"{key}.noise={self.noise} must be above 0, as the paper's 5; null splits nodes in"

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import Causal
 from lcjax.attention.base import rotate_queries
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.memory.base import init_on_mesh
 from lcjax.memory.context_tree import without_padding
 from lcjax.models import cache as cache_lib
@@ -91,7 +91,7 @@ class PrefixMemory(Memory):
 
     def check(self, config: ModelConfig) -> None:
         kind = self.get_choice_name(type(self))
-        whole_number("model.memory.chunk", self.chunk, 1, "the papers take 1024 or more")
+        check_integer("model.memory.chunk", self.chunk, 1, "the papers take 1024 or more")
         if self.chunk >= config.max_length:
             raise InputError(
                 f"model.memory.chunk={self.chunk} leaves no room for what is kept of earlier"

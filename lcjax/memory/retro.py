@@ -38,7 +38,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal, order_indices
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.cepe import ChunkEncoder
 from lcjax.memory.cross_attention import (
@@ -70,7 +70,7 @@ class Retro(CrossAttentionMemory):
     by_chunk: ClassVar[bool] = True  # a row of contexts has neighbours for each chunk
 
     def check(self, config: ModelConfig) -> None:
-        whole_numbers("model.memory", self, 1, "chunk", "neighbours", "neighbour_tokens")
+        check_integers("model.memory", self, 1, "chunk", "neighbours", "neighbour_tokens")
         if not self.layers or not set(self.layers) <= {*range(1, config.num_layers + 1)}:
             raise InputError(
                 f"model.memory.layers={list(self.layers)} must be layers of the decoder, some of"
@@ -267,7 +267,7 @@ class RetroSection(MemorySection):
         check_output_share(self.output_share)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Retro:
-        whole_number("model.memory.encoder_layers", self.encoder_layers, 1)
+        check_integer("model.memory.encoder_layers", self.encoder_layers, 1)
         if self.encoder_layers > config.num_layers:
             raise InputError(
                 f"model.memory.encoder_layers={self.encoder_layers} must lie in 1 ..."

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from lcjax.attention import Causal
-from lcjax.errors import InputError, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh
 from lcjax.memory.context_tree import (
     Policy,
@@ -97,8 +97,8 @@ class SharedLlm(CrossAttentionMemory):
     def check(self, config: ModelConfig) -> None:
         self.tree.check()
         self.tree.check_chunk(self.chunk, "model.memory.chunk")
-        one_of("model.memory.placement", self.placement, PLACEMENTS)
-        one_of("model.memory.positions", self.positions, POSITIONS)
+        check_one_of("model.memory.placement", self.placement, PLACEMENTS)
+        check_one_of("model.memory.positions", self.positions, POSITIONS)
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
@@ -464,7 +464,7 @@ class SharedLlmSection(MemorySection):
     output_share: float = 0.0
 
     def __post_init__(self):
-        whole_number("model.memory.layers", self.layers, 1, "without any, leave model.memory out")
+        check_integer("model.memory.layers", self.layers, 1, "without any, leave model.memory out")
         check_output_share(self.output_share)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.models.layers import MLP, Linear, Norm, Projections, look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import TensorRow
@@ -102,14 +102,14 @@ class BertConfig:
             )
         sizes = {field: hf.get(key, default) for field, key, default in _SIZES}
         for field, key, _ in _SIZES:
-            whole_number(f"{where}: {key}", sizes[field], 1)
+            check_integer(f"{where}: {key}", sizes[field], 1)
         if sizes["width"] % sizes["num_heads"]:
             raise InputError(
                 f"{where}: num_attention_heads={sizes['num_heads']} must divide"
                 f" hidden_size={sizes['width']}"
             )
         activation = hf.get("hidden_act", "gelu")
-        one_of(f"{where}: hidden_act", activation, _ACTIVATIONS)
+        check_one_of(f"{where}: hidden_act", activation, _ACTIVATIONS)
         for key, allowed in (
             ("position_embedding_type", (None, "absolute")),
             ("is_decoder", (None, False)),

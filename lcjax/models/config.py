@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Bidirectional, Causal, Pattern, Sliding
 from lcjax.config import check_instance
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
@@ -35,9 +35,7 @@ _CHOICES = {
 
 def check_choice(field: str, value: Any) -> None:
     """Raises an InputError for a value that `field` of a model cannot have."""
-    if value not in _CHOICES[field]:
-        known = ", ".join(_CHOICES[field])
-        raise InputError(f"model.{field}={value!r} is not one of {known}")
+    check_one_of(f"model.{field}", value, _CHOICES[field])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class LayerKind:
     rope: Rope | None = None  # position method; null: that of the model
 
     def __post_init__(self):
-        whole_number("layers.repeat", self.repeat, 1)
+        check_integer("layers.repeat", self.repeat, 1)
         for field, base in (("pattern", Pattern), ("rope", Rope)):
             check_instance(f"layers.{field}", getattr(self, field), base)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.models.loss import Projection, negative_log_likelihood, over_chunks, weighted_loss
 
 MODES = ("drop", "renormalise", "rest", "smooth")
@@ -43,9 +43,8 @@ class Distill:
                 raise InputError(f"train.distill.{name}={value} must be a number of at least 0")
         if self.ce == self.kl == 0:
             raise InputError("train.distill.ce=0 and kl=0 leave nothing to learn; raise one")
-        if self.mode not in MODES:
-            raise InputError(f"train.distill.mode={self.mode} is not one of {', '.join(MODES)}")
-        whole_number("train.distill.top", self.top, 1)
+        check_one_of("train.distill.mode", self.mode, MODES)
+        check_integer("train.distill.top", self.top, 1)
 
 
 class Teacher(NamedTuple):

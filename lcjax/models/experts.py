@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 _FEW_ROWS = 16  # of a block at least, unless there are fewer rows than experts
@@ -43,10 +43,10 @@ class Experts:
     balance: float = 0.001
 
     def __post_init__(self):
-        whole_number("experts.count", self.count, 1)
-        whole_number("experts.top_k", self.top_k, 1)
+        check_integer("experts.count", self.count, 1)
+        check_integer("experts.top_k", self.top_k, 1)
         if self.width is not None:
-            whole_number("experts.width", self.width, 1)
+            check_integer("experts.width", self.width, 1)
         if self.top_k > self.count:
             raise InputError(
                 f"experts.top_k={self.top_k} must be at most experts.count={self.count}"

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
@@ -23,7 +23,7 @@ class LoRA:
     targets: tuple[str, ...] = ("query", "key", "value", "out")
 
     def __post_init__(self):
-        whole_number("lora.rank", self.rank, 1)
+        check_integer("lora.rank", self.rank, 1)
         if not self.alpha > 0:
             raise InputError(
                 f"lora.alpha={self.alpha} must be above 0: it scales what adapters add; usual:"

@@ -26,7 +26,7 @@ from jax._src import distributed as runtime  # no public way to a barrier with a
 from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from pallas_kernels import self_check, timings
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
@@ -45,9 +45,9 @@ class Distributed:
     heartbeat: int = 100  # seconds without a heartbeat after which a process counts as dead
 
     def __post_init__(self):
-        whole_numbers("distributed", self, 1, "processes", "timeout", "heartbeat")
+        check_integers("distributed", self, 1, "processes", "timeout", "heartbeat")
         if self.process is not None:
-            whole_number("distributed.process", self.process, 0)
+            check_integer("distributed.process", self.process, 0)
             if self.processes is not None and self.process >= self.processes:
                 raise InputError(
                     f"distributed.process={self.process} must be below distributed.processes="

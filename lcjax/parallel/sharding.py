@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from pallas_kernels import Layout
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
@@ -65,7 +65,7 @@ class Mesh:
         sizes = [getattr(self, axis) for axis in AXES]
         for axis, size in zip(AXES, sizes, strict=True):
             if size != -1:
-                whole_number(f"mesh.{axis}", size, 1, "-1 takes the devices that are left")
+                check_integer(f"mesh.{axis}", size, 1, "-1 takes the devices that are left")
         if sizes.count(-1) > 1:
             raise InputError(f"mesh={sizes} for axes {AXES}: only one size may be -1")
 

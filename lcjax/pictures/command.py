@@ -8,7 +8,7 @@ from pathlib import Path
 from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
-from lcjax.errors import InputError, suggestion, whole_number
+from lcjax.errors import InputError, check_integer, suggestion
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind, preset
 from lcjax.pictures.draw import (
@@ -121,7 +121,7 @@ class AttentionPicture:
 
 
 def _mask(config: MaskPicture) -> None:
-    whole_number("layer", config.layer, 0)
+    check_integer("layer", config.layer, 0)
     model = preset("tiny").replace(num_layers=config.layer + 1, layers=config.layers)
     pattern = model.replace(pattern=config.pattern).layer(config.layer).pattern
     options = {"heads": config.heads, "seed": config.seed}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Landmark, Pattern
-from lcjax.errors import InputError, import_package, whole_number
+from lcjax.errors import InputError, check_integer, import_package
 from lcjax.evaluation.plots import COLOURS, GREY, canvas, format_count, series_style
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
@@ -218,7 +218,7 @@ def positions_picture(
     """
     if not methods:
         raise InputError("methods: give at least one, such as {'E2-LLM': (E2Positions(), E2LLM())}")
-    whole_number("rows", rows, 1)
+    check_integer("rows", rows, 1)
     with canvas(to_path(path), 1.0 + 3.6 * len(methods), 5.2) as figure:
         panels = figure.subplots(2, len(methods), squeeze=False, sharex="col", sharey="row")
         for (above, below), (name, (positions, rope)) in zip(panels.T, methods.items()):

@@ -34,7 +34,7 @@ from lcjax.data.jobs import (
     worker_pool,
     write_json,
 )
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.files import atomic_file, check_path, read_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -89,8 +89,8 @@ class BuildConfig:
     workers: int = 0  # processes; 0: one for each core, but one in all with an encoder
 
     def __post_init__(self):
-        one_of("dtype", self.dtype, DTYPES)
-        whole_numbers("", self, 0, "workers")
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_integers("", self, 0, "workers")
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         check_documents(self.data)
@@ -178,7 +178,7 @@ def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
     if encoder is None and config.faiss is not None:
         raise InputError(f"faiss={config.faiss} is an index of vectors: name an encoder")
     if config.faiss is not None:
-        one_of("faiss", config.faiss, FAISS_KINDS)
+        check_one_of("faiss", config.faiss, FAISS_KINDS)
         faiss_module()  # before the long work
     if config.sparse is not None:
         SparseIndex.check(config.sparse)

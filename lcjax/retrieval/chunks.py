@@ -25,7 +25,7 @@ from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer
 from lcjax.data.stored_rows import RowsConfig, write_rows
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.files import check_path
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -52,10 +52,10 @@ class ChunksConfig(RowsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        whole_numbers("", self, 1, "query_tokens")
-        one_of("index", self.index, ("exact", *FAISS_KINDS))
+        check_integers("", self, 1, "query_tokens")
+        check_one_of("index", self.index, ("exact", *FAISS_KINDS))
         if self.kind is not None:
-            one_of("kind", self.kind, KINDS)
+            check_one_of("kind", self.kind, KINDS)
         for key in ("tokenizer", "store"):
             if not getattr(self, key):
                 raise InputError(f"{key} is empty: give --{key}=")

@@ -31,9 +31,9 @@ from lcjax.data.config import INDEX as INDICES
 from lcjax.data.config import PLAN as PLANS
 from lcjax.data.files import LRUCache, import_pyarrow
 from lcjax.data.jobs import write_json
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.files import atomic_file, check_path, read_json, sync_file
-from lcjax.generation.retrieval import join_title
+from lcjax.generation.retrieval_reader import join_title
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.encoder import Encoder, open_encoder
@@ -77,7 +77,7 @@ class EncoderSection:
     allow_pickle: bool = False  # read .bin weights with a restricted reader
 
     def __post_init__(self):
-        whole_numbers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
+        check_integers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
 
     def open(self, mesh: Mesh | None = None) -> Encoder | None:
         """Opens the encoder; None without a path.
@@ -410,7 +410,7 @@ class Datastore:
 
     def build_faiss(self, kind: str, encoder: Encoder | None = None) -> None:
         """Builds an approximate index of the vectors: ivf, ivf_pq or hnsw."""
-        one_of("kind", kind, FAISS_KINDS)
+        check_one_of("kind", kind, FAISS_KINDS)
         with self._changing() as index:
             fingerprint = self.encoder_fields(encoder)["fingerprint"]
             faiss = index["encoders"][fingerprint]["faiss"]
@@ -426,7 +426,7 @@ class Datastore:
         section = encoder if isinstance(encoder, EncoderSection) else EncoderSection()
         encoder = section.open() or encoder
         check_encoder(encoder)
-        one_of("dtype", dtype, DTYPES)
+        check_one_of("dtype", dtype, DTYPES)
         with self._changing() as index:
             fields = encoder_entry(encoder, section, dtype)
             with atomic_file(vector_file(self.folder, encoder.fingerprint), "wb") as file:

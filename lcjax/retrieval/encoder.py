@@ -28,9 +28,9 @@ from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve_encoder
-from lcjax.errors import InputError, missing_extra, one_of, suggestion, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of, missing_extra, suggestion
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.retrieval import join_title
+from lcjax.generation.retrieval_reader import join_title
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
 from lcjax.parallel.sharding import Mesh, keep_rows
@@ -189,7 +189,7 @@ class BertEncoder(Encoder):
         pool = _pool_of(passage, pooling, normalize)
         longest = min(one.max_tokens for one in folders)
         if max_tokens is not None:
-            whole_number("max_tokens", max_tokens, 3, "of this encoder", most=longest)
+            check_integer("max_tokens", max_tokens, 3, "of this encoder", most=longest)
         if len({one.config.width for one in folders}) > 1:
             widths = " and ".join(str(one.config.width) for one in folders)
             raise InputError(f"query_folder={query_folder}: vectors of {widths} numbers do not fit")
@@ -271,7 +271,7 @@ def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) ->
                 " pooling='mean', 'cls' or 'max' and normalize=True or False as the model was"
                 " trained (Contriever: mean, False)"
             )
-        one_of("pooling", pooling, POOLINGS)
+        check_one_of("pooling", pooling, POOLINGS)
         return Pool(pooling, bool(normalize))
     for key, value in (("pooling", pooling), ("normalize", normalize)):
         trained = getattr(modules, key)
@@ -313,10 +313,10 @@ class DecoderEncoder(Encoder):
         config = lm.config
         if layer is None:
             layer = max(config.num_layers // 2, 1)
-        whole_number("layer", layer, 1, most=config.num_layers)
-        one_of("pooling", pooling, ("mean", "last"))
+        check_integer("layer", layer, 1, most=config.num_layers)
+        check_one_of("pooling", pooling, ("mean", "last"))
         max_tokens = config.max_length if max_tokens is None else max_tokens
-        whole_number("max_tokens", max_tokens, 2)
+        check_integer("max_tokens", max_tokens, 2)
         config.check_length(max_tokens)
         if not config.is_position_based or Landmarks.read_by(config.pattern) is not None:
             names = " or ".join(type(pattern).__name__ for pattern in config.patterns)

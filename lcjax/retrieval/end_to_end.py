@@ -36,9 +36,9 @@ from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.data import Loader
 from lcjax.data.config import StoredSource
 from lcjax.data.jobs import write_json
-from lcjax.errors import InputError, is_finite_number, one_of, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
 from lcjax.files import atomic_file, check_destination, read_json
-from lcjax.generation.retrieval import SEPARATOR
+from lcjax.generation.retrieval_reader import SEPARATOR
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import LENGTH, process_rows
 from lcjax.retrieval.chunks import check_named, search_other_documents
@@ -144,9 +144,9 @@ class EndToEnd(RetrieverTraining):
     unit: ClassVar[str] = "tokens"
 
     def __post_init__(self):
-        whole_numbers("retriever", self, 1, "k", "query_tokens", "refresh")
-        whole_number("retriever.passage_tokens", self.passage_tokens, 3)
-        one_of("retriever.passages", self.passages, ("trained", "frozen"))
+        check_integers("retriever", self, 1, "k", "query_tokens", "refresh")
+        check_integer("retriever.passage_tokens", self.passage_tokens, 3)
+        check_one_of("retriever.passages", self.passages, ("trained", "frozen"))
         if not self.store:
             raise InputError("retriever.store is empty: name a folder of lcjax.retrieval build")
 
@@ -173,7 +173,7 @@ class LSR(EndToEnd):
 
     def __post_init__(self):
         super().__post_init__()
-        whole_number("retriever.k", self.k, 2, "one passage has nothing to be compared with")
+        check_integer("retriever.k", self.k, 2, "one passage has nothing to be compared with")
         self._check_temperature("temperature")
         self._check_temperature("lm_temperature")
 
@@ -192,7 +192,7 @@ class Marginal(EndToEnd):
 
     def __post_init__(self):
         super().__post_init__()
-        one_of("retriever.marginal", self.marginal, ("sequence", "token"))
+        check_one_of("retriever.marginal", self.marginal, ("sequence", "token"))
         self._check_temperature("temperature")
 
     def loss(self, scores: jax.Array, nll: jax.Array, batch: dict) -> jax.Array:

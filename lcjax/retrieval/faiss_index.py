@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, missing_extra, one_of, random_seed, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of, check_seed, missing_extra
 from lcjax.files import atomic_file
 from lcjax.retrieval.search import (
     METRICS,
@@ -79,9 +79,9 @@ class FaissIndex:
         """
         faiss = faiss_module()
         check_vectors(vectors)
-        one_of("kind", kind, KINDS)
-        one_of("metric", metric, METRICS)
-        random_seed("seed", seed)
+        check_one_of("kind", kind, KINDS)
+        check_one_of("metric", metric, METRICS)
+        check_seed("seed", seed)
         num_rows, dim = vectors.shape
         for name, value in (
             ("nlist", nlist),
@@ -92,7 +92,7 @@ class FaissIndex:
             ("train_size", train_size),
         ):
             if value is not None:
-                whole_number(name, value, 1)
+                check_integer(name, value, 1)
         generator = np.random.default_rng(seed)
         metric_type = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
         if kind == "hnsw":
@@ -247,7 +247,7 @@ class RefinedIndex:
           refine_factor: candidates for each row of the result.
         """
         check_vectors(vectors, index.dim)
-        whole_number("refine_factor", refine_factor, 1)
+        check_integer("refine_factor", refine_factor, 1)
         if len(vectors) != len(index):
             raise InputError(f"vectors: {len(vectors)} rows, but the index has {len(index)}")
         self._index, self._vectors, self._refine_factor = index, vectors, refine_factor

@@ -38,7 +38,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.data.config import TeacherSource, TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
 from lcjax.data.jobs import begin, write_json
-from lcjax.errors import InputError, is_finite_number, one_of, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
 from lcjax.files import check_path, read_json, sync_file
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -87,17 +87,17 @@ class TokenConfig:
     out: str = ""  # folder to write
 
     def __post_init__(self):
-        one_of("dtype", self.dtype, DTYPES)
-        whole_number("window", self.window, 2)
-        whole_number("overlap", self.overlap, 1)  # else no window predicts its first token
-        whole_numbers("", self, 1, "batch_size", "max_tokens")
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_integer("window", self.window, 2)
+        check_integer("overlap", self.overlap, 1)  # else no window predicts its first token
+        check_integers("", self, 1, "batch_size", "max_tokens")
         if self.overlap >= self.window - 1:
             raise InputError(
                 f"overlap={self.overlap} must be below window - 1 = {self.window - 1}, so that"
                 " windows have new tokens"
             )
         if self.faiss is not None:
-            one_of("faiss", self.faiss, INDICES)
+            check_one_of("faiss", self.faiss, INDICES)
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         check_documents(self.data)
@@ -329,7 +329,7 @@ class TokenStore:
         self, kind: str = "exact", mesh: jax.sharding.Mesh | None = None
     ) -> ExactIndex | RefinedIndex:
         """Opens the search: "exact", or the approximate index that was built."""
-        one_of("index", kind, ("exact", *INDICES))
+        check_one_of("index", kind, ("exact", *INDICES))
         if kind == "exact":
             return ExactIndex(self.keys, metric="l2", mesh=mesh)
         if self.index["faiss"] != kind:
@@ -500,8 +500,8 @@ class _KnnMixture(Mixture):
 def check_settings(key: str, settings: Any) -> None:
     """Raises an InputError for an invalid `k`, `weight`, `temperature` or `index` of `settings`."""
     prefix = f"{key}." if key else ""
-    whole_number(f"{prefix}k", settings.k, 1)
-    one_of(f"{prefix}index", settings.index, ("exact", *INDICES))
+    check_integer(f"{prefix}k", settings.k, 1)
+    check_one_of(f"{prefix}index", settings.index, ("exact", *INDICES))
     for name, least, most in (("weight", 0, 1), ("temperature", 0, float("inf"))):
         value = getattr(settings, name)
         if not is_finite_number(value) or not least <= value <= most:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.files import parse_json, write_whole
 from lcjax.retrieval.retriever import Hit, Retriever
 from lcjax.storage import local_path, to_path
@@ -61,8 +61,8 @@ def mine(
     Raises:
       InputError: a line has no question or answer, `out` exists, or no question gives a pair.
     """
-    whole_number("k", k, 1)
-    whole_number("count", count, 0)
+    check_integer("k", k, 1)
+    check_integer("count", count, 0)
     questions = to_path(questions).expanduser()
     out = local_path("out", out, "copy the file when it is complete").expanduser()
     if out.exists():

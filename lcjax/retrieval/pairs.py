@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from lcjax.checkpoints.bert_folder import BertFolder
 from lcjax.checkpoints.hub import resolve_encoder
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, check_integer
 from lcjax.files import read_json
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.token_batches import (
@@ -88,7 +88,7 @@ class CrossEncoder(_PairScorer):
         path = resolve_encoder(folder, allow_pickle=allow_pickle)
         files = BertFolder(path, allow_pickle=allow_pickle)
         if max_tokens is not None:
-            whole_number("max_tokens", max_tokens, 5, "of this encoder", most=files.max_tokens)
+            check_integer("max_tokens", max_tokens, 5, "of this encoder", most=files.max_tokens)
         limit = LengthLimit(max_tokens or files.max_tokens, on_long, checkpoint_name(folder))
         batching = Batching(limit.max_tokens, batch_tokens, mesh, "score")
         head = files.head("classifier", 1, bias=True)
@@ -180,7 +180,7 @@ class LateInteraction(_PairScorer):
             ("max_tokens", settings.get("doc_maxlen", 220), max_tokens),
         ):
             value = min(default, files.max_tokens) if value is None else value
-            whole_number(key, value, 4, "of this encoder", most=files.max_tokens)
+            check_integer(key, value, 4, "of this encoder", most=files.max_tokens)
             sizes.append(value)
         markers = []
         for key, default in (("query_token_id", "[unused0]"), ("doc_token_id", "[unused1]")):

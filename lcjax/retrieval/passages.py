@@ -18,8 +18,8 @@ from lcjax.data.chat import PromptAnswer
 from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
 from lcjax.data.readers import Reader, RecordFiles, SourceFiles
-from lcjax.errors import InputError, one_of, whole_number
-from lcjax.generation.retrieval import join_title
+from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.generation.retrieval_reader import join_title
 
 UNITS = ("tokens", "words", "sentences")
 # Scripts without spaces between words: every character counts as a word.
@@ -79,9 +79,9 @@ class Chunking:
     title_field: str = ""
 
     def __post_init__(self):
-        one_of("chunking.unit", self.unit, UNITS)
-        whole_number("chunking.size", self.size, 1)
-        whole_number("chunking.overlap", self.overlap, 0)
+        check_one_of("chunking.unit", self.unit, UNITS)
+        check_integer("chunking.size", self.size, 1)
+        check_integer("chunking.overlap", self.overlap, 0)
         if self.overlap >= self.size:
             raise InputError(
                 f"chunking.overlap={self.overlap} must be below chunking.size={self.size}"

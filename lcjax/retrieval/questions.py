@@ -19,7 +19,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from lcjax.errors import InputError, random_seed, whole_number
+from lcjax.errors import InputError, check_integer, check_seed
 from lcjax.files import check_path, write_whole
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.passages import Passage
@@ -97,9 +97,9 @@ class QuestionsConfig:
     out: str = ""  # folder to write
 
     def __post_init__(self):
-        whole_number("count", self.count, 1)
-        whole_number("demonstrations", self.demonstrations, 0)
-        random_seed("seed", self.seed)
+        check_integer("count", self.count, 1)
+        check_integer("demonstrations", self.demonstrations, 0)
+        check_seed("seed", self.seed)
         for key in ("store", "out"):
             if not getattr(self, key):
                 raise InputError(f"{key} is empty: give --{key}=FOLDER")

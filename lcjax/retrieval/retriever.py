@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lcjax.errors import InputError, is_finite_number, one_of, random_seed, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of, check_seed, is_finite_number
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import Encoder
@@ -76,7 +76,7 @@ class Retriever:
           k_candidates: passages of each search that are fused, or ranked again.
           rank_constant: a passage of rank r, counted from 1, adds 1 / (rank_constant + r).
         """
-        whole_number("k_candidates", k_candidates, 1)
+        check_integer("k_candidates", k_candidates, 1)
         if not is_finite_number(rank_constant) or rank_constant < 0:
             raise InputError(f"rank_constant={rank_constant} must be a number of at least 0")
         if rerank is not None and not hasattr(rerank, "score"):
@@ -124,8 +124,8 @@ class Retriever:
             # An encoder or an index of vectors is never left out without a word.
             is_dense = has_vectors or encoder is not None or index != "exact"
             kind = "hybrid" if has_words and is_dense else "dense" if is_dense else "sparse"
-        one_of("kind", kind, KINDS)
-        one_of("index", index, ("exact", *FAISS_KINDS))
+        check_one_of("kind", kind, KINDS)
+        check_one_of("index", index, ("exact", *FAISS_KINDS))
         searches: list[Search] = []
         if kind != "dense":
             searches.append(_sparse_search(store))
@@ -156,7 +156,7 @@ class Retriever:
         Raises:
           InputError: an argument is of another type.
         """
-        whole_number("k", k, 1)
+        check_integer("k", k, 1)
         queries = _check_queries(queries)
         if not queries:
             return []
@@ -301,8 +301,8 @@ def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
     Raises:
       InputError: no passage has a sentence of 6 to 40 words.
     """
-    whole_number("n", n, 1)
-    random_seed("seed", seed)
+    check_integer("n", n, 1)
+    check_seed("seed", seed)
     generator = random.Random(seed)
     samples = _sample_sentences(retriever.store, n, generator)
     variants = {

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from lcjax.errors import INT32_MAX, InputError, one_of, whole_number
+from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
 
 METRICS = ("dot", "l2")
 
@@ -78,7 +78,7 @@ def top_k(
     _check_valid(valid, vectors.shape[0])
     check_options(k, metric, recall_target)
     if block_size is not None:
-        whole_number("block_size", block_size, 1)
+        check_integer("block_size", block_size, 1)
     num_rows = vectors.shape[0]
     num_queries, dim = queries.shape
     block = _block_rows(num_rows, num_queries, dim, block_size)
@@ -335,7 +335,7 @@ class ExactIndex:
         check_vectors(vectors)
         _check_valid(valid, len(vectors))
         check_options(1, metric, recall_target)
-        whole_number("memory", memory, 1, most=2**63 - 1)
+        check_integer("memory", memory, 1, most=2**63 - 1)
         devices = np.array(jax.devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
         self._vectors = vectors
         self._valid = np.ones(len(vectors), bool) if valid is None else np.asarray(valid)
@@ -526,8 +526,8 @@ def _check_valid(valid: Any, num_rows: int) -> None:
 
 
 def check_options(k: Any, metric: str = "dot", recall_target: float | None = None) -> None:
-    whole_number("k", k, 1)
-    one_of("metric", metric, METRICS)
+    check_integer("k", k, 1)
+    check_one_of("metric", metric, METRICS)
     if recall_target is not None and not 0 < recall_target <= 1:
         raise InputError(f"recall_target={recall_target} must be in (0, 1]; None is exact")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, is_finite_number, missing_extra, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of, is_finite_number, missing_extra
 from lcjax.files import atomic_file, read_json
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
@@ -48,7 +48,7 @@ class Sparse:
     stemmer: str | None = None
 
     def __post_init__(self):
-        one_of("sparse.method", self.method, METHODS)
+        check_one_of("sparse.method", self.method, METHODS)
         for key, most in (("k1", 1e6), ("b", 1.0), ("delta", 1e6)):
             value = getattr(self, key)
             if key == "delta" and value is None:
@@ -136,7 +136,7 @@ class SparseIndex:
           float32 [queries, k] scores and int64 [queries, k] rows, best first, equal scores by row;
           -inf and -1 where fewer than k texts have a word of the query.
         """
-        whole_number("k", k, 1)
+        check_integer("k", k, 1)
         scores = np.full((len(queries), k), -np.inf, np.float32)
         rows = np.full((len(queries), k), -1, np.int64)
         for i, query in enumerate(queries):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from lcjax.checkpoints.bert_folder import BertFolder, BertTokenizer
 from lcjax.checkpoints.tokenizer import check_text
-from lcjax.errors import InputError, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.generation.session import round_up_to_bucket
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel import distributed
@@ -68,7 +68,7 @@ class Batching:
 
     def __post_init__(self):
         if self.batch_tokens is not None:
-            whole_number("batch_tokens", self.batch_tokens, 1, "None suits the platform")
+            check_integer("batch_tokens", self.batch_tokens, 1, "None suits the platform")
 
     def run(
         self,
@@ -224,7 +224,7 @@ class LoadedBert:
         dtype: str,
         mesh: jax.sharding.Mesh | None,
     ) -> "LoadedBert":
-        one_of("dtype", dtype, DTYPES)
+        check_one_of("dtype", dtype, DTYPES)
         config: BertConfig = folder.config.replace(pooler=pooler)
         params = folder.params(config, mesh)
         head_params = {name: jnp.asarray(x) for name, x in (head_params or {}).items()}
@@ -254,7 +254,7 @@ class LengthLimit:
     num_texts: int = 0
 
     def __post_init__(self):
-        one_of("on_long", self.on_long, _ON_LONG)
+        check_one_of("on_long", self.on_long, _ON_LONG)
 
     def cut(self, ids: Sequence[int], num_special: int) -> Sequence[int]:
         """Returns the first tokens, so that `num_special` more make up `max_tokens`."""

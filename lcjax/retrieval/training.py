@@ -27,7 +27,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.hub import resolve_encoder
 from lcjax.checkpoints.run_folder import BaseModel, fingerprint
 from lcjax.data import DataConfig, Loader
-from lcjax.errors import InputError, is_finite_number, whole_numbers
+from lcjax.errors import InputError, check_integers, is_finite_number
 from lcjax.files import FolderFormat
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.models.lora import LoRA
@@ -78,8 +78,8 @@ class Contrastive(RetrieverTraining):
             raise InputError(
                 f"retriever.temperature={self.temperature!r} must be above 0, such as 0.05"
             )
-        whole_numbers("retriever", self, 0, "negatives")
-        whole_numbers("retriever", self, 3, "query_tokens", "passage_tokens")
+        check_integers("retriever", self, 0, "negatives")
+        check_integers("retriever", self, 3, "query_tokens", "passage_tokens")
 
     def make_task(self, config: TrainConfig, mesh: jax.sharding.Mesh) -> "ContrastiveTask":
         return ContrastiveTask(config, mesh)

@@ -26,7 +26,7 @@ from lcjax.data.corpus import Corpus, Documents, corpus_identity, open_split
 from lcjax.data.files import FileCache, FileList, kind
 from lcjax.data.loader import batch_rows, concatenate, mixed_rows, read_elements
 from lcjax.data.readers import Document, JsonLinesReader, Reader, RecordFiles
-from lcjax.errors import InputError, is_finite_number, whole_number
+from lcjax.errors import InputError, check_integer, is_finite_number
 from lcjax.files import parse_json
 from lcjax.retrieval.encoder import with_title
 from lcjax.retrieval.passages import sentences
@@ -263,7 +263,7 @@ class Crops(TextPairs):
     delete: float = 0.1  # probability with which a token is left out
 
     def __post_init__(self):
-        whole_number("retriever.pairs.length", self.length, 2)
+        check_integer("retriever.pairs.length", self.length, 2)
         _share("least", self.least, most=1)
         _share("most", self.most, most=1)
         _share("delete", self.delete, most=0.9)

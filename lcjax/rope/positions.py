@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers
 from lcjax.rope.base import Rope
 from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
@@ -88,7 +88,7 @@ class Bf16Positions(Positions):
     bits: int = 8  # significant bits; fewer bits affect short rows as bfloat16 affects long ones
 
     def __post_init__(self):
-        whole_number("positions.bits", self.bits, 1)
+        check_integer("positions.bits", self.bits, 1)
         if self.bits > 24:
             raise InputError(
                 f"positions.bits={self.bits} (bf16) must lie in 1 ... 24: bfloat16 has 8, float32 "
@@ -128,7 +128,7 @@ class E2Positions(Positions):
 
     def __post_init__(self):
         names = ("min_scale", "max_scale", "window", "original_length")
-        whole_numbers("positions", self, 1, *names)
+        check_integers("positions", self, 1, *names)
         if self.min_scale > self.max_scale:
             raise InputError(
                 f"positions.min_scale={self.min_scale} (e2_llm) must not exceed"
@@ -189,7 +189,7 @@ class ClexPositions(Positions):
     max_factor: int | None = None  # null: the rope's
 
     def __post_init__(self):
-        whole_numbers("positions", self, 1, "min_factor", "max_factor")
+        check_integers("positions", self, 1, "min_factor", "max_factor")
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         if not isinstance(rope, Clex):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection, Settings, check_source
-from lcjax.errors import InputError, is_finite_number, missing_extra, whole_number
+from lcjax.errors import InputError, check_integer, is_finite_number, missing_extra
 from lcjax.parallel.distributed import cache_compiled_programs
 from lcjax.parallel.sharding import Mesh
 
@@ -41,11 +41,11 @@ class ServeConfig:
     def __post_init__(self):
         if self.model.path is None and self.model.preset is None:
             raise InputError("model.path is missing; name a checkpoint: --model PATH")
-        whole_number("port", self.port, 0, most=65535)
+        check_integer("port", self.port, 0, most=65535)
         for name in ("max_batch", "max_queue", "max_contexts"):
-            whole_number(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if self.length is not None:
-            whole_number("length", self.length, 2, "null takes the trained length")
+            check_integer("length", self.length, 2, "null takes the trained length")
         if not is_finite_number(self.max_context_gb) or self.max_context_gb <= 0:
             raise InputError(f"max_context_gb={self.max_context_gb} must be above 0")
 

@@ -22,7 +22,7 @@ from lcjax.checkpoints.tokenizer import (
     check_text,
     encode_mid_text,
 )
-from lcjax.errors import InputError, is_finite_number, suggestion, whole_number
+from lcjax.errors import InputError, check_integer, is_finite_number, suggestion
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs
 from lcjax.generation.session import check_token_ids
@@ -126,7 +126,7 @@ class Fields:
     def whole(self, name: str, default: int | None, least: int, most: int) -> int | None:
         value = self._body.get(name, default)
         if value is not None:
-            whole_number(name, value, least, most=most)
+            check_integer(name, value, least, most=most)
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -16,7 +16,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
-from lcjax.errors import INT32_MAX, InputError, random_seed, whole_number, whole_numbers
+from lcjax.errors import INT32_MAX, InputError, check_integer, check_integers, check_seed
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
 from lcjax.parallel.distributed import Distributed
@@ -101,7 +101,7 @@ class Profile:
     steps: int = 3
 
     def __post_init__(self):
-        whole_numbers("train.profile", self, 1, "start", "steps")
+        check_integers("train.profile", self, 1, "start", "steps")
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class TrainSection:
 
     def __post_init__(self):
         counts = ("steps", "batch_size", "accumulation", "log_every", "save_every", "keep")
-        whole_numbers("train", self, 1, *counts, "loss_chunk")
-        random_seed("train.seed", self.seed)
+        check_integers("train", self, 1, *counts, "loss_chunk")
+        check_seed("train.seed", self.seed)
         if self.profile is not None and self.profile.start + self.profile.steps > self.steps:
             raise InputError(
                 f"train.profile.start={self.profile.start} with steps={self.profile.steps} ends"
@@ -235,9 +235,9 @@ class EvalSection:
     batches: int | None = 16  # of train.batch_size rows; null: all
 
     def __post_init__(self):
-        whole_numbers("eval", self, 0, "every")
+        check_integers("eval", self, 0, "every")
         if self.batches is not None:
-            whole_number("eval.batches", self.batches, 1, "null takes all")
+            check_integer("eval.batches", self.batches, 1, "null takes all")
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def test_token_ids_of_another_vocabulary_raise_input_error():
     ("fields", "match"),
     [
         ({"task": "lcjax_byte"}, "no Task or Mixture .* did you mean lcjax_bytes"),
-        ({"split": "test"}, "split=test is not one of train, validation"),
+        ({"split": "test"}, "split='test' must be one of train, validation"),
         ({"module": "no_such_module"}, "module=no_such_module cannot be imported"),
         ({"feature": "inputs"}, r"has no text in inputs_pretokenized or inputs; it has targets"),
         ({"cached": True}, "cached=true, but lcjax_bytes has no step with a cache"),

@@ -34,7 +34,7 @@ from lcjax.evaluation.retrieval import Reading, RetrieverSection, WindowReader
 from lcjax.evaluation.task import Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
-from lcjax.generation.retrieval import RetrievalReader
+from lcjax.generation.retrieval_reader import RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, QueryAware, RetroSection, SharedLlmSection, Tree
 

@@ -9,26 +9,26 @@ import types
 import pytest
 
 from lcjax.evaluation.cli import main
-from lcjax.evaluation.metrics import retrieval as metrics
+from lcjax.evaluation.metrics import ranking
 
 RANKED = [0.0, 2.0, 0.0, 1.0]
 
 
 def test_scores_equal_those_computed_by_hand():
-    assert [metrics.hit(RANKED, k) for k in (1, 2, 9)] == [0, 1, 1]
-    assert [metrics.recall(RANKED, k, 3) for k in (1, 2, 4)] == pytest.approx([0, 1 / 3, 2 / 3])
-    assert metrics.reciprocal_rank(RANKED) == 0.5 and metrics.reciprocal_rank(RANKED, 1) == 0
-    assert metrics.reciprocal_rank([]) == 0
+    assert [ranking.hit(RANKED, k) for k in (1, 2, 9)] == [0, 1, 1]
+    assert [ranking.recall(RANKED, k, 3) for k in (1, 2, 4)] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert ranking.reciprocal_rank(RANKED) == 0.5 and ranking.reciprocal_rank(RANKED, 1) == 0
+    assert ranking.reciprocal_rank([]) == 0
     # Gains 2, 1 and 3 are relevant; the last one was not found.
     best = 3 + 2 / math.log2(3) + 1 / 2
-    assert metrics.ndcg(RANKED, 10, [2, 1, 3]) == pytest.approx(
+    assert ranking.ndcg(RANKED, 10, [2, 1, 3]) == pytest.approx(
         (2 / math.log2(3) + 1 / math.log2(5)) / best
     )
-    assert metrics.ndcg(RANKED, 2, [2, 1, 3]) == pytest.approx(
+    assert ranking.ndcg(RANKED, 2, [2, 1, 3]) == pytest.approx(
         (2 / math.log2(3)) / (3 + 2 / math.log2(3))
     )
-    assert metrics.ndcg([3.0, 2.0, 1.0], 10, [1, 2, 3]) == 1
-    assert metrics.ndcg([1.0, 1.0, 0.0], 1, [1, 1]) == 1, "of as many as are read"
+    assert ranking.ndcg([3.0, 2.0, 1.0], 10, [1, 2, 3]) == 1
+    assert ranking.ndcg([1.0, 1.0, 0.0], 1, [1, 1]) == 1, "of as many as are read"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_scores_equal_those_computed_by_hand():
     ],
 )
 def test_answers_are_whole_words_after_the_normalisation_of_dpr(text, answer, expected):
-    assert metrics.has_answer(text, ["nothing", answer]) is expected
+    assert ranking.has_answer(text, ["nothing", answer]) is expected
 
 
 PASSAGES = {"a": "The sea is blue.", "b": "A ship, red.", "c": "Grey stones."}

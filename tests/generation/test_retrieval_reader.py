@@ -14,7 +14,7 @@ from lcjax.errors import InputError
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
-from lcjax.generation.retrieval import METHODS, RetrievalReader
+from lcjax.generation.retrieval_reader import METHODS, RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, RetroSection
 

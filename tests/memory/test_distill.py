@@ -229,7 +229,10 @@ def test_what_is_stored_are_the_largest_probabilities_and_the_rest():
         ({"ce": -1.0}, r"train.distill.ce=-1.0 must be a number of at least 0"),
         ({"kl": float("nan")}, r"train.distill.kl=nan must be a number"),
         ({"ce": 0.0, "kl": 0.0}, r"leave nothing to learn; raise one"),
-        ({"mode": "reverse"}, r"train.distill.mode=reverse is not one of drop, renormalise, rest"),
+        (
+            {"mode": "reverse"},
+            r"train.distill.mode='reverse' must be one of drop, renormalise, rest",
+        ),
         ({"top": 0}, r"train.distill.top=0 must be a whole number of at least 1"),
     ],
 )

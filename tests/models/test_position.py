@@ -330,7 +330,7 @@ def test_a_table_of_positions_ends():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TINY.replace(position="none"), "model.position='none' is not one of rope, alibi"),
+        (lambda: TINY.replace(position="none"), "model.position='none' must be one of rope, alibi"),
         (
             lambda: TINY.replace(position="t5", pattern=LMInfinite()),
             "model.position=t5 is not defined under pattern LMInfinite.*takes rope, alibi",

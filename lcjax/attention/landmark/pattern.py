@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk, rotate_queries
-from lcjax.errors import InputError, one_of, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers, check_one_of
 from lcjax.rope.rotation import rotate
 from pallas_kernels import causal, flash, gather, landmark_attention, merge
 from pallas_kernels.landmark import older_blocks, own_block
@@ -66,14 +66,14 @@ class Landmark(Pattern):
     loss: str = "predict"  # what is learned around it: predict, skip or drop (see tokens.py)
 
     def __post_init__(self):
-        whole_number("pattern.block", self.block, 2)
-        whole_numbers("pattern", self, 0, "token")
-        one_of("pattern.select", self.select, SELECT)
-        one_of("pattern.loss", self.loss, LOSSES)
+        check_integer("pattern.block", self.block, 2)
+        check_integers("pattern", self, 0, "token")
+        check_one_of("pattern.select", self.select, SELECT)
+        check_one_of("pattern.loss", self.loss, LOSSES)
         if self.top_k is None:
             return
-        whole_number("pattern.top_k", self.top_k, 1)
-        whole_number("pattern.train_length", self.train_length, self.block)
+        check_integer("pattern.top_k", self.top_k, 1)
+        check_integer("pattern.train_length", self.train_length, self.block)
         if self.chunk < 1:
             raise InputError(
                 f"pattern.top_k={self.top_k} blocks of {self.block} leave no room in "

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.attention.landmark.pattern import LOSSES
-from lcjax.errors import InputError, one_of, whole_number
+from lcjax.errors import InputError, check_integer, check_one_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Landmarks:
     loss: str = "predict"
 
     def __post_init__(self):
-        whole_number("landmarks.token", self.token, 0)
-        whole_number(
+        check_integer("landmarks.token", self.token, 0)
+        check_integer(
             "landmarks.tokens_per_block", self.tokens_per_block, 1,
             "released models have 63, the paper 50",
         )  # fmt: skip
-        one_of("landmarks.loss", self.loss, LOSSES)
+        check_one_of("landmarks.loss", self.loss, LOSSES)
 
     @classmethod
     def from_pattern(cls, pattern: Landmark) -> Landmarks:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
@@ -90,9 +90,9 @@ class LmEval(Task):
             raise InputError(
                 f"{key}.tasks is empty; name tasks of the harness, such as --tasks piqa,hellaswag"
             )
-        one_of(f"{key}.template", self.template, TEMPLATES)
-        whole_numbers(key, self, 0, "num_fewshot")
-        whole_numbers(key, self, 1, "max_examples", "max_new_tokens")
+        check_one_of(f"{key}.template", self.template, TEMPLATES)
+        check_integers(key, self, 0, "num_fewshot")
+        check_integers(key, self, 1, "max_examples", "max_new_tokens")
         harness.check_installed()
 
         def load() -> None:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text
+from lcjax.evaluation.prompt_task import Example, GenerationTask, PromptTask, counts
 from lcjax.evaluation.statistics import at_longest, group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Unit, mean_by
 from lcjax.evaluation.tasks.local_files import find
@@ -100,11 +100,11 @@ class FileBenchmark(PromptTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        one_of(f"{key}.aggregate", self.aggregate, AGGREGATES)
+        check_one_of(f"{key}.aggregate", self.aggregate, AGGREGATES)
         names = dict.fromkeys([*self._groups(), *self.datasets])
         for name in self.tasks:
-            one_of(f"{key}.tasks", name, names)
-        whole_numbers(key, self, 1, "max_examples")
+            check_one_of(f"{key}.tasks", name, names)
+        check_integers(key, self, 1, "max_examples")
         for data in filter(self.has_file, self.selection()):
             find(self.path, self.files(data.name), key, self.source)
 
@@ -216,7 +216,7 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        one_of(f"{key}.budget_rule", self.budget_rule, BUDGETS)
+        check_one_of(f"{key}.budget_rule", self.budget_rule, BUDGETS)
 
     def budget(self, length: int, new_tokens: int) -> Budget:
         total = self.budget_rule == "total"
@@ -264,7 +264,7 @@ class TextCutBenchmark(AnswerBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        whole_numbers(key, self, 0, "reserve")
+        check_integers(key, self, 0, "reserve")
         if self.budget_rule == "official" and limits.lengths[0] <= self.reserve:
             raise InputError(
                 f"lengths: {limits.lengths[0]} leaves no room beside {key}.reserve={self.reserve};"

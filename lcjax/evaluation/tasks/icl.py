@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus, prefix_token
-from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Prompt, Segment
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.split import continuations
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
@@ -91,9 +91,9 @@ class Icl(FileBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         self.read_wording(key)
-        whole_numbers(key, self, 0, "shots", "context_shots", "seed")
-        whole_numbers(key, self, 1, "seeds")
-        one_of(f"{key}.order", self.order, ORDERS)
+        check_integers(key, self, 0, "shots", "context_shots", "seed")
+        check_integers(key, self, 1, "seeds")
+        check_one_of(f"{key}.order", self.order, ORDERS)
         for data in self.selection():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from lcjax.errors import InputError, one_of
+from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.metrics import qa, rouge
+from lcjax.evaluation.prompt_task import OWN_WORDING, Example
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
@@ -201,7 +201,7 @@ class InfiniteBench(TextCutBenchmark):
         return f"{name}.jsonl", f"data/{name}.jsonl", f"data/InfiniteBench/{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
-        one_of(f"{key}.family", self.family, _VARIABLES)
+        check_one_of(f"{key}.family", self.family, _VARIABLES)
         super().check(limits, key)
         if self.wording == "lm_eval" and self.family != "gpt4":
             raise InputError(

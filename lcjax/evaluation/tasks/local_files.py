@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 
 from lcjax.config import read_yaml, to_data_path
-from lcjax.errors import InputError, one_of
-from lcjax.evaluation.generation import OWN_WORDING
+from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt_task import OWN_WORDING
 from lcjax.files import parse_json
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -190,7 +190,7 @@ def read_wording(
         return Wording(_flatten(library))
     place, texts = f"{key}.wording={file}", _flatten(read_yaml(file))
     for name, text in texts.items():
-        one_of(f"{place}: name of a text", name, placeholders)
+        check_one_of(f"{place}: name of a text", name, placeholders)
         is_list = isinstance(_flatten(library)[name], list)
         if not (is_text_list(text) if is_list else isinstance(text, str)):
             kind = "a list of texts" if is_list else "a text"
@@ -260,7 +260,7 @@ def choose_template(
         library = library_prompts(benchmark)
         names = {**dict.fromkeys(library), name: placeholders}
         return read_wording(rule, library, names, key, needed=(name,)).texts[name], rule
-    one_of(f"{key}.wording", rule, (*WORDINGS, "the name of a .yaml file"))
+    check_one_of(f"{key}.wording", rule, (*WORDINGS, "the name of a .yaml file"))
     if rule != "lm_eval":
         templates, source = official()
         if templates.get(name):

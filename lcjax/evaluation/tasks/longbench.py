@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of
+from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.metrics import qa, rouge
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
@@ -129,8 +129,8 @@ class LongBench(TextCutBenchmark):
         return file, f"data/{file}"
 
     def check(self, limits: Limits, key: str) -> None:
-        one_of(f"{key}.code_metric", self.code_metric, ("indel", "difflib"))
-        one_of(f"{key}.first_lines", self.first_lines, ("official", "lceg"))
+        check_one_of(f"{key}.code_metric", self.code_metric, ("indel", "difflib"))
+        check_one_of(f"{key}.first_lines", self.first_lines, ("official", "lceg"))
         super().check(limits, key)
         if not self.selection():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")

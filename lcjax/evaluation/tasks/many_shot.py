@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, check_integers
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.statistics import at_longest
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files, longbench
@@ -70,7 +70,7 @@ class ManyShot(TextCutBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        whole_numbers(key, self, 0, "seed")
+        check_integers(key, self, 0, "seed")
         self._template(key)
         for data in self.selection():
             path = local_files.find(self.path, self.files(data.name), key, SOURCE)

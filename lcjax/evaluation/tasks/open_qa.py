@@ -23,12 +23,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import whole_numbers
+from lcjax.errors import check_integers
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.statistics import at_longest
 from lcjax.evaluation.task import Limits, Record, Records, Task
@@ -110,7 +110,7 @@ class OpenQa(AnswerBenchmark):
         super().check(limits, key)
         if self.retriever is not None:
             self.retriever.check(f"{key}.retriever")
-        whole_numbers(key, self, 0, "demonstrations", "seed")
+        check_integers(key, self, 0, "demonstrations", "seed")
         self.read_wording(key)
         for data in self.selection():
             if self.demonstrations:

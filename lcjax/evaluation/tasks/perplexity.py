@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import (
     BOS_RULES,
@@ -243,9 +243,9 @@ class Perplexity(Task):
             ("bos", self.bos, BOS_RULES),
             ("position_bins", self.position_bins, ("linear", "log")),
         ):
-            one_of(f"{key}.{field}", value, known)
+            check_one_of(f"{key}.{field}", value, known)
         counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
-        whole_numbers(key, self, 1, *counts, *(["last"] if self.last is not None else []))
+        check_integers(key, self, 1, *counts, *(["last"] if self.last is not None else []))
         if self.last is None and self._rules.ends and self.protocol != "stream_sink":
             raise InputError(
                 f"{key}.last=null scores all tokens, and {self.protocol} the last ones of a window;"

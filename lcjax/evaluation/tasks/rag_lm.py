@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.config import to_data_path
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, check_integers
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt, Span
 from lcjax.evaluation.retrieval import RetrieverSection
@@ -75,7 +75,7 @@ class RagLm(Task):
         return Perplexity(protocol="last_k", last=self.scored)
 
     def check(self, limits: Limits, key: str) -> None:
-        whole_numbers(key, self, 1, "decoder", "scored", "chunk", "max_examples")
+        check_integers(key, self, 1, "decoder", "scored", "chunk", "max_examples")
         if self.scored >= self.decoder:
             raise InputError(
                 f"{key}.scored={self.scored} must be below {key}.decoder={self.decoder}: what is"

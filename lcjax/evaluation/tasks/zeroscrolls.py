@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of, by_name
@@ -99,9 +99,9 @@ class ZeroScrolls(AnswerBenchmark):
         return f"{name}/{self.split}.jsonl", f"{name}_{self.split}.jsonl", f"{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
-        whole_numbers(key, self, 0, "draws")
-        one_of(f"{key}.keep", self.keep, ("head", "tail"))
-        one_of(f"{key}.flavour", self.flavour, ("zeroscrolls", "cepe"))
+        check_integers(key, self, 0, "draws")
+        check_one_of(f"{key}.keep", self.keep, ("head", "tail"))
+        check_one_of(f"{key}.flavour", self.flavour, ("zeroscrolls", "cepe"))
         super().check(limits, key)
         self.read_wording(key)
 

@@ -9,7 +9,7 @@ from evaluation_support import only_the_run
 
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.retrieval import KvRetrieval
+from lcjax.evaluation.tasks.needles import KvRetrieval
 
 
 def held(unit):

@@ -14,8 +14,8 @@ from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, results, run
 from lcjax.evaluation.export import export
-from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.metrics import longbench as scores
+from lcjax.evaluation.prompt_task import OWN_WORDING
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.local_files import library_prompts
 from lcjax.evaluation.tasks.longbench import LongBench

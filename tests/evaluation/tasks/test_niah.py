@@ -12,7 +12,7 @@ from evaluation_support import BigramModel, ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.retrieval import Haystack, Niah
+from lcjax.evaluation.tasks.needles import Haystack, Niah
 
 ESSAY = "One sentence is short. Another one, which follows it, is rather longer! Is a third one? "
 TEXTS = [("a", ESSAY * 20), ("b", "Here begins the second text. " * 30), ("c", "tiny")]

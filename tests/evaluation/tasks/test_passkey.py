@@ -11,7 +11,7 @@ from evaluation_support import BigramModel, BlankInFront, ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.retrieval import key_scores
+from lcjax.evaluation.tasks.needles import key_scores
 from lcjax.generation.sampling import GeneratedText
 
 

@@ -14,8 +14,8 @@ from lcjax.evaluation.tasks.icl import Icl
 from lcjax.evaluation.tasks.infinitebench import InfiniteBench
 from lcjax.evaluation.tasks.longbench import LongBench
 from lcjax.evaluation.tasks.many_shot import ManyShot
+from lcjax.evaluation.tasks.needles import KvRetrieval, Niah, Passkey
 from lcjax.evaluation.tasks.open_qa import OpenQa
-from lcjax.evaluation.tasks.retrieval import KvRetrieval, Niah, Passkey
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
 
 ESSAYS = [("a", "One sentence is short. Another one, which follows it, is rather longer! " * 30)]

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.generation import Example, GenerationTask, counts
 from lcjax.evaluation.metrics import qa
+from lcjax.evaluation.prompt_task import Example, GenerationTask, counts
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import (
     Limits,
@@ -101,12 +101,12 @@ class Ruler(GenerationTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        whole_numbers(key, self, 1, "samples")
+        check_integers(key, self, 1, "samples")
         for name in self.task_names:
-            one_of(f"{key}.tasks", name, TASKS)
+            check_one_of(f"{key}.tasks", name, TASKS)
         if len(set(self.task_names)) < len(self.task_names):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
-        one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
+        check_one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
         read_wording(self.benchmark, f"{key}.benchmark")
         if any(map(_needs_words, self.task_names)):
             read_words(self.words, f"{key}.words")

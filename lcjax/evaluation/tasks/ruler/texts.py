@@ -21,8 +21,8 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.config import to_data_path
 from lcjax.errors import InputError, install_command
-from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt_task import OWN_WORDING
 from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
 from lcjax.files import parse_json
 

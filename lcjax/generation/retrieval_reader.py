@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
-from lcjax.errors import InputError, one_of, whole_number, whole_numbers
+from lcjax.errors import InputError, check_integer, check_integers, check_one_of
 from lcjax.generation.generate import RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
@@ -104,11 +104,11 @@ class RetrievalReader(WrappedScorer):
 
     def __post_init__(self):
         check_retriever(self.retriever)
-        whole_number("k", self.k, 0)
-        one_of("how", self.how, METHODS)
+        check_integer("k", self.k, 0)
+        check_one_of("how", self.how, METHODS)
         if self.when != "once":
-            whole_number("when", self.when, 1, "or once")
-        whole_numbers("", self, 1, "query_tokens", "passage_tokens")
+            check_integer("when", self.when, 1, "or once")
+        check_integers("", self, 1, "query_tokens", "passage_tokens")
         if self.how != "mixture" and self.temperature != 1:
             raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
         if self._is_beside:

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import SentenceEnds, TokenizedCorpus, TokenizedDocument
-from lcjax.evaluation.generation import Example, GenerationTask
 from lcjax.evaluation.metrics import infinitebench, qa, rouge
 from lcjax.evaluation.prompt import PromptEncoder, Segment
+from lcjax.evaluation.prompt_task import Example, GenerationTask
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
 from lcjax.evaluation.tasks import local_files
@@ -64,7 +64,7 @@ class DepthTask(GenerationTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        whole_numbers(key, self, 1, "depths", "trials")
+        check_integers(key, self, 1, "depths", "trials")
         self.read_wording(key)
 
     def library_texts(self) -> Mapping[str, Any]:
@@ -164,8 +164,8 @@ class Passkey(DepthTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        one_of(f"{key}.match", self.match, _KEY_MATCHES)
-        whole_numbers(key, self, 1, "repeat")
+        check_one_of(f"{key}.match", self.match, _KEY_MATCHES)
+        check_integers(key, self, 1, "repeat")
 
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         rng = np.random.default_rng(placement.seeds)
@@ -403,9 +403,9 @@ class Niah(DepthTask):
         return self.measure
 
     def check(self, limits: Limits, key: str) -> None:
-        one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
+        check_one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
         super().check(limits, key)
-        one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
+        check_one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
 
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         haystack = corpus.once(

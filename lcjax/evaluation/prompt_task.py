@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import one_of, whole_numbers
+from lcjax.errors import check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Prompt, PromptEncoder, Segment, fit
 from lcjax.evaluation.split import generate
@@ -122,8 +122,8 @@ class GenerationTask(PromptTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        one_of(f"{key}.template", self.template, TEMPLATES)
-        whole_numbers(key, self, 1, "max_new_tokens")
+        check_one_of(f"{key}.template", self.template, TEMPLATES)
+        check_integers(key, self, 1, "max_new_tokens")
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         _, new, stop, *sampling = units[0].shape
