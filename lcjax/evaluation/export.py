@@ -101,7 +101,8 @@ def _lm_eval(run: Results, out: Path) -> list[Path]:
                 f"{metric}_stderr,none": _standard_error(task, records),
             }
             results["versions"][name] = records[0]["protocol"]
-            results["n-shot"][name] = 0
+            shots = {record.get("shots", 0) for record in records}
+            results["n-shot"][name] = shots.pop() if len(shots) == 1 else "N/A"
             results["higher_is_better"][name] = {metric: not task.metric.lower_is_better}
             results["n-samples"][name] = {"original": len(records), "effective": len(records)}
             results["configs"][name] = {"task": name, "metadata": {"length": length}}

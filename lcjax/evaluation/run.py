@@ -46,6 +46,8 @@ from lcjax.storage import to_path
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
+# Tables and figures of a report that are of no single task, whose files have the task's name.
+_REPORT_FILES = ("cost", "differences", "perplexity_accuracy", "published", "training")
 
 
 def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | None:
@@ -150,6 +152,8 @@ def check(config: EvalConfig) -> None:
                 f"tasks.{index}.name={label!r} names files; use letters, digits, dot, dash, "
                 "underscore"
             )
+        if label in _REPORT_FILES:
+            raise InputError(f"tasks.{index}.name={label} is a file of every report; rename it")
     for length in (n for lengths in (config, *config.tasks) for n in lengths.lengths):
         if length < 2:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")

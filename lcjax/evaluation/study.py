@@ -239,7 +239,8 @@ def table(trainings: Trainings) -> str:
         section = training.train
         log = read(to_path(training.run.folder) / folder_lib.METRICS)
         shape = f"{section.batch_size} x {training.data.length} x {section.steps:,}"
-        loss = f"{log[-1]['loss']:.3f}" if log and log[-1]["loss"] is not None else "nan"
+        losses = [row["loss"] for row in log if row.get("loss") is not None]  # not of validation
+        loss = f"{losses[-1]:.3f}" if losses else "nan"
         minutes = f"{_seconds(log) / 60:.1f}"
         rows.append([name or "base model", shape, str(section.seed), minutes, loss])
     return f"### Trained first\n\n{markdown(rows)}"
@@ -249,7 +250,8 @@ def _seconds(log: list[dict[str, Any]]) -> float:
     """Seconds of all steps after the first one."""
     total, previous = 0.0, 0
     for row in log:
-        if row.get("tokens_per_second"):
-            total += (row["step"] - previous) * row["tokens"] / row["tokens_per_second"]
+        for unit in ("tokens", "queries"):
+            if row.get(f"{unit}_per_second"):
+                total += (row["step"] - previous) * row[unit] / row[f"{unit}_per_second"]
         previous = row["step"]
     return total

@@ -138,8 +138,8 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return [record.get("weight", 1.0) for record in records]
 
     def cluster(self, record: Record) -> object:
-        """The cluster of records that are not independent; None for an independent record."""
-        return record.get("document")
+        """The cluster of a record; records of one cluster, as of a document, are dependent."""
+        return record.get("document", ("window", record["window"]))
 
     def part(self, record: Record) -> str:
         """The part of the task that a record belongs to, for differences by part."""
@@ -148,13 +148,16 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     def interval(self, records: Records) -> tuple[float, float]:
         """95 % interval of `value`, or NaN.
 
-        Wilson's interval for shares of 0 and 1, else a bootstrap of the weighted examples.
+        Wilson's interval for shares of independent 0s and 1s, else a bootstrap of the weighted
+        clusters.
         """
         records = [record for record in records if self.example(record) is not None]
         values, weights = [self.example(record) for record in records], self.weights(records)
-        if set(values) <= {0.0, 1.0} and np.allclose(weights, weights[:1]):
+        clusters = [self.cluster(record) for record in records]
+        is_share = set(values) <= {0.0, 1.0} and np.allclose(weights, weights[:1])
+        if is_share and len(set(clusters)) == len(clusters):
             return wilson(int(sum(values)), len(values))
-        return bootstrap(values, weights=weights)
+        return bootstrap(values, weights=weights, clusters=clusters)
 
     def references(self, record: Record) -> list[str]:
         """The reference answers of a record or of the fields of a unit."""

@@ -115,7 +115,7 @@ class Conversation:
         self.context = self.lm.encode_contexts(
             [context], projected=self._projected, after=self.context
         )
-        if self.lm.config.memory.is_prefix:
+        if self.lm.prefix_rope is not None:
             self._ids = self.context.without_bos(self._ids, self.lm.tokenizer.bos_id)
             self._clear_cache()
 

@@ -342,6 +342,7 @@ def test_a_checkpoint_with_another_chat_template_gets_its_own_prompts(config):
             ["tasks.1.protocol='press'", "slide_press"],
         ),
         ({"tasks": (Perplexity(name="a/b"),)}, ["tasks.0.name='a/b'"]),
+        ({"tasks": (Perplexity(name="cost"),)}, ["tasks.0.name=cost", "every report"]),
         ({"tasks": (Perplexity(last=0),)}, ["tasks.0.last=0 must be a whole number of at least 1"]),
         (
             {"tasks": (Perplexity(windows_per_document=-1),)},

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from lcjax.evaluation.report.differences import of_records
 from lcjax.evaluation.statistics import bootstrap, paired, pearson, spearman, wilson
+from lcjax.evaluation.tasks import Icl
 
 
 def test_wilson_equals_the_published_examples():
@@ -34,6 +36,18 @@ def test_values_of_one_cluster_count_as_one():
     assert bootstrap(repeated, clusters=names.tolist()) == pytest.approx(bootstrap(spread))
     assert np.diff(bootstrap(repeated)) < np.diff(bootstrap(spread)) / 3
     assert all(map(math.isnan, bootstrap([1.0, 2.0], clusters=["a", "a"])))
+
+
+def test_a_task_counts_repetitions_of_a_question_as_one_example():
+    right = np.random.default_rng(2).random(30) < 0.5
+    alone = [{"dataset": "sst2", "line": i, "window": i, "correct": x} for i, x in enumerate(right)]
+    thrice = [{**record, "window": 3 * i + k} for k in range(3) for i, record in enumerate(alone)]
+    task = Icl(path="unused")
+    low, high = task.interval(thrice)
+    assert high - low == pytest.approx(np.diff(bootstrap(right.astype(float)))[0])
+    assert task.interval(alone) == wilson(int(right.sum()), 30)
+    gap = of_records(task, *([{**r, "digest": "", "protocol": ""} for r in thrice],) * 2)
+    assert gap.count == 90 and gap.p == 1
 
 
 def test_heavier_values_pull_the_interval():

@@ -97,6 +97,21 @@ def test_one_command_trains_the_base_and_the_methods_and_writes_the_table(folder
     assert times == {file: file.stat().st_mtime_ns for file in times}, "trained once only"
 
 
+def test_the_table_of_trainings_reads_logs_with_validation_and_of_queries(folder):
+    trainings = study.trainings(read(folder))
+    for training in trainings.values():
+        log = Path(training.run.folder) / "metrics.jsonl"
+        log.parent.mkdir(parents=True)
+        rows = [
+            {"step": 1, "loss": 2.0, "queries": 8},
+            {"step": 3, "loss": 1.5, "queries": 8, "queries_per_second": 0.1},
+            {"step": 3, "validation_loss": 1.7, "validation_tokens": 64},
+        ]
+        log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = [line.split() for line in study.table(trainings).splitlines()[-2:]]
+    assert [row[-4:-1] for row in rows] == [["2.7", "|", "1.500"]] * 2  # minutes, last loss
+
+
 def test_stages_come_first_in_their_order_and_stay_in_their_own_folders(folder, monkeypatch):
     for name, source in (("encoder", "preset: tiny"), ("main", f"path: {folder}/encoder_run")):
         text = BASE.replace("TEXTS", f"{folder}/texts").replace("preset: tiny", source)

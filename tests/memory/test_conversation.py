@@ -163,6 +163,7 @@ def test_a_model_without_a_memory_reads_passages_before_the_message():
     talk = Conversation(lm, retriever=Store(), length=256)
     talk.say("Who?", GREEDY)
     answer = talk.say("When?", GREEDY)
+    talk.add_context([])  # nothing to encode
     found = [message["content"] for message in talk.messages if message["role"] == "user"]
     first, second = PASSAGES
     assert found == [f"{first}\n\nWho?", f"{second}\n\n{first}\n\nWhen?"]

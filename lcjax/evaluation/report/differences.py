@@ -70,7 +70,7 @@ def of_records(task: Task, base: Records, other: Records) -> Difference:
     weighted = [(*pair, weight) for pair, weight in zip(pairs, weights, strict=True) if weight]
     a, b, records, weights = zip(*weighted, strict=True) if weighted else ((), (), (), ())
     clusters = [task.cluster(record) for record in records]
-    return paired(a, b, weights=weights, clusters=None if None in clusters else clusters)
+    return paired(a, b, weights=weights, clusters=clusters)
 
 
 def lines(task: Task, gaps: Sequence[Gap]) -> list[Record]:

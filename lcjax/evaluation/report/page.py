@@ -42,23 +42,22 @@ _PAGE_COLOURS = {
     **{colour.lower(): f"var(--c{index})" for index, colour in enumerate(COLOURS)},
 }
 _REM = 52 / 604.8  # rem per point: a figure of 8.4 inches (604.8 points) is 52 rem wide
-# Captions by the end of a figure's file name.
+# Captions by the name of a figure's file, or by its end after the name of a task.
 _CAPTIONS = {
-    "by_position": "Mean loss of the tokens at each position of the longest windows; the band is"
+    "_by_position": "Mean loss of the tokens at each position of the longest windows; the band is"
     " one standard error over documents.",
-    "by_depth": "Every panel has the same scale. The dashed line stands behind the last length that"
-    " the model was trained for; hatched cells were not measured.",
-    "by_task": "Every panel has the same scale; hatched cells were not measured.",
-    "by_shots": "One line a method, at the longest length: the score over the number of"
+    "_by_depth": "Every panel has the same scale. The dashed line stands behind the last length"
+    " that the model was trained for; hatched cells were not measured.",
+    "_by_task": "Every panel has the same scale; hatched cells were not measured.",
+    "_by_shots": "One line a method, at the longest length: the score over the number of"
     " demonstrations.",
-    "by_passages": "One line a method, at the longest length: the score over the number of"
+    "_by_passages": "One line a method, at the longest length: the score over the number of"
     " passages.",
     "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
     " device (on a CPU: of the process), over all tasks.",
     "perplexity_accuracy": "Each point is a method, a hollow one without full attention. r is"
     " Pearson's correlation, ρ Spearman's, with"
     " 95 % intervals: with as few methods they are wide, and a high r alone proves little.",
-    "": "",  # plots.over_lengths: `_caption_over_lengths`
 }
 
 
@@ -241,10 +240,14 @@ def figures_of(paths: Sequence[Path], name: str) -> list[dict[str, str]]:
     for index, path in enumerate(paths):
         svg = inline_svg(path, f"{name}-{index}")
         if svg is not None:
-            kind = next(key for key in _CAPTIONS if path.stem.endswith(key))
-            caption = _CAPTIONS[kind] or _caption_over_lengths(svg)
+            caption = next((_CAPTIONS[key] for key in _CAPTIONS if _names(key, path)), None)
+            caption = caption or _caption_over_lengths(svg)
             figures.append({"svg": svg, "caption": caption})
     return figures
+
+
+def _names(key: str, path: Path) -> bool:
+    return path.stem.endswith(key) if key.startswith("_") else path.stem == key
 
 
 def _caption_over_lengths(svg: str) -> str:

@@ -97,6 +97,10 @@ class Icl(FileBenchmark):
         for data in self.selection():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 
+    def cluster(self, record: Record) -> object:
+        """A question, which every seed reads again with other demonstrations."""
+        return record["dataset"], record["line"]
+
     def read_wording(self, key: str) -> Wording:
         names = {f"{data}.instruction": "" for data in _TEXTS}
         names |= {f"{data}.example": "text label" for data in _TEXTS}

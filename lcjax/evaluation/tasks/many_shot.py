@@ -91,6 +91,10 @@ class ManyShot(TextCutBenchmark):
         )
         return self._draw(SHOTS[list(self.datasets).index(data.name)], *files)
 
+    def cluster(self, record: Record) -> object:
+        """A question, which is asked once for each number of demonstrations."""
+        return record["line"] if "shots" in record else super().cluster(record)
+
     def _template(self, key: str = "tasks") -> tuple[str, str]:
         return longbench.template("trec", self.path, self.wording, key)
 

@@ -153,6 +153,10 @@ class OpenQa(AnswerBenchmark):
         example = self.mark_cut(example, mark, tokenizer, length)
         return dataclasses.replace(example, fields=fields)
 
+    def cluster(self, record: Record) -> object:
+        """A question, which is asked once for each number of passages."""
+        return self.datasets[record["dataset"]].group, record["line"]
+
     def summarise(self, records: Records) -> Record:
         further = [name for name in _SCORES if name != "exact_match"]
         return {**super().summarise(records), **self.further_means(records, further)}

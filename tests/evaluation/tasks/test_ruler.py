@@ -312,8 +312,9 @@ def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
     task = Ruler(tasks=("niah_single_1", "vt", "qa_1"), words=None)
     rows = [("niah_single_1", 1.0)] * 4 + [("vt", 0.5)] + [("qa_1", 0.0), ("qa_1", 1.0)]
     records = [
-        {"task": t, "correct": c, "scores": {"string_match": c}, "answer": "x", "truncated": 0}
-        for t, c in rows
+        {"window": i, "task": t, "correct": c, "scores": {"string_match": c}}
+        | {"answer": "x", "truncated": 0}
+        for i, (t, c) in enumerate(rows)
     ]
     found = task.summarise(records)
     assert found["value"] == pytest.approx(2 / 3) and found["retrieval"] == 1.0
