@@ -67,10 +67,14 @@ def attention(
 ):
     """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the log of its sum.
 
-    cap(x) = soft_cap tanh(x / soft_cap). bias: float [N, T, S] or [B, N, T, S], or such logits as
-    a function of (q_index [1 or B, T], k_index), also as a method `logits`. sinks [N]: logits that
-    only add to the sum. table: only the blocks that it lists are visible, on top of the mask; if
-    it has overflowed everything is NaN.
+    cap(x) = soft_cap tanh(x / soft_cap).
+
+    Args:
+      bias: float [N, T, S] or [B, N, T, S], or such logits as a function of (q_index [1 or B, T],
+        k_index), also as a method `logits`.
+      sinks: [N] logits that only add to the sum.
+      table: only the blocks that it lists are visible, on top of the mask; if it has overflowed
+        everything is NaN.
 
     Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]. A query that sees no key gets
     out 0, lse -inf and zero gradients. Memory is O(T S): for tests and small inputs.

@@ -116,8 +116,11 @@ def namespace(*arrays):
 def choose(columns, some, whole, capacity: int | None):
     """(index, full, seen) of candidates with flags [..., candidates]: full ones, then others.
 
-    columns: the block of each candidate; None means 0, 1, ... capacity: None is the need of the
-    longest row if that is known, else the number of candidates. Longer rows are truncated.
+    Args:
+      columns: the block of each candidate; None means 0, 1, ...
+      some, whole: the flags: some pairs of a block are visible, and all of them.
+      capacity: None is the need of the longest row if that is known, else the number of candidates.
+        Longer rows are truncated.
     """
     xp = namespace(some, whole)
     whole = whole & some

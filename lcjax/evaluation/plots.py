@@ -335,12 +335,12 @@ def _bars(axes, rows, methods: list[str], lengths: list[int], key: str, unit: fl
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
-def perplexity_against_accuracy(
+def _scatter_panels(
     panels: Mapping[str, Mapping[str, tuple[float, float]]],
     label: str,
     path: Path,
     *,
-    methods: Sequence[str] = (),
+    methods: Sequence[str],
     approximate: Collection[str] = (),
 ) -> Path:
     """Draws one point per method in each panel, the least-squares line, and the correlations.
@@ -349,10 +349,10 @@ def perplexity_against_accuracy(
       panels: (perplexity, accuracy) by method, by the title of the panel.
       label: of the x axes, such as "perplexity (last_k) at 32,768 tokens".
       path: the PNG file; the SVG is written beside it.
-      methods: all methods of the run, in the order of their colours; empty for those of `panels`.
+      methods: all methods of the run, in the order of their colours.
       approximate: methods without exact attention, whose marks are hollow.
     """
-    order = list(methods) or list(dict.fromkeys(name for p in panels.values() for name in p))
+    order = list(methods)
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     with canvas(path, 4.4 * columns + 2.8, max(4.2 * rows, 0.3 * len(order) + 1.6)) as figure:
@@ -399,10 +399,10 @@ def _correlation_text(name: str, result: Correlation) -> str:
     return f"{name} = {result.value:.2f} [{result.low:.2f}, {result.high:.2f}]"
 
 
-def perplexity_accuracy(
+def perplexity_against_accuracy(
     cells: Mapping["Task", Records], folder: Path, approximate: Collection[str] = ()
 ) -> list[Path]:
-    """Draws `perplexity_against_accuracy` of a run, with one panel for each task of accuracy.
+    """Draws perplexity against accuracy of a run, with one panel for each task of accuracy.
 
     Perplexity is that of the first perplexity task, and accuracy that of every task where higher is
     better (`Task.overall`). Panels with less than three methods are left out.
@@ -422,9 +422,7 @@ def perplexity_accuracy(
     label = f"{losses[0].metric.title} at {format_count(length)} tokens"
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
-    return [
-        perplexity_against_accuracy(panels, label, path, methods=methods, approximate=approximate)
-    ]
+    return [_scatter_panels(panels, label, path, methods=methods, approximate=approximate)]
 
 
 def _overall(task: "Task", cells: Records) -> dict[str, float]:

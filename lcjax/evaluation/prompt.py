@@ -122,6 +122,12 @@ class Budget:
         return "+".join(name for name in names if getattr(self, name, True))
 
 
+def document_segments(instruction: str, document: str, question: str) -> list[Segment]:
+    """The segments of a prompt with one document; empty parts are left out."""
+    texts = {"instruction": instruction, "context_doc": document, "question": question}
+    return [Segment(kind, text) for kind, text in texts.items() if text]
+
+
 class PromptEncoder:
     """Encodes segments for one tokenizer, with or without its chat template.
 

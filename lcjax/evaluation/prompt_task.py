@@ -28,6 +28,7 @@ class Example:
     stop: tuple[str, ...] = ()  # the answer ends before the first of these
     template: str | None = None  # None: the task's
     sampling: Sampling | None = None  # None: greedy
+    cut_mark: str = ""  # before the question if the end of the text will be cut
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,6 @@ def bootstrap(
     *,
     weights: Sequence[float] | None = None,
     clusters: Sequence[object] | None = None,
-    seed: int = 0,
 ) -> tuple[float, float]:
     """Computes the 95 % bootstrap percentile interval of the weighted mean.
 
@@ -65,12 +64,11 @@ def bootstrap(
       values: Values of the examples.
       weights: Weights of the examples; None for equal weights.
       clusters: The cluster of each example; None if all are independent.
-      seed: Seed of the resampling.
 
     Returns:
       (low, high), or NaN for fewer than two clusters.
     """
-    means = _means(values, weights, clusters, seed)
+    means = _means(values, weights, clusters)
     if means is None:
         return math.nan, math.nan
     return _central_interval(means)
@@ -81,7 +79,7 @@ def _central_interval(means: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _means(values, weights, clusters, seed: int) -> np.ndarray | None:
+def _means(values, weights, clusters) -> np.ndarray | None:
     """Weighted means of resampled clusters, float64 [DRAWS]; None for fewer than two clusters."""
     values = np.asarray(values, np.float64)
     weights = np.ones_like(values) if weights is None else np.asarray(weights, np.float64)
@@ -93,7 +91,7 @@ def _means(values, weights, clusters, seed: int) -> np.ndarray | None:
     ids = np.asarray([order[name] for name in names])
     totals = np.bincount(ids, values * weights, count)
     masses = np.bincount(ids, weights, count)
-    rng, means = np.random.default_rng(seed), []
+    rng, means = np.random.default_rng(0), []
     step = max(1, _CHUNK // count)
     for start in range(0, DRAWS, step):
         sample = rng.integers(count, size=(min(step, DRAWS - start), count))
@@ -123,7 +121,6 @@ def paired(
     *,
     weights: Sequence[float] | None = None,
     clusters: Sequence[object] | None = None,
-    seed: int = 0,
 ) -> Difference:
     """Paired bootstrap (Efron and Tibshirani 1993, chapters 13 and 15) of `other - base`.
 
@@ -135,7 +132,7 @@ def paired(
     if not len(differences):
         return Difference(0, *[math.nan] * 4)
     mean = float(np.average(differences, weights=weights))
-    means = _means(differences, weights, clusters, seed)
+    means = _means(differences, weights, clusters)
     if means is None:
         return Difference(len(differences), mean, *[math.nan] * 3)
     low, high = _central_interval(means)

@@ -46,11 +46,23 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Prompts, and how their text is generated.
+def generate_pieces(
+    lm: "LanguageModel",
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    exact: bool = False,
+    prefill_chunk: int | None = None,
+    memory: EncodedContext | None = None,
+    mixture: Mixture | None = None,
+    prefix: CachedPrefix | None = None,
+    top_logprobs: int | None = None,
+) -> Iterator[Piece]:
+    """Returns an iterator over pieces of text for every prompt, until all have finished.
 
-    Attributes:
+    The arguments are checked at once; prompts are read when the first piece is asked for.
+
+    Args:
       lm: the model. One with landmarks reads them among the tokens, at most `pattern.chunk` tokens
         at a time, and never picks one.
       prompts: token ids.
@@ -64,93 +76,83 @@ class Request:
       memory: the encoded context of the prompts, rows that fill up the mesh included.
       mixture: several prompts are one text: their probabilities are mixed, and all read the token
         that is picked.
-      prefix: the cached common prefix of all prompts. Not with `memory`. top_logprobs: pieces have
-      log p of their tokens, and so many of the most probable ones; None:
+      prefix: the cached common prefix of all prompts. Not with `memory`.
+      top_logprobs: pieces have log p of their tokens, and so many of the most probable ones; None:
         they have none.
+
+    Raises:
+      InputError: an argument is invalid, or a prompt is too long.
     """
+    config = lm.model.config
+    rows = _check_prompts(prompts, config.vocab_size)
+    # The last token that is picked is not read.
+    config.check_length(max(map(len, rows)) + sampling.max_new_tokens - 1)
+    mixture = mixture or Mixture(len(rows))
+    sampling.check_texts(mixture.texts)
+    chunk = prefill_chunk_size(prefill_chunk)
+    landmarks = Landmarks.read_by(config.pattern)
+    if landmarks is not None:
+        if exact:
+            raise InputError(
+                "exact=True: rotations that follow the length have no published form with"
+                " landmarks; leave it out"
+            )
+        chunk = _chunk_of_blocks(chunk, config.pattern)
+    return _pieces(
+        lm, fill_rows(lm.model, rows), sampling, mixture, landmarks,
+        exact=exact, chunk=chunk, memory=memory, prefix=prefix, top_logprobs=top_logprobs,
+    )  # fmt: skip
 
-    lm: "LanguageModel"
-    prompts: Sequence[Sequence[int]]
-    sampling: Sampling
-    exact: bool = False
-    prefill_chunk: int | None = None
-    memory: EncodedContext | None = None
-    mixture: Mixture | None = None
-    prefix: CachedPrefix | None = None
-    top_logprobs: int | None = None
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yields pieces of text for every prompt until all have finished.
+def _pieces(
+    lm, prompts, sampling: Sampling, mixture: Mixture, landmarks: Landmarks | None,
+    *, exact: bool, chunk: int, memory, prefix, top_logprobs: int | None,
+) -> Iterator[Piece]:  # fmt: skip
+    """`generate_pieces` of `prompts` that fill the mesh."""
+    max_new = sampling.max_new_tokens
+    num_tokens = np.array([len(prompt) for prompt in prompts])
+    num_landmarks = 0  # among the new tokens of a row
+    if landmarks is not None:
+        prompts = [in_prompt(prompt, landmarks) for prompt in prompts]
+        num_landmarks = max_new // landmarks.tokens_per_block + 1
+    lengths = np.array([len(prompt) for prompt in prompts])
+    rotation = lm.rotations(lengths if exact else lengths + max_new + num_landmarks)
+    logits, session = read_prompts(
+        lm, prompts, rotation, chunk=chunk,
+        # A block that one row fills takes a slot of all rows.
+        num_new=max_new + len(prompts) * num_landmarks,
+        rotated=False if exact else None,
+        landmarks=landmarks, memory=memory, prefix=prefix,
+        with_ffn_input=mixture.needs_ffn_input,
+    )  # fmt: skip
+    eos = jnp.array(lm.tokenizer.eos_ids, jnp.int32)
+    rows = [RowText(index, lm.tokenizer, sampling) for index in range(mixture.texts)]
+    mixed = mixture.logits(logits)
+    key = sampling.key(len(mixed))
 
-        The arguments are checked at once; prompts are read when the first piece is asked for.
+    def pick_next(mixed, step: int) -> tuple[jax.Array, TokenLogprobs | None]:
+        token = pick(mixed, key, step, eos, sampling)
+        return token, None if top_logprobs is None else token_logprobs(mixed, token, top_logprobs)
 
-        Raises:
-          InputError: an argument is invalid, or a prompt is too long.
-        """
-        config = self.lm.model.config
-        prompts = _check_prompts(self.prompts, config.vocab_size)
-        # The last token that is picked is not read.
-        config.check_length(max(map(len, prompts)) + self.sampling.max_new_tokens - 1)
-        mixture = self.mixture or Mixture(len(prompts))
-        self.sampling.check_texts(mixture.texts)
-        chunk = prefill_chunk_size(self.prefill_chunk)
-        landmarks = Landmarks.read_by(config.pattern)
-        if landmarks is not None:
-            if self.exact:
-                raise InputError(
-                    "exact=True: rotations that follow the length have no published form with"
-                    " landmarks; leave it out"
-                )
-            chunk = _chunk_of_blocks(chunk, config.pattern)
-        return self._pieces(fill_rows(self.lm.model, prompts), mixture, chunk, landmarks)
-
-    def _pieces(self, prompts, mixture: Mixture, chunk: int, landmarks: Landmarks | None):
-        """`pieces` of `prompts` that fill the mesh."""
-        lm, sampling, max_new = self.lm, self.sampling, self.sampling.max_new_tokens
-        num_tokens = np.array([len(prompt) for prompt in prompts])
-        num_landmarks = 0  # among the new tokens of a row
-        if landmarks is not None:
-            prompts = [in_prompt(prompt, landmarks) for prompt in prompts]
-            num_landmarks = max_new // landmarks.tokens_per_block + 1
-        lengths = np.array([len(prompt) for prompt in prompts])
-        rotation = lm.rotations(lengths if self.exact else lengths + max_new + num_landmarks)
-        logits, session = read_prompts(
-            lm, prompts, rotation, chunk=chunk,
-            # A block that one row fills takes a slot of all rows.
-            num_new=max_new + len(prompts) * num_landmarks,
-            rotated=False if self.exact else None,
-            landmarks=landmarks, memory=self.memory, prefix=self.prefix,
-            with_ffn_input=mixture.needs_ffn_input,
-        )  # fmt: skip
-        eos = jnp.array(lm.tokenizer.eos_ids, jnp.int32)
-        rows = [RowText(index, lm.tokenizer, sampling) for index in range(mixture.texts)]
-        mixed = mixture.logits(logits)
-        key = sampling.key(len(mixed))
-
-        def pick_next(mixed, step: int) -> tuple[jax.Array, TokenLogprobs | None]:
-            token = pick(mixed, key, step, eos, sampling)
-            top = self.top_logprobs
-            return token, None if top is None else token_logprobs(mixed, token, top)
-
-        following = pick_next(mixed, 0)
-        for step in range(max_new):
-            token, logprobs = following
-            if step + 1 < max_new:
-                if self.exact:
-                    session.rotation = lm.rotations(lengths + step + 1)
-                mixture = mixture.after(logits, token)
-                places = _places(num_tokens + step, landmarks)
-                logits = session.read(mixture.read_by(token, len(prompts)), *places)
-                following = pick_next(mixture.logits(logits), step + 1)
-            logprobs = jax.tree.map(distributed.gather, logprobs)
-            for row, picked in zip(rows, distributed.gather(token)[: len(rows)], strict=True):
-                if row.finish is None:
-                    entry = logprobs and TokenLogprobs(*(x[row.index] for x in logprobs))
-                    piece = row.add(int(picked), entry)
-                    if piece is not None:
-                        yield piece
-            if all(row.finish for row in rows):
-                return
+    following = pick_next(mixed, 0)
+    for step in range(max_new):
+        token, logprobs = following
+        if step + 1 < max_new:
+            if exact:
+                session.rotation = lm.rotations(lengths + step + 1)
+            mixture = mixture.after(logits, token)
+            places = _places(num_tokens + step, landmarks)
+            logits = session.read(mixture.read_by(token, len(prompts)), *places)
+            following = pick_next(mixture.logits(logits), step + 1)
+        logprobs = jax.tree.map(distributed.gather, logprobs)
+        for row, picked in zip(rows, distributed.gather(token)[: len(rows)], strict=True):
+            if row.finish is None:
+                entry = logprobs and TokenLogprobs(*(x[row.index] for x in logprobs))
+                piece = row.add(int(picked), entry)
+                if piece is not None:
+                    yield piece
+        if all(row.finish for row in rows):
+            return
 
 
 def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:

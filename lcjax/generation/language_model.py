@@ -32,7 +32,7 @@ from lcjax.generation.contexts import (
     search,
     split_row,
 )
-from lcjax.generation.generate import Piece, Request
+from lcjax.generation.generate import Piece, generate_pieces
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
 from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
@@ -369,10 +369,10 @@ class LanguageModel(Scorer):
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1; only from there logits are computed.
           lengths: int [B], number of tokens of each row; None: T. Later tokens are not read: a row
-          has the same scores as alone. context: the context of every row, as `encode_contexts`
-          takes or returns it.
-            Where the encoding depends on a question and has none, it is searched for the token
-            before `first`.
+            has the same scores as alone.
+          context: the context of every row, as `encode_contexts` takes or returns it. Where the
+            encoding depends on a question and has none, it is searched for the token before
+            `first`.
 
         Raises:
           InputError: `tokens` are not ids of the vocabulary, or `lengths` or `first` do not fit.
@@ -398,8 +398,8 @@ class LanguageModel(Scorer):
           tokens: as in `nll`, like `first`, `lengths` and `context`.
           first: the first token that is scored.
           lengths: of the rows.
-          context: of every row. with_ffn_input: `score` gets `lcjax.models.decoder.States` as
-          hidden states: also the
+          context: of every row.
+          with_ffn_input: `score` gets `lcjax.models.decoder.States` as hidden states: also the
             input of the last layer's feed-forward.
 
         Returns:
@@ -569,10 +569,11 @@ class LanguageModel(Scorer):
         exact = exact and self.follows_length
         if prefix is not None:
             prefix.check(self.config, ids, context=context, exact=exact)
-        memory = self._memory(context, ids)
-        return Request(
-            self, ids, sampling, exact, prefill_chunk, memory, mixture, prefix, top_logprobs
-        ).pieces()
+        return generate_pieces(
+            self, ids, sampling, exact=exact, prefill_chunk=prefill_chunk,
+            memory=self._memory(context, ids), mixture=mixture, prefix=prefix,
+            top_logprobs=top_logprobs,
+        )  # fmt: skip
 
     def chat(
         self,

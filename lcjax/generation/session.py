@@ -449,7 +449,8 @@ def read_prompts(
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: of a model that reads landmarks; the prompts contain them.
       memory: the encoded context of the rows.
-      prefix: the cached common prefix of all prompts. with_ffn_input: as in `Session`.
+      prefix: the cached common prefix of all prompts.
+      with_ffn_input: as in `Session`.
 
     Returns:
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the

@@ -311,7 +311,7 @@ class ContrastiveTask(Task):
     def check(self) -> None:
         config, settings = self.config, self.settings
         check_sections(config)
-        batches.check_batch(config, self.mesh)
+        batches.check_rows(config, self.mesh.shape)
         rows, negatives = config.train.batch_size, settings.negatives
         distributed.from_first(lambda: settings.pairs.check(config.data, rows, negatives))
         check_encoder(settings.encoder)

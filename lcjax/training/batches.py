@@ -148,13 +148,11 @@ def check_teacher(config: TrainConfig) -> None:
         check_top(distill, StoredFiles(source).index["top"], source.path)
 
 
-def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises an InputError unless the devices of `mesh` get equal shares of every microbatch."""
-    check_rows(config, mesh.shape)
-
-
 def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
-    """`check_batch` for the sizes of a mesh's axes."""
+    """Raises an InputError unless all devices get equal shares of every microbatch.
+
+    `sizes` are those of the axes of the mesh.
+    """
     shards, rows = math.prod(sizes[axis] for axis in ROWS), config.train.batch_size
     unit = shards * config.train.accumulation
     if rows % unit:

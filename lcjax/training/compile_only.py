@@ -84,7 +84,7 @@ def step_flops(config: TrainConfig, model: ModelConfig) -> float:
 
 def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """Lowers the training step for the devices of `mesh`, which need not be present."""
-    batches.check_batch(config, mesh)
+    batches.check_rows(config, mesh.shape)
     batches.check_context(config, model)
     train = config.train
     params = abstract_params(model, mesh, host=train.offload == "parameters")

@@ -174,7 +174,7 @@ def _check_positions(config: ModelConfig, positions: Positions) -> None:
     if type(positions) is PlainPositions:
         return
     kind = Positions.get_choice_name(type(positions))
-    if config.position != "rope" and not isinstance(positions, PlainPositions):
+    if config.position != "rope":
         raise InputError(
             f"train.positions.type={kind} spreads tokens for rotations, and model.position="
             f"{config.position} has none; leave it out"

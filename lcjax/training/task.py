@@ -55,8 +55,9 @@ class Task(abc.ABC):
     Attributes:
       config: of the run.
       mesh: the devices.
-      unit: name of the items that the weights of a batch count, in the plural. export_format: of
-      `<run>/model`. dtype: of activations, for the peak of the devices; set by `load`.
+      unit: name of the items that the weights of a batch count, in the plural.
+      export_format: of `<run>/model`.
+      dtype: of activations, for the peak of the devices; set by `load`.
     """
 
     unit: str = "tokens"
@@ -150,7 +151,7 @@ class LanguageModelTask(Task):
     def check_inputs(self) -> None:
         """Checks the model and the text, but not the rules that select trained parameters."""
         config = self.config
-        batches.check_batch(config, self.mesh)
+        batches.check_rows(config, self.mesh.shape)
         check_source(config.model)
         check_sources(config.data)
         check_outside_data("run.folder", to_path(config.run.folder), config.data)

@@ -101,7 +101,7 @@ def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_
         Perplexity(): [cell(name, 8, value) for name, value in values.items()],
         Passkey(): [cell(name, 8, 0.5) for name in values],
     }
-    assert plots.perplexity_accuracy(cells, tmp_path)
+    assert plots.perplexity_against_accuracy(cells, tmp_path)
 
 
 def test_scores_beyond_one_lie_inside_the_figure_and_the_best_answer_is_not_wrong():
@@ -211,9 +211,9 @@ def test_the_scatter_plots_perplexity_against_accuracy(tmp_path):
     points = {name: (8.0 - i, 0.2 * i) for i, name in enumerate("abcd")}
     panels = {"accuracy": points, "needle": dict(list(points.items())[:3])}
     path = tmp_path / "a.png"
-    plots.perplexity_against_accuracy(panels, "ppl", path, methods="abcd", approximate="d")
+    plots._scatter_panels(panels, "ppl", path, methods="abcd", approximate="d")
     assert has_colour(pixels(path), "#0072B2") and has_colour(pixels(path), "#CC79A7")
-    filled = plots.perplexity_against_accuracy(panels, "ppl", tmp_path / "b.png", methods="abcd")
+    filled = plots._scatter_panels(panels, "ppl", tmp_path / "b.png", methods="abcd")
     pink = [
         (np.abs(pixels(p)[..., :3].astype(int) - [204, 121, 167]).max(-1) < 12).sum()
         for p in (path, filled)
@@ -231,12 +231,12 @@ def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
         Perplexity(): [cell(name, 8, 3.0 + i) for i, name in enumerate("abc")],
         passkey: [cell(name, 8, 0.1 * i) for i, name in enumerate("abc")],
     }
-    assert [file.name for file in plots.perplexity_accuracy(cells, tmp_path)] == [
+    assert [file.name for file in plots.perplexity_against_accuracy(cells, tmp_path)] == [
         "perplexity_accuracy.png"
     ]
     broken = {task: own[: 2 + (task is passkey)] for task, own in cells.items()}
-    assert plots.perplexity_accuracy(broken, tmp_path) == []
-    assert plots.perplexity_accuracy({passkey: cells[passkey]}, tmp_path) == []
+    assert plots.perplexity_against_accuracy(broken, tmp_path) == []
+    assert plots.perplexity_against_accuracy({passkey: cells[passkey]}, tmp_path) == []
 
 
 def test_a_point_of_the_scatter_has_the_mean_of_a_needles_lengths_and_the_longest_of_others():

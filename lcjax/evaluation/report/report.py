@@ -136,7 +136,7 @@ def write(
     by_task = {section.task: section.cells for section in sections}
     models = (environment or {}).get("models") or {}
     approximate = [name for name, model in models.items() if not _is_exact(model)]
-    figures = plots.perplexity_accuracy(by_task, folder / "figures", approximate)
+    figures = plots.perplexity_against_accuracy(by_task, folder / "figures", approximate)
     html = page.write(
         folder / REPORT,
         sections,

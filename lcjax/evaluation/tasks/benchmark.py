@@ -13,7 +13,7 @@ import numpy as np
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa
-from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text
+from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text, document_segments
 from lcjax.evaluation.prompt_task import Example, GenerationTask, PromptTask, counts
 from lcjax.evaluation.statistics import at_longest, group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Unit, mean_by
@@ -224,23 +224,24 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         example = super().prepare(example, data, tokenizer, length)
-        return dataclasses.replace(
+        example = dataclasses.replace(
             example,
             fields={"protocol": f"{self.label}_{self.budget_rule}", **example.fields},
             max_new_tokens=self.max_new_tokens or data.new_tokens,
             stop=data.stop,
             template=None if data.chat else "none",
         )
+        return self._mark_cut(example, tokenizer, length) if example.cut_mark else example
 
-    def mark_cut(self, example: Example, mark: str, tokenizer, length: int) -> Example:
-        """Returns `example` with `mark` before its question if the end of its text will be cut."""
+    def _mark_cut(self, example: Example, tokenizer, length: int) -> Example:
+        """The example with its mark before the question if the end of its text will be cut."""
         prompt = PromptEncoder(tokenizer, example.template or self.template).prompt(
             example.segments
         )
         *before, last = example.segments
         if self.budget(length, example.max_new_tokens).left(prompt) >= 0 or last.kind != "question":
             return example
-        text = mark.rstrip() + "\n\n" + last.text.lstrip()
+        text = example.cut_mark.rstrip() + "\n\n" + last.text.lstrip()
         return dataclasses.replace(example, segments=[*before, Segment("question", text)])
 
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
@@ -298,12 +299,7 @@ def cut_segments(
     head = len("".join(segment.text for segment in segments[: documents[0]]))
     tail = len("".join(segment.text for segment in segments[documents[-1] + 1 :]))
     middle = max(len(text) - tail, min(head, len(text)))
-    texts = {
-        "instruction": text[:head],
-        "context_doc": text[head:middle],
-        "question": text[middle:],
-    }
-    return [Segment(kind, part) for kind, part in texts.items() if part], num_cut
+    return document_segments(text[:head], text[head:middle], text[middle:]), num_cut
 
 
 def by_name(datasets: Sequence[DataSet]) -> dict[str, DataSet]:

@@ -23,7 +23,7 @@ import yaml
 
 from lcjax.config import read_yaml, to_data_path
 from lcjax.errors import InputError, check_one_of
-from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt import Segment, document_segments
 from lcjax.evaluation.prompt_task import OWN_WORDING
 from lcjax.files import parse_json
 
@@ -126,12 +126,8 @@ def fill_template(template: str, values: Mapping[str, str]) -> list[Segment]:
     context = next((match for match in matches if match.group(1) == "context"), None)
     if context is None:
         return [Segment("question", _fill(template, values))]
-    texts = {
-        "instruction": _fill(template[: context.start()], values),
-        "context_doc": values["context"],
-        "question": _fill(template[context.end() :], values),
-    }
-    return [Segment(kind, text) for kind, text in texts.items() if text]
+    before, after = template[: context.start()], template[context.end() :]
+    return document_segments(_fill(before, values), values["context"], _fill(after, values))
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:

@@ -104,8 +104,9 @@ class DepthTask(GenerationTask):
         Args:
           prompt_encoder: The encoder of prompts.
           frame: Returns the segments of the prompt for the token ids of its context.
-          needle: Token ids of the hidden text. haystack: Returns so many token ids, and the index
-          of the needle among them. min_tokens: The minimum number of tokens of the haystack.
+          needle: Token ids of the hidden text.
+          haystack: Returns so many token ids, and the index of the needle among them.
+          min_tokens: The minimum number of tokens of the haystack.
           length: The tokens of the prompt and its answer.
 
         Returns:

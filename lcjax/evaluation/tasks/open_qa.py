@@ -142,16 +142,8 @@ class OpenQa(AnswerBenchmark):
             ]
             fields = {"line": row.line, **wording.fields}
             fields |= {"passages": len(passages), "question": row.question}
-            fields |= {"omitted": wording.texts["omitted"]}
-            yield Example(segments, row.answers, fields)
-
-    def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
-        """Adds a line if the last passages will be cut."""
-        example = super().prepare(example, data, tokenizer, length)
-        fields = dict(example.fields)
-        mark = "\n\n" + fields.pop("omitted")
-        example = self.mark_cut(example, mark, tokenizer, length)
-        return dataclasses.replace(example, fields=fields)
+            mark = f"\n\n{wording.texts['omitted']}"
+            yield Example(segments, row.answers, fields, cut_mark=mark)
 
     def cluster(self, record: Record) -> object:
         """A question, which is asked once for each number of passages."""

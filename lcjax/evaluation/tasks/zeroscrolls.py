@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa, rouge
-from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt import document_segments
 from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
@@ -124,17 +124,12 @@ class ZeroScrolls(AnswerBenchmark):
                 )
             first = examples.setdefault(example.fields["id"], example)
             references = dict.fromkeys([*first.references, *example.references])
-            examples[example.fields["id"]] = dataclasses.replace(first, references=list(references))
+            examples[example.fields["id"]] = dataclasses.replace(
+                first,
+                references=list(references),
+                cut_mark=first.cut_mark if self.keep == "head" else "",
+            )
         yield from examples.values()
-
-    def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
-        """Adds the official line if the end of the text will be cut."""
-        example = super().prepare(example, data, tokenizer, length)
-        fields = dict(example.fields)
-        separator = fields.pop("separator")
-        if self.keep == "head":
-            example = self.mark_cut(example, separator, tokenizer, length)
-        return dataclasses.replace(example, fields=fields)
 
     def examples_of(
         self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits
@@ -163,23 +158,20 @@ def _example(name: str, wording: Wording, line: int, row: dict) -> Example:
     for field, value in (*((f, row[f]) for f in _FIELDS), ("truncation_seperator", separator)):
         if not isinstance(value, str):
             raise ValueError(f"has {field}={value!r}, no text")
-    fields = {"id": row["id"], "line": line, "separator": separator}
+    fields = {"id": row["id"], "line": line}
     if any(field in row for field in _INDEX_FIELDS):
         text, indices = row["input"], [row.get(field) for field in _INDEX_FIELDS]
         if not all(isinstance(i, int) for i in indices) or not 0 <= indices[0] <= indices[1]:
             raise ValueError(f"has indices {indices}, which are no part of its input")
         start, stop = indices[0], min(indices[1], len(text))
-        parts = {
-            "instruction": text[:start],
-            "context_doc": text[start:stop],
-            "question": text[stop:],
-        }
-        segments = [Segment(kind, part) for kind, part in parts.items() if part]
-        return Example(segments, [row["output"]], {**fields, "wording": "official (its input)"})
+        segments = document_segments(text[:start], text[start:stop], text[stop:])
+        fields["wording"] = "official (its input)"
+        return Example(segments, [row["output"]], fields, cut_mark=separator)
     values, answer = _template_values(row, name)
     template = wording.texts[name]
     fields |= local_files.template_fields(template, wording.source)
-    return Example(local_files.fill_template(template, values), [answer], fields)
+    segments = local_files.fill_template(template, values)
+    return Example(segments, [answer], fields, cut_mark=separator)
 
 
 def _template_values(row: dict, name: str) -> tuple[dict[str, str], str]:

@@ -230,7 +230,8 @@ def fetch(x, scratch, names, program: ProgramIndex, first, group) -> None:
 class TilePair(NamedTuple):
     """A tile of queries and one of keys; the first axis of their products is the resident one.
 
-    resident: its first row. streamed: a function that returns the first row of the other.
+    resident: its first row.
+    streamed: a function that returns the first row of the other.
     vectors: indices and segments in shared memory, and 0, 1, ... for the axis that passes: numbers
       computed from the thread's index would occupy registers while they are not needed.
     """

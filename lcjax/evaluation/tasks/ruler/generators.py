@@ -21,6 +21,7 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.tasks.ruler.texts import (
     Essays,
     Question,
@@ -38,15 +39,6 @@ _EXAMPLE_TOKENS = 500  # of the solved example of variable tracking
 _NUM_COMMON = 10  # most common words
 _ZETA = math.pi**2 / 6  # zeta(2)
 _CODE_LETTERS = 6  # letters of a coded word
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One question: its segments, the right answers, and fields of its record."""
-
-    segments: Sequence[Segment]
-    answers: Sequence[str]
-    fields: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -78,7 +70,7 @@ class Generator(abc.ABC):
         """The number of units by which a sample that is too long is shortened at a time."""
 
     @abc.abstractmethod
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         """Draws the `index`-th sample."""
 
     def min_units_of(self, index: int) -> int:
@@ -107,7 +99,7 @@ class Generator(abc.ABC):
         units: int,
         index: int,
         name: str,
-    ) -> tuple[Sample, int]:
+    ) -> tuple[Example, int]:
         """Draws the sample of a seed with `units` of haystack, or as many steps fewer as needed.
 
         Returns:
@@ -129,7 +121,7 @@ class Generator(abc.ABC):
                 )
             units = max(units - step if units > step else units - 1, min_units)
 
-    def fits(self, prompt_encoder: PromptEncoder, budget: Budget, sample: Sample) -> bool:
+    def fits(self, prompt_encoder: PromptEncoder, budget: Budget, sample: Example) -> bool:
         return budget.left(prompt_encoder.prompt(sample.segments)) >= 0
 
     def shuffle(self, rng: random.Random, items: list) -> None:
@@ -238,7 +230,7 @@ class Needles(Generator):
             return random_number(rng)
         return random_uuid(rng) if kind == "uuids" else self._sources.words.pair(rng)
 
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         kind = self.kind
         keys = [self._random(rng, kind.key) for _ in range(kind.keys)]
         values = [[self._random(rng, kind.value) for _ in range(kind.values)] for _ in keys]
@@ -260,7 +252,7 @@ class Needles(Generator):
             context = self.encode(template.separator) + context
         else:
             context, depths = self._between_lines(rng, units, needles)
-        return Sample(template.segments(context), answers, {"depths": depths, "query": query})
+        return Example(template.segments(context), answers, {"depths": depths, "query": query})
 
     def _in_essay(self, rng, units: int, needles: list[str]) -> tuple[list[int], list[int]]:
         """Token ids of the context, and the depths of the needles in percent."""
@@ -307,10 +299,10 @@ class _Chain(Generator):
     def step(self, length: int) -> int:
         return 10 if length >= 4096 else 5
 
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         return self.at_lines(rng, units, sorted(rng.sample(range(units), _NUM_HOPS + 1)))
 
-    def at_lines(self, rng: random.Random, units: int, indices: list[int]) -> Sample:
+    def at_lines(self, rng: random.Random, units: int, indices: list[int]) -> Example:
         """Draws a chain whose assignments stand before the lines `indices`."""
         names: list[str] = []
         while len(names) <= _NUM_HOPS:
@@ -326,7 +318,7 @@ class _Chain(Generator):
         # Every line begins with a newline, so the last one of the separator is left out.
         context = self.encode(template.separator[:-1]) + _flatten(blocks)
         depths = [round(100 * index / units, 1) for index in indices]
-        return Sample(template.segments(context), names, {"depths": depths})
+        return Example(template.segments(context), names, {"depths": depths})
 
 
 class VariableTracking(_Chain):
@@ -342,12 +334,12 @@ class VariableTracking(_Chain):
         rng = random.Random(f"vt {seed}")
         self._example_lines = sorted(rng.sample(range(self._example_units), _NUM_HOPS + 1))
 
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         """The example's lines are the same in all samples, its names and value are not."""
         example = self._example.at_lines(rng, self._example_units, self._example_lines)
         prompt = self._prompt_encoder.prompt(example.segments)
         ids = prompt.ids[prompt.tokens("bos") :].tolist()
-        ids += self.encode(" " + " ".join(example.answers) + "\n\n")
+        ids += self.encode(" " + " ".join(example.references) + "\n\n")
         sample = super().draw(rng, units, index)
         segments = [Segment("demo", ids=ids), *sample.segments]
         return dataclasses.replace(sample, segments=segments)
@@ -383,14 +375,14 @@ class CommonWords(Generator):
         self.shuffle(rng, entries)
         return _numbered(entries), words[:_NUM_COMMON]
 
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         template = self._wording.template("common_words_extraction", query="")
         text, answers = self._list(rng, *self._example)
         before = template.instruction + template.separator
         demo = f"{before}{text}{template.question}{template.answer} {_numbered(answers)}\n"
         text, answers = self._list(rng, units, *self._repeats)
         segments = template.segments(self.encode(template.separator + text))
-        return Sample([Segment("demo", demo), *segments], answers)
+        return Example([Segment("demo", demo), *segments], answers)
 
 
 def _numbered(words: list[str]) -> str:
@@ -434,7 +426,7 @@ class FrequentWords(Generator):
         self.shuffle(rng, words)
         return ["...", *words[1:]]
 
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         vocabulary = self._vocabulary(rng)
         counts = [int(units / (rank**2 * _ZETA)) for rank in range(1, len(vocabulary) + 1)]
         pairs = zip(vocabulary, counts, strict=True)
@@ -442,7 +434,7 @@ class FrequentWords(Generator):
         self.shuffle(rng, entries)
         template = self._wording.template("freq_words_extraction", query="")
         segments = template.segments(self.encode(template.separator + " ".join(entries)))
-        return Sample(segments, vocabulary[1:4], {"counts": counts[:5], "entries": sum(counts)})
+        return Example(segments, vocabulary[1:4], {"counts": counts[:5], "entries": sum(counts)})
 
 
 class Passages(Generator):
@@ -463,7 +455,7 @@ class Passages(Generator):
     def min_units_of(self, index: int) -> int:
         return len(self._questions[index].gold)
 
-    def draw(self, rng: random.Random, units: int, index: int) -> Sample:
+    def draw(self, rng: random.Random, units: int, index: int) -> Example:
         question, num_documents = self._questions[index], len(self._documents)
         if units < num_documents:
             indices = self._choose(rng, question, max(units, len(question.gold)))
@@ -473,7 +465,7 @@ class Passages(Generator):
         template = self._wording.template("qa", query=question.text)
         segments = template.segments(*(self._document(n, i) for n, i in enumerate(indices, 1)))
         gold = [indices.index(document) + 1 for document in question.gold]
-        return Sample(segments, question.answers, {"query": question.text, "gold": gold})
+        return Example(segments, question.answers, {"query": question.text, "gold": gold})
 
     def _choose(self, rng: random.Random, question: Question, units: int) -> list[int]:
         gold, related = list(question.gold), list(question.related)

@@ -121,7 +121,7 @@ class Ruler(GenerationTask):
             units = generator.num_units(prompt_encoder, budget, probe_seeds(f"{name} {length}"))
             for index in range(min(self.samples, generator.num_questions or self.samples)):
                 seed = f"ruler {limits.seed} {name} {length} {index}"
-                sample, num_units = generator.sample(
+                example, num_units = generator.sample(
                     prompt_encoder, budget, seed, units, index, name
                 )
                 fields = {
@@ -131,9 +131,9 @@ class Ruler(GenerationTask):
                     "units": num_units,
                     "shuffles": self.shuffles,
                     **self._source_fields(name, corpus),
-                    **sample.fields,
+                    **example.fields,
                 }
-                yield Example(sample.segments, sample.answers, fields, budget.new_tokens)
+                yield dataclasses.replace(example, fields=fields, max_new_tokens=budget.new_tokens)
 
     def generator(
         self, name: str, corpus: TokenizedCorpus, length: int, limits: Limits
