@@ -80,7 +80,7 @@ class _Position:
 
         async def write():
             folder = await directory.await_creation()
-            if jax.process_index() == 0:
+            if distributed.is_main_process():
                 await asyncio.to_thread((folder / self._file).write_text, text)
 
         return write()

@@ -111,7 +111,7 @@ class RetrievalReader(WrappedScorer):
         check_integers("", self, 1, "query_tokens", "passage_tokens")
         if self.how != "mixture" and self.temperature != 1:
             raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
-        if self._is_beside:
+        if self._uses_memory:
             check_memory(self.config.memory)
         if self._is_by_chunk and self.when != "once":
             raise InputError(
@@ -126,14 +126,14 @@ class RetrievalReader(WrappedScorer):
         return Replug(self.lm, self.temperature, self.batch, marginal)
 
     @property
-    def _is_beside(self) -> bool:
+    def _uses_memory(self) -> bool:
         """Whether a memory reads the passages."""
         return self.how in ("context", "fid")
 
     @property
     def _is_by_chunk(self) -> bool:
         """Whether chunks of the text read passages of their own."""
-        return self._is_beside and self.config.memory.by_chunk
+        return self._uses_memory and self.config.memory.by_chunk
 
     # Generation
 
@@ -284,7 +284,7 @@ class RetrievalReader(WrappedScorer):
             rows = np.flatnonzero(heads == head)
             options = self._options(tokens[rows, :head], [searches[row] for row in rows])
             self._check_length(lengths[rows] - head, options["context"])
-            scorer = self.lm if self._is_beside else self._replug
+            scorer = self.lm if self._uses_memory else self._replug
             columns = slice(head, None)
             nll[rows, columns] = scorer.nll(
                 tokens[rows, columns], first=first - head, lengths=lengths[rows] - head, **options
@@ -350,7 +350,7 @@ class RetrievalReader(WrappedScorer):
                 [[*(t for ids in ctx for t in ids.tolist()), *p] for ctx, p in pairs],
                 {},
             )
-        return self.lm if self._is_beside else self._replug, prompts, options
+        return self.lm if self._uses_memory else self._replug, prompts, options
 
     def _check_length(
         self, lengths: Sequence[int], context: Sequence[Sequence[np.ndarray]]
@@ -372,7 +372,7 @@ class RetrievalReader(WrappedScorer):
             ),
             default=0,
         )
-        if not self._is_beside and longest > limit:
+        if not self._uses_memory and longest > limit:
             warnings.warn(
                 f"how={self.how}, k={self.k}: passages and text are longer than the {limit} tokens"
                 " that the model was trained or set up for; lower k or passage_tokens, or set"
@@ -382,7 +382,7 @@ class RetrievalReader(WrappedScorer):
 
     def _num_head(self, row: Sequence[int], result: Search) -> int:
         """How many tokens of a row, 1 for BOS, stand before its passages."""
-        is_outside = self._is_beside and not self.config.memory.is_prefix
+        is_outside = self._uses_memory and not self.config.memory.is_prefix
         if is_outside or not result.hits or not len(row):
             return 0
         return int(row[0] == self.tokenizer.bos_id)
@@ -396,10 +396,10 @@ class RetrievalReader(WrappedScorer):
             passages = [self._passage(hit, result.query) for hit in result.hits]
             if self.how == "input" and passages:
                 passages = [np.concatenate(passages[::-1])]
-            num_heads = 1 if self._is_beside else len(passages)  # one text, or each its own
+            num_heads = 1 if self._uses_memory else len(passages)  # one text, or each its own
             with_head = [np.array([*head, *ids], np.int32) for ids in passages[:num_heads]]
             context.append([*with_head, *passages[num_heads:]])
-        if self.how == "input" or self._is_beside:
+        if self.how == "input" or self._uses_memory:
             return {"context": context}
         scores = [[hit.score for hit in result.hits] for result in searches]
         spread = max((max(row) - min(row) for row in scores if row), default=0.0)

@@ -331,7 +331,7 @@ def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefi
     ]
 
 
-def score_behind(
+def score_after_prefix(
     lm: "LanguageModel",
     of_logits: Callable[..., Any],
     prompt: Ids,

@@ -144,8 +144,8 @@ class Linear(nn.Module):
         reduce = gradient_reduce_scatter(self.mesh, path, kernel.shape, *x.shape[:2])
         if reduce is None:
             return None
-        flat = PartitionSpec(reduce.kept[0], reduce.kept[len(self.inputs)])
-        return dataclasses.replace(reduce, kept=flat)
+        flat = PartitionSpec(reduce.gradient[0], reduce.gradient[len(self.inputs)])
+        return dataclasses.replace(reduce, gradient=flat)
 
 
 class Head(nn.Module):

@@ -352,7 +352,7 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     run = functools.partial(
         _with_gradients, criterion=criterion, chunk=chunk, axes=spread_over(tokens), reduce=reduce
     )
-    kernel = everywhere if reduce is None else reduce.kept
+    kernel = everywhere if reduce is None else reduce.gradient
     bias = None if projection.bias is None else everywhere
     inputs = tokens, everywhere, tokens, tokens
     sums = everywhere, dataclasses.replace(projection, kernel=kernel, bias=bias)

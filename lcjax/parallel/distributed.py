@@ -293,7 +293,7 @@ def equal_on_all_processes(value: str) -> bool:
     return bool((digests == digests[0]).all())
 
 
-def from_first(make: Callable[[], Any]) -> Any:
+def from_main(make: Callable[[], Any]) -> Any:
     """What `make` gives the first process (values of JSON), in all; its InputError likewise.
 
     For what depends on a network, or on chance: only the first process makes it.

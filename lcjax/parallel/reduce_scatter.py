@@ -23,7 +23,7 @@ class ReduceScatter:
 
     mesh: jax.sharding.Mesh
     tokens: PartitionSpec  # of the tokens [B, T]
-    kept: PartitionSpec  # of the gradient, along the axes over which tokens are spread
+    gradient: PartitionSpec  # of the gradient, along the axes over which tokens are spread
 
     def __call__(self, run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         """The sum over all devices of `run(*arrays)` on each one's part of arrays [B, T, ...]."""
@@ -31,21 +31,21 @@ class ReduceScatter:
             lambda *arrays: self.of(run(*arrays)),
             mesh=self.mesh,
             in_specs=(self.tokens,) * len(arrays),
-            out_specs=self.kept,
+            out_specs=self.gradient,
             axis_names=set(spread_over(self.tokens)),
             check_vma=False,
         )(*arrays)
 
     def of(self, x: jax.Array) -> jax.Array:
         """The same of an array of each device, inside a `shard_map`."""
-        for dim, cut in enumerate(self.kept):
+        for dim, cut in enumerate(self.gradient):
             for axis in spread_over(PartitionSpec(cut)):
                 for groups in _stages(self.mesh, axis):
                     x = jax.lax.psum_scatter(
                         x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True
                     )
-        kept, size = spread_over(self.kept), self.mesh.shape
-        rest = tuple(a for a in spread_over(self.tokens) if a not in kept and size[a] > 1)
+        spread, size = spread_over(self.gradient), self.mesh.shape
+        rest = tuple(a for a in spread_over(self.tokens) if a not in spread and size[a] > 1)
         return jax.lax.psum(x, rest) if rest else x
 
 
@@ -70,9 +70,9 @@ def gradient_reduce_scatter(
         return None
     tokens, spec = tokens_spec(mesh, rows, length), spec_of(path, shape, mesh)
     summed = spread_over(tokens)
-    kept = PartitionSpec(
+    gradient = PartitionSpec(
         *(tuple(axis for axis in spread_over(PartitionSpec(cut)) if axis in summed) for cut in spec)
     )
-    if math.prod(mesh.shape[axis] for axis in spread_over(kept)) <= _HIDDEN:
+    if math.prod(mesh.shape[axis] for axis in spread_over(gradient)) <= _HIDDEN:
         return None
-    return ReduceScatter(mesh, tokens, kept)
+    return ReduceScatter(mesh, tokens, gradient)

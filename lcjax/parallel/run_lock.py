@@ -48,7 +48,7 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         """Takes the lock, or raises an InputError that names the process which holds it."""
-        distributed.from_first(self._acquire)
+        distributed.from_main(self._acquire)
         if distributed.is_main_process():
             self._refresher.start()
         return self

@@ -551,7 +551,7 @@ class _Index:
             digest.update(self._store.valid.tobytes())
         file = self._folder / _PASSAGES
         identity = {"sha256": digest.hexdigest(), "encoder": self._fingerprint}
-        saved = distributed.from_first(lambda: read_json(file, identity))
+        saved = distributed.from_main(lambda: read_json(file, identity))
         if step and saved.get("sha256") != identity["sha256"]:
             raise InputError(
                 f"retriever.store={self._store.folder} has other passages than when the run in"
@@ -568,7 +568,7 @@ class _Index:
     def _vectors(self, origin: int, step: int, encoder: BertEncoder) -> np.ndarray:
         fields = {"fingerprint": f"{_STEP}{origin:09d}", "dim": encoder.dim, "dtype": "float32"}
         path = vector_file(self._folder, fields["fingerprint"])
-        if not distributed.from_first(path.is_file):
+        if not distributed.from_main(path.is_file):
             if origin == 0 and self._is_stored:
                 return self._store.vectors(encoder)
             if step != origin:

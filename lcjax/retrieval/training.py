@@ -313,7 +313,7 @@ class ContrastiveTask(Task):
         check_sections(config)
         batches.check_rows(config, self.mesh.shape)
         rows, negatives = config.train.batch_size, settings.negatives
-        distributed.from_first(lambda: settings.pairs.check(config.data, rows, negatives))
+        distributed.from_main(lambda: settings.pairs.check(config.data, rows, negatives))
         check_encoder(settings.encoder)
 
     def load(self) -> tuple[dict, dict]:

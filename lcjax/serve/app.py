@@ -153,7 +153,7 @@ class Server:
             return context
 
         with self._running() as call:
-            source, name = self._reader.tokens_or_text(read_json(await _read_body(request)))
+            source, name = self._reader.context_source(read_json(await _read_body(request)))
             self._engine.submit(Task(call, make))
             context: Context = await _unless_disconnected(request, call.get())
         request.state.note = f" {context.tokens} tokens"
@@ -189,7 +189,7 @@ class Server:
             await stack.enter_async_context(contextlib.aclosing(deltas))
             if not plan.stream:
                 parts = await _unless_disconnected(request, _collect(deltas))
-                whole = answer.whole(parts)
+                whole = answer.response(parts)
                 request.state.note = _usage_note(answer)
                 return _json(whole)
             # What is wrong with a request shows before its first token, and sets the status.
@@ -248,7 +248,7 @@ class Server:
             ids, logprobs = prompt.ids[prompt.num_added :], ()
             if score is not None:
                 logprobs = (*[None] * (len(ids) - len(score.logprobs)), *score.logprobs)
-                if (next_ := score.following) is not None:
+                if (next_ := score.next_piece) is not None:
                     following[choice] = Delta(
                         choice, next_.text, next_.ids, next_.logprobs, next_.finish
                     )

@@ -19,7 +19,7 @@ from lcjax.errors import InputError
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs, token_logprobs
-from lcjax.generation.scoring import score_behind
+from lcjax.generation.scoring import score_after_prefix
 from lcjax.generation.session import score_of_logits
 from lcjax.serve.contexts import Context
 
@@ -103,7 +103,7 @@ class Scores:
     """log p of the tokens of a text from the first scored one on, and the token after them."""
 
     logprobs: tuple[TokenLogprobs, ...]
-    following: Piece | None = None
+    next_piece: Piece | None = None
 
 
 class Engine:
@@ -204,7 +204,10 @@ class Engine:
         texts = [[*row.ids, 0] if row.scores_next else list(row.ids) for row in batch]
         if context is not None and context.prefix is not None:
             behind = [text[first:] for text in texts]
-            scores, start = score_behind(self.lm, of_logits, context.ids, behind, context.prefix), 0
+            scores, start = (
+                score_after_prefix(self.lm, of_logits, context.ids, behind, context.prefix),
+                0,
+            )
         else:
             lengths = np.array([len(text) for text in texts])
             tokens = np.zeros((len(batch), max(first + 1, *lengths)), np.int32)
@@ -217,10 +220,10 @@ class Engine:
         for number, (row, text) in enumerate(zip(rows, texts, strict=False)):
             columns = (x[number, start : start + len(text) - first] for x in scores)
             logprobs = [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
-            following = self._following(logprobs.pop()) if row.scores_next else None
+            following = self._next_piece(logprobs.pop()) if row.scores_next else None
             row.put(Scores(tuple(logprobs), following), finished=True)
 
-    def _following(self, logprobs: TokenLogprobs) -> Piece:
+    def _next_piece(self, logprobs: TokenLogprobs) -> Piece:
         """The piece of the most probable token, of which `logprobs` has the alternatives."""
         best = logprobs._replace(logprob=logprobs.top_logprobs[0])
         text = RowText(0, self.lm.tokenizer, Sampling(max_new_tokens=1))

@@ -123,7 +123,7 @@ class Fields:
     def any(self, name: str) -> Any:
         return self._body.get(name)
 
-    def whole(self, name: str, default: int | None, least: int, most: int) -> int | None:
+    def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
         value = self._body.get(name, default)
         if value is not None:
             check_integer(name, value, least, most=most)
@@ -158,8 +158,8 @@ class Reader:
         context = self._context(fields)
         prompts = self._prompts(fields.any("prompt"), context)
         echo = fields.get("echo", bool, False)
-        top = fields.whole("logprobs", None, 0, MAX_TOP)
-        max_tokens = fields.whole("max_tokens", 16, 0, 2**24)
+        top = fields.integer("logprobs", None, 0, MAX_TOP)
+        max_tokens = fields.integer("max_tokens", 16, 0, 2**24)
         return self._plan(fields, prompts, max_tokens, context=context, echo=echo, top=top)
 
     def chat(self, body: dict[str, Any]) -> Plan:
@@ -174,18 +174,18 @@ class Reader:
         ids = list(tokenizer.encode(text, allow_special=True))
         if context is not None and context.precedes_text and tokenizer.bos_id in ids[:2]:
             ids = ids[ids.index(tokenizer.bos_id) + 1 :]  # BOS stands before the context
-        prompt = self._behind(context, ids, text, 0)
+        prompt = self._after_context(context, ids, text, 0)
         if fields.get("logprobs", bool, False):
-            top = fields.whole("top_logprobs", 0, 0, MAX_TOP)
-        elif fields.whole("top_logprobs", 0, 0, MAX_TOP):
+            top = fields.integer("top_logprobs", 0, 0, MAX_TOP)
+        elif fields.integer("top_logprobs", 0, 0, MAX_TOP):
             raise InputError("top_logprobs is only given with logprobs=true")
-        max_tokens = fields.whole("max_tokens", None, 1, 2**24)
-        max_tokens = fields.whole("max_completion_tokens", max_tokens, 1, 2**24)
+        max_tokens = fields.integer("max_tokens", None, 1, 2**24)
+        max_tokens = fields.integer("max_completion_tokens", max_tokens, 1, 2**24)
         if max_tokens is None:
             max_tokens = max(self.length - len(prompt.ids), 1)
         return self._plan(fields, (prompt,), max_tokens, context=context, top=top, is_chat=True)
 
-    def tokens_or_text(self, body: dict[str, Any]) -> tuple[Any, str | None]:
+    def context_source(self, body: dict[str, Any]) -> tuple[Any, str | None]:
         """Reads a body of `/v1/contexts`: the source of a context, and its name."""
         sources = [body[key] for key in ("text", "tokens") if body.get(key) is not None]
         unknown = set(body) - {"text", "tokens", "name"}
@@ -206,7 +206,7 @@ class Reader:
     def _plan(
         self, fields: Fields, prompts: tuple[Prompt, ...], max_tokens: int, **options: Any
     ) -> Plan:
-        n = fields.whole("n", 1, 1, 128)
+        n = fields.integer("n", 1, 1, 128)
         if n * len(prompts) > MAX_ROWS:
             raise InputError(
                 f"n={n} answers to {len(prompts)} prompts are more than the {MAX_ROWS} texts that"
@@ -227,7 +227,7 @@ class Reader:
             prompts=prompts,
             sampling=_sampling(fields, max_tokens),
             n=n,
-            seed=fields.whole("seed", uuid.uuid4().int % 2**32, -(2**63), 2**64) % 2**32,
+            seed=fields.integer("seed", uuid.uuid4().int % 2**32, -(2**63), 2**64) % 2**32,
             stream=fields.get("stream", bool, False),
             include_usage=bool(stream_options.get("include_usage")),
             **{"is_chat": False, **options},
@@ -261,16 +261,16 @@ class Reader:
                     f"prompt: {prompt!r:.80} is neither a text nor a list of token ids"
                 )
             ids = check_token_ids("prompt", prompt, self.lm.config.vocab_size).tolist()
-            return self._behind(context, ids, None, 0)
+            return self._after_context(context, ids, None, 0)
         if context is not None and context.precedes_text:
             ids = encode_mid_text(tokenizer, prompt, allow_special=True)
-            return self._behind(context, ids, prompt, 0)
+            return self._after_context(context, ids, prompt, 0)
         ids = list(tokenizer.encode(prompt, allow_special=True))
         if tokenizer.add_bos and ids[:1] != [tokenizer.bos_id]:
-            return self._behind(context, [tokenizer.bos_id, *ids], prompt, 1)
-        return self._behind(context, ids, prompt, 0)
+            return self._after_context(context, [tokenizer.bos_id, *ids], prompt, 1)
+        return self._after_context(context, ids, prompt, 0)
 
-    def _behind(
+    def _after_context(
         self, context: Context | None, ids: Sequence[int], text: str | None, num_added: int
     ) -> Prompt:
         """A prompt whose first `num_added` tokens are added, behind the tokens of a context."""
@@ -287,10 +287,10 @@ def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
     temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
     if 0 <= temperature < 1e-5:
         temperature = 0.0  # as vLLM; float32 logits divided by less are no numbers
-    top_k = fields.whole("top_k", None, -1, 2**31 - 1)
+    top_k = fields.integer("top_k", None, -1, 2**31 - 1)
     settings = Sampling(
         max_new_tokens=max(max_tokens, 1),
-        min_new_tokens=fields.whole("min_tokens", 0, 0, 2**24),
+        min_new_tokens=fields.integer("min_tokens", 0, 0, 2**24),
         temperature=float(temperature),
         top_k=None if top_k in (None, -1, 0) else top_k,
         top_p=max(float(top_p), 1e-6) if top_p > 0 else top_p,
@@ -374,7 +374,7 @@ class Answer:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return usage
 
-    def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
+    def response(self, deltas: Iterable[Delta]) -> dict[str, Any]:
         """The answer of all deltas."""
         by_choice: dict[int, list[Delta]] = collections.defaultdict(list)
         for delta in deltas:

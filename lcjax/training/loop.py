@@ -23,6 +23,7 @@ from lcjax.checkpoints.run_folder import check_frozen
 from lcjax.data import Loader
 from lcjax.errors import InputError
 from lcjax.files import atomic_file
+from lcjax.parallel import distributed
 from lcjax.parallel.offload import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
@@ -86,7 +87,7 @@ def _check(config: TrainConfig, task: Task) -> Path:
     folder = folder_lib.check(config)
     folder_lib.check_results(config, folder, task.export_format)
     task.check()
-    if jax.process_index() == 0:
+    if distributed.is_main_process():
         check_packages(config.track)
     return folder
 
@@ -116,7 +117,7 @@ class Training:
         """Restores or initialises the state; `trained` is donated to it."""
         self.config, self.folder, self.task, self.mesh = config, folder, task, task.mesh
         self.frozen, self.loader, self.checkpoints = frozen, loader, checkpoints
-        self.is_main = jax.process_index() == 0
+        self.is_main = distributed.is_main_process()
         profile = config.train.profile if self.is_main else None
         self.trace = Trace(profile, folder / folder_lib.PROFILE)
         self.validation = Validation(config, task)

@@ -156,7 +156,7 @@ class LanguageModelTask(Task):
         check_sources(config.data)
         check_outside_data("run.folder", to_path(config.run.folder), config.data)
         if config.data.scan:
-            distributed.from_first(lambda: scan(config.data))
+            distributed.from_main(lambda: scan(config.data))
         batches.check_text(config)
 
     def load(self) -> tuple[dict, dict]:

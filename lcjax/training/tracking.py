@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from lcjax.errors import InputError, import_package, install_command
 from lcjax.files import atomic_file, write_whole
+from lcjax.parallel import distributed
 from lcjax.storage import AppendedFile, Staging, close_all, to_path
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import Profile, TrackSection
@@ -23,7 +24,7 @@ Metrics = dict[str, float]
 
 def announce(text: str) -> None:
     """Prints a line to stderr, in the first process only."""
-    if jax.process_index() == 0:
+    if distributed.is_main_process():
         print(text, file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from lcjax.errors import InputError
-from lcjax.evaluation.lm_eval.requests import Answer, Encoder, Request, conversation, respond
+from lcjax.evaluation.lm_eval.requests import Answer, Encoder, Request, render_chat, respond
 from lcjax.generation.scorer import Scorer
 from lcjax.parallel import distributed
 
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return conversation(self._encoder.tokenizer, chat_history, add_generation_prompt)
+        return render_chat(self._encoder.tokenizer, chat_history, add_generation_prompt)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any

@@ -26,7 +26,7 @@ _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Loglikelihood:
     """`loglikelihood`: log p of `continuation` given `prompt`, and whether it is the argmax."""
 
     prompt: tuple[int, ...]
@@ -42,7 +42,7 @@ class Choice:
 class LoglikelihoodRolling:
     """`loglikelihood_rolling`: log p of a whole text; each window scores its continuation."""
 
-    windows: tuple[Choice, ...]
+    windows: tuple[Loglikelihood, ...]
     cut = 0  # no token is cut
 
     @property
@@ -63,7 +63,7 @@ class GenerateUntil:
         return len(self.prompt) + self.sampling.max_new_tokens
 
 
-Request = Choice | LoglikelihoodRolling | GenerateUntil
+Request = Loglikelihood | LoglikelihoodRolling | GenerateUntil
 # (sum of log p, whether greedy decoding gives it), sum of log p, or the generated text
 Answer = tuple[float, bool] | float | str
 
@@ -107,7 +107,7 @@ class Encoder:
         ids, first = self.ids(context + continuation), self.ids(stripped)
         return first, ids[len(first) :]
 
-    def choice(self, prompt: Sequence[int], continuation: Sequence[int]) -> Choice:
+    def choice(self, prompt: Sequence[int], continuation: Sequence[int]) -> Loglikelihood:
         if not 0 < len(continuation) <= self.length:
             raise InputError(
                 f"lengths: {self.length} is too short for a continuation of"
@@ -115,7 +115,7 @@ class Encoder:
             )
         # The last token is predicted but not read, so one more token fits.
         over = max(len(prompt) + len(continuation) - self.length - 1, 0)
-        return Choice(tuple(prompt[over:]), tuple(continuation), over)
+        return Loglikelihood(tuple(prompt[over:]), tuple(continuation), over)
 
     def rolling(self, text: str) -> LoglikelihoodRolling:
         """Consecutive blocks of `length` tokens; the last one has as much context as fits."""
@@ -174,7 +174,7 @@ def sampling_of(settings: Mapping[str, Any], new_tokens: int, seed: int) -> Samp
     )
 
 
-def conversation(
+def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True
 ) -> str:
     """Applies the chat template, as `HFLM.apply_chat_template`.
@@ -250,12 +250,12 @@ def respond(
 
 def prompts_of(requests: Sequence[Request]) -> list[tuple[int, ...]]:
     """The prompts that fill a cache, once for all choices of one prompt."""
-    choices = dict.fromkeys(r.prompt for r in requests if isinstance(r, Choice))
+    choices = dict.fromkeys(r.prompt for r in requests if isinstance(r, Loglikelihood))
     return [*choices, *(r.prompt for r in requests if isinstance(r, GenerateUntil))]
 
 
 def _answers(model, requests, batch: int) -> Iterator[tuple[int, Answer]]:
-    kinds = {Choice: _choices, LoglikelihoodRolling: _rolling, GenerateUntil: _generations}
+    kinds = {Loglikelihood: _choices, LoglikelihoodRolling: _rolling, GenerateUntil: _generations}
     for kind, answers in kinds.items():
         indexed = [(n, request) for n, request in enumerate(requests) if isinstance(request, kind)]
         indexed.sort(key=lambda pair: -pair[1].size)
@@ -306,7 +306,7 @@ def _generations(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
             yield from ((index, text) for (index, _), text in zip(pairs, texts))
 
 
-def _prompt(pair: tuple[int, Choice | GenerateUntil]) -> tuple[int, ...]:
+def _prompt(pair: tuple[int, Loglikelihood | GenerateUntil]) -> tuple[int, ...]:
     return pair[1].prompt
 
 

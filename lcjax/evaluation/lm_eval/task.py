@@ -19,14 +19,14 @@ from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
     Answer,
-    Choice,
     Encoder,
     GenerateUntil,
+    Loglikelihood,
     LoglikelihoodRolling,
     Request,
     check,
-    conversation,
     prompts_of,
+    render_chat,
     respond,
 )
 from lcjax.evaluation.prompt import TEMPLATES
@@ -98,7 +98,7 @@ class LmEval(Task):
         def load() -> None:
             self._suite(limits.seed)
 
-        distributed.from_first(load)
+        distributed.from_main(load)
 
     def _suite(self, seed: int = 0) -> harness.Suite:
         """The harness's tasks, loaded once and only in the first process."""
@@ -129,7 +129,7 @@ class LmEval(Task):
         return sorted(units, key=lambda unit: -max(r.size for r in unit.payload.requests))
 
     def _documents(self, tokenizer, seed: int) -> list[harness.HarnessDocument]:
-        chat = functools.partial(conversation, tokenizer) if self.template == "chat" else None
+        chat = functools.partial(render_chat, tokenizer) if self.template == "chat" else None
         name = "documents" + (chat([{"role": "user", "content": "text"}]) if chat else "")
 
         def make() -> list[dict]:
@@ -138,7 +138,7 @@ class LmEval(Task):
             return [vars(document) for document in documents]
 
         if name not in self._cache:
-            rows = distributed.from_first(make)
+            rows = distributed.from_main(make)
             self._cache[name] = [harness.HarnessDocument(**row) for row in rows]
             self._check_has_mean(self._cache[name])
         return self._cache[name]
@@ -292,14 +292,14 @@ def _key(scores, metric: str) -> str | None:
 def _ids(request: Request) -> list[int]:
     if isinstance(request, LoglikelihoodRolling):
         return [token for window in request.windows for token in _ids(window)]
-    continuation = request.continuation if isinstance(request, Choice) else ()
+    continuation = request.continuation if isinstance(request, Loglikelihood) else ()
     return [*request.prompt, *continuation]
 
 
 def _num_tokens(requests: Sequence[Request]) -> int:
     """Tokens that a model reads or generates for a document; a shared prompt counts once."""
-    prompts = {r.prompt for r in requests if isinstance(r, Choice)}
-    sizes = [len(r.continuation) if isinstance(r, Choice) else r.size for r in requests]
+    prompts = {r.prompt for r in requests if isinstance(r, Loglikelihood)}
+    sizes = [len(r.continuation) if isinstance(r, Loglikelihood) else r.size for r in requests]
     return sum(map(len, prompts)) + sum(sizes)
 
 
@@ -307,7 +307,7 @@ def _answer(requests: Sequence[Request], answers: Sequence[Answer], tokenizer) -
     """The answer to show: the most likely continuation, or the generated text."""
     if isinstance(requests[0], GenerateUntil):
         return {"answer": answers[0]}
-    if isinstance(requests[0], Choice) and len(requests) > 1:
+    if isinstance(requests[0], Loglikelihood) and len(requests) > 1:
         best = max(range(len(answers)), key=lambda index: answers[index][0])
         return {"answer": tokenizer.decode(requests[best].continuation)}
     return {}

@@ -8,11 +8,11 @@ from evaluation_support import ByteTokenizer
 
 from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import (
-    Choice,
     Encoder,
     GenerateUntil,
+    Loglikelihood,
     LoglikelihoodRolling,
-    conversation,
+    render_chat,
     sampling_of,
 )
 
@@ -43,7 +43,7 @@ def test_bos_occurs_once_also_with_a_template_that_writes_it():
 
 def test_a_prompt_too_long_loses_its_beginning_and_the_last_token_is_not_read():
     found = ENCODER.request("loglikelihood", ["x" * 30, "yz"])
-    assert found == Choice(tuple(ids("x" * 15)), tuple(ids("yz"))) and found.cut == 16
+    assert found == Loglikelihood(tuple(ids("x" * 15)), tuple(ids("yz"))) and found.cut == 16
     with pytest.raises(InputError, match="too short for a continuation of 17 tokens"):
         ENCODER.request("loglikelihood", ["x", "y" * 17])
 
@@ -106,7 +106,7 @@ def test_repetitions_of_a_drawn_answer_differ_and_unknown_settings_raise_input_e
 
 def test_an_open_conversation_ends_with_its_last_message():
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer is "}]
-    assert conversation(ByteTokenizer(), turns[:1]) == "<s>[user]Hi[end][assistant]"
-    assert conversation(ByteTokenizer(), turns, False) == (
+    assert render_chat(ByteTokenizer(), turns[:1]) == "<s>[user]Hi[end][assistant]"
+    assert render_chat(ByteTokenizer(), turns, False) == (
         "<s>[user]Hi[end][assistant]The answer is"
     )

@@ -11,8 +11,8 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.evaluation import EvalConfig, LmEval, RunSection, run
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
-    Choice,
     GenerateUntil,
+    Loglikelihood,
     LoglikelihoodRolling,
     prompts_of,
     respond,
@@ -33,12 +33,12 @@ def question(seed, size=20):
 
 
 ASKED = [
-    Choice(question(2), (*ids(3, 5),)),
+    Loglikelihood(question(2), (*ids(3, 5),)),
     GenerateUntil(question(4), GREEDY),
-    Choice(question(5, 30), (*ids(6, 3),)),
-    Choice((*ids(7, 40),), (*ids(8, 2),)),
-    Choice(question(2), (*ids(9, 1),)),
-    LoglikelihoodRolling((Choice(SHOTS[:1], (*ids(10, 40),)),)),
+    Loglikelihood(question(5, 30), (*ids(6, 3),)),
+    Loglikelihood((*ids(7, 40),), (*ids(8, 2),)),
+    Loglikelihood(question(2), (*ids(9, 1),)),
+    LoglikelihoodRolling((Loglikelihood(SHOTS[:1], (*ids(10, 40),)),)),
     GenerateUntil(question(11), GREEDY),
 ]
 
