@@ -473,6 +473,11 @@ class TextStream:
             yield piece
 
 
+def without_bos(ids: list[int], bos_id: int | None) -> list[int]:
+    """Returns `ids` without BOS, which sentencepiece may have put a blank before."""
+    return ids[ids.index(bos_id) + 1 :] if bos_id in ids[:2] else ids
+
+
 def encode_mid_text(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
     """Returns the ids of `text` as they are inside a longer text.
 

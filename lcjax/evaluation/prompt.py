@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
+from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text, without_bos
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.corpus import start_token
 from lcjax.generation.scorer import PassageSpan
@@ -225,9 +225,7 @@ class PromptEncoder:
         if not first:
             return _encode_inside(self.tokenizer, text, special)
         ids = list(self.tokenizer.encode(text, allow_special=special))
-        if special and self.bos is not None and self.bos in ids[:2]:
-            ids = ids[ids.index(self.bos) + 1 :]  # it may follow sentencepiece's blank
-        return ids
+        return without_bos(ids, self.bos) if special else ids
 
 
 def _encode_inside(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:

@@ -128,7 +128,7 @@ class GenerationTask(PromptTask):
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         _, new, stop, *sampling = units[0].shape
-        prompts: list[Prompt] = pad_batch([unit.payload for unit in units], batch)
+        prompts: list[Prompt] = pad_batch([unit.prompt for unit in units], batch)
         sampling = dataclasses.replace(*sampling or [Sampling()], max_new_tokens=new, stop=stop)
         answers = generate(model, prompts, sampling.with_seeds(prompt.ids for prompt in prompts))
         return [

@@ -31,7 +31,6 @@ from lcjax.evaluation.config import (
     weights,
 )
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit
 from lcjax.evaluation.statistics import group_by
@@ -451,14 +450,14 @@ def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed
     """The unit to score; for source=foreign it has context of other documents of `units`."""
     document = unit.fields.get("document")
     others = (other.tokens for other in units if other.fields.get("document") != document)
-    passages = unit.payload.passages if isinstance(unit.payload, Prompt) else None
+    passages = None if unit.prompt is None else unit.prompt.passages
     tokens = model.with_foreign_context(unit.tokens, others, [seed, unit.index], passages)
     return dataclasses.replace(unit, tokens=tokens)
 
 
 def _decoder_passages(model: Scorer, unit: Unit) -> Record:
     """How many retrieved passages the decoder of a model with a context reads itself."""
-    passages = unit.payload.passages if isinstance(unit.payload, Prompt) else ()
+    passages = () if unit.prompt is None else unit.prompt.passages
     if model.decoder is None or all(passage.rank is None for passage in passages):
         return {}
     return {"decoder_passages": model.num_decoder_passages(unit.fields["size"], passages)}
@@ -467,6 +466,6 @@ def _decoder_passages(model: Scorer, unit: Unit) -> Record:
 def _num_read(model: Scorer, unit: Unit) -> int:
     """Tokens of a unit that the model reads or generates."""
     size = unit.fields["size"]
-    if isinstance(unit.payload, Prompt):
-        return size - model.num_unread(size, unit.payload.movable, unit.payload.passages)
+    if unit.prompt is not None:
+        return size - model.num_unread(size, unit.prompt.movable, unit.prompt.passages)
     return size - model.num_unread(len(unit.tokens))

@@ -490,15 +490,16 @@ def windows_of_others(others: Iterable[np.ndarray], size: int, key: str) -> list
 
 def generate(model: Scorer, prompts: Sequence[Prompt], sampling: Sampling) -> list[GeneratedText]:
     """Generates answers; a `SplitModel` reads documents of the prompts as context."""
-    return _with_movable(model, prompts).generate(_rows(prompts), sampling)
+    return with_movable(model, prompts).generate(_rows(prompts), sampling)
 
 
 def continuations(model: Scorer, prompts: Sequence[Prompt], options) -> list[list[Continuation]]:
     """Scores options (token ids) after each prompt, which is read as in `generate`."""
-    return _with_movable(model, prompts).continuations(_rows(prompts), options)
+    return with_movable(model, prompts).continuations(_rows(prompts), options)
 
 
-def _with_movable(model: Scorer, prompts: Sequence[Prompt]) -> Scorer:
+def with_movable(model: Scorer, prompts: Sequence[Prompt]) -> Scorer:
+    """The model that is told which spans of these prompts may move to a context."""
     spans, passages = ([getattr(p, name) for p in prompts] for name in ("movable", "passages"))
     return model.with_movable(spans, passages)
 

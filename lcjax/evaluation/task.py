@@ -14,6 +14,7 @@ import numpy as np
 
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.statistics import Record, Records, bootstrap, group_by, wilson
 
 
@@ -40,7 +41,8 @@ class Unit:
     shape: tuple
     tokens: np.ndarray  # int32 [n]
     fields: Record
-    payload: Any = None
+    prompt: Prompt | None = None
+    harness_document: Any = None  # and its requests, of lm-evaluation-harness
 
     @property
     def digest(self) -> str:

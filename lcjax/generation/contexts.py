@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lcjax.checkpoints.tokenizer import without_bos
 from lcjax.errors import InputError, check_integer
 from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import check_rows, check_token_ids, round_up_to_bucket
@@ -115,9 +116,7 @@ class Contexts:
 
     def without_bos(self, ids: list[int], bos: int | None) -> list[int]:
         """Drops the BOS at the start of one text if a context precedes it: it has the BOS."""
-        if not self.precede(1)[0] or bos not in ids[:2]:
-            return ids
-        return ids[ids.index(bos) + 1 :]  # sentencepiece may put a blank before BOS
+        return without_bos(ids, bos) if self.precede(1)[0] else ids
 
     def repeated(self, count: int) -> "Contexts":
         """Repeats a single row `count` times; other contexts are returned as they are."""

@@ -21,6 +21,7 @@ from lcjax.checkpoints.tokenizer import (
     check_template_variables,
     check_text,
     encode_mid_text,
+    without_bos,
 )
 from lcjax.errors import InputError, check_integer, is_finite_number, suggestion
 from lcjax.generation.language_model import LanguageModel
@@ -172,8 +173,8 @@ class Reader:
         messages = [_message(message) for message in fields.get("messages", list, [])]
         text = tokenizer.render_chat(messages, **variables)
         ids = list(tokenizer.encode(text, allow_special=True))
-        if context is not None and context.precedes_text and tokenizer.bos_id in ids[:2]:
-            ids = ids[ids.index(tokenizer.bos_id) + 1 :]  # BOS stands before the context
+        if context is not None and context.precedes_text:
+            ids = without_bos(ids, tokenizer.bos_id)  # it stands before the context
         prompt = self._after_context(context, ids, text, 0)
         if fields.get("logprobs", bool, False):
             top = fields.integer("top_logprobs", 0, 0, MAX_TOP)

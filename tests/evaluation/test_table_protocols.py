@@ -145,7 +145,7 @@ def test_cepes_table_3_has_balanced_demonstrations_of_three_seeds(tmp_path, labe
         decoder = pairs[-2:]
         assert sorted(label for _, label in decoder) == sorted(names)
         assert sum(label == "positive" for _, label in pairs) == count / 2
-        assert len(unit.payload.passages) == count - 2
+        assert len(unit.prompt.passages) == count - 2
         seen.add(tuple(text for text, _ in pairs))
     assert len(seen) > 500, "demonstrations are drawn for every text and seed"
 
@@ -192,7 +192,7 @@ def test_cepes_table_4_keeps_the_end_of_texts_and_the_encoder_reads_the_rest(
     # The decoder's 2,048 tokens hold the answer; the beginning of the text goes to the encoder.
     noting = Noting()
     model = SplitModel(noting, ContextSplit(decoder=2048, chunk=256), 2048, 256)
-    model = model.with_movable([short.payload.movable], [()])
+    model = model.with_movable([short.prompt.movable], [()])
     model.generate([short.tokens.tolist()], Sampling(max_new_tokens=50))
     ((prompt,), (chunks,)), moved = noting.read[0], 3000 - 2048
     assert len(prompt) == 2048 - 50

@@ -126,7 +126,7 @@ class LmEval(Task):
             self._unit(index, document, encoder, length) for index, document in enumerate(documents)
         ]
         # Batches then have similar lengths, and running out of memory shows at once.
-        return sorted(units, key=lambda unit: -max(r.size for r in unit.payload.requests))
+        return sorted(units, key=lambda unit: -max(r.size for r in unit.harness_document.requests))
 
     def _documents(self, tokenizer, seed: int) -> list[harness.HarnessDocument]:
         chat = functools.partial(render_chat, tokenizer) if self.template == "chat" else None
@@ -180,25 +180,29 @@ class LmEval(Task):
         samplings = (r.sampling for r in requests if isinstance(r, GenerateUntil))
         shape = (*dict.fromkeys(type(r).__name__ for r in requests), *dict.fromkeys(samplings))
         repeats = tuple(count for _, _, count in document.requests)
-        payload = DocumentRequests(document.dataset, document.number, requests, repeats)
-        return Unit(index, shape, np.asarray(tokens, np.int32), fields, payload)
+        document_requests = DocumentRequests(document.dataset, document.number, requests, repeats)
+        return Unit(
+            index, shape, np.asarray(tokens, np.int32), fields, harness_document=document_requests
+        )
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
-        check(model, [request for unit in units for request in unit.payload.requests])
+        check(model, [request for unit in units for request in unit.harness_document.requests])
 
     def prompts(self, unit: Unit) -> list[tuple[int, ...]]:
-        return prompts_of(unit.payload.requests)
+        return prompts_of(unit.harness_document.requests)
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        answers = respond(model, [r for u in units for r in u.payload.requests], batch)
+        answers = respond(model, [r for u in units for r in u.harness_document.requests], batch)
         remaining = iter(answers)
         return [
-            self._record(unit, [next(remaining) for _ in unit.payload.requests], model.tokenizer)
+            self._record(
+                unit, [next(remaining) for _ in unit.harness_document.requests], model.tokenizer
+            )
             for unit in units
         ]
 
     def _record(self, unit: Unit, answers: list[Answer], tokenizer) -> Record:
-        document: DocumentRequests = unit.payload
+        document: DocumentRequests = unit.harness_document
         record = {"responses": answers, **_answer(document.requests, answers, tokenizer)}
         if not distributed.is_main_process():
             return record | {"scores": {}, "correct": None}

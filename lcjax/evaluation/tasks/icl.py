@@ -195,7 +195,7 @@ class Icl(FileBenchmark):
         def score(units: Sequence[Unit]) -> list[Record]:
             rows = pad_batch(units, batch)
             options = [encode(tuple(unit.fields["options"])) for unit in rows]
-            losses = option_losses(model, [unit.payload for unit in rows], options)
+            losses = option_losses(model, [unit.prompt for unit in rows], options)
             return [
                 {**self._option_record(*entry, bare_losses(entry[-1])), "bare_prefix": prefix}
                 for entry in zip(units, losses, options)

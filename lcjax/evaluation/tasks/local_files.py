@@ -228,7 +228,7 @@ def library_prompts(benchmark: str) -> dict[str, Any]:
 def template_fields(template: str, source: str) -> dict[str, str]:
     """The fields of records about a template: its source and hash."""
     digest = hashlib.sha256(template.encode()).hexdigest()[:12]
-    return {"wording": source, "template_text": digest}
+    return {"wording": source, "wording_hash": digest}
 
 
 def choose_template(

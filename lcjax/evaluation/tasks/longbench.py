@@ -188,7 +188,7 @@ def examples(path: Path, template: str, source: str, data: DataSet) -> Iterator[
 
     def parse(number: int, row: dict) -> Example:
         _check_row(row, data)
-        fields = {"wording": source, "line": number, "id": row.get("_id")}
+        fields = {"line": number, "id": row.get("_id")}
         fields |= local_files.template_fields(template, source)
         if "classification" in data.scores:
             fields["all_classes"] = row["all_classes"]

@@ -151,7 +151,7 @@ class ManyShot(TextCutBenchmark):
             return records
         rows = pad_batch(units, batch)
         options = [option_ids(model.tokenizer, unit.fields["all_classes"]) for unit in rows]
-        losses = option_losses(model, [unit.payload for unit in rows], options)
+        losses = option_losses(model, [unit.prompt for unit in rows], options)
         return [
             self._with_options(unit, record, loss, list(map(len, ids)))
             for unit, record, loss, ids in zip(units, records, losses, options)

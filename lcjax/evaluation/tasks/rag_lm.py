@@ -24,6 +24,7 @@ from lcjax.errors import InputError, check_integers
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt, Span
 from lcjax.evaluation.retrieval import RetrieverSection
+from lcjax.evaluation.split import with_movable
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import (
     Limits,
@@ -159,9 +160,8 @@ class RagLm(Task):
         return [(ids[: self.chunk], score) for ids, score in pairs if len(ids) >= self.chunk]
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        prompts = pad_batch([unit.payload for unit in units], batch)
-        spans, passages = ([getattr(p, name) for p in prompts] for name in ("movable", "passages"))
-        records = self._windows.score(model.with_movable(spans, passages), units, batch)
+        prompts = pad_batch([unit.prompt for unit in units], batch)
+        records = self._windows.score(with_movable(model, prompts), units, batch)
         decoder = {} if model.decoder is None else {"decoder": self.decoder}
         return [record | decoder for record in records]
 

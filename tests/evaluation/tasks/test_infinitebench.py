@@ -157,7 +157,7 @@ def made(length=3000, count=14, seed=0, **fields):
 
 
 def context(unit):
-    ((start, stop),) = unit.payload.movable
+    ((start, stop),) = unit.prompt.movable
     return TOKENIZER.decode(unit.tokens[start:stop]).strip()
 
 

@@ -176,7 +176,7 @@ def test_the_needle_position_equals_the_released_script(name):
     assert [unit.fields["depth"] for unit in units] == pytest.approx(np.linspace(0, 1, 10))
     for unit in units:
         needle = " " + unit.fields["needle"]
-        (span,) = [span for span in unit.payload.spans if span.kind == "context_doc"]
+        (span,) = [span for span in unit.prompt.spans if span.kind == "context_doc"]
         context = TOKENIZER.decode(unit.tokens[span.start : span.stop])
         room = len(context) - len(needle)
         hay = (ESSAYS[0][1] + "\n\n")[:room]

@@ -136,7 +136,7 @@ def test_official_wording_is_read_from_the_folder_and_recorded(tmp_path, monkeyp
     text = "some text. " * 20
     assert TOKENIZER.decode(hotpot.tokens) == f"Read {text}\nQ: What is asked 0?\nA: "
     assert TOKENIZER.decode(trec.tokens) == f"Types.\n{text}\nWhat is asked 0?"
-    ((start, stop),) = hotpot.payload.movable
+    ((start, stop),) = hotpot.prompt.movable
     assert TOKENIZER.decode(hotpot.tokens[start:stop]).strip() == text.strip()
 
 
@@ -186,7 +186,7 @@ def test_a_prompt_over_the_budget_loses_its_middle_as_in_the_official_script(tmp
     assert len(unit.tokens) <= max(length - 600, 1)
     assert (unit.fields["cut_tokens"] > 0) == (len(whole) + 1 > length - 600)
     if length > 700:
-        ((start, stop),) = unit.payload.movable
+        ((start, stop),) = unit.prompt.movable
         assert "Question" not in TOKENIZER.decode(unit.tokens[start:stop])
 
 
@@ -195,7 +195,7 @@ def test_a_chat_template_goes_around_all_but_few_shot_and_code_and_is_not_counte
     task = LongBench(path=write(tmp_path, names, 1), tasks=names, template="chat", reserve=900)
     hotpot, trec, lcc = plan(task, 1000)
     assert TOKENIZER.decode(hotpot.tokens).endswith("Answer:[end][assistant]")
-    assert hotpot.payload.tokens("instruction", "context_doc", "question", "bos") <= 100
+    assert hotpot.prompt.tokens("instruction", "context_doc", "question", "bos") <= 100
     for unit in (trec, lcc):
         assert "[user]" not in TOKENIZER.decode(unit.tokens) and len(unit.tokens) <= 100
     assert "answer_prefix" in hotpot.fields["budget"] and "new" not in hotpot.fields["budget"]

@@ -40,7 +40,7 @@ def test_a_needle_follows_a_sentence_in_a_prompt_of_full_length(length, needle, 
 
 def test_depths_are_even_up_to_a_sentence_and_the_last_one_is_the_end():
     units = plan(Niah(depths=11), 4000)
-    spans = [next(s for s in u.payload.spans if s.kind == "context_doc") for u in units]
+    spans = [next(s for s in u.prompt.spans if s.kind == "context_doc") for u in units]
     starts = [u.fields["needle_start"] - s.start for u, s in zip(units, spans)]
     assert starts == sorted(starts) and starts[0] == 0
     for unit, span, start in zip(units, spans, starts):

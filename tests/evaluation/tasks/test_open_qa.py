@@ -48,7 +48,7 @@ def test_demonstrations_come_first_then_as_many_passages_as_named(tmp_path):
     shown = [block for block in blocks[:4] if block.startswith("Question")]
     # Number 2 stands in both files: what is asked is no demonstration.
     assert all("number 2?" not in block and " man " in block for block in shown)
-    assert len(units[3].payload.movable) == 7
+    assert len(units[3].prompt.movable) == 7
     again = plan(OpenQa(path=task.path, tasks=task.tasks))
     assert [u.digest for u in units] == [u.digest for u in again]
     assert [u.digest for u in units] != [u.digest for u in plan(OpenQa(path=task.path,
@@ -64,10 +64,10 @@ def test_passages_keep_their_place_and_score_and_demonstrations_are_none(tmp_pat
         units = plan(OpenQa(path=str(tmp_path), tasks=("nq_5",)))
     assert len(units) == 3
     for unit in units:
-        texts = [TOKENIZER.decode(unit.tokens[p.start : p.stop]) for p in unit.payload.passages]
+        texts = [TOKENIZER.decode(unit.tokens[p.start : p.stop]) for p in unit.prompt.passages]
         index = unit.fields["line"] - 1
         assert texts == [f"Passage (T{rank}): text {index} {rank}.\n\n" for rank in range(5)]
-        assert [(p.rank, p.score) for p in unit.payload.passages] == [(n, 9 - n) for n in range(5)]
+        assert [(p.rank, p.score) for p in unit.prompt.passages] == [(n, 9 - n) for n in range(5)]
 
 
 class Store:
@@ -111,14 +111,14 @@ def test_a_retriever_finds_the_passages_of_questions_and_of_chosen_demonstration
     (demos, one), (questions, most) = Store.asked
     assert (questions, most, one) == (3, 5, 1) and demos <= 3
     for unit in closed:
-        assert not unit.payload.passages and "about" not in TOKENIZER.decode(unit.tokens)
+        assert not unit.prompt.passages and "about" not in TOKENIZER.decode(unit.tokens)
     for unit in opened:
         text, asked = TOKENIZER.decode(unit.tokens), unit.fields["question"]
         demo = text.split("Question: ")[1].split("\n")[0]
         assert text.startswith(f"Passage: about {demo} 0.\n\nQuestion: ")
         passages = [f"Passage: about {asked} {n}.\n\n" for n in range(6)]
         assert [passage in text for passage in passages] == [True] * 5 + [False]
-        assert [p.score for p in unit.payload.passages] == [0, -1, -2, -3, -4]
+        assert [p.score for p in unit.prompt.passages] == [0, -1, -2, -3, -4]
     assert [data.name for data in OpenQa().selection()][:2] == ["nq_1", "nq_5"]
     with pytest.raises(InputError, match=r"tasks\.0\.retriever\.folder='none' is no folder"):
         OpenQa(path=path, tasks=("own_5",), retriever=RetrieverSection("none")).check(
@@ -160,7 +160,7 @@ def test_the_heading_has_the_name_of_the_task_and_own_sets_two_or_three_passages
     task = OpenQa(path=write(tmp_path, "own"), tasks=("own_3",), name="words")
     assert task.heading == "words: Open-domain QA, own_3"
     assert dataclasses.replace(task, name="").heading == "Open-domain QA, own_3"
-    assert [len(unit.payload.passages) for unit in plan(task)] == [3] * 3
+    assert [len(unit.prompt.passages) for unit in plan(task)] == [3] * 3
     assert "nq_3" not in OpenQa.datasets
 
 

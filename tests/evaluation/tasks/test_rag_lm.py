@@ -87,7 +87,7 @@ def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, l
     assert lm.nll(text, first=4).sum() == score(context, bare)
     other = ContextSplit(chunk=4, source="foreign")
     foreign = other.of(lm, 20).with_foreign_context(
-        unit.tokens, [np.arange(20, dtype=np.int32)], [0], unit.payload.passages
+        unit.tokens, [np.arange(20, dtype=np.int32)], [0], unit.prompt.passages
     )
     assert foreign.tolist() == [*range(8), *ids(9, 12)]
     replug = ReplugSplit(chunk=4, temperature=0.5)
@@ -114,8 +114,8 @@ def test_the_query_is_the_text_before_the_scored_tokens(tmp_path, monkeypatch):
     (short,), (unit,) = plan_at(task, (12, 20))
     assert asked == [(["abcd"], 7)], "once for all lengths"
     assert TOKENIZER.decode(unit.tokens) == "1234wxyzabcdefghijkl"
-    assert [passage.score for passage in unit.payload.passages] == [1.0, 2.0]
-    assert short.payload.passages == ()
+    assert [passage.score for passage in unit.prompt.passages] == [1.0, 2.0]
+    assert short.prompt.passages == ()
     # Without a file, texts are the beginnings of the run's documents.
     own = dataclasses.replace(task, path="")
     documents = [("short", "abc"), ("one", "abcdefghijklmnop"), ("two", "ABCDEFGHIJKLMNOP")]

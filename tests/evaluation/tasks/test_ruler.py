@@ -19,7 +19,7 @@ from lcjax.evaluation.tasks.ruler import Ruler
 from lcjax.evaluation.tasks.ruler import task as task_lib
 from lcjax.evaluation.tasks.ruler.generators import DEPTHS, median_maximum
 from lcjax.evaluation.tasks.ruler.task import TASKS, clean_answer
-from lcjax.evaluation.tasks.ruler.texts import Essays, read_wording
+from lcjax.evaluation.tasks.ruler.texts import Essays, read_templates
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_the_kinds_of_needles_have_their_keys_values_and_distractors(files):
 
 
 def _context(unit):
-    (span,) = [s for s in unit.payload.spans if s.kind == "context_doc"]
+    (span,) = [s for s in unit.prompt.spans if s.kind == "context_doc"]
     return BYTES.decode(unit.tokens[span.start : span.stop])
 
 
@@ -211,7 +211,7 @@ def test_gold_documents_stand_at_upstreams_places_where_shuffles_are_fixed(files
     random.Random(42).shuffle(order)
     assert order.index(0) + 1 == 19
     (unit, *_) = plan(Ruler(tasks=("qa_1",), samples=1, **own), 3000)
-    assert sum(s.kind == "context_doc" for s in unit.payload.spans) == unit.fields["units"]
+    assert sum(s.kind == "context_doc" for s in unit.prompt.spans) == unit.fields["units"]
 
 
 def test_the_number_of_units_is_the_median_over_random_questions():
@@ -270,7 +270,7 @@ def test_wording_comes_from_a_copy_of_ruler_without_running_it(tmp_path, files):
     assert unit.fields["wording"] == "RULER"
     (folder / "niah.py").write_text("needle = 1 +")
     with pytest.raises(InputError, match="is no Python"):
-        read_wording(str(tmp_path), "tasks.0.benchmark")
+        read_templates(str(tmp_path), "tasks.0.benchmark")
 
 
 def judged(task, answer, references):

@@ -100,7 +100,7 @@ def test_the_first_record_shows_texts_that_a_file_may_hold_and_change(name, data
 
     other = plan(TASKS[name](data, wording=write_texts(data, changed(texts))), texts=ESSAYS)
     assert all("@" in TOKENIZER.decode(unit.tokens) for unit in other)
-    hashes = [{unit.fields["template_text"] for unit in group} for group in (units, same, other)]
+    hashes = [{unit.fields["wording_hash"] for unit in group} for group in (units, same, other)]
     assert hashes[0] == hashes[1] and not hashes[0] & hashes[2]
 
 

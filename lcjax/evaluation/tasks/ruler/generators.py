@@ -25,7 +25,7 @@ from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.tasks.ruler.texts import (
     Essays,
     Question,
-    Wording,
+    RulerTemplates,
     WordList,
     random_number,
     random_uuid,
@@ -45,7 +45,7 @@ _CODE_LETTERS = 6  # letters of a coded word
 class Sources:
     """The texts that samples are made of, and their tokenizer."""
 
-    wording: Wording
+    wording: RulerTemplates
     tokenizer: Tokenizer
     fixed: bool  # whether all samples have upstream's shuffles, which are the same for all
     words: WordList | None = None

@@ -38,10 +38,10 @@ from lcjax.evaluation.tasks.ruler.generators import (
 from lcjax.evaluation.tasks.ruler.texts import (
     SPLITTER,
     Essays,
-    Wording,
+    RulerTemplates,
     WordList,
     read_questions,
-    read_wording,
+    read_templates,
     read_words,
 )
 
@@ -107,7 +107,7 @@ class Ruler(GenerationTask):
         if len(set(self.task_names)) < len(self.task_names):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
         check_one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
-        read_wording(self.benchmark, f"{key}.benchmark")
+        read_templates(self.benchmark, f"{key}.benchmark")
         if any(map(_needs_words, self.task_names)):
             read_words(self.words, f"{key}.words")
         for name in _DATA.keys() & set(self.task_names):
@@ -160,9 +160,9 @@ class Ruler(GenerationTask):
             return FrequentWords(sources, budget, self.prompt_encoder(tokenizer))
         return Needles(sources, NEEDLE_KINDS[name])
 
-    def _wording(self, corpus: TokenizedCorpus) -> Wording:
+    def _wording(self, corpus: TokenizedCorpus) -> RulerTemplates:
         key = "benchmark"
-        return corpus.once((key, self.benchmark), lambda: read_wording(self.benchmark, key))
+        return corpus.once((key, self.benchmark), lambda: read_templates(self.benchmark, key))
 
     def _words(self, corpus: TokenizedCorpus) -> WordList:
         return corpus.once(("words", self.words), lambda: read_words(self.words, "words"))

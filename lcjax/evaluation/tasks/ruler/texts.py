@@ -57,7 +57,7 @@ class Template(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wording:
+class RulerTemplates:
     """Templates by family, with the fields `{context}`, `{query}` and others."""
 
     templates: dict[str, tuple[str, str]]  # of the prompt, and of the beginning of the answer
@@ -85,12 +85,12 @@ class Wording:
         return Template(instruction, before[len(instruction) :], question, answer)
 
 
-def read_wording(benchmark: str | None, key: str) -> Wording:
+def read_templates(benchmark: str | None, key: str) -> RulerTemplates:
     """Reads the templates in a folder with NVIDIA's RULER; None gives this library's own."""
     library = library_prompts("ruler")
     if benchmark is None:
         templates = {family: tuple(texts) for family, texts in library.items()}
-        return Wording(templates, **library_prompts("ruler_haystack"), source=OWN_WORDING)
+        return RulerTemplates(templates, **library_prompts("ruler_haystack"), source=OWN_WORDING)
     root = to_data_path(benchmark)
     for folder in _FOLDERS:
         constants, niah = root / folder / "constants.py", root / folder / "niah.py"
@@ -101,7 +101,7 @@ def read_wording(benchmark: str | None, key: str) -> Wording:
             except (KeyError, TypeError) as error:
                 raise InputError(f"{key}: {constants} lacks {error} in TASKS; restore it") from None
             needle, noise = _literal(niah, "needle", key), _literal(niah, "haystack", key)
-            return Wording(templates, needle, noise, "RULER")
+            return RulerTemplates(templates, needle, noise, "RULER")
     raise InputError(
         f"{key}={benchmark} has no scripts/data/synthetic/constants.py and niah.py; name a copy of"
         " https://github.com/NVIDIA/RULER, or leave it out for this library's own wording"
