@@ -1,5 +1,6 @@
 """Prompts do not depend on whether lm-eval is installed where tests run."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def lm_eval_tasks(tmp_path, monkeypatch) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 0.4.13\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)  # a real one, of other tests
     return package / "tasks"
 
 
