@@ -36,7 +36,7 @@ from lcjax.storage import to_path
 
 __all__ = [
     "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
-    "main", "parse", "read_yaml", "recipe_of", "recipes", "to_data_path",
+    "main", "parse", "read_yaml", "recipe_of", "recipes", "split_options", "to_data_path",
 ]  # fmt: skip
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings
@@ -55,6 +55,42 @@ class RunFolder:
         if not self.folder.strip():
             raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
         check_path("run.folder", self.folder)
+
+
+def split_options(
+    words: Sequence[str], names: Sequence[str], flags: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str | None], list[str]]:
+    """Splits the words of a command line. A value follows its option, or `=`.
+
+    Args:
+      words: the words after the command.
+      names: options of the command, without dashes; every other one is a key of its config.
+      flags: those without a value.
+
+    Returns:
+      The words without dashes, the values of `names` and `flags` (None: absent; of a flag ""), and
+      the keys as `--key=value`.
+
+    Raises:
+      InputError: an option has no value.
+    """
+    positional, rest = [], []
+    options: dict[str, str | None] = dict.fromkeys((*names, *flags))
+    remaining = iter(words)
+    for word in remaining:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            positional.append(word)
+            continue
+        if key not in flags and not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise InputError(f"{word} has no value; write {word}=value")
+        if key in options:
+            options[key] = value
+        else:
+            rest.append(f"--{key}={value}")
+    return positional, options, rest
 
 
 def import_modules(words: Sequence[str]) -> list[str]:

@@ -5,7 +5,6 @@ Without a command: run.
 An installed lcjax has it as `lcjax-eval`.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -87,40 +86,22 @@ def _expand_short_options(words: Sequence[str]) -> list[str]:
 
 
 def _parse(
-    name: str, words: Sequence[str], *options: str, overrides: bool = False
-) -> argparse.Namespace:
-    """Parses run folders (`folders`), `options`, and with `overrides` settings of a config."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("folders", nargs="*")
-    for option in options:
-        parser.add_argument(f"--{option}")
-    args, rest = parser.parse_known_intermixed_args(_join_values(words))
-    if rest and not overrides:
-        raise InputError(f"{rest[0]}: {name} takes no such option; see {command()} {name} --help")
-    args.overrides = rest
-    return args
-
-
-def _join_values(words: Sequence[str]) -> list[str]:
-    """Writes `--key value` as `--key=value`, as argparse does not know the keys of a config."""
-    joined, remaining = [], iter(words)
-    for word in remaining:
-        if word.startswith("--") and "=" not in word:
-            value = next(remaining, "--")
-            if value.startswith("--"):
-                raise InputError(f"{word} has no value; write {word}=value")
-            word = f"{word}={value}"
-        joined.append(word)
-    return joined
+    name: str, words: Sequence[str], *options: str, has_keys: bool = False
+) -> tuple[list[str], dict[str, str | None], list[str]]:
+    """Folders of runs, the values of options, and keys of a config if the command takes any."""
+    folders, values, keys = config_lib.split_options(words, options)
+    if keys and not has_keys:
+        raise InputError(f"{keys[0]}: {name} takes no such option; see {command()} {name} --help")
+    return folders, values, keys
 
 
 def _report(words: Sequence[str]) -> None:
-    args = _parse("report", words, "export")
-    if not args.folders:
+    folders, options, _ = _parse("report", words, "export")
+    if not folders:
         raise InputError("report: name the folder of a run, such as runs/quickstart_eval")
-    for folder in args.folders:
+    for folder in folders:
         saved = results.read(folder)
-        formats = [name.strip() for name in (args.export or "").split(",") if name.strip()]
+        formats = [name.strip() for name in (options["export"] or "").split(",") if name.strip()]
         check_formats(formats)
         report = results.rebuild(saved)
         files = list(report.files)
@@ -130,24 +111,24 @@ def _report(words: Sequence[str]) -> None:
 
 
 def _score(words: Sequence[str]) -> None:
-    args = _parse("score", words, "out", overrides=True)
-    if len(args.folders) != 1:
-        raise InputError(f"score takes one run, not {len(args.folders)}: {command()} score RUN")
-    report = results.score(args.folders[0], args.out, args.overrides)
+    folders, options, keys = _parse("score", words, "out", has_keys=True)
+    if len(folders) != 1:
+        raise InputError(f"score takes one run, not {len(folders)}: {command()} score RUN")
+    report = results.score(folders[0], options["out"], keys)
     _print(report.text, report.files)
 
 
 def _compare(words: Sequence[str]) -> None:
-    args = _parse("compare", words, "out", "against")
-    comparison = compare(args.folders, args.out, args.against)
+    folders, options, _ = _parse("compare", words, "out", "against")
+    comparison = compare(folders, options["out"], options["against"])
     _print(comparison.text, comparison.files)
 
 
 def _make_data(words: Sequence[str]) -> None:
-    args = _parse("make-data", words, "out", overrides=True)
-    if args.folders:
-        raise InputError(f"{args.folders[0]} is not understood; write make-data --config file.yaml")
-    _print("", make_data(config_lib.parse(EvalConfig, args.overrides), args.out))
+    others, options, keys = _parse("make-data", words, "out", has_keys=True)
+    if others:
+        raise InputError(f"{others[0]} is not understood; write make-data --config file.yaml")
+    _print("", make_data(config_lib.parse(EvalConfig, keys), options["out"]))
 
 
 def _retrieval(words: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ from lcjax.storage import is_storage_failure
 
 SCALES = ("paper", "smollm2", "tiny")
 _FOLDER = "reproduce/"
-_SKIP, _ONLY = "--skip_missing", "--only"
+_SKIP = "skip_missing"
 _OWN_KEYS = ("title", "needs", "scales")
 
 
@@ -65,14 +65,22 @@ def parse(words: Sequence[str]) -> EvalConfig:
     Raises:
       InputError: a name is unknown, or a checkpoint or data is missing.
     """
-    name, options, rest = _options(words)
-    config = _only(config_at(name, options["--scale"], rest), options[_ONLY])
+    positional, options, keys = config_lib.split_options(words, ("scale", "only"), [_SKIP])
+    if not positional:
+        raise InputError("reproduce: name a table; without any word it lists them")
+    name, *others = positional
+    if others:
+        raise InputError(f"{others[0]}: reproduce takes one table, and {name} came before")
+    if options["scale"] is None:
+        raise InputError(f"reproduce {name}: add --scale paper, smollm2 or tiny")
+    check_one_of("--scale", options["scale"], SCALES)
+    config = _only(config_at(name, options["scale"], keys), options["only"])
     needs = _read(name)["needs"]
     missing = _missing_methods(config, needs) | _missing_tasks(config, needs)
-    if missing and not options[_SKIP]:
+    if missing and options[_SKIP] is None:
         first, *others = missing.values()
         print(*(f"missing: {reason}\n" for reason in others), sep="", end="", file=sys.stderr)
-        raise InputError(f"{first}; or go on without what is missing: {_SKIP}")
+        raise InputError(f"{first}; or go on without what is missing: --{_SKIP}")
     for reason in missing.values():
         print(f"left out: {reason}", file=sys.stderr)
     rest = _without(config, set(missing))
@@ -127,31 +135,6 @@ def _check_names(key: str, entries: Any) -> None:
             )
 
 
-def _options(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
-    """The table, `--scale`, `--only` and `--skip_missing`, and the other words."""
-    options: dict[str, Any] = {"--scale": None, _ONLY: None, _SKIP: False}
-    name, rest, words = None, [], list(words)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.partition("=")
-        if key in ("--scale", _ONLY):
-            options[key] = value if equals else words.pop(0) if words else ""
-        elif key == _SKIP:
-            options[key] = True
-        elif key.startswith("--"):
-            rest += [word] if equals or not words else [f"{key}={words.pop(0)}"]
-        elif name is None:
-            name = word
-        else:
-            raise InputError(f"{word}: reproduce takes one table, and {name} came before")
-    if name is None:
-        raise InputError("reproduce: name a table; without any word it lists them")
-    if options["--scale"] is None:
-        raise InputError(f"reproduce {name}: add --scale paper, smollm2 or tiny")
-    check_one_of("--scale", options["--scale"], SCALES)
-    return name, options, rest
-
-
 def _only(config: EvalConfig, names: str | None) -> EvalConfig:
     """The config with those of its methods and of its tasks that are named."""
     if names is None:
@@ -161,7 +144,7 @@ def _only(config: EvalConfig, names: str | None) -> EvalConfig:
     tasks = [task.label for task in config.tasks]
     if unknown := sorted(chosen.difference(methods, tasks)):
         known = ", ".join([*methods, *tasks])
-        raise InputError(f"{_ONLY}={names}: {unknown[0]!r} is none of {known}")
+        raise InputError(f"--only={names}: {unknown[0]!r} is none of {known}")
     kinds = (kind for kind in (methods, tasks) if chosen.intersection(kind))
     return _without(config, {name for kind in kinds for name in kind} - chosen)
 

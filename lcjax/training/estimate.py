@@ -253,15 +253,8 @@ def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str 
     """
     if {"-h", "--help"} & set(words):
         config_lib.parse(TrainConfig, ["--help"])
-    words, rest, options = list(words), [], dict.fromkeys(names)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.partition("=")
-        if key.removeprefix("--") in options and key.startswith("--"):
-            options[key[2:]] = value if equals else (words.pop(0) if words else "")
-        else:
-            rest.append(word)
-    return rest, options
+    positional, options, keys = config_lib.split_options(words, names)
+    return [*positional, *keys], options
 
 
 def _fraction(text: str, name: str) -> float:
