@@ -201,7 +201,7 @@ def inference_bytes(evaluations, trainings, chip):
     for evaluation in evaluations:
         length, rows = max(evaluation.lengths), evaluation.batch_size
         for method, section in zip(evaluation.methods, sections(evaluation), strict=True):
-            if method.context or method.replug or method.finder:
+            if method.context or method.replug or method.retriever:
                 continue  # short windows, and text beside them
             lm = chip.language_model(trainings.get(section.path, section))
             lm = apply_method(lm, method, length)

@@ -58,7 +58,7 @@ class Method:
             )
 
     @property
-    def finder(self) -> Reading | Knn | None:
+    def retriever(self) -> Reading | Knn | None:
         """What finds text by itself, so that the decoder reads the whole window."""
         return self.retrieval or self.knn
 
@@ -157,7 +157,7 @@ def weights(config: EvalConfig) -> dict[str, str]:
 
 def datastores(config: EvalConfig) -> dict[str, str]:
     """The content of each datastore as a digest, for `Store.check_inputs`."""
-    users = {f"method {method.name}": method.finder for method in config.methods}
+    users = {f"method {method.name}": method.retriever for method in config.methods}
     users |= {f"task {task.label}": getattr(task, "retriever", None) for task in config.tasks}
     return {f"datastore of {name}": x.fingerprint for name, x in users.items() if x is not None}
 
@@ -182,7 +182,7 @@ def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
 
 def split_of(method: Method, model) -> Split | None:
     """How `method` splits windows, or None if the decoder reads all of a window."""
-    if method.finder is not None:
+    if method.retriever is not None:
         return None
     has_memory = model.config.memory is not None
     return method.context or method.replug or (ContextSplit() if has_memory else None)
@@ -190,11 +190,10 @@ def split_of(method: Method, model) -> Split | None:
 
 def apply_method(model, method: Method, length: int):
     """`model` with the settings of `method`, for windows of `length` tokens."""
-    split = split_of(method, model)
-    if method.finder is None and split is None:
+    source = method.retriever or split_of(method, model)
+    if source is None:
         return model.with_method(**_changes(method), length=length)
-    model = model.with_method(**_changes(method))
-    return method.finder.reader(model, length) if split is None else split.of(model, length)
+    return source.reader(model.with_method(**_changes(method)), length)
 
 
 def _changes(method: Method) -> dict[str, Any]:

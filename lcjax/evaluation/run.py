@@ -74,7 +74,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         for i, (method, section) in enumerate(zip(config.methods, sections(trained), strict=True)):
             if section.path not in trained_paths:
                 check_source(section, "model" if method.path is None else f"methods.{i}")
-            if method.finder is None and study.has_memory(section, trainings):
+            if method.retriever is None and study.has_memory(section, trainings):
                 _check_splits(config, [method])
     settings = draccus.encode(config)
     if trainings:

@@ -60,7 +60,7 @@ class Split(abc.ABC):
         check_one_of(f"{self.key}.source", self.source, SOURCES)
 
     @abc.abstractmethod
-    def of(self, model, length: int) -> "SplitModel":
+    def reader(self, model, length: int) -> "SplitModel":
         """`model` for windows of `length` tokens."""
 
     @abc.abstractmethod
@@ -76,7 +76,7 @@ class Split(abc.ABC):
         return 1, self.tokens(model, length)
 
     @abc.abstractmethod
-    def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+    def context_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         """The passages of `passages` that the decoder does not read."""
 
     @abc.abstractmethod
@@ -86,14 +86,16 @@ class Split(abc.ABC):
         """The scorer of the text, and its options for `passages` and `scores` of each row."""
 
     @abc.abstractmethod
-    def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
+    def build_prompts(
+        self, model: LanguageModel, parts: list["Part"], passages: list
+    ) -> tuple[list, list]:
         """The prompts and the passages of each row, where the prompts are split into `parts`."""
 
     def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
         """Splits the context into chunks; the first one may be shorter."""
-        return self.last(chunks_of(context, chunk))
+        return self.last_chunks(chunks_of(context, chunk))
 
-    def best(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+    def best_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         """The `self.chunks` best of `passages` (of equal ones the last), or all, in order."""
 
         def order(passage: PassageSpan):
@@ -102,7 +104,7 @@ class Split(abc.ABC):
 
         return sorted(sorted(passages, key=order)[: self.chunks])
 
-    def last(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
+    def last_chunks(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
         """The last `self.chunks` of `chunks`, or all."""
         return chunks if self.chunks is None else chunks[max(len(chunks) - self.chunks, 0) :]
 
@@ -139,7 +141,7 @@ class ContextSplit(Split):
         check_integers(self.key, self, 1, "trained_context")
         check_integers(self.key, self, 0, "ratio", "decoder_passages")
 
-    def of(self, model, length: int) -> "SplitModel":
+    def reader(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)
         subject = model.with_method(memory=self._memory(model), length=decoder)
         return SplitModel(subject, self, decoder, self.size(model))
@@ -179,7 +181,7 @@ class ContextSplit(Split):
             default = min(default, memory.chunk)
         return min(default if self.decoder is None else self.decoder, length)
 
-    def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+    def context_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         return [p for p in passages if p.rank is None or p.rank >= self.decoder_passages]
 
     def scorer(
@@ -189,7 +191,9 @@ class ContextSplit(Split):
             passages = [model.config.memory.deal_chunks(row) for row in passages]
         return model, {"context": model.encode_contexts(passages, chunk=chunk)}
 
-    def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
+    def build_prompts(
+        self, model: LanguageModel, parts: list["Part"], passages: list
+    ) -> tuple[list, list]:
         """Prompts and contexts; for memories of earlier windows BOS moves to the first chunk."""
         prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
         for row, (part, chunks) in enumerate(zip(parts, passages, strict=True)):
@@ -219,7 +223,7 @@ class ReplugSplit(Split):
         log_weights(np.zeros(1), self.temperature)
         check_one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
 
-    def of(self, model, length: int) -> "SplitModel":
+    def reader(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)
         subject = model.with_method(length=decoder + self.chunk)
         return SplitModel(subject, self, decoder, self.chunk)
@@ -244,7 +248,7 @@ class ReplugSplit(Split):
     def context(self, model, length: int) -> None:
         """None, as no memory is stored."""
 
-    def beside(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
+    def context_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         return list(passages)
 
     def scorer(
@@ -253,7 +257,9 @@ class ReplugSplit(Split):
         replug = Replug(model, self.temperature, len(passages), self.marginal)
         return replug, {"context": passages, "scores": scores}
 
-    def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
+    def build_prompts(
+        self, model: LanguageModel, parts: list["Part"], passages: list
+    ) -> tuple[list, list]:
         """Prompts and contexts; the head of a prompt (BOS, instruction) precedes each passage."""
         context = [
             [np.concatenate([part.head, passage]) for passage in row]
@@ -351,7 +357,9 @@ class SplitModel(WrappedScorer):
         retrieved = self._retrieved or [()] * len(rows)
         parts = [self._part(*row, new) for row in zip(rows, spans, retrieved, strict=True)]
         scores = [part.scores for part in parts]
-        prompts, context = self._split.read(self.lm, parts, [part.context for part in parts])
+        prompts, context = self._split.build_prompts(
+            self.lm, parts, [part.context for part in parts]
+        )
         return prompts, *self._scorer(context, scores)
 
     def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):
@@ -381,9 +389,9 @@ class SplitModel(WrappedScorer):
         """The chunks of the tokens of `moved` that are read, and their scores."""
         if not passages:
             pieces = [chunk for a, b in moved for chunk in self._passages(row[a:b])]
-            chunks = self._split.last(pieces)
+            chunks = self._split.last_chunks(pieces)
             return chunks, [0.0] * len(chunks)
-        best = self._split.best(moved)
+        best = self._split.best_passages(moved)
         has_scores = all(passage.score is not None for passage in best)
         scores = [passage.score if has_scores else 0.0 for passage in best]
         return [row[passage.start : passage.stop] for passage in best], scores
@@ -397,7 +405,7 @@ class SplitModel(WrappedScorer):
         """
         moved, over = [], size - self.decoder
         if passages:
-            moved = self._split.beside(passages)
+            moved = self._split.context_passages(passages)
             over -= sum(passage.stop - passage.start for passage in moved)
             for passage in reversed([passage for passage in passages if passage not in moved]):
                 if over > 0:

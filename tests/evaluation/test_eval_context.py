@@ -87,7 +87,7 @@ class Noting:
 )
 def test_windows_are_cut_as_in_the_papers_table(length, decoder, chunks):
     model, tokens = Noting(), np.arange(length)[None]
-    split = ContextSplit().of(model, length)
+    split = ContextSplit().reader(model, length)
     nll = split.nll(tokens, first=length - 256, lengths=np.array([length]))
     ((read, (context, chunk), options),) = model.given
     np.testing.assert_array_equal(read, tokens[:, -decoder:])
@@ -103,7 +103,7 @@ def test_windows_are_cut_as_in_the_papers_table(length, decoder, chunks):
 )
 def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
     model, tokens = Noting(), np.arange(50)[None]
-    split = ContextSplit(decoder=14, chunk=16, chunks=count).of(model, 50)
+    split = ContextSplit(decoder=14, chunk=16, chunks=count).reader(model, 50)
     split.nll(tokens, first=40, lengths=[50])
     ((_, (context, _), _),) = model.given
     assert [len(chunk) for chunk in context[0]] == sizes
@@ -114,14 +114,14 @@ def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
 
 def test_a_decoder_that_reads_the_whole_window_has_no_context():
     model = Noting()
-    ContextSplit(decoder=10**6).of(model, 50).nll(np.arange(50)[None], first=1, lengths=[50])
+    ContextSplit(decoder=10**6).reader(model, 50).nll(np.arange(50)[None], first=1, lengths=[50])
     ((tokens, (context, _), options),) = model.given
     assert tokens.shape == (1, 50) and context == [[]] and options["first"] == 1
 
 
 def test_prompts_leave_room_for_new_tokens_in_the_decoder():
     model = Noting()
-    split = ContextSplit(decoder=20, chunk=16).of(model, 60)
+    split = ContextSplit(decoder=20, chunk=16).reader(model, 60)
     split.generate([list(range(50)), list(range(8))], Sampling(max_new_tokens=10))
     ((prompts, (context, _), _),) = model.given
     assert prompts == [list(range(40, 50)), list(range(8))]
@@ -135,7 +135,7 @@ def test_chunks_end_where_sentences_end_and_the_decoder_begins_with_one():
     question = "\nWhat?"
     model = Noting()
     ids = model.tokenizer.encode(text + question)
-    split = ContextSplit(decoder=40, chunk=16, sentences=True).of(model, len(ids) + 5)
+    split = ContextSplit(decoder=40, chunk=16, sentences=True).reader(model, len(ids) + 5)
     prompts = split.with_movable([[(0, len(text))]], [()])
     prompts.generate([ids], Sampling(max_new_tokens=5))
     ((prompts, (context, _), _),) = model.given
@@ -157,7 +157,7 @@ def unit(index, document):
 
 def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
     units = [unit(i, i // 2) for i in range(8)]
-    split = ContextSplit(decoder=32, chunk=8, source="foreign").of(Noting(), 64)
+    split = ContextSplit(decoder=32, chunk=8, source="foreign").reader(Noting(), 64)
     foreign = importlib.import_module("lcjax.evaluation.run")._with_foreign_context
     seen = set()
     for own in units:
@@ -170,7 +170,7 @@ def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
         np.testing.assert_array_equal(foreign(split, own, units, 0).tokens, tokens)
         seen |= set(documents.tolist())
     assert seen == {0, 1, 2, 3}
-    own_context = ContextSplit(decoder=32).of(Noting(), 64)
+    own_context = ContextSplit(decoder=32).reader(Noting(), 64)
     assert foreign(own_context, units[0], units, 0).tokens is units[0].tokens
     with pytest.raises(InputError, match="all windows are of one"):
         foreign(split, units[0], units[:2], 0)
@@ -250,9 +250,9 @@ def test_trees_are_searched_for_the_scored_tokens_under_any_policy(config):
     expected = sparse.nll(tokens[:, 48:], first=32, context=[[row[:48]] for row in tokens])[:, 32:]
     assert cells["sparse"] == pytest.approx(float(expected.mean()), abs=1e-5)
     with pytest.raises(InputError, match="multiple of 2\\^5 = 32"):
-        ContextSplit(ratios=(1,) * 5).of(model, 96)
+        ContextSplit(ratios=(1,) * 5).reader(model, 96)
     with pytest.raises(InputError, match="trained_context=9 is a setting of Cepe, and this model"):
-        ContextSplit(trained_context=9).of(model, 96)
+        ContextSplit(trained_context=9).reader(model, 96)
 
 
 @pytest.mark.slow
@@ -364,7 +364,7 @@ def test_consecutive_chunks_are_dealt_to_chunks_of_the_text_as_in_training():
     section = RetroSection(chunk=8, neighbours=2, neighbour_tokens=6, output_share=1.0)
     lm = LanguageModel.load(ModelSection(preset="tiny", memory=section))
     tokens = np.arange(3, 53)[None]
-    split = ContextSplit(decoder=20, chunk=6, chunks=3).of(lm, 50)
+    split = ContextSplit(decoder=20, chunk=6, chunks=3).reader(lm, 50)
     actual = split.nll(tokens, first=34, lengths=np.array([50]))
     pieces = [tokens[0, n : n + 6] for n in (12, 18, 24)]
     context = [[pieces[:2], pieces[2:]]]

@@ -189,7 +189,7 @@ def read(ids):
 def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept, chunks, unread):
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 12, demo=["c" * 5]))
     model, decoder = Noting(), len(prompt.ids) + 6 - 17
-    split = ContextSplit(decoder=decoder, chunk=8, chunks=kept).of(model, 100)
+    split = ContextSplit(decoder=decoder, chunk=8, chunks=kept).reader(model, 100)
     generate(split, [prompt], Sampling(max_new_tokens=6))
     (((ids,), (context,)),) = model.given
     assert ids[0] == 0 and len(ids) + 6 == decoder
@@ -201,10 +201,10 @@ def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept
 def test_a_decoder_without_room_for_instruction_and_question_raises_input_error():
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12))
     fixed = len(prompt.ids) - 12 + 6
-    split = ContextSplit(decoder=fixed - 1, chunk=8).of(Noting(), 100)
+    split = ContextSplit(decoder=fixed - 1, chunk=8).reader(Noting(), 100)
     with pytest.raises(InputError, match="leaves no room"):
         generate(split, [prompt], Sampling(max_new_tokens=6))
-    split = ContextSplit(decoder=fixed, chunk=8).of(Noting(), 100)
+    split = ContextSplit(decoder=fixed, chunk=8).reader(Noting(), 100)
     generate(split, [prompt], Sampling(max_new_tokens=6))
 
 
@@ -220,7 +220,7 @@ def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
     short = PromptEncoder(TOKENIZER).prompt(segments("b"))
     decoder = len(prompt.ids) + 2 - 14
-    split = ReplugSplit(decoder=decoder, chunk=8).of(Noting(), 100)
+    split = ReplugSplit(decoder=decoder, chunk=8).reader(Noting(), 100)
     generate(split, [prompt, short], Sampling(max_new_tokens=2))
     first, second = given["prompts"]
     assert read(first) == "bb\nWho?\nAnswer:" and second == short.ids.tolist()
@@ -258,7 +258,7 @@ def test_the_decoder_reads_demonstrations_and_the_best_passages_and_the_memory_w
     settings, text, chunks
 ):
     prompt, model = question(), Noting()
-    split = ContextSplit(**{"decoder": 80, "chunk": 8, **settings}).of(model, 200)
+    split = ContextSplit(**{"decoder": 80, "chunk": 8, **settings}).reader(model, 200)
     generate(split, [prompt], Sampling(max_new_tokens=3))
     (((ids,), (context,)),) = model.given
     assert read(ids) == HEAD + text + "Who?" and ids[0] == 0
@@ -270,7 +270,7 @@ def test_the_decoder_reads_demonstrations_and_the_best_passages_and_the_memory_w
 
 
 def test_demonstrations_that_leave_the_decoder_no_room_raise_input_error():
-    split = ContextSplit(decoder=27, chunk=8).of(Noting(), 200)
+    split = ContextSplit(decoder=27, chunk=8).reader(Noting(), 200)
     with pytest.raises(InputError, match="leaves no room"):
         generate(split, [question()], Sampling(max_new_tokens=4))
 
@@ -287,7 +287,9 @@ def test_every_pass_of_replug_has_the_demonstrations_and_one_passage(monkeypatch
 
     fake = types.SimpleNamespace(generate=write)
     monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda *args: given.update(a=args) or fake)
-    split = ReplugSplit(decoder=80, chunk=8, temperature=0.5, marginal="sequence").of(Noting(), 200)
+    split = ReplugSplit(decoder=80, chunk=8, temperature=0.5, marginal="sequence").reader(
+        Noting(), 200
+    )
     generate(split, [question(3, scores)], Sampling(max_new_tokens=2))
     assert [read(ids) for ids in given["prompts"]] == ["Who?"]
     assert [read(p) for p in given["context"][0]] == [f"{HEAD}<pass{n}>" for n in range(3)]

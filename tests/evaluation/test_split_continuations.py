@@ -34,7 +34,7 @@ def assert_same(found, wanted):
 def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(lm):
     split = ContextSplit(decoder=32, chunk=16)
     # 32 tokens less four new ones are left: BOS stays, and so does what is not movable.
-    split = split.of(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
+    split = split.reader(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
     found = split.continuations(PROMPTS, OPTIONS)
     beside, read = PROMPTS[0][1:33], [PROMPTS[0][:1] + PROMPTS[0][33:], PROMPTS[1]]
     context = lm.encode_contexts([[beside[:16], beside[16:]], []], chunk=16)
@@ -43,7 +43,7 @@ def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(lm
 
 @pytest.mark.slow
 def test_replug_reads_the_same_prompt_once_behind_every_chunk(lm):
-    split = ReplugSplit(decoder=32, chunk=16).of(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
+    split = ReplugSplit(decoder=32, chunk=16).reader(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
     found = split.continuations(PROMPTS, OPTIONS)
     bos, rest, beside = PROMPTS[0][:1], PROMPTS[0][33:], PROMPTS[0][1:33]
     replug = Replug(lm.with_method(length=48))
@@ -52,6 +52,6 @@ def test_replug_reads_the_same_prompt_once_behind_every_chunk(lm):
 
 
 def test_continuations_that_leave_the_decoder_no_prompt_raise_input_error(lm):
-    split = ContextSplit(decoder=8, chunk=16).of(lm, 128)
+    split = ContextSplit(decoder=8, chunk=16).reader(lm, 128)
     with pytest.raises(InputError, match="8 leaves no room for a prompt beside 8 new tokens"):
         split.continuations(PROMPTS[:1], [[ids(3, 8)]])

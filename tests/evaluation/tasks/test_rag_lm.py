@@ -77,7 +77,7 @@ def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, l
     best, text = [ids(2, 4), ids(1, 4)], np.array([ids(9, 12)])
 
     def score(split, unit, decoder=decoder):
-        model = dataclasses.replace(split, decoder=decoder).of(lm, len(unit.tokens))
+        model = dataclasses.replace(split, decoder=decoder).reader(lm, len(unit.tokens))
         (record,) = task.score(model, [unit], 1)
         assert record["decoder"] == 12 and record["scored"] == 8
         return pytest.approx(record["nll"], abs=1e-3)
@@ -86,7 +86,7 @@ def test_a_memory_reads_each_chunk_and_replug_weighs_it_by_its_score(tmp_path, l
     assert lm.nll(text, first=4, context=[best]).sum() == score(context, unit)
     assert lm.nll(text, first=4).sum() == score(context, bare)
     other = ContextSplit(chunk=4, source="foreign")
-    foreign = other.of(lm, 20).with_foreign_context(
+    foreign = other.reader(lm, 20).with_foreign_context(
         unit.tokens, [np.arange(20, dtype=np.int32)], [0], unit.prompt.passages
     )
     assert foreign.tolist() == [*range(8), *ids(9, 12)]
