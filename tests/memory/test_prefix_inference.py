@@ -99,13 +99,13 @@ def test_a_conversation_reads_its_text_again_behind_a_context_that_has_grown(lm)
 
 def test_a_ratio_is_chosen_when_a_text_is_read():
     lm = loaded("beacon")
-    subject = ContextSplit(decoder=8, ratio=8).of(lm, 40)
+    subject = ContextSplit(decoder=8, ratio=8).reader(lm, 40)
     assert subject.config.memory == dataclasses.replace(lm.config.memory, ratio=8)
     assert ContextSplit().tokens(lm, 100) == 16, "a window like those before it"
     with pytest.raises(InputError, match="chunk=16 must be a multiple of 3.*nearest: 15, 18"):
-        ContextSplit(ratio=3).of(lm, 40)
+        ContextSplit(ratio=3).reader(lm, 40)
     with pytest.raises(InputError, match="context.ratio=8 is a setting of Beacon"):
-        ContextSplit(ratio=8).of(loaded("auto_compressor"), 40)
+        ContextSplit(ratio=8).reader(loaded("auto_compressor"), 40)
     with pytest.raises(InputError, match="chunk=10 must be a multiple of 4.*nearest: 8, 12"):
         lm.encode_contexts([ids(4, 39)], chunk=10)
 
@@ -177,7 +177,7 @@ def test_chats_and_conversations_behind_a_context_have_their_bos_before_it(lm, m
 
 def test_a_split_prompt_has_its_bos_before_the_documents_that_go_beside(lm, monkeypatch):
     bos, prompt = lm.tokenizer.bos_id, [lm.tokenizer.bos_id, *ids(1, 4), *ids(2, 20), *ids(3, 6)]
-    subject, read = ContextSplit(decoder=20).of(lm, 35), []
+    subject, read = ContextSplit(decoder=20).reader(lm, 35), []
     monkeypatch.setattr(
         LanguageModel, "encode_contexts", lambda self, rows, chunk: read.append(rows)
     )
