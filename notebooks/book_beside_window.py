@@ -156,10 +156,10 @@ for hit in retriever.search(["How is a symbolic link extracted?"], k=2)[0]:
 # %%
 import dataclasses
 
-from lcjax.evaluation.retrieval import Reading, RetrieverSection
+from lcjax.evaluation.retrieval import RetrievalMethod, RetrieverSection
 
 section = RetrieverSection("runs/book/store", k=2)
-reading = Reading(section, decoder=WINDOW)
+reading = RetrievalMethod(section, decoder=WINDOW)
 retrieval = dataclasses.replace(
     untrained,
     methods=(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lcjax import config as config_lib
 from lcjax.config.help import command
 from lcjax.errors import InputError, suggestion
-from lcjax.evaluation import reproduce, results, retrieval
+from lcjax.evaluation import reproduce, results, retriever_scores
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.export import check_formats, export, make_data
@@ -132,7 +132,8 @@ def _make_data(words: Sequence[str]) -> None:
 
 
 def _retrieval(words: Sequence[str]) -> None:
-    _print(*retrieval.run(config_lib.parse(retrieval.RetrievalConfig, words)))
+    config = config_lib.parse(retriever_scores.RetrievalConfig, words)
+    _print(*retriever_scores.run(config))
 
 
 def _print(text: str, files: Sequence[object]) -> None:

@@ -15,7 +15,7 @@ from lcjax.data import TextConfig, documents
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.report.published import Published
-from lcjax.evaluation.retrieval import Knn, Reading
+from lcjax.evaluation.retrieval import Knn, RetrievalMethod
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
@@ -41,7 +41,7 @@ class Method:
     context: ContextSplit | None = None
     replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not
     # Passages that the method finds by itself for every text or prompt; null: none
-    retrieval: Reading | None = None
+    retrieval: RetrievalMethod | None = None
     knn: Knn | None = None  # next tokens of similar contexts of a datastore (kNN-LM); null: none
     # Instead of path, in a study: keys over study.extend of the training that makes the model, such
     # as [model.rope.type=yarn, model.rope.factor=4]; null: no training. Methods with the same keys
@@ -58,7 +58,7 @@ class Method:
             )
 
     @property
-    def retriever(self) -> Reading | Knn | None:
+    def retriever(self) -> RetrievalMethod | Knn | None:
         """What finds text by itself, so that the decoder reads the whole window."""
         return self.retrieval or self.knn
 

@@ -30,7 +30,7 @@ from lcjax.evaluation import (
     study,
 )
 from lcjax.evaluation.config import apply_method
-from lcjax.evaluation.retrieval import Reading, RetrieverSection, WindowReader
+from lcjax.evaluation.retrieval import RetrievalMethod, RetrievalWindowReader, RetrieverSection
 from lcjax.evaluation.task import Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
@@ -285,11 +285,11 @@ def store(monkeypatch):
 
 
 def test_a_method_retrieves_passages_by_its_section(lm, store):
-    section = Reading(RetrieverSection(".", k=3), "mixture", stride=8, query_tokens=4)
+    section = RetrievalMethod(RetrieverSection(".", k=3), "mixture", stride=8, query_tokens=4)
     model = apply_method(lm, Method("a", retrieval=section), 96)
     assert (model.k, model.how, model.when, model.query_tokens) == (3, "mixture", 8, 4)
     assert model.lm.length == 96 and model.decoder is None
-    once = apply_method(lm, Method("a", retrieval=Reading(RetrieverSection("."))), 96)
+    once = apply_method(lm, Method("a", retrieval=RetrievalMethod(RetrieverSection("."))), 96)
     assert (once.when, once.how, once.query_tokens) == ("once", "input", None)
     # A folder in the section leaves the default of k what it is.
     assert once.k == RetrievalReader.k == 4
@@ -299,10 +299,10 @@ def test_a_method_retrieves_passages_by_its_section(lm, store):
 def test_perplexity_uses_the_retrieved_passages(config, lm, score, store):
     section = RetrieverSection(config.data.path, k=1)
     methods = (
-        Method("once", retrieval=Reading(section)),
-        Method("strides", retrieval=Reading(section, stride=4, query_tokens=2)),
-        Method("memory", retrieval=Reading(section, "context")),
-        Method("end", retrieval=Reading(section, "context", decoder=40)),
+        Method("once", retrieval=RetrievalMethod(section)),
+        Method("strides", retrieval=RetrievalMethod(section, stride=4, query_tokens=2)),
+        Method("memory", retrieval=RetrievalMethod(section, "context")),
+        Method("end", retrieval=RetrievalMethod(section, "context", decoder=40)),
     )
     report = score(dataclasses.replace(config, methods=methods))
     cells = {cell["method"]: cell["loss"] for cell in report.cells}
@@ -332,7 +332,7 @@ def test_the_end_of_a_window_is_read_with_its_own_or_foreign_passages():
     documents = set()
     for own in units:
         for source in ("own", "foreign"):
-            model = WindowReader(NotingReader(), 24, source)
+            model = RetrievalWindowReader(NotingReader(), 24, source)
             tokens = put_foreign(model, own, units, 0).tokens
             np.testing.assert_array_equal(tokens[40:], own.tokens[40:])
             nll = model.nll(tokens[None], first=56, lengths=np.array([64]))
@@ -352,8 +352,12 @@ def test_the_end_of_a_window_is_read_with_its_own_or_foreign_passages():
     with pytest.raises(InputError, match=r"retrieval\.source=foreign .* all windows are of one"):
         put_foreign(model, units[0], units[:2], 0)
     for reader, first, words in (
-        (WindowReader(None, 24), 40, "scores tokens from 40 on, and the decoder reads from 40"),
-        (WindowReader(None, 40, "foreign"), 60, "needs windows of 80 tokens"),
+        (
+            RetrievalWindowReader(None, 24),
+            40,
+            "scores tokens from 40 on, and the decoder reads from 40",
+        ),
+        (RetrievalWindowReader(None, 40, "foreign"), 60, "needs windows of 80 tokens"),
     ):
         with pytest.raises(InputError, match=words):
             reader.check_scored(64, first, 64)
@@ -402,21 +406,30 @@ def test_cells_state_the_number_of_passages_of_the_decoder(config, score, tmp_pa
             "both|two",
         ),
         (lambda: {"methods": (Method("a", context=ContextSplit(source="mine")),)}, "source='mine'"),
-        (lambda: {"methods": (Method("a", retrieval=Reading(how="front")),)}, "how='front'"),
         (
-            lambda: {"methods": (Method("a", retrieval=Reading()),), "tasks": (Passkey(),)},
+            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(how="front")),)},
+            "how='front'",
+        ),
+        (
+            lambda: {"methods": (Method("a", retrieval=RetrievalMethod()),), "tasks": (Passkey(),)},
             r"methods\.0\.retrieval\.retriever\.folder='' is no folder",
         ),
         (
-            lambda: {"methods": (Method("a", retrieval=Reading(RetrieverSection("."))),)},
+            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(RetrieverSection("."))),)},
             r"^\. holds no datastore",
         ),
         (
-            lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=Reading()),)},
+            lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=RetrievalMethod()),)},
             "replug and retrieval, two ways",
         ),
-        (lambda: {"methods": (Method("a", retrieval=Reading(source="foreign")),)}, "needs retr"),
-        (lambda: {"methods": (Method("a", retrieval=Reading(source="mine")),)}, "source='mine'"),
+        (
+            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(source="foreign")),)},
+            "needs retr",
+        ),
+        (
+            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(source="mine")),)},
+            "source='mine'",
+        ),
         (lambda: {"methods": (Method("a", context=ContextSplit(decoder=0)),)}, "decoder=0"),
         (
             lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=0)),)},

@@ -11,7 +11,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, RunSection, run
-from lcjax.evaluation.retrieval import Knn, Reading, RetrieverSection
+from lcjax.evaluation.retrieval import Knn, RetrievalMethod, RetrieverSection
 from lcjax.evaluation.tasks.rag_lm import RagLm
 from lcjax.generation.language_model import LanguageModel
 from lcjax.parallel.run_lock import RunLock
@@ -152,7 +152,7 @@ def test_a_changed_datastore_raises_input_error_when_a_run_continues(config, tmp
     build_stores()
     section = RetrieverSection(stores[0], k=1)
     methods = (
-        Method("rag", retrieval=Reading(section)),
+        Method("rag", retrieval=RetrievalMethod(section)),
         Method("knn", knn=Knn(stores[1], k=4)),
     )
     small = {"decoder": 32, "scored": 8, "chunk": 8}
