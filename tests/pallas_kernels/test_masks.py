@@ -15,7 +15,7 @@ INTEGERS = st.integers(-25, 70)
 SIZES = st.integers(1, 20)
 LISTS = st.lists(INTEGERS, max_size=9)
 BLOCK_LISTS = st.lists(st.lists(st.integers(0, 12), max_size=4), max_size=9)
-ATOMS = st.check_one_of(
+ATOMS = st.one_of(
     st.sampled_from([causal(), everything(), pk.nothing()]),
     st.integers(1, 40).map(window),
     st.tuples(INTEGERS, st.integers(0, 30)).map(lambda x: pk.band(x[0], sum(x))),
@@ -37,7 +37,7 @@ ATOMS = st.check_one_of(
 )  # fmt: skip
 MASKS = st.recursive(
     ATOMS,
-    lambda inner: st.check_one_of(
+    lambda inner: st.one_of(
         st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1]),
         st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1]),
         inner.map(lambda mask: ~mask),

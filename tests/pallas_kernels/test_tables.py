@@ -29,7 +29,7 @@ from pallas_kernels.tables import (
 
 PARTS = pk.per_head((causal() & pk.chunks(8), 2), (window(5), 1), (causal(), 1))
 LAMBDA = causal() & (window(9) | prefix(3))
-ATOMS = st.check_one_of(
+ATOMS = st.one_of(
     st.sampled_from([causal(), pk.nothing(), pk.tail_of(6, 2), pk.documents([3, 17, 18])]),
     st.builds(window, st.integers(1, 30)),
     st.builds(prefix, st.integers(0, 30)),
@@ -40,7 +40,7 @@ ATOMS = st.check_one_of(
 )
 MASKS = st.recursive(
     ATOMS,
-    lambda inner: st.check_one_of(
+    lambda inner: st.one_of(
         st.builds(lambda a, b: a & b, inner, inner),
         st.builds(lambda a, b: a | b, inner, inner),
         st.builds(lambda a: ~a, inner),

@@ -40,7 +40,7 @@ def parse(*words):
     ("words", "message"),
     [
         ([], "needs the devices to compile for: --topology v5e:4x4"),
-        (["--topology"], "needs the devices to compile for"),
+        (["--topology"], "--topology has no value; write --topology=value"),
         (["--topology=v9:4x4"], "unknown chip; choose one of v4"),
         (["--topology=v5e:4"], "--topology=v5e:4: write the devices, as v5e:4x4"),
     ],
