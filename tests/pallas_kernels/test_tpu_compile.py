@@ -188,7 +188,8 @@ def test_grouped_softmax_of_131072_tokens_of_llama_2_7b_heads_compiles(generatio
         assert "stablehlo.while" not in text
         # Operands in the kernels' order, keys also turned, and nothing of queries times blocks.
         assert memory.temp_size_in_bytes < 5 * LONG * 32 * 128 * 2
-    assert kernels == [1, 2]
+    # Backward, dq of a key head fits into the VMEM of these generations.
+    assert kernels == [1, 1 if generation in ("v5e", "v6e") else 2]
 
 
 @pytest.mark.parametrize("block", [51, 1000])
