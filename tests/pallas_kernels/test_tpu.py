@@ -214,7 +214,7 @@ def expected(arrays, operands, spec, table):
     return both(arrays, operands, table)
 
 
-def close(found, wanted, tolerance):
+def assert_close(found, wanted, tolerance):
     found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
     assert np.array_equal(np.isfinite(found), np.isfinite(wanted))
     found, wanted = (np.where(np.isfinite(x), x, 0) for x in (found, wanted))
@@ -224,9 +224,9 @@ def close(found, wanted, tolerance):
 def compare(found, wanted, dtype="float32"):
     forward, backward = (2e-6, 5e-6) if dtype == "float32" else (5e-3, 5e-3)
     for x, y in zip(found[:2], wanted[:2], strict=True):
-        close(x, y, forward)
+        assert_close(x, y, forward)
     for x, y in zip(jax.tree.leaves(found[2:]), jax.tree.leaves(wanted[2:]), strict=True):
-        close(x, y, backward)
+        assert_close(x, y, backward)
 
 
 @pytest.fixture(params=["two kernels", "one kernel"])
@@ -362,8 +362,8 @@ def test_forward_equals_splash_attention_of_jax():
     first, *rest = (x[0].swapaxes(0, 1) for x in (q * size**-0.5, k, v))
     out, (lse,) = peer(first, *rest)
     found = run(arrays, operands, spec)
-    close(found[0][0], out.swapaxes(0, 1), 3e-3)  # its products are not in full precision
-    close(found[1][0], lse.T, 3e-3)
+    assert_close(found[0][0], out.swapaxes(0, 1), 3e-3)  # its products are not in full precision
+    assert_close(found[1][0], lse.T, 3e-3)
 
 
 @pytest.mark.parametrize(

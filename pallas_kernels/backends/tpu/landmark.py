@@ -173,19 +173,7 @@ def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlo
     }
 
 
-def _launch(
-    kernel,
-    kernel_spec,
-    tiling: Tiling,
-    x,
-    call: Call,
-    *,
-    axis,
-    outputs,
-    scratch,
-    interpret,
-    **whole,
-):
+def _launch(kernel, kernel_spec, tiling: Tiling, x, call: Call, *, axis, scratch, **options):
     """Runs one kernel call; arguments as in `grid.run_kernel`, scratch: shapes, float32."""
     return run_kernel(
         functools.partial(kernel, kernel_spec, call),
@@ -195,10 +183,8 @@ def _launch(
         axis=axis,
         resident=tiling.key_block if axis else tiling.rows,
         operand=lambda name, value: _operand(name, value, tiling, call),
-        outputs=outputs,
         scratch=[pltpu.VMEM(sizes, F32) for sizes in scratch],
-        interpret=interpret,
-        **whole,
+        **options,
     )
 
 
