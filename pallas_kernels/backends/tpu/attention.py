@@ -90,9 +90,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     x["di"] = tiling.to_rows(di)[:, :, None]
     x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
     calls = calls_of(visits, tiling, 1)
-    # A head whose keys are split over calls would have a part of dq in each of them.
-    if operands.bias is None and len(calls) == 1 and fits_vmem(x, tiling):
-        dk, dv, dq = _fused(kernel_spec, tiling, x, calls, interpret)
+    if operands.bias is None and (whole := whole_dq(x, tiling, calls)):
+        dk, dv, dq = _fused(kernel_spec, tiling, x, calls, interpret, whole)
         dq = tiling.from_rows(dq)[..., : q.shape[-1]]
         return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), None
 
@@ -119,19 +118,20 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), d_bias
 
 
-def fused_vmem(x, tiling: Tiling) -> int:
-    """Bytes of VMEM with dq of a head in it: a step, the sums in float32 and the output."""
-    dtype, size = x["q"].dtype, x["q"].shape[-1]
-    return STEP_BYTES + tiling.count * tiling.rows * size * (4 + dtype.itemsize)
+def whole_dq(x, tiling: Tiling, calls: list[Call]) -> dict | None:
+    """The options of `grid.run_kernel` for dq of a head in VMEM, or None where it does not fit.
+
+    Beside a step there are its sums in float32 and the output.
+    """
+    if len(calls) > 1:  # a head whose keys are split would have a part of dq in each call
+        return None
+    dtype, size, rows = x["q"].dtype, x["q"].shape[-1], tiling.count * tiling.rows
+    vmem = STEP_BYTES + rows * size * (4 + dtype.itemsize)
+    return dict(whole=(dtype, size, rows), vmem=vmem) if vmem <= 0.9 * grid.vmem() else None
 
 
-def fits_vmem(x, tiling: Tiling) -> bool:
-    """Whether dq of a head can stay in VMEM."""
-    return fused_vmem(x, tiling) <= 0.9 * grid.vmem()
-
-
-def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool):
-    """dk, dv and dq by one kernel."""
+def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool, whole: dict):
+    """dk, dv and dq by one kernel; whole: of `whole_dq`."""
     (h, hv), dtype = (x[name].shape[-1] for name in ("k", "v")), x["q"].dtype
     rows = tiling.count * tiling.rows
     run = functools.partial(
@@ -143,9 +143,8 @@ def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool):
         axis=1,
         outputs=[(dtype, h), (dtype, hv)],
         scratch=[(F32, h), (F32, hv), (F32, h, rows), None],
-        whole=(dtype, h, rows),
-        vmem=fused_vmem(x, tiling),
         interpret=interpret,
+        **whole,
     )
     return run_calls(calls, run)
 

@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.tpu import grid
-from pallas_kernels.backends.tpu.attention import LARGEST_HEAD, fits_vmem, fused_vmem
+from pallas_kernels.backends.tpu.attention import LARGEST_HEAD, whole_dq
 from pallas_kernels.backends.tpu.grid import (
     LANES,
     NOTHING,
@@ -95,11 +95,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
 
     calls, outputs = calls_of(visits, tiling, 1), [(k.dtype, h), (v.dtype, hv)]
     scratch = [(tiling.key_block, h), (tiling.key_block, hv)]
-    # A head whose keys are split over calls would have a part of dq in each of them.
-    if len(calls) == 1 and fits_vmem(x, tiling):
-        rows = tiling.count * tiling.rows
-        whole = dict(whole=(q.dtype, h, rows), vmem=fused_vmem(x, tiling))
-        scratch.append((rows, h))
+    if whole := whole_dq(x, tiling, calls):
+        scratch.append((tiling.count * tiling.rows, h))
         dk, dv, dq = run(landmark_d_all, 1, calls, x, outputs, scratch, **whole)
     else:
         transposed = x | {"k_transposed": x["k"].swapaxes(2, 3)}
