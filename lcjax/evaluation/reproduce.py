@@ -37,7 +37,7 @@ from lcjax.storage import is_storage_failure
 SCALES = ("paper", "smollm2", "tiny")
 _FOLDER = "reproduce/"
 _SKIP = "skip_missing"
-_OWN_KEYS = ("title", "needs", "scales")
+_TABLE_KEYS = ("title", "needs", "scales")
 
 
 def names() -> list[str]:
@@ -109,7 +109,7 @@ def _check(tree: dict[str, Any], scale: str) -> None:
     _check_mapping(f"scales.{scale}", changes)
     columns = changes.get("columns", {})
     _check_mapping(f"scales.{scale}.columns", columns)
-    tree = {key: tree[key] for key in tree if key not in _OWN_KEYS}
+    tree = {key: tree[key] for key in tree if key not in _TABLE_KEYS}
     for key in ("tasks", "methods"):
         _check_names(key, tree.get(key))
     tree = _merge(tree, {key: changes[key] for key in changes if key != "columns"})
@@ -154,7 +154,7 @@ def _read(name: str) -> dict[str, Any]:
     if name not in known and not name.endswith(".yaml"):
         raise InputError(f"{name} is no table; {suggestion(name, known)}")
     tree = config_lib.read_yaml(name if name.endswith(".yaml") else f"lcjax:{_FOLDER}{name}")
-    for key in _OWN_KEYS:
+    for key in _TABLE_KEYS:
         if key not in tree:
             raise InputError(f"{name}: {key} is missing, as files of reproduce have it")
     return tree
@@ -167,7 +167,7 @@ def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
         raise InputError(f"{name} has no scale {scale}; it has {', '.join(scales)}")
     changes = dict(scales[scale] or {})
     columns = changes.pop("columns", None)
-    tree = {key: tree[key] for key in tree if key not in _OWN_KEYS}
+    tree = {key: tree[key] for key in tree if key not in _TABLE_KEYS}
     if columns is not None:
         tasks = [_at_lengths(task, columns) for task in tree["tasks"]]
         tree = _at_lengths({**tree, "tasks": tasks}, columns)

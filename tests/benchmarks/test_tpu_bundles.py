@@ -22,6 +22,7 @@ SPEC.loader.exec_module(tpu_bundles)
     [
         ("causal", "v5e", 165_564, 326_264),
         ("window", "v6e", 51_540, 103_140),
+        ("window of 512", "v5e", 35_340, 77_779),  # smaller blocks
     ],
 )
 def test_bundles_of_the_visited_blocks_do_not_grow(case, generation, forward, backward):

@@ -24,7 +24,7 @@ import yaml
 from lcjax.config import read_yaml, to_data_path
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.prompt import Segment, document_segments
-from lcjax.evaluation.prompt_task import OWN_WORDING
+from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.files import parse_json
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -139,7 +139,7 @@ class Wording:
     """Texts of prompts by name, with placeholders such as `{question}`."""
 
     texts: Mapping[str, Any]  # or lists of texts
-    source: str = OWN_WORDING  # the file; by default this library's own, by their version
+    source: str = PROMPTS_VERSION  # the file; by default this library's own, by their version
 
     @property
     def section(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def choose_template(
             f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
             " it, or use wording=folder"
         )
-    return library_prompts(benchmark)[name], OWN_WORDING
+    return library_prompts(benchmark)[name], PROMPTS_VERSION
 
 
 def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], str]:

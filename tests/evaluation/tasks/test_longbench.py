@@ -15,7 +15,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, results, run
 from lcjax.evaluation.export import export
 from lcjax.evaluation.metrics import longbench as scores
-from lcjax.evaluation.prompt_task import OWN_WORDING
+from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.local_files import library_prompts
 from lcjax.evaluation.tasks.longbench import LongBench
@@ -349,9 +349,9 @@ def test_of_the_even_lengths_version_they_go_back_with_scores_by_words(tmp_path)
 
 
 def test_the_librarys_own_prompts_are_those_of_their_version():
-    # Records name this version (`wording`): other prompts need another OWN_WORDING.
+    # Records name this version (`wording`): other prompts need another PROMPTS_VERSION.
     names = ("longbench", "infinitebench", "zeroscrolls", "ruler", "ruler_haystack", "trec_classes")
     names += ("passkey", "niah", "icl", "kv_retrieval", "open_qa")
     text = json.dumps([library_prompts(name) for name in names])
-    assert OWN_WORDING == "lcjax-1"
+    assert PROMPTS_VERSION == "lcjax-1"
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "2614bcd205992eae"

@@ -22,7 +22,7 @@ from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.config import to_data_path
 from lcjax.errors import InputError, install_command
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.prompt_task import OWN_WORDING
+from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
 from lcjax.files import parse_json
 
@@ -90,7 +90,9 @@ def read_templates(benchmark: str | None, key: str) -> RulerTemplates:
     library = library_prompts("ruler")
     if benchmark is None:
         templates = {family: tuple(texts) for family, texts in library.items()}
-        return RulerTemplates(templates, **library_prompts("ruler_haystack"), source=OWN_WORDING)
+        return RulerTemplates(
+            templates, **library_prompts("ruler_haystack"), source=PROMPTS_VERSION
+        )
     root = to_data_path(benchmark)
     for folder in _FOLDERS:
         constants, niah = root / folder / "constants.py", root / folder / "niah.py"
