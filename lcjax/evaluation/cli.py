@@ -23,7 +23,7 @@ USAGE = """\
 python eval.py [run] --config FILE [--tasks NAME,NAME] [--KEY=VALUE ...]
     evaluates every method where records are missing, and writes the report; --tasks piqa,hellaswag
     is short for --tasks.0.tasks=[piqa,hellaswag], and --include_path for that of tasks.0
-python eval.py reproduce TABLE --scale paper|smollm2|tiny [--skip_missing] [--KEY=VALUE ...]
+python eval.py reproduce TABLE --scale paper|smollm2|tiny|... [--skip_missing] [--KEY=VALUE ...]
     runs a table of a paper, and shows the published numbers beside; without TABLE it lists them
 python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
     writes tables, figures and report.html again, from the records alone; with --export also

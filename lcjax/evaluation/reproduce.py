@@ -27,14 +27,13 @@ from typing import Any
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import check_source
-from lcjax.errors import InputError, check_one_of, suggestion
+from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, Method, corpus_of, sections, texts
 from lcjax.evaluation.report.tables import markdown
 from lcjax.evaluation.run import limits_of
 from lcjax.storage import is_storage_failure
 
-SCALES = ("paper", "smollm2", "tiny")
 _FOLDER = "reproduce/"
 _SKIP = "skip_missing"
 _TABLE_KEYS = ("title", "needs", "scales")
@@ -72,8 +71,7 @@ def parse(words: Sequence[str]) -> EvalConfig:
     if others:
         raise InputError(f"{others[0]}: reproduce takes one table, and {name} came before")
     if options["scale"] is None:
-        raise InputError(f"reproduce {name}: add --scale paper, smollm2 or tiny")
-    check_one_of("--scale", options["scale"], SCALES)
+        raise InputError(f"reproduce {name}: add --scale {' or '.join(_read(name)['scales'])}")
     config = _only(config_at(name, options["scale"], keys), options["only"])
     needs = _read(name)["needs"]
     missing = _missing_methods(config, needs) | _missing_tasks(config, needs)

@@ -361,9 +361,9 @@ def test_a_file_that_lacks_a_name_or_a_section_is_one_line(change, match, tmp_pa
     "words, match",
     [
         (["--scale=tiny"], "name a table"),
-        (["lceg/table2"], "add --scale paper, smollm2 or tiny"),
+        (["lceg/table2"], "add --scale paper or smollm2 or smollm2_32k or tiny"),
         (["lceg/table2", "--scale"], "--scale has no value"),
-        (["lceg/table2", "--scale=7b"], "must be one of paper"),
+        (["lceg/table2", "--scale=7b"], "has no scale 7b; it has paper, smollm2"),
         (["lceg/tabel2", "--scale=tiny"], "did you mean lceg/table2"),
         (["lceg/table2", "lceg/table2", "--scale=tiny"], "takes one table"),
         (["lceg/table2", "--scale=tiny", "--lenght=3"], "unknown"),

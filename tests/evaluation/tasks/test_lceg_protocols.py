@@ -232,13 +232,34 @@ def test_rows_with_rounded_positions_have_the_published_values_of_their_method()
     assert all(method.pattern in (None, Causal()) for method in table.methods)
 
 
-@pytest.mark.parametrize("name", ["lceg/table2", "lceg/table3", "lceg/figure3"])
-def test_every_trained_row_of_the_scale_smollm2_has_as_many_tokens_and_one_protocol(name):
-    trainings = study.trainings(reproduce.config_at(name, "smollm2"))
+@pytest.mark.parametrize(
+    ("name", "scale", "steps", "length", "rows"),
+    [
+        ("lceg/table2", "smollm2", 2, 16_384, 1),
+        ("lceg/table3", "smollm2", 2, 16_384, 1),
+        ("lceg/figure3", "smollm2", 2, 16_384, 1),
+        ("lceg/table1", "smollm2_32k", 200, 32_768, 8),
+        ("lceg/table2", "smollm2_32k", 200, 32_768, 8),
+        ("lceg/table3", "smollm2_32k", 200, 32_768, 8),
+    ],
+)
+def test_every_trained_row_of_a_small_scale_has_as_many_tokens_and_one_protocol(
+    name, scale, steps, length, rows
+):
+    config = reproduce.config_at(name, scale)
+    trainings = study.trainings(config)
     assert set(trainings) == {
         *("pi_32k", "yarn_32k", "clex_32k", "ntk_32k", "ntk_64k", "longlora_32k", "landmark"),
     }
     shapes = {(t.train.steps, t.train.batch_size * t.data.length) for t in trainings.values()}
-    assert shapes == {(2, 16_384)}
+    assert shapes == {(steps, rows * length)}
     rates = {(t.train.lr, t.train.schedule, t.train.lora, t.data.path) for t in trainings.values()}
     assert len(rates) == 1
+    ropes = {label: training.model.rope for label, training in trainings.items()}
+    factor = length / 8192
+    assert ropes["pi_32k"].factor == ropes["yarn_32k"].factor == ropes["longlora_32k"].factor
+    assert ropes["pi_32k"].factor == factor and ropes["clex_32k"].max_factor == 2 * factor
+    # alpha = f C' / C - (f - 1) with f = C' / (2 C), as the study has it.
+    for name, target in (("ntk_32k", length), ("ntk_64k", 2 * length)):
+        assert (ropes[name].factor, ropes[name].min_length) == (target / (2 * 8192), target)
+    assert max(max(task.lengths or config.lengths) for task in config.tasks) == length
