@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 FORMAT = 2
 MARKER = "run.json"  # settings of the records
 INPUTS = "inputs"  # key of the marker: identities of checkpoints and datastores
+LABELS = "labels"  # key of the marker: the names of the tasks
+# Key of the marker: settings of methods and tasks that have records and are not in the last config.
+EARLIER = "earlier"
 REPORT = "report.html"
 CONFIG = "config.yaml"
 COSTS = "costs"  # folder
@@ -63,6 +66,8 @@ RUN_FOLDER = FolderFormat(
 COMPACT = frozenset({"position_nll"})
 # Keys that may change when a run is continued.
 _FREE = ("run", "batch_size", "mesh", "distributed", "published")
+# Keys whose entries have names, by which records are found.
+_NAMED = ("methods", "tasks", "trainings")
 
 Key = tuple[str, int, int]  # method, length, index of the unit
 
@@ -105,9 +110,10 @@ class Store:
         if self._replaces:
             self._check_overwrite()
         self._inputs: dict[str, str] = {}
+        self._earlier: dict[str, dict] = {}
         if used and not self._replaces:
             before = read_marker(self.folder)
-            self._compare(before, settings)
+            self._earlier = self._compare(before, settings)
             self._inputs = before.get(INPUTS, {})
 
     def check_inputs(self, inputs: Mapping[str, str]) -> None:
@@ -128,7 +134,7 @@ class Store:
                 f" {', '.join(changed)}; undo the change, name another folder, or set"
                 " run.existing=overwrite"
             )
-        self._inputs = dict(inputs)
+        self._inputs = before | dict(inputs)
 
     def begin(self) -> None:
         """Deletes an old run for existing=overwrite, and writes the settings of this one."""
@@ -142,30 +148,46 @@ class Store:
         for name in ("records", COSTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         more = {INPUTS: self._inputs} if self._inputs else {}
+        more |= {EARLIER: self._earlier} if self._earlier else {}
         describe(self.folder, self._config, self._settings, **more)
 
     def _check_overwrite(self) -> None:
         """Raises InputError if the folder has files that no run wrote."""
         check_replaceable(self.folder, RUN_FOLDER, {*_FILES, *_FOLDERS})
 
-    def _compare(self, before: Record, settings: Mapping) -> None:
-        if before["hash"] == self.hash:
-            return
-        old, new = (
-            flatten(_plain(hashed_settings(tree)), separator=".", lists=True)
-            for tree in (before["config"], settings)
-        )
+    def _compare(self, before: Record, settings: Mapping) -> dict[str, dict]:
+        """Compares settings with those of the records. Methods and tasks may come and go.
+
+        Returns:
+          The settings of methods, tasks and trainings that have records and are not in `settings`.
+
+        Raises:
+          InputError: A setting differs that the records depend on.
+        """
+        labels = before.get(LABELS)
+        old = _by_name(before["config"], labels)
+        new = _by_name(settings, labels and [task.label for task in self._config.tasks])
+        earlier, same = {}, before["hash"] == self.hash
+        for kind in old.keys() & new.keys():
+            if kind in _NAMED and isinstance(old[kind], dict):
+                old[kind] = before.get(EARLIER, {}).get(kind, {}) | old[kind]
+                earlier[kind] = {n: old[kind][n] for n in old[kind] if n not in new[kind]}
+                shared = old[kind].keys() & new[kind].keys()
+                old[kind], new[kind] = ({n: x[kind][n] for n in shared} for x in (old, new))
+        old, new = (flatten(tree, separator=".", lists=True) for tree in (old, new))
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        listed = ", ".join(
-            f"{key} was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
-            for key in changed[:3]
-        )
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        what = listed + more if changed else f"record format {before['format']}, now {FORMAT}"
-        raise InputError(
-            f"run.folder={self.folder} holds another run ({what}); name another folder, undo that,"
-            " or set run.existing=overwrite"
-        )
+        if not same and (changed or before["format"] != FORMAT):
+            listed = ", ".join(
+                f"{key} was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
+                for key in changed[:3]
+            )
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            what = listed + more if changed else f"record format {before['format']}, now {FORMAT}"
+            raise InputError(
+                f"run.folder={self.folder} holds another run ({what}); name another folder, undo"
+                " that, or set run.existing=overwrite"
+            )
+        return {kind: entries for kind, entries in earlier.items() if entries}
 
     def path(self, task: str) -> Path:
         return records_file(self.folder, task)
@@ -287,7 +309,9 @@ def by_cell(
 def read_marker(folder: Path) -> Record:
     """Returns what `describe` wrote; raises an InputError if it is damaged."""
     marker = read_json(folder / MARKER)
-    for key, kind, default in (("hash", str, None), ("config", dict, None), (INPUTS, dict, {})):
+    for key, kind, default in (
+        ("hash", str, None), ("config", dict, None), (INPUTS, dict, {}), (EARLIER, dict, {}),
+    ):  # fmt: skip
         if not isinstance(marker.get(key, default), kind):
             raise InputError(
                 f"{folder / MARKER}: {key}={marker.get(key)!r:.40} is not what eval.py writes;"
@@ -298,8 +322,9 @@ def read_marker(folder: Path) -> Record:
 
 def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:
     """Writes the settings of a run, and the fields `more`, to its folder."""
-    entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, **more}
-    write_whole(folder / MARKER, json.dumps(entry, indent=1, default=str) + "\n")
+    labels = [task.label for task in config.tasks]
+    entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, LABELS: labels}
+    write_whole(folder / MARKER, json.dumps(entry | more, indent=1, default=str) + "\n")
     dump(config, folder / CONFIG)
 
 
@@ -324,5 +349,14 @@ def hashed_settings(settings: Mapping) -> dict:
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 
-def _plain(settings: Mapping) -> dict:
-    return json.loads(json.dumps(settings, default=str))
+def _by_name(settings: Mapping, labels: Sequence[str] | None) -> dict:
+    """The hashed settings as JSON has them, with methods and tasks by their names.
+
+    A list of tasks without `labels`, as older versions wrote it, stays a list.
+    """
+    tree = json.loads(json.dumps(hashed_settings(settings), default=str))
+    if "methods" in tree:
+        tree["methods"] = {method["name"]: method for method in tree["methods"]}
+    if labels is not None and "tasks" in tree:
+        tree["tasks"] = dict(zip(labels, tree["tasks"], strict=True))
+    return tree

@@ -17,6 +17,7 @@ from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
 from lcjax.evaluation.records import (
     CONFIG,
+    EARLIER,
     INPUTS,
     MARKER,
     by_cell,
@@ -95,7 +96,9 @@ def read(folder: str | Path) -> Results:
     tasks = {task: _records(folder, task.label) for task in config.tasks}
     tasks = {task: records for task, records in tasks.items() if records}
     methods = {method.name for method in config.methods}
+    earlier = marker.get(EARLIER, {}).get("methods", {})
     for task, records in tasks.items():
+        records[:] = [record for record in records if record["method"] not in earlier]
         unknown = {record["method"] for record in records} - methods
         if unknown:
             raise InputError(

@@ -10,7 +10,8 @@ from evaluation_support import BigramModel, changed, fake, records
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import Method, RunSection, run
+from lcjax.evaluation import Method, Perplexity, RunSection, run
+from lcjax.evaluation.results import read
 from lcjax.evaluation.retrieval import Knn, RetrievalMethod, RetrieverSection
 from lcjax.evaluation.tasks.rag_lm import RagLm
 from lcjax.generation.language_model import LanguageModel
@@ -32,13 +33,42 @@ def test_a_folder_with_another_run_raises_input_error_and_names_the_difference(c
     run(config, load=fake())
     with pytest.raises(InputError, match=r"stride was 4, is 2"):
         changed(config, stride=2)()
-    with pytest.raises(InputError, match=r"methods\.1\.rope\.factor was 2\.0, is 4\.0"):
+    with pytest.raises(InputError, match=r"methods\.linear\.rope\.factor was 2\.0, is 4\.0"):
         changed(config, methods=(Method("base"), Method("linear", rope=Linear(factor=4.0))))()
     with pytest.raises(InputError, match="run.existing to resume or overwrite"):
         changed(config, run=RunSection(config.run.folder, "refuse"))()
     (Path(config.run.folder) / "run.json").unlink()
     with pytest.raises(InputError, match="unknown run"):
         changed(config)()
+
+
+def test_methods_and_tasks_come_and_go_and_only_what_is_new_is_scored(config, tmp_path):
+    base, linear = config.methods
+    first, last_k = config.tasks[0], Perplexity(protocol="last_k", last=8)
+    config, log = dataclasses.replace(config, tasks=(first, last_k)), []
+    run(dataclasses.replace(config, methods=(base,), tasks=(first,)), load=fake(log=log))
+    alone, calls = records(config), len(log)
+    assert {line["method"] for line in alone} == {"base"}
+    run(dataclasses.replace(config, methods=(linear,), tasks=(first,)), load=fake(log=log))
+    # What the last config left out keeps its records, but no report has them.
+    report = read(config.run.folder)
+    assert {r["method"] for rs in report.tasks.values() for r in rs} == {"linear"}
+    with pytest.raises(InputError, match=r"tasks\.perplexity_slide_press\.last was 256, is 4"):
+        changed(config, tasks=(dataclasses.replace(first, last=4),))()
+    with pytest.raises(InputError, match=r"methods\.base\.rope\.factor was null, is 4\.0"):
+        changed(config, methods=(Method("base", rope=Linear(factor=4.0)), linear))()
+    again = []
+    run(config, load=fake(log=again))
+    assert len(log) > calls
+    whole = dataclasses.replace(config, run=RunSection(str(tmp_path / "whole")))
+    at_once = []
+    run(whole, load=fake(log=at_once))
+    assert len(log) + len(again) == len(at_once)
+    for task in config.tasks:
+        one, other = (sorted(map(str, records(c, task.label))) for c in (config, whole))
+        assert one == other
+    one, other = (Path(c.run.folder, "tables", f"{last_k.label}.csv") for c in (config, whole))
+    assert one.read_text() == other.read_text()
 
 
 def test_an_old_run_is_replaced_on_request_but_only_once_the_new_one_can_start(config):

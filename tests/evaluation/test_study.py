@@ -5,6 +5,7 @@ import json
 import random
 from pathlib import Path
 
+import draccus
 import pytest
 from evaluation_support import ByteTokenizer, fake, only_the_run
 
@@ -278,15 +279,13 @@ def test_records_of_models_that_were_trained_otherwise_are_not_continued(folder,
     stub(monkeypatch)
     (folder / "out" / "records").mkdir(parents=True)
     config = read(folder)
-    entry = {
-        "config": {"trainings": study.settings(study.trainings(config))},
-        "hash": "",
-        "format": 2,
-    }
-    entry["config"]["trainings"]["PI"]["train.lr"] = 1e-5
-    (folder / "out" / "run.json").write_text(json.dumps(entry))
+    settings = draccus.encode(config) | {"trainings": study.settings(study.trainings(config))}
+    settings["trainings"]["PI"]["train.lr"] = 1e-5
+    labels = [task.label for task in config.tasks]
+    entry = {"config": settings, "hash": "", "format": 2, "labels": labels}
+    (folder / "out" / "run.json").write_text(json.dumps(entry, default=str))
     (folder / "out" / "records" / "perplexity_slide_press.jsonl").write_text("")
-    with pytest.raises(InputError, match=r"holds another run"):
+    with pytest.raises(InputError, match=r"another run \(trainings\.PI\.train\.lr was 1e-05, is"):
         run(config)
     assert not (folder / "out" / "base").exists(), "refused before anything is trained"
 
