@@ -213,7 +213,7 @@ class Backend(NamedTuple):
     module: str
     platforms: tuple[str, ...]
     portable: bool = False
-    by_name: bool = False  # runs only if it is named, was measured or has passed the self-check
+    by_name: bool = False  # runs only if it is named or has passed the self-check
     takes_d_lse: bool = True  # else its backward pass runs only where nothing depends on lse
     deterministic: bool = True  # else gradients may differ in bits between two runs
 
@@ -321,9 +321,9 @@ def choose(
     """((platform, backend), ...) for `run`; a name that cannot run raises its reason.
 
     Of the backends that can run on a platform, the one that was measured to be the fastest is
-    taken. On GPUs where nothing was measured for such calls it is the first of `tuning.order` that
-    supports the call and has passed the self-check for it (`pallas_kernels.self_check`). Any
-    backend can run the backward pass of another's results.
+    taken; on GPUs where nothing was measured for such calls, the first of `tuning.order`. Kernels
+    of GPUs have to pass the self-check for calls like it (`pallas_kernels.self_check`). Any backend
+    can run the backward pass of another's results.
 
     Args:
       d_lse: whether the backward pass has a cotangent of lse.
@@ -382,12 +382,12 @@ def _judge(name: str, backend: Backend, measured: bool, inputs, direction: str, 
         return False, NO_D_LSE
     if reason := backend.load().unsupported(*inputs):
         return False, reason
-    if not backend.by_name or measured:
+    if not backend.by_name:
         return True, f"for {', '.join(backend.platforms)}"
     form = timings.form_of(timings.kind_of_any_dtype(*inputs))
     if reason := timings.why_wrong(name, str(inputs[0].dtype), form):
         return False, f"it was measured to be wrong: {reason}"
-    return _self_check().judge(name, direction, inputs)
+    return _self_check().judge(name, direction, inputs, measured)
 
 
 def _self_check():
@@ -409,7 +409,8 @@ def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> 
         _warn_once(UNMEASURED.format(family, kind, tuning.device_kind(), why))
     for name in refused:
         known = name in times or not backends[name].by_name
-        if known and current in backends[name].platforms and reasons[name] != NO_D_LSE:
+        said = reasons[name] == NO_D_LSE or reasons[name].startswith(_self_check().LOGGED)
+        if known and current in backends[name].platforms and not said:
             _warn_once(f"{family}: not {name}, {reasons[name]}; {fastest} runs")
 
 

@@ -6,23 +6,26 @@ reads. Where nothing was measured, rules choose (`pallas_kernels.dispatch.choose
 milliseconds by kind of call, direction and implementation, and what was wrong by implementation,
 dtype and form of call:
 
-    {"device": "NVIDIA H200", "jax": "0.11.2",
+    {"device": "NVIDIA H200", "jax": "0.11.2", "driver": "580.95", "kernels": "5f0c...",
      "wrong": {"triton, float32, documents": "small, float32: documents: relative errors ..."},
      "milliseconds": {
         "causal, heads of 128": {"forward": {"mosaic_gpu": 1.9, "xla": 60.0}, "backward": {...}}}}
 
-What was wrong is never used for such calls, whatever the size of their heads. Processes of one run
-have to read the same file: copy it to every machine, or point LCJAX_KERNELS at a folder that they
-share.
+What was wrong is never used for such calls, whatever the size of their heads. Times say which
+kernel is the fastest, and the self-check (`pallas_kernels.self_check`) whether it may run.
+Processes of one run have to read the same file: copy it to every machine, or point LCJAX_KERNELS at
+a folder that they share.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import jax
@@ -46,6 +49,35 @@ def user_cache() -> Path:
 def folder() -> Path:
     """The folder of this machine's files: $LCJAX_KERNELS, or the user's cache."""
     return Path(os.environ.get(VARIABLE) or user_cache() / "kernels")
+
+
+@functools.cache
+def driver() -> str:
+    """The version of NVIDIA's driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        try:
+            text = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+        except (OSError, subprocess.SubprocessError):
+            text = ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "unknown"
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of this package."""
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """What decides whether a result still holds, beside the GPU."""
+    return {"jax": jax.__version__, "driver": driver(), "kernels": sources()}
 
 
 def file_of(device: str) -> str:
@@ -132,6 +164,12 @@ def figures() -> dict:
     return _read(device, folder())["milliseconds"] if device else {}
 
 
+def is_current() -> bool:
+    """Whether the GPU was measured with these kernels, this driver and this version of JAX."""
+    device = tuning.device_kind()
+    return bool(device) and _read(device, folder())["versions"] == versions()
+
+
 @functools.cache
 def _read(device: str, local: Path) -> dict:
     """The file of a kind of GPU from this machine's folder, else the one that was shipped."""
@@ -143,6 +181,7 @@ def _read(device: str, local: Path) -> dict:
         try:
             content = json.loads(file.read_text())
             found = {"milliseconds": content["milliseconds"], "wrong": content.get("wrong", {})}
+            found["versions"] = {x: content.get(x) for x in versions()}
             measured_with = content["jax"]
         except (ValueError, KeyError, OSError, TypeError) as error:
             log.warning("%s cannot be read (%s): remove or measure it again", file, error)
@@ -150,26 +189,25 @@ def _read(device: str, local: Path) -> dict:
         if measured_with.split(".")[:2] != version.split(".")[:2]:
             log.warning("%s was measured with jax %s, this is %s", file, measured_with, version)
         return found
-    return {"milliseconds": {}, "wrong": {}}
+    return {"milliseconds": {}, "wrong": {}, "versions": {}}
 
 
 def write(place: Path, device: str, milliseconds: dict, wrong: dict[str, str] | None = None):
-    """Writes the file of a kind of GPU, for this version of JAX; returns its path.
+    """Writes the file of a kind of GPU, for these `versions`; returns its path.
 
-    Other times in the file stay, except those of what is `wrong`: a reason by `case`.
+    What the file has of the same versions stays, except times of what is `wrong`: a reason by
+    `case`.
     """
-    wrong = wrong or {}
-    file = place / file_of(device)
+    file, here = place / file_of(device), versions()
     known = json.loads(file.read_text()) if file.exists() else {}
-    earlier = known.get("milliseconds", {}) if known.get("jax") == jax.__version__ else {}
-    merged = {
-        kind: {
-            x: {k: v for k, v in of.items() if case(k, MEASURED, form_of(kind)) not in wrong}
-            for x, of in directions.items()
-        }
-        for kind, directions in (earlier | milliseconds).items()
-    }
-    content = {"device": device, "jax": jax.__version__, "wrong": wrong, "milliseconds": merged}
+    if any(known.get(x) != here[x] for x in here):
+        known = {}
+    wrong, merged = known.get("wrong", {}) | (wrong or {}), {}
+    for kind, directions in (*known.get("milliseconds", {}).items(), *milliseconds.items()):
+        for direction, of in directions.items():
+            right = {k: v for k, v in of.items() if case(k, MEASURED, form_of(kind)) not in wrong}
+            merged.setdefault(kind, {}).setdefault(direction, {}).update(right)
+    content = {"device": device, **here, "wrong": wrong, "milliseconds": merged}
     place.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1) + "\n")

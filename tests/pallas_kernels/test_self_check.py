@@ -1,5 +1,6 @@
 """Which kernel a GPU runs that was not measured, and the check of kernels on first use."""
 
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -78,7 +79,7 @@ class Gpu:
         patch(tuning, "assembler", lambda: (12, 9, 86))
         patch(self_check, "command", self.command)
         patch(dispatch, "run", nothing)
-        patch(self_check, "_driver", lambda: "550.54")
+        patch(timings, "driver", lambda: "550.54")
 
     def command(self, name: str, dtype: str) -> list[str]:
         self.started.append((name, dtype))
@@ -206,7 +207,7 @@ def test_results_are_read_by_later_processes_until_jax_or_the_driver_changes(gpu
     gpu.restart()
     assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and not gpu.started
     gpu.restart()
-    monkeypatch.setattr(self_check, "_driver", lambda: "570.1")
+    monkeypatch.setattr(timings, "driver", lambda: "570.1")
     assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and len(gpu.started) == 3
     gpu.restart()
     monkeypatch.setattr(jax, "__version__", "99.0")
@@ -350,6 +351,89 @@ def test_a_measurement_comes_first_and_what_it_found_wrong_is_not_used(gpu):
     assert implementations(*CALLS["table"][:2]) == (["triton"], ["triton"])
 
 
+def test_a_measured_kernel_has_to_pass_the_self_check_too(gpu, caplog):
+    gpu.begin = {"triton": wrong("causal, heads of 64", "forward")}
+    gpu.become(*H100)
+    times = {"forward": {"triton": 1.0, "cudnn": 2.0}, "backward": {"triton": 1.0}}
+    timings.write(gpu.folder, H100[0], {"causal, heads of 64": times})
+    with caplog.at_level(logging.WARNING):
+        assert implementations(*CALLS["causal"][:2]) == (["cudnn"], ["triton"])
+    (record,) = caplog.records
+    assert "triton: it is off (causal, heads of 64, forward)" in record.message
+
+
+def test_in_a_job_of_several_processes_a_measurement_of_these_kernels_is_enough(gpu, caplog):
+    gpu.become(*H100, processes=2)
+    times = {x: {"triton": 1.0} for x in ("forward", "backward")}
+    file = timings.write(gpu.folder, H100[0], {"causal, heads of 64": times})
+    with caplog.at_level(logging.WARNING):
+        assert implementations(*CALLS["causal"][:2]) == (["triton"], ["triton"])
+        assert not caplog.records and not gpu.started
+        file.write_text(file.read_text().replace(timings.sources(), "other"))
+        timings._read.cache_clear()
+        assert implementations(*CALLS["causal"][:2]) == (["xla"], ["xla"])
+    (record,) = caplog.records
+    assert "run `python -m pallas_kernels.self_check` on every machine" in record.message
+
+
+def test_a_check_without_time_or_memory_is_made_again(gpu, monkeypatch, caplog):
+    gpu.become(*H100)
+    gpu.begin = {"cudnn": "time.sleep(60)"}
+    monkeypatch.setenv(self_check.SECONDS, "3")
+    call = CALLS["causal"][:2]
+    assert implementations(*call) == (["mosaic_gpu"], ["mosaic_gpu"])
+    gpu.restart()
+    assert implementations(*call) == (["mosaic_gpu"], ["mosaic_gpu"]) and not gpu.started
+    gpu.restart()
+    monkeypatch.setenv(self_check.SECONDS, "60")
+    gpu.begin = {}
+    assert implementations(*call) == (["cudnn"], ["mosaic_gpu"]) and len(gpu.started) == 3
+    for file in gpu.folder.glob("*.json"):
+        file.unlink()
+    full = '{"forward": "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"}'
+    gpu.begin = {"cudnn": f"say(cases[1], {full}); cases.remove(cases[1])"}
+    for _ in range(2):
+        gpu.restart()
+        assert implementations(*call)[0] == ["mosaic_gpu"] and len(gpu.started) == 3
+    assert any("too little free memory" in record.message for record in caplog.records)
+
+
+def test_other_libraries_and_kernels_are_checked_again(gpu, monkeypatch):
+    gpu.become(*H100)
+    call = CALLS["causal"][:2]
+    implementations(*call)
+    for module, name in ((timings, "sources"), (self_check, "_libraries")):
+        gpu.restart()
+        monkeypatch.setattr(module, name, lambda: "changed")
+        implementations(*call)
+        assert len(gpu.started) == 3
+
+
+def test_processes_that_start_at_the_same_time_check_once(gpu):
+    gpu.become(*H100)
+    of = tuple(self_check.key("bfloat16").items())
+    check = self_check._results.__wrapped__
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # each opens the lock for itself
+        found = list(pool.map(lambda _: check(timings.folder(), of), range(4)))
+    assert len(gpu.started) == 3 and all(one == found[0] for one in found)
+
+
+def test_long_calls_with_grouped_heads_need_a_case_whose_dk_are_computed_apart(gpu):
+    gpu.become(*H100)
+    gpu.begin = {"mosaic_gpu": wrong("grouped heads", "backward")}
+    function = CALLS["table"][0]
+    assert implementations(function, {}) == (["mosaic_gpu"], ["mosaic_gpu"])
+    assert implementations(CALLS["causal"][0], dict(t=2048))[1] == ["triton"]
+    case = self_check.cases("bfloat16")["grouped heads"]
+    q, k, v = (jnp.asarray(x) for x in self_check.arrays(case, "bfloat16")[:3])
+    operands, spec = dispatch.Operands(), dispatch.Spec(causal(), 1.0)
+    kernel = mosaic_gpu.D_KEYS
+    tiles = mosaic_gpu._tiles(kernel, q, v, operands, spec)
+    blocks = mosaic_gpu.blocks(tiles, q, k)
+    tiling = mosaic_gpu.make_tiling(kernel, tiles, q, k, *blocks)
+    assert mosaic_gpu._has_few_programs(tiling, q, k, v)
+
+
 def test_explain_says_what_has_passed(gpu):
     gpu.begin = {"triton": "sys.exit(1)"}
     gpu.become(*H100)
@@ -380,7 +464,7 @@ def test_the_command_prints_results(gpu, capsys, caplog):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_cases_are_calls_of_their_kinds(dtype):
     for name, case in self_check.cases(dtype).items():
-        if name in (self_check.BIAS, self_check.CAP):
+        if name in (self_check.BIAS, self_check.CAP, self_check.GROUPS):
             continue
         inputs = self_check.arrays(case, dtype)
         found = {x.kind for x in explain(self_check.program(case, "xla", False), *inputs)}
@@ -458,6 +542,8 @@ def test_errors_are_of_single_numbers_too():
 
 def test_everything_of_a_wrong_setting_is_named(gpu, monkeypatch):
     gpu.become(*H100)
-    monkeypatch.setenv(self_check.SECONDS, "soon")
-    with pytest.raises(ValueError, match="LCJAX_KERNEL_CHECK_SECONDS='soon' is no number"):
-        explain(lambda *x: flash(*x, everything()), *shapes())
+    for setting in ("soon", "0", "nan", "-1", "inf"):
+        monkeypatch.setenv(self_check.SECONDS, setting)
+        message = f"LCJAX_KERNEL_CHECK_SECONDS='{setting}' is no number of seconds above 0"
+        with pytest.raises(ValueError, match=message):
+            explain(lambda *x: flash(*x, everything()), *shapes())

@@ -158,10 +158,22 @@ def test_files_are_extended_and_drop_wrong_implementations(gpu):
         "causal, heads of 64": {"forward": left}, "dense, heads of 64": {"forward": TIMES}
     }  # fmt: skip
     assert taken(causal())["cuda"] == "quick" and taken(everything())["cuda"] == "quicker"
-    text = file.read_text().replace(jax.__version__, "0.1.0")
-    file.write_text(text)
-    file = timings.write(gpu, DEVICE, dense)
-    assert "causal" not in file.read_text()  # of another version of JAX
+    # Another direction, and another implementation, of what is there; what was wrong stays so.
+    more = {"dense, heads of 64": {"backward": TIMES, "forward": {"quicker": 0.5, "new": 3.0}}}
+    found = json.loads(timings.write(gpu, DEVICE, more).read_text())
+    assert found["wrong"] == wrong
+    assert found["milliseconds"]["dense, heads of 64"] == {
+        "forward": TIMES | {"quicker": 0.5, "new": 3.0}, "backward": TIMES
+    }  # fmt: skip
+    assert timings.is_current()
+    for version in (jax.__version__, timings.sources()):
+        file.write_text(file.read_text().replace(version, "0.1.0"))
+        timings._read.cache_clear()
+        assert not timings.is_current()
+        file = timings.write(gpu, DEVICE, dense)
+        found = json.loads(file.read_text())
+        assert found["wrong"] == {} and found["milliseconds"] == dense  # of other kernels
+        timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}}, wrong)
 
 
 def test_what_was_wrong_is_not_used_for_its_form_and_dtype_whatever_the_times_are_from(gpu):
