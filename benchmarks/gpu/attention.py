@@ -9,12 +9,14 @@ an installed wheel has them as `lcjax.benchmarks.gpu`):
 or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a GPU `--cpu` runs all
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
-Workloads are taken in the order of workloads.py until the time is up; `--group` chooses some. All
-implementations of a workload are compiled, compared with a dense float32 oracle, run twice for
-equal bits, and then timed in turns, every round in another order, as medians of chains of dependent
-calls. An implementation that cannot run a workload has a row with the reason. A kernel that crashes
-the process or hangs is left out of that workload, and of all of them the second time; if it was a
-backward pass, `--passes fwd` still times the forward ones.
+Workloads are taken in the order of workloads.py until the time is up; `--group` chooses some. The
+same command then goes on with those that are left (`--again`: with all of them). Measured are our
+implementations beside cuDNN; `--sides .` adds the other libraries. All implementations of a
+workload are compiled, compared with a dense float32 oracle, run twice for equal bits, and then
+timed in turns, every round in another order, as medians of chains of dependent calls. An
+implementation that cannot run a workload has a row with the reason. A kernel that crashes the
+process or hangs, also while it is compiled, is left out of that workload, and of all of them the
+second time; if it was a backward pass, `--passes fwd` still times the forward ones.
 
 "executed" counts pairs in visited blocks of 128 x 128, "useful" the visible ones; a backward pass
 counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "table" is building
@@ -32,6 +34,7 @@ import argparse
 import functools
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,7 +51,9 @@ def arguments(argv=None):
     parser.add_argument("--group", default="", help="letters of the groups to run; all if left out")
     parser.add_argument("--passes", nargs="+", default=["fwd", "bwd", "both"])
     parser.add_argument("--only", default="", help="words that a workload's name must have")
-    parser.add_argument("--sides", default="", help="a regular expression that a side must match")
+    said = "a regular expression that a side must match; . for all of them"
+    parser.add_argument("--sides", default="lcjax|jax.nn cudnn", help=said)
+    parser.add_argument("--again", action="store_true", help="do not go on with what --out has")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu/results"))
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
     parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
@@ -62,16 +67,47 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
+def about_here() -> dict:
+    """`measure.describe`, asked in a process that lets go of the device again."""
+    from .workers import ROOT, STARTING
+
+    program = (
+        f"import json; from {__package__}.measure import describe; print(json.dumps(describe()))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True,
+        timeout=STARTING, cwd=ROOT,
+    )  # fmt: skip
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 class Report:
     """Gathers events, and writes what they come to."""
 
     def __init__(self, args):
         self.args, self.found = args, {"command": sys.argv[1:], "rows": [], "lost": [], "left": []}
+        self.found |= {"done": [], "options": {x: getattr(args, x) for x in ("passes", "sides")}}
         self.failures: list[dict] = []  # cases of the check
         self.workloads: dict | None = None
 
+    def resume(self, about: dict) -> None:
+        """Goes on with what `--out` has of the same device, versions and options."""
+        from pallas_kernels import timings
+
+        file = self.args.out / timings.file_of(about["device"])
+        if self.args.again or not file.exists():
+            return
+        before = json.loads(file.read_text())
+        if (before.get("about"), before.get("options")) != (about, self.found["options"]):
+            return
+        done = before["done"]
+        self.found |= {x: before[x] for x in ("done", "lost", "ceilings", "checked") if x in before}
+        self.found["rows"] = [row for row in before["rows"] if row["workload"] in done]
+        print(f"going on with {file}, which has {len(done)} workloads; --again begins anew")
+
     def take_check(self, log) -> None:
         self.failures, self.found["check"] = log.failures, log.lines()
+        self.found["checked"] = log.state()
 
     def take(self, **event) -> None:
         if "row" in event:
@@ -82,6 +118,8 @@ class Report:
             self._lose(event)
         elif "left" in event:
             self.found["left"] = event["left"]
+        if "done" in event:
+            self.found["done"].append(event["done"])
         if "done" in event or "lost" in event:
             self.write()
             if self.args.keep:
@@ -92,7 +130,9 @@ class Report:
         """A workload that is begun again has its rows again."""
         self.found["lost"].append(event)
         rows = [r for r in self.found["rows"] if r["workload"] != event["lost"]]
-        if event["step"] is None and event["lost"] != "ceilings":
+        if not event["again"]:
+            self.found["done"].append(event["lost"])
+        if not event["again"] and event["lost"] != "ceilings":
             start = {"workload": event["lost"], "group": event["lost"][0], "side": "all"}
             why = f"it ended the process: {event['why']}"
             rows += [start | {"pass": x, "reason": why} for x in self.args.passes]
@@ -205,26 +245,32 @@ def main(argv=None) -> int:
     import jax
 
     from .measure import chosen, work
-    from .workers import emit, jobs_of_child, platform_here, supervise
+    from .workers import emit, jobs_of_child, supervise
 
     if args.worker:
         work(jobs_of_child(), args, emit)
         return 0
-    if not args.cpu and (platform := platform_here()) != "gpu":
-        print(f"error: JAX runs on {platform} here, and this is for NVIDIA GPUs; install jax for "
-              "CUDA, or try it at tiny sizes with --cpu", file=sys.stderr)  # fmt: skip
+    about = about_here()
+    if not args.cpu and about["platform"] != "gpu":
+        print(
+            f"error: JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install jax"
+            " for CUDA, or try it at tiny sizes with --cpu",
+            file=sys.stderr,
+        )
         return 2
     # This process traces what failed, and leaves the GPU to its children.
     jax.config.update("jax_platforms", "cpu")
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
+    report.resume(about)
     if args.check or args.keep:
         from . import check
 
         options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
-        log = check.run(check.arguments(options), options)
+        log = check.run(check.arguments(options), options, report.found.get("checked"))
         report.take_check(log)
         failed = log.failed()
-    jobs = [{"name": x} for x in ("ceilings", *(w.name for w in chosen(args)))]
+    names = ("ceilings", *(w.name for w in chosen(args)))
+    jobs = [{"name": x, "alone": False} for x in names if x not in report.found["done"]]
     if args.cpu:
         work(jobs, args, report.take, deadline)
     else:

@@ -257,11 +257,21 @@ def supervised(jobs: list[dict], args, command: list[str], deadline: float, take
 
 
 class Log:
-    """Prints a line per case and counts them."""
+    """Prints a line per case and counts them.
 
-    def __init__(self, backends):
+    Args:
+      earlier: The `state` of a log to go on with.
+    """
+
+    def __init__(self, backends, earlier: dict | None = None):
         self.counts = {name: {"ok": 0, "skip": 0, "FAIL": 0} for name in backends}
-        self.left, self.failures = 0, []
+        self.left, self.failures, self.done = 0, [], []
+        if earlier is not None:
+            self.counts, self.failures = self.counts | earlier["counts"], earlier["failures"]
+            self.done = earlier["done"]
+
+    def state(self) -> dict:
+        return {"counts": self.counts, "failures": self.failures, "done": self.done}
 
     def take(self, **event) -> None:
         self.left += len(event.get("left", ()))
@@ -269,6 +279,7 @@ class Log:
             return
         row = event["row"]
         self.counts[row["backend"]][row["status"]] += 1
+        self.done.append(f"{row['backend']} | {row['case']}")
         if row["status"] == "FAIL":
             self.failures.append(row)
         print(self._line(row), flush=True)
@@ -323,12 +334,19 @@ def main(argv=None) -> int:
     return log.failed()
 
 
-def run(args, options: list[str]) -> Log:
-    """All cases, in processes that are given the same options; in this one on a CPU."""
-    deadline, log = time.monotonic() + 60 * args.minutes, Log(args.backends)
-    words = args.only.split()
+def run(args, options: list[str], earlier: dict | None = None) -> Log:
+    """All cases, in processes that are given the same options; in this one on a CPU.
+
+    Args:
+      earlier: The `Log.state` of a run whose cases are not repeated.
+    """
+    deadline, log = time.monotonic() + 60 * args.minutes, Log(args.backends, earlier)
+    words, done = args.only.split(), {*log.done}
     names = [name for name in cases(args.seed) if all(x in name for x in words)]
-    jobs = shards(args, names)
+    jobs = [[job for job in jobs if job["name"] not in done] for jobs in shards(args, names)]
+    jobs = [some for some in jobs if some]
+    if not jobs:
+        return log
     print(f"seed {args.seed}, {len(names)} cases, {', '.join(args.backends)}", flush=True)
     if args.cpu:
         work([job for shard in jobs for job in shard], args, log.take, deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import gc
 import math
 import os
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tables import from_mask
+from pallas_kernels.timings import sources
 
 from . import implementations
 from .implementations import Unavailable
@@ -34,6 +36,7 @@ from .runs import (
 from .workloads import UNIT, oracle, workloads
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+COMPILING = 60.0  # seconds without a compiled program after which a compiler counts as hanging
 LONGEST_XLA = 4e12  # visited FLOP of a forward pass, above which blockwise XLA is left out
 
 
@@ -49,6 +52,7 @@ def describe() -> dict:
     device = jax.devices()[0]
     found = {"device": device.device_kind, "platform": device.platform}
     found |= {"python": platform.python_version(), "machine": platform.machine()}
+    found["kernels"] = sources()
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -125,12 +129,28 @@ def begin(w, arrays, args, job: dict, emit) -> dict:
                 emit(row=absent(w, which, side, reasons[side]))
             alive()
     emit(step=None)
-    tasks = [(run, name) for run in runs.values() for name in run.lowered]
-    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        compiled = [pool.submit(run.compile, name) for run, name in tasks]
-        for one in concurrent.futures.as_completed(compiled):
-            one.result()
-            emit(step=None)  # all of them together may take longer than a process may be silent
+    workers = 1 if job.get("alone") else max(1, (os.cpu_count() or 2) // 2)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        pending = {
+            pool.submit(run.compile, name): side
+            for side, run in runs.items()
+            for name in run.lowered
+        }
+        while pending:
+            # All of them together may take longer than a process may be silent. One after the
+            # other, a crash is the first one's that is pending.
+            emit(step=next(iter(pending.values())) if workers == 1 else None)
+            done, _ = concurrent.futures.wait(
+                pending, COMPILING, concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                hanging = (side for one, side in pending.items() if one.running())
+                emit(step=next(hanging, None))
+                os._exit(4)  # no thread can be ended
+            for one in done:
+                one.result()
+                pending.pop(one)
+    emit(step=None)
     return runs
 
 
@@ -162,11 +182,18 @@ def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
         emit(step=side)
         with recorded_error(run.reasons, which):
             run.sample(which)
-            ready[side] = lambda run=run: run.sample(which)
+            ready[side] = functools.partial(sample, side, run, which, emit)
         if side not in ready:
             alive()
+    found = rotated(ready, seconds)
     emit(step=None)
-    return rotated(ready, seconds)
+    return found
+
+
+def sample(side: str, run, which: str, emit) -> float:
+    """Seconds of a call."""
+    emit(step=side)
+    return run.sample(which)
 
 
 def alive() -> None:

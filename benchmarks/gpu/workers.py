@@ -37,23 +37,17 @@ def jobs_of_child() -> list[dict]:
     return json.loads(sys.stdin.readline())
 
 
-def platform_here() -> str:
-    """What JAX runs on, asked in a process that lets go of the device again."""
-    command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=STARTING)
-    return run.stdout.strip()
-
-
 def supervise(
     command: list[str], jobs: list[dict], *, deadline: float, patience: float
 ) -> Iterator[dict]:
     """Events of children that do the jobs, [{"name": ..., "skip": [...]}], one after the other.
 
     The command is run in `ROOT`. Where a child dies, or says nothing for `patience` seconds,
-    {"lost": job, "step": step, "why": text} is an event; another child does the job again with the
-    step in its `skip`, or goes on after it where there was no step. A step lost in two jobs is left
-    out of all others. At `deadline` (`time.monotonic`) the child is ended; {"left": names} were not
-    finished.
+    {"lost": job, "step": step, "why": text, "again": bool} is an event; another child does the job
+    again with the step in its `skip`. Where there was no step, a job with "alone": False is done
+    again with True, so that it does one thing after another, and any other job is left out. A step
+    lost in two jobs is left out of all others. At `deadline` (`time.monotonic`) the child is ended;
+    {"left": names} were not finished.
     """
     jobs, lost = [{"skip": []} | job for job in jobs], []
     while jobs and time.monotonic() < deadline:
@@ -70,8 +64,9 @@ def supervise(
         if not jobs or ended == "time":
             break
         at = at or jobs[0]["name"]
-        yield {"lost": at, "step": step, "why": ended}
         jobs = _without(jobs, at, step)
+        again = at in [job["name"] for job in jobs]
+        yield {"lost": at, "step": step, "why": ended, "again": again}
         if step in lost:
             jobs = [job | {"skip": [*job["skip"], step]} for job in jobs]
         lost.append(step if step is not None else ())
@@ -87,6 +82,8 @@ def _without(jobs: list[dict], name: str, step: str | None) -> list[dict]:
             found.append(job)
         elif step is not None and step not in job["skip"]:
             found.append(job | {"skip": [*job["skip"], step]})
+        elif step is None and job.get("alone") is False:
+            found.append(job | {"alone": True})
     return found
 
 

@@ -80,6 +80,10 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     assert rows["lcjax xla", "fwd"]["useful_tflops"] == pytest.approx(
         4 * 16 * 2 * (32 * 33 // 2) / rows["lcjax xla", "fwd"]["ms"] / 1e9
     )
+    # The same command has nothing left to measure; another workload is added.
+    assert attention.main([*options, "--out", str(tmp_path)]) == 0
+    assert "which has 2 workloads" in capsys.readouterr().out
+    assert json.loads(file.read_text())["rows"] == found["rows"]
     text = (tmp_path / f"{file.stem}.md").read_text()
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables if "lcjax xla" in line}) == 1
@@ -122,7 +126,7 @@ def test_what_was_fastest_is_kept_unless_it_was_wrong_for_such_calls(
     wrong, tmp_path, monkeypatch, capsys
 ):
     log = check.Log(["wrong", "xla"])
-    monkeypatch.setattr(check, "run", lambda args, options: log)
+    monkeypatch.setattr(check, "run", lambda args, options, earlier: log)
     options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
     options += ["--sides", "lcjax (xla|wrong)", "--out", str(tmp_path / "report")]
     attention.main([*options, "--keep", str(tmp_path)])
@@ -197,7 +201,7 @@ def test_what_is_kept_is_written_after_every_workload(tmp_path):
     events = attention.Report(args)
     events.take(about={"device": "some GPU"})
     name = next(iter(SMALL))
-    events.take(lost=name, step="lcjax triton", why="silent")
+    events.take(lost=name, step="lcjax triton", why="silent", again=True)
     wrong = json.loads((tmp_path / "some_GPU.json").read_text())["wrong"]
     assert all(x.startswith("triton, bfloat16, ") for x in wrong) and wrong
 
@@ -231,7 +235,7 @@ def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
 def test_a_run_that_checks_first_reports_failures(tmp_path, monkeypatch, capsys):
     log = check.Log(["some"])
     log.take(row={"backend": "some", "case": "this one", "status": "FAIL", "why": "it is wrong"})
-    monkeypatch.setattr(check, "run", lambda args, options: log)
+    monkeypatch.setattr(check, "run", lambda args, options, earlier: log)
     options = ["--cpu", "--check", "--only", "nothing has this name", "--out", str(tmp_path)]
     assert attention.main(options) == 1
     report = capsys.readouterr().out
@@ -310,6 +314,54 @@ def test_steps_that_die_or_hang_are_left_out_and_the_rest_is_done():
     rows = [tuple(e["row"]) for e in events if "row" in e]
     # "dies" was lost in two jobs, so "c" is spared it.
     assert rows[-3:] == [("b", "waits"), ("c", "good"), ("c", "waits")]
+
+
+CRASHES = """
+import os, sys
+from benchmarks.gpu.workers import emit, jobs_of_child
+for job in jobs_of_child():
+    emit(job=job["name"])
+    for side in ("right", "crashes"):
+        if side not in job["skip"]:
+            emit(step=side if job.get("alone") else None)
+            if side == "crashes":
+                os._exit(9)
+    emit(row=[job["name"], job["skip"]])
+    emit(done=job["name"])
+"""
+
+
+def test_a_crash_without_a_step_is_found_by_doing_one_thing_after_another():
+    jobs = [{"name": "a", "alone": False}, {"name": "b"}]
+    deadline = time.monotonic() + 30
+    events = list(supervise([sys.executable, "-c", CRASHES], jobs, deadline=deadline, patience=9.0))
+    lost = [(e["lost"], e["step"], e["again"]) for e in events if "lost" in e]
+    assert lost == [("a", None, True), ("a", "crashes", True), ("b", None, False)]
+    assert [e["row"] for e in events if "row" in e] == [["a", ["crashes"]]]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_compiler_that_hangs_costs_its_side_and_not_the_workload(alone, monkeypatch):
+    class Run:
+        def __init__(self, side):
+            self.lowered, self.reasons, self.side = ["fwd"], {}, side
+
+        def compile(self, name):
+            time.sleep(1.5 if self.side == "b" else 0.0)
+
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(measure, "COMPILING", 0.2)
+    monkeypatch.setattr(measure.os, "_exit", end)
+    monkeypatch.setattr(measure.implementations, "names", lambda: dict.fromkeys("abc", "jax"))
+    monkeypatch.setattr(measure.implementations, "attention", lambda side, w: side)
+    monkeypatch.setattr(measure, "JaxRun", lambda side, *_: Run(side))
+    events, args = [], attention.arguments(["--cpu", "--sides", "."])
+    job = {"name": "w", "skip": [], "alone": alone}
+    with pytest.raises(SystemExit, match="4"):
+        measure.begin(None, (), args, job, lambda **event: events.append(event))
+    assert events[-1] == {"step": "b"}
 
 
 def test_jobs_that_time_leaves_no_room_for_are_named():
