@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.models.decoder import Decoder
 from lcjax.models.loss import FEW_ROWS
 
@@ -36,7 +37,12 @@ class InferenceJit:
         )
         if platform != "cpu" or config.param_dtype == "float32" or not _option_is_known():
             return self._default
-        few = self._tokens is not None and (model, *args)[self._tokens].size <= FEW_ROWS
+        few = False
+        if self._tokens is not None:
+            tokens = (model, *args)[self._tokens]
+            # A decoding step adds a landmark to each token [B].
+            added = tokens.ndim == 1 and Landmarks.read_by(config.pattern) is not None
+            few = (1 + added) * tokens.size <= FEW_ROWS
         if config.param_dtype == "bfloat16" and (few or config.dtype == "bfloat16"):
             return self._default
         return self._from_16_bits

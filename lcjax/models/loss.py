@@ -268,7 +268,7 @@ def product_of_few_rows(
     XLA for CPUs converts 16-bit weights to float32 before most products, and for a few rows, as in
     decoding, this takes ten times as long as the product. Only products of bfloat16 with bfloat16
     read both as they are, if there are several rows and the result is float32. A float32 row is
-    the exact sum of three in bfloat16, so it is multiplied as three rows.
+    the exact sum of three in bfloat16, a float16 row of two, so it is multiplied as so many rows.
 
     Args:
       product: for other devices, and for float16 weights.
@@ -283,7 +283,7 @@ def product_of_few_rows(
 
     def of_bfloat16(x, kernel):
         rest, parts = x.reshape(-1, x.shape[-1]).astype(jnp.float32), []
-        for _ in range(3 if x.dtype == jnp.float32 else 1):
+        for _ in range({"float32": 3, "float16": 2}.get(x.dtype.name, 1)):
             # XLA may remove a conversion to bfloat16 and back, but not a reduced precision.
             parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
             rest = rest - parts[-1]

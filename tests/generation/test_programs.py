@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lcjax import LanguageModel
+from lcjax.attention import Landmark
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.generation import programs, session
 from lcjax.models import Decoder, ModelConfig
@@ -84,6 +85,19 @@ def test_an_xla_without_the_option_has_the_default_program(monkeypatch):
     assert session._read._for(*arguments(*model("bfloat16"), 48)) is session._read._default
 
 
+def test_landmarks_of_decoding_steps_count_as_rows(monkeypatch):
+    monkeypatch.setattr(programs, "_option_is_known", lambda: True)
+    steps = {}
+    for name, pattern in (("plain", None), ("landmarks", Landmark(block=8, token=3))):
+        config = CONFIG.replace(dtype="float32", param_dtype="bfloat16")
+        config = config if pattern is None else config.replace(pattern=pattern)
+        decoder = Decoder(config)
+        for rows in (8, 9, 16, 17):
+            inputs = decoder, None, None, jnp.zeros(rows, jnp.int32)
+            steps[name, rows] = session._read._for(*inputs) is session._read._default
+    assert [rows for (name, rows), few in steps.items() if few] == [8, 9, 16, 8]
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float16"])
@@ -105,6 +119,13 @@ def test_products_of_few_rows_are_exact_and_have_gradients(rows, axis, weights_d
     exact, size = product(*wide), product(*map(np.abs, wide))
     assert of_few(x, kernel).dtype == jnp.float32
     assert np.all(np.abs(of_few(x, kernel) - exact) <= 3e-6 * size)
+    half = rng.normal(size=(rows, 1, 300)).astype(np.float16)  # the sum of two in bfloat16
+    got = product_of_few_rows(
+        lambda x, kernel: product(*(y.astype(jnp.float32) for y in (x, kernel))),
+        *(jnp.asarray(half), kernel.astype(jnp.float16)), weights_dtype=weights_dtype, axis=axis,
+    )  # fmt: skip
+    wide = half.astype(np.float64), np.asarray(kernel, np.float64)
+    assert np.all(np.abs(got - product(*wide)) <= 2e-5 * product(*map(np.abs, wide)))
     low = x.astype(jnp.bfloat16)  # 16-bit activations: one rounding of the result, as elsewhere
     got = product_of_few_rows(
         product, low, kernel.astype(low.dtype), weights_dtype=weights_dtype, axis=axis
