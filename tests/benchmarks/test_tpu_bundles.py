@@ -29,3 +29,18 @@ def test_bundles_of_the_visited_blocks_do_not_grow(case, generation, forward, ba
     found = tpu_bundles.counts(case, generation, "ours")
     assert 0.5 * forward < found["forward"]["total"] <= 1.01 * forward
     assert 0.5 * backward < found["backward"]["total"] <= 1.01 * backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("one query, heads of 64", {"lcjax_decode": 545}),
+        ("Landmark, blocks of 64", {"lcjax_landmark_forward": 4403, "lcjax_landmark_d_all": 5663}),
+    ],
+)
+def test_bundles_of_decoding_and_landmark_do_not_grow(case, expected):
+    _, kernels = tpu_bundles.compiled(case, "v5e", "ours")
+    for name, bundles in expected.items():
+        found = max(region.bundles for region in kernels[name])
+        assert 0.5 * bundles < found <= 1.01 * bundles
