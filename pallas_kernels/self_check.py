@@ -32,6 +32,7 @@ import json
 import logging
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def needed(q, k, v, operands, spec) -> list[str]:
         found = [x for x in known if x.startswith(f"{form}, ")] + [f"causal, {size}"]
     found += [BIAS] * (operands.bias is not None) + [CAP] * (spec.soft_cap is not None)
     grouped = spec.block is None and q.shape[2] > k.shape[2] and form != "few queries"
-    found += [GROUPS] * (grouped and q.shape[1] >= known[GROUPS].t)
+    found += [GROUPS] * grouped
     return list(dict.fromkeys(found))
 
 
@@ -280,7 +281,7 @@ def _alone(folder: Path):
         import fcntl
 
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "self_check.lock").open("w")
+        file = (folder / f"self_check_{platform.node()}.lock").open("w")
     except (ImportError, OSError):  # not Linux, or a folder that nobody can write into
         yield
         return

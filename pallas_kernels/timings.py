@@ -206,7 +206,7 @@ def write(place: Path, device: str, milliseconds: dict, wrong: dict[str, str] | 
     for kind, directions in (*known.get("milliseconds", {}).items(), *milliseconds.items()):
         for direction, of in directions.items():
             right = {k: v for k, v in of.items() if case(k, MEASURED, form_of(kind)) not in wrong}
-            merged.setdefault(kind, {}).setdefault(direction, {}).update(right)
+            merged.setdefault(kind, {})[direction] = right  # of one workload, measured in turns
     content = {"device": device, **here, "wrong": wrong, "milliseconds": merged}
     place.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")

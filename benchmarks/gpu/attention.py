@@ -94,6 +94,7 @@ class Report:
         """Goes on with what `--out` has of the same device, versions and options."""
         from pallas_kernels import timings
 
+        self.found["about"] = about
         file = self.args.out / timings.file_of(about["device"])
         if self.args.again or not file.exists():
             return
@@ -181,10 +182,10 @@ class Report:
         """The forms of its calls."""
         from pallas_kernels import timings
 
-        from .measure import chosen
+        from .workloads import UNIT, workloads
 
         if self.workloads is None:
-            self.workloads = {w.name: w for w in chosen(self.args)}
+            self.workloads = {w.name: w for w in workloads(8 if self.args.cpu else UNIT)}
         return {timings.form_of(kind) for kind in self.workloads[workload].kinds}
 
     def tables(self) -> dict:

@@ -168,12 +168,13 @@ class Store:
         old = _by_name(before["config"], labels)
         new = _by_name(settings, labels and [task.label for task in self._config.tasks])
         earlier, same = {}, before["hash"] == self.hash
-        for kind in old.keys() & new.keys():
-            if kind in _NAMED and isinstance(old[kind], dict):
-                old[kind] = before.get(EARLIER, {}).get(kind, {}) | old[kind]
-                earlier[kind] = {n: old[kind][n] for n in old[kind] if n not in new[kind]}
-                shared = old[kind].keys() & new[kind].keys()
-                old[kind], new[kind] = ({n: x[kind][n] for n in shared} for x in (old, new))
+        for kind in _NAMED:
+            if isinstance(old.get(kind, {}), dict):
+                entries = before.get(EARLIER, {}).get(kind, {}) | old.get(kind, {})
+                now = new.get(kind, {})
+                earlier[kind] = {name: entries[name] for name in entries if name not in now}
+                shared = entries.keys() & now.keys()
+                old[kind], new[kind] = ({n: x[n] for n in shared} for x in (entries, now))
         old, new = (flatten(tree, separator=".", lists=True) for tree in (old, new))
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
         if not same and (changed or before["format"] != FORMAT):

@@ -93,12 +93,14 @@ def read(folder: str | Path) -> Results:
         raise InputError(f"{folder / CONFIG} is empty; restore it, or run the evaluation again")
     config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"])
     marker = read_marker(folder)
-    tasks = {task: _records(folder, task.label) for task in config.tasks}
-    tasks = {task: records for task, records in tasks.items() if records}
     methods = {method.name for method in config.methods}
     earlier = marker.get(EARLIER, {}).get("methods", {})
+    tasks = {
+        task: [r for r in _records(folder, task.label) if r["method"] not in earlier]
+        for task in config.tasks
+    }
+    tasks = {task: records for task, records in tasks.items() if records}
     for task, records in tasks.items():
-        records[:] = [record for record in records if record["method"] not in earlier]
         unknown = {record["method"] for record in records} - methods
         if unknown:
             raise InputError(

@@ -259,7 +259,8 @@ def _check_same_config(config: Any) -> None:
             " the same overrides, distributed.process apart"
         )
     # Processes have to run the same kernels.
-    if not equal_on_all_processes(repr((timings.figures(), timings.wrong(), self_check.known()))):
+    measured = timings.figures(), timings.wrong(), timings.is_current()
+    if not equal_on_all_processes(repr((*measured, self_check.known()))):
         raise InputError(
             "the processes of this job have measured different times of GPU kernels or have"
             " different self-checks of them, or some none;"

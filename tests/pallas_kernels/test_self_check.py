@@ -418,12 +418,11 @@ def test_processes_that_start_at_the_same_time_check_once(gpu):
     assert len(gpu.started) == 3 and all(one == found[0] for one in found)
 
 
-def test_long_calls_with_grouped_heads_need_a_case_whose_dk_are_computed_apart(gpu):
+def test_calls_with_grouped_heads_need_a_case_whose_dk_are_computed_apart(gpu):
     gpu.become(*H100)
     gpu.begin = {"mosaic_gpu": wrong("grouped heads", "backward")}
-    function = CALLS["table"][0]
-    assert implementations(function, {}) == (["mosaic_gpu"], ["mosaic_gpu"])
-    assert implementations(CALLS["causal"][0], dict(t=2048))[1] == ["triton"]
+    for name in ("table", "causal"):
+        assert implementations(*CALLS[name][:2])[1] == ["triton"]
     case = self_check.cases("bfloat16")["grouped heads"]
     q, k, v = (jnp.asarray(x) for x in self_check.arrays(case, "bfloat16")[:3])
     operands, spec = dispatch.Operands(), dispatch.Spec(causal(), 1.0)
@@ -439,7 +438,7 @@ def test_explain_says_what_has_passed(gpu):
     gpu.become(*H100)
     (found,) = explain(lambda *x: flash(*x, causal(), table=TABLE), *shapes(size=128))
     said = dict(found.reasons)
-    passed = "passed the self-check: blocks, heads of 64; causal, heads of 128"
+    passed = "passed the self-check: blocks, heads of 64; causal, heads of 128; grouped heads"
     assert said["mosaic_gpu"] == passed and said["cudnn"] == "this call of cuDNN takes no table"
     assert said["triton"] == "another one is first"
     (found,) = explain(lambda *x: flash(*x, causal(), bias=Alibi(jnp.ones(4))), *shapes())
