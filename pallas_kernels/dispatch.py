@@ -496,7 +496,7 @@ def _once_differentiable(function: Callable, arrays, operands: Operands, static)
         return function(arrays, operands, static)
 
     @call.defjvp
-    def refuse(primals, tangents):
+    def second_derivative(primals, tangents):
         raise NotImplementedError(
             "second derivatives of attention are not supported (jax.hessian, grad of grad): its"
             " kernels have a gradient and no more; differentiate pallas_kernels.reference instead"

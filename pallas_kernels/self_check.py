@@ -200,7 +200,7 @@ def _results(folder: Path, items: tuple) -> dict | str:
         )  # fmt: skip
         return f"{LOGGED}it is not started in a job of several processes"
     if found is None:
-        with _alone(folder):
+        with _machine_lock(folder):
             found = _read(file_of(folder, of), of) or run(of, folder, limit())
     if bad := failures(found):
         log.warning(
@@ -250,11 +250,11 @@ def _read(file: Path, of: dict) -> dict | None:
     """The results in a file; None where there are none, or more time is allowed than they had."""
     try:
         content = json.loads(file.read_text())
-        found = content["results"] if content["key"] == of else None
-        had_time = content["seconds"] >= limit() or LATE not in json.dumps(found)
+        results = content["results"] if content["key"] == of else None
+        had_time = content["seconds"] >= limit() or LATE not in json.dumps(results)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it is run again
-    return found if had_time else None
+    return results if had_time else None
 
 
 # Beside JAX: what compiles and computes.
@@ -275,7 +275,7 @@ def _libraries() -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path):
+def _machine_lock(folder: Path):
     """Lets one process at a time check this machine; others wait, and then find its results."""
     try:
         import fcntl
@@ -295,14 +295,14 @@ def run(of: dict, folder: Path, seconds: float) -> dict:
     """Checks the backends of this GPU in processes of their own, and writes the file."""
     log.info("checking attention kernels for %s on %s, once", of["dtype"], of["device"])
     results = check_in_children(tuning.order(), of["dtype"], seconds)
-    found, file = {"key": of, "seconds": seconds, "results": results}, file_of(folder, of)
+    content, file = {"key": of, "seconds": seconds, "results": results}, file_of(folder, of)
     if FULL in json.dumps(results):
         log.warning("the GPU has too little free memory for the self-check of attention kernels")
         return results
     part = file.with_suffix(f".{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(found, indent=1) + "\n")
+        part.write_text(json.dumps(content, indent=1) + "\n")
         part.replace(file)
     except OSError as error:
         log.warning("the self-check of attention kernels cannot be kept: %s", error)

@@ -211,7 +211,9 @@ class Report:
         file = self.args.out / timings.file_of(about.get("device", "unknown"))
         self.args.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.found | {"rows": rows}, indent=1)
-        file.write_text(text + "\n")
+        part = file.with_suffix(".part")  # whole, or not at all: `resume` reads it
+        part.write_text(text + "\n")
+        part.replace(file)
         head = self._head(about)
         end = f"## Targets\n\n{report.targets(rows, self.tables())}"
         why = f"## Who did not run\n\n{report.absences(rows)}"

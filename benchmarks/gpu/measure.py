@@ -129,29 +129,28 @@ def begin(w, arrays, args, job: dict, emit) -> dict:
                 emit(row=absent(w, which, side, reasons[side]))
             alive()
     emit(step=None)
-    workers = 1 if job.get("alone") else max(1, (os.cpu_count() or 2) // 2)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        pending = {
-            pool.submit(run.compile, name): side
-            for side, run in runs.items()
-            for name in run.lowered
-        }
-        while pending:
-            # All of them together may take longer than a process may be silent. One after the
-            # other, a crash is the first one's that is pending.
-            emit(step=next(iter(pending.values())) if workers == 1 else None)
-            done, _ = concurrent.futures.wait(
-                pending, COMPILING, concurrent.futures.FIRST_COMPLETED
-            )
-            if not done:
-                hanging = (side for one, side in pending.items() if one.running())
-                emit(step=next(hanging, None))
-                os._exit(4)  # no thread can be ended
-            for one in done:
-                one.result()
-                pending.pop(one)
+    tasks = [(side, run, name) for side, run in runs.items() for name in run.lowered]
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        for some in [[task] for task in tasks] if job.get("alone") else [tasks]:
+            emit(step=some[0][0] if job.get("alone") else None)
+            compile_all(pool, some, emit)
     emit(step=None)
     return runs
+
+
+def compile_all(pool, tasks: list[tuple], emit) -> None:
+    """Compiles (side, run, program) at the same time; ends the process where a compiler hangs."""
+    pending = {pool.submit(run.compile, name): side for side, run, name in tasks}
+    while pending:
+        done, _ = concurrent.futures.wait(pending, COMPILING, concurrent.futures.FIRST_COMPLETED)
+        if not done:
+            emit(step=next(side for future, side in pending.items() if future.running()))
+            os._exit(4)  # no thread can be ended
+        for future in done:
+            future.result()
+            pending.pop(future)
+            if len(tasks) > 1:  # together they may take longer than a process may be silent
+                emit(step=None)
 
 
 def guess_of(side: str, w, args) -> float:
@@ -185,9 +184,9 @@ def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
             ready[side] = functools.partial(sample, side, run, which, emit)
         if side not in ready:
             alive()
-    found = rotated(ready, seconds)
+    times = rotated(ready, seconds)
     emit(step=None)
-    return found
+    return times
 
 
 def sample(side: str, run, which: str, emit) -> float:

@@ -167,28 +167,21 @@ class Store:
         labels = before.get(LABELS)
         old = _by_name(before["config"], labels)
         new = _by_name(settings, labels and [task.label for task in self._config.tasks])
-        earlier, same = {}, before["hash"] == self.hash
-        for kind in _NAMED:
-            if isinstance(old.get(kind, {}), dict):
-                entries = before.get(EARLIER, {}).get(kind, {}) | old.get(kind, {})
-                now = new.get(kind, {})
-                earlier[kind] = {name: entries[name] for name in entries if name not in now}
-                shared = entries.keys() & now.keys()
-                old[kind], new[kind] = ({n: x[n] for n in shared} for x in (entries, now))
+        earlier = _leave_shared(old, new, before.get(EARLIER, {}))
         old, new = (flatten(tree, separator=".", lists=True) for tree in (old, new))
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        if not same and (changed or before["format"] != FORMAT):
+        if before["hash"] != self.hash and (changed or before["format"] != FORMAT):
             listed = ", ".join(
                 f"{key} was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
                 for key in changed[:3]
             )
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            what = listed + more if changed else f"record format {before['format']}, now {FORMAT}"
+            listed += f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            what = listed if changed else f"record format {before['format']}, now {FORMAT}"
             raise InputError(
                 f"run.folder={self.folder} holds another run ({what}); name another folder, undo"
                 " that, or set run.existing=overwrite"
             )
-        return {kind: entries for kind, entries in earlier.items() if entries}
+        return earlier
 
     def path(self, task: str) -> Path:
         return records_file(self.folder, task)
@@ -312,6 +305,7 @@ def read_marker(folder: Path) -> Record:
     marker = read_json(folder / MARKER)
     for key, kind, default in (
         ("hash", str, None), ("config", dict, None), (INPUTS, dict, {}), (EARLIER, dict, {}),
+        (LABELS, list, []),
     ):  # fmt: skip
         if not isinstance(marker.get(key, default), kind):
             raise InputError(
@@ -361,3 +355,25 @@ def _by_name(settings: Mapping, labels: Sequence[str] | None) -> dict:
     if labels is not None and "tasks" in tree:
         tree["tasks"] = dict(zip(labels, tree["tasks"], strict=True))
     return tree
+
+
+def _leave_shared(old: dict, new: dict, earlier: Mapping[str, dict]) -> dict[str, dict]:
+    """Removes methods, tasks and trainings from both that are not in the other.
+
+    Args:
+      earlier: Those that a run before `old` had.
+
+    Returns:
+      Those of `old` and `earlier` that are not in `new`, by kind and name.
+    """
+    removed = {}
+    for kind in _NAMED:
+        before, after = old.get(kind, {}), new.get(kind, {})
+        if isinstance(before, list):  # tasks of an older version, without names
+            continue
+        before = earlier.get(kind, {}) | before
+        if missing := {name: before[name] for name in before if name not in after}:
+            removed[kind] = missing
+        shared = before.keys() & after.keys()
+        old[kind], new[kind] = ({name: x[name] for name in shared} for x in (before, after))
+    return removed

@@ -42,5 +42,5 @@ def test_bundles_of_the_visited_blocks_do_not_grow(case, generation, forward, ba
 def test_bundles_of_decoding_and_landmark_do_not_grow(case, expected):
     _, kernels = tpu_bundles.compiled(case, "v5e", "ours")
     for name, bundles in expected.items():
-        found = max(region.bundles for region in kernels[name])
-        assert 0.5 * bundles < found <= 1.01 * bundles
+        largest = max(region.bundles for region in kernels[name])
+        assert 0.5 * bundles < largest <= 1.01 * bundles

@@ -270,8 +270,10 @@ def test_cepes_table_4_keeps_the_end_of_texts_and_the_encoder_reads_the_rest(
 
 def test_cepes_table_7_has_two_demonstrations_and_ten_passages_in_the_decoder(tmp_path):
     def row(name, count):
-        found = [{"title": f"T{i}", "text": f"{name} {i}.", "score": 99 - i} for i in range(count)]
-        return {"question": f"who is {name}?", "answer": [f"{name}!", "else"], "ctxs": found}
+        passages = [
+            {"title": f"T{i}", "text": f"{name} {i}.", "score": 99 - i} for i in range(count)
+        ]
+        return {"question": f"who is {name}?", "answer": [f"{name}!", "else"], "ctxs": passages}
 
     write(tmp_path / "nq-open" / "test.jsonl", [row("Q1", 60), row("Q2", 60)])
     write(
@@ -301,8 +303,8 @@ def test_cepes_table_7_has_two_demonstrations_and_ten_passages_in_the_decoder(tm
             ((prompt,), (chunks,)) = noting.read[0]
             rest = [f"Document (Title: T{i}): Q{index + 1} {i}.\n\n" for i in range(10, count)]
             assert list(map(TOKENIZER.decode, chunks)) == rest
-            kept = "\n\n".join([*before[:14], question])
-            assert TOKENIZER.decode(prompt) == kept
+            in_decoder = "\n\n".join([*before[:14], question])
+            assert TOKENIZER.decode(prompt) == in_decoder
     assert published == {
         "few": ("nq_10", "triviaqa_10", "popqa_10"), "many": ("nq_60", "triviaqa_60", "popqa_60")
     }  # fmt: skip

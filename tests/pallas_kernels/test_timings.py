@@ -159,8 +159,8 @@ def test_files_are_extended_and_drop_wrong_implementations(gpu):
     }  # fmt: skip
     assert taken(causal())["cuda"] == "quick" and taken(everything())["cuda"] == "quicker"
     # Another direction, and another implementation, of what is there; what was wrong stays so.
-    more = {"dense, heads of 64": {"backward": TIMES}}
-    found = json.loads(timings.write(gpu, DEVICE, more).read_text())
+    backward = {"dense, heads of 64": {"backward": TIMES}}
+    found = json.loads(timings.write(gpu, DEVICE, backward).read_text())
     assert found["wrong"] == wrong
     assert found["milliseconds"]["dense, heads of 64"] == {
         "forward": TIMES, "backward": TIMES
