@@ -53,8 +53,12 @@ def reader(config):
     from lcjax.generation.language_model import LanguageModel
     from lcjax.models import Decoder
     from lcjax.models.decoder import random_params
+    from lcjax.models.layer_groups import arrange_layers
 
-    params = jax.block_until_ready(random_params(config, 0))
+    # One layer compiles in seconds where all of them take a GPU's compiler minutes.
+    params = jax.block_until_ready(random_params(config.replace(scan_layers=True), 0))
+    config = config.replace(scan_layers=False)
+    params = arrange_layers(params, config)
     return LanguageModel(Decoder(config), params, Letters())
 
 

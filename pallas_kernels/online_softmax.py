@@ -32,16 +32,31 @@ def merge(
     outs, lses = zip(*partials, strict=True)
     if len({x.shape for x in outs}) > 1:
         raise ValueError(f"merge: outputs of one shape are needed; got {[x.shape for x in outs]}")
-    lses = jnp.stack([x.astype(jnp.float32) for x in lses])
+    weights, lse = _weights(jnp.stack(lses))
+    mixed = sum(w[..., None] * x.astype(jnp.float32) for w, x in zip(weights, outs, strict=True))
+    return mixed.astype(outs[0].dtype), lse
+
+
+def merge_parts(
+    outs: Float[Array, "P B T N Hv"], lses: Float[Array, "P B T N"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """As `merge`, of any number of parts in one sum: XLA has a kernel for each one of a list."""
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    weights, lse = _weights(lses)
+    return jnp.sum(weights[..., None] * outs.astype(jnp.float32), 0).astype(outs.dtype), lse
+
+
+def _weights(lses):
+    """(shares of the parts [P, ...], which add up to 1 or are all 0; lse of the union)."""
+    lses = lses.astype(jnp.float32)
     top = jnp.max(lses, 0)
     some = top > -jnp.inf
     top = jax.lax.stop_gradient(jnp.where(some, top, 0.0))
     # exp(-inf - finite) is 0 with gradient 0, so empty partials need no special case.
     weights = jnp.exp(lses - top)
     total = jnp.where(some, jnp.sum(weights, 0), 1.0)
-    mixed = sum(w[..., None] * x.astype(jnp.float32) for w, x in zip(weights, outs, strict=True))
-    out = (mixed / total[..., None]).astype(outs[0].dtype)
-    return out, jnp.where(some, top + jnp.log(total), -jnp.inf)
+    return weights / total, jnp.where(some, top + jnp.log(total), -jnp.inf)
 
 
 def with_sinks(out, lse, sinks):

@@ -23,9 +23,9 @@ CAPABILITIES = {
 }  # fmt: skip
 SHARED_MEMORY = {"sm80": 166912, "sm86": 101376, "sm90": 232448}  # bytes that a block may have
 # Kernels in the order in which they are taken where none was measured, by capability; elsewhere
-# none of them. cuDNN is the fastest that is known for the few calls it takes on Hopper; on Ampere
-# others measured it behind FlashAttention.
-ORDER = {90: ("cudnn", "mosaic_gpu", "triton")}
+# none of them. On an H100 Mosaic-GPU is about as fast as cuDNN backward, and faster forward
+# (docs/benchmarks.md); on Ampere others measured cuDNN behind FlashAttention.
+ORDER = {90: ("mosaic_gpu", "cudnn", "triton")}
 ORDER |= dict.fromkeys(range(80, 90), ("triton", "cudnn"))
 
 

@@ -15,7 +15,8 @@ registers: it has what passes with both), tensor cores used. `--seconds` compile
 uses the kernel does, without the dumps that the rows are read from (they take as long again), and
 says how long lowering and compiling took, with what a traced table needs beside the kernel.
 `--layers` prints how many kernels XLA makes beside those of attention in a decoding step of 1, 2
-and 4 layers, 2 queries over a cache of 16,384 keys: the block table's are there once for all.
+and 4 layers, one query over a cache of 16,384 keys in 64 parts: the block table's are there once
+for all, and parts are merged by the same few, however many there are.
 Nothing runs: what the machine code promises is in `benchmarks.gpu.machine_code`.
 """
 
@@ -67,6 +68,7 @@ CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biase
     "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, PLACES),
     "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, PLACES),
     "few": (2, 2, 16384, 32, 8, causal(), None, False, PLACES),
+    "one": (1, 1, 16384, 32, 4, causal(), None, False, PLACES),
 }
 LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
     "landmark": (1, 4096, 64, 8, 8, False),
@@ -212,7 +214,7 @@ def seconds(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
 
 def fusions(layers: int) -> int:
     """The number of kernels beside those of attention in a decoding step of so many layers."""
-    (q, k, *_), operands, spec = inputs("h200", 128, "bfloat16", "few")
+    (q, k, *_), operands, spec = inputs("h200", 64, "bfloat16", "one")
     b, s, heads, size = k.shape
     cache = jax.ShapeDtypeStruct((b, heads, s, size), k.dtype, sharding=k.sharding)
 

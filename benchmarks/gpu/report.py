@@ -289,7 +289,7 @@ def _efficiency(results: Results):
         if row.get("efficiency") is not None:
             sides = best.setdefault(row["side"], {})
             sides[row["density"]] = min(row["efficiency"], sides.get(row["density"], 9.0))
-    if not best:
+    if not any(share < 1.0 for found in best.values() for share in found):
         return what, wanted, *NOT_MEASURED
     side, found = max(best.items(), key=lambda x: x[1].get(0.125, 0.0))
     upper = [x for share, x in found.items() if 0.05 <= share < 1.0]

@@ -466,6 +466,9 @@ def _kernel_gradient(x, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+_GPU_ROWS = 8
+
+
 def _dot_general(x, y, axis_x: int, axis_y: int):
     axes = (((axis_x,), (axis_y,)), ((), ()))
     if x.dtype == jnp.float32:
@@ -478,7 +481,17 @@ def _dot_general(x, y, axis_x: int, axis_y: int):
     # converts both operands to float32. On other devices the sums are float32 either way.
     on_cpu = functools.partial(of_16_bits, result=jnp.float32)
     elsewhere = functools.partial(of_16_bits, result=x.dtype)
-    return lax.platform_dependent(x, y, cpu=on_cpu, default=elsewhere)
+
+    # Of one row and up to 10 million weights XLA for GPUs writes all products to memory in float32
+    # and then adds them up. Several rows are multiplied in one kernel, which reads the weights.
+    def on_gpu(x, y):
+        row = jnp.broadcast_to(x, (_GPU_ROWS, *x.shape))
+        axes = (((axis_x + 1,), (axis_y,)), ((), ()))
+        return lax.dot_general(row, y, axes, preferred_element_type=x.dtype)[0]
+
+    one_row = x.size == x.shape[axis_x]
+    gpu = {"cuda": on_gpu} if one_row else {}
+    return lax.platform_dependent(x, y, cpu=on_cpu, **gpu, default=elsewhere)
 
 
 @jax.tree_util.register_dataclass

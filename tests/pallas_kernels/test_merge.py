@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import causal, flash, merge, window
+from pallas_kernels.online_softmax import merge_parts
 
 
 def arrays(t=75, s=75, heads=4, kv_heads=2, size=16, seed=3):
@@ -168,3 +169,17 @@ def test_sinks_are_one_more_partial_without_values():
 def test_merging_nothing_raises_value_error():
     with pytest.raises(ValueError, match="at least one"):
         merge([])
+
+
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_parts_in_one_array_are_merged_as_those_of_a_list(count):
+    rng = np.random.default_rng(count)
+    outs = rng.normal(size=(count, 2, 3, 4, 8)).astype(np.float32)
+    lses = 10 * rng.normal(size=outs.shape[:-1]).astype(np.float32)
+    lses[: count // 2] = -np.inf  # empty parts
+    lses[:, 0, 1] = -np.inf  # a row without a key
+    outs[lses == -np.inf] = 0.0
+    found = merge_parts(jnp.asarray(outs), jnp.asarray(lses))
+    expected = merge([(jnp.asarray(x), jnp.asarray(y)) for x, y in zip(outs, lses, strict=True)])
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)

@@ -34,7 +34,7 @@ from pallas_kernels.backends.tpu.grid import (
 )
 from pallas_kernels.backends.tpu.kernels import Block, KernelSpec, dot
 from pallas_kernels.dispatch import user_table, visible_blocks
-from pallas_kernels.online_softmax import merge
+from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
 
 F32 = jnp.float32
@@ -65,9 +65,8 @@ def forward(q, k, v, operands, spec, *, interpret=False):
     tiling, lists = _tiling(q, k, table), _BlockLists(table, _parts(q, k, spec))
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     outs, lses = _launch(kernel_spec, tiling, lists, x, q.dtype, v.shape[-1], interpret)
-    parts = [(tiling.from_rows(out), tiling.from_rows(lse[..., 0])) for out, lse in zip(outs, lses)]
-    out, lse = parts[0] if len(parts) == 1 else merge(parts)
-    return out.astype(q.dtype), lse
+    out, lse = merge_parts(outs, lses[..., 0])
+    return tiling.from_rows(out).astype(q.dtype), tiling.from_rows(lse)
 
 
 def _parts(q, k, spec) -> int:

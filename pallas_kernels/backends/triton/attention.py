@@ -36,7 +36,6 @@ from pallas_kernels.dispatch import (
     user_table,
     visible_blocks,
 )
-from pallas_kernels.online_softmax import merge
 from pallas_kernels.tables import BlockLists, BlockTable, transpose
 
 LARGEST_HEAD = 256
@@ -57,8 +56,7 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     # Parts are merged in float32.
     outputs = [(q.dtype if kernel_spec.parts == 1 else F32, v.shape[-1]), "vector"]
     outs, lses = by_rows(kernels.forward, kernel_spec, x, outputs)
-    parts = list(zip(outs, lses.swapaxes(2, 3), strict=True))
-    out, lse = parts[0] if len(parts) == 1 else merge(parts)
+    out, lse = online.merge_parts(outs, lses.swapaxes(2, 3))
     if packed:
         out, lse = (_unpack(x, q.shape[1]) for x in (out, lse))
     return out.astype(q.dtype), lse

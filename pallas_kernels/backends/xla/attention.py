@@ -27,7 +27,7 @@ from pallas_kernels.backends.xla import blocks as tiles
 from pallas_kernels.backends.xla.blocks import BlockSizes, Positions, Tiling, add, dot
 from pallas_kernels.biases import Bias
 from pallas_kernels.dispatch import Operands, Spec, user_table
-from pallas_kernels.online_softmax import merge
+from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
 
 
@@ -282,5 +282,6 @@ def _split_forward(run, q, k, v, operands: Operands, spec: Spec):
         return run(q, k, v, operands_of_part, spec)
 
     segments = None if k_segments is None else split(k_segments, 1)
-    parts = jax.vmap(part, in_axes=1)(split(k, 1), split(v, 1), split(k_index, 1), segments)
-    return merge([tuple(x[i] for x in parts) for i in range(count)])
+    return merge_parts(
+        *jax.vmap(part, in_axes=1)(split(k, 1), split(v, 1), split(k_index, 1), segments)
+    )
