@@ -466,7 +466,10 @@ def _kernel_gradient(x, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-_GPU_ROWS = 8
+# Rows that a GPU multiplies in place of one. Of one row and up to 10 million weights XLA writes all
+# products to memory in float32, and adds them up in another kernel; several rows are multiplied by
+# one kernel, which reads the weights and nothing else.
+GPU_ROWS = 8
 
 
 def _dot_general(x, y, axis_x: int, axis_y: int):
@@ -477,21 +480,18 @@ def _dot_general(x, y, axis_x: int, axis_y: int):
     def of_16_bits(x, y, result):
         return lax.dot_general(x, y, axes, preferred_element_type=result).astype(x.dtype)
 
+    def repeated(x, y):
+        rows = jnp.broadcast_to(x, (GPU_ROWS, *x.shape))
+        axes = (((axis_x + 1,), (axis_y,)), ((), ()))
+        return lax.dot_general(rows, y, axes, preferred_element_type=x.dtype)[0]
+
     # XLA for CPUs uses a CPU's 16-bit matrix units (AMX) if the result is float32, and otherwise
     # converts both operands to float32. On other devices the sums are float32 either way.
     on_cpu = functools.partial(of_16_bits, result=jnp.float32)
     elsewhere = functools.partial(of_16_bits, result=x.dtype)
-
-    # Of one row and up to 10 million weights XLA for GPUs writes all products to memory in float32
-    # and then adds them up. Several rows are multiplied in one kernel, which reads the weights.
-    def on_gpu(x, y):
-        row = jnp.broadcast_to(x, (_GPU_ROWS, *x.shape))
-        axes = (((axis_x + 1,), (axis_y,)), ((), ()))
-        return lax.dot_general(row, y, axes, preferred_element_type=x.dtype)[0]
-
     one_row = x.size == x.shape[axis_x]
-    gpu = {"cuda": on_gpu} if one_row else {}
-    return lax.platform_dependent(x, y, cpu=on_cpu, **gpu, default=elsewhere)
+    on_gpu = {"cuda": repeated} if one_row else {}
+    return lax.platform_dependent(x, y, cpu=on_cpu, **on_gpu, default=elsewhere)
 
 
 @jax.tree_util.register_dataclass
