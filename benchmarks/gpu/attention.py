@@ -1,10 +1,11 @@
 """Attention on an NVIDIA GPU: our kernels beside other libraries' in one run, and the targets.
 
-Two commands, from the repository's root, with jax for CUDA (torch and tokamax are peers, if there;
+From the repository's root, with jax for CUDA (torch and tokamax are peers, if there;
 an installed wheel has them as `lcjax.benchmarks.gpu`):
 
     python -m benchmarks.gpu.check --minutes 3       # are the results right?
     python -m benchmarks.gpu.attention --minutes 6   # how fast are they?
+    python -m benchmarks.gpu.attention --report      # what was measured, without a GPU
 
 or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a GPU `--cpu` runs all
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
@@ -61,6 +62,7 @@ def arguments(argv=None):
         "--check, and use what was fastest from then on; writes into FOLDER, or where it is read"
     )
     parser.add_argument("--keep", nargs="?", type=Path, const=True, metavar="FOLDER", help=where)
+    parser.add_argument("--report", action="store_true", help="only print the tables of --out")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--interpret", action="store_true", help="Triton kernels on a CPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -240,6 +242,16 @@ class Report:
         return "\n\n".join(parts)
 
 
+def reported(args) -> str:
+    """The tables of all devices that `--out` has results of, written again."""
+    reports = []
+    for file in sorted(args.out.glob("*.json")):
+        report = Report(args)
+        report.found = json.loads(file.read_text())
+        reports.append(report.write())
+    return "\n\n".join(reports) or f"No workload has results in {args.out}."
+
+
 def main(argv=None) -> int:
     args = arguments(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -252,6 +264,9 @@ def main(argv=None) -> int:
 
     if args.worker:
         work(jobs_of_child(), args, emit)
+        return 0
+    if args.report:
+        print(reported(args))
         return 0
     about = about_here()
     if not args.cpu and about["platform"] != "gpu":

@@ -135,6 +135,7 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         "GB, compiler": f"{cost.accessed / 1e9:,.3g}",
         "bound of these, ms": f"{1e3 * seconds:,.3g} ({binds})",
         "kernels": _counts(hlo.kernels(module)),
+        **({} if chip.dimensions else {"launches": f"{hlo.launches(module):,}"}),
         "compiler's time, ms": "none" if optimal is None else f"{1e3 * optimal:,.3g}",
         "compiler's cycles, M": f"{cycles / 1e6:,.3g}{milliseconds}" if cycles else "none",
         "arguments, GB": f"{cost.arguments / 1e9:,.3g}",

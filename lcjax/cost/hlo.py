@@ -198,6 +198,15 @@ def kernels(module: Module) -> Counter[str]:
     return counts
 
 
+def launches(module: Module) -> int:
+    """Counts what a GPU starts one after the other: fusions, kernels and copies.
+
+    Where it does little else, as in decoding one row, they decide the time.
+    """
+    started = ("fusion", "custom-call", "copy")
+    return sum(times for x, times in module.runs() if x.opcode in started)
+
+
 def float32_products(module: Module) -> Counter[str]:
     """Counts matrix products of two float32 operands, by scope."""
     counts: Counter[str] = Counter()

@@ -80,10 +80,14 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     assert rows["lcjax xla", "fwd"]["useful_tflops"] == pytest.approx(
         4 * 16 * 2 * (32 * 33 // 2) / rows["lcjax xla", "fwd"]["ms"] / 1e9
     )
-    # The same command has nothing left to measure; another workload is added.
+    # The same command has nothing left to measure.
     assert attention.main([*options, "--out", str(tmp_path)]) == 0
     assert "which has 2 workloads" in capsys.readouterr().out
     assert json.loads(file.read_text())["rows"] == found["rows"]
+    assert attention.main(["--report", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() in printed
+    assert attention.main(["--report", "--out", str(tmp_path / "none")]) == 0
+    assert "No workload has results" in capsys.readouterr().out
     text = (tmp_path / f"{file.stem}.md").read_text()
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables if "lcjax xla" in line}) == 1

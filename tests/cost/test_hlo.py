@@ -131,3 +131,4 @@ def test_cycles_and_kernels_are_summed_over_the_program():
     )
     assert hlo.estimated_cycles(module) == 120
     assert hlo.kernels(module) == {"lcjax_decode": 1}
+    assert hlo.launches(module) == 4
