@@ -1,7 +1,6 @@
 """Which kernel a GPU runs that was not measured, and the check of kernels on first use."""
 
 import concurrent.futures
-import contextlib
 import json
 import logging
 import subprocess
@@ -314,17 +313,17 @@ def test_a_job_of_several_processes_reads_results_and_makes_none(gpu, caplog):
     assert not gpu.started and self_check.known()["bfloat16"]["cudnn"]
 
 
-def test_nothing_is_started_for_a_described_gpu_or_without_one(gpu, monkeypatch):
+def test_a_described_gpu_gets_the_program_of_one_that_passes(gpu, monkeypatch):
     device = jax.sharding.AbstractDevice(device_kind=H100[0], platform="gpu", num_cores=132)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     gpu.become(*A100)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert implementations(*CALLS["table"][:2]) == (["xla"], ["xla"])
+        assert implementations(*CALLS["table"][:2]) == (["mosaic_gpu"], ["mosaic_gpu"])
     gpu.become(*H100)
     monkeypatch.setattr(tuning, "_device", lambda: None)
-    for context in (jax.sharding.use_abstract_mesh(mesh), contextlib.nullcontext()):
-        with context:
-            assert implementations(*CALLS["table"][:2]) == (["xla"], ["xla"])
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert implementations(*CALLS["causal"][:2]) == (["mosaic_gpu"], ["mosaic_gpu"])
+    assert implementations(*CALLS["table"][:2]) == (["xla"], ["xla"])  # no GPU at all
     assert not gpu.started and not list(gpu.folder.iterdir())
 
 
