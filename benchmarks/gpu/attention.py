@@ -11,7 +11,8 @@ or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a G
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
 Workloads are taken in the order of workloads.py until the time is up; `--group` chooses some. The
-same command then goes on with those that are left (`--again`: with all of them). Measured are our
+same command then goes on with those that are left (`--again`: with all of them, and what was found
+wrong before is forgotten). Measured are our
 implementations beside cuDNN; `--sides .` adds the other libraries. All implementations of a
 workload are compiled, compared with a dense float32 oracle, run twice for equal bits, and then
 timed in turns, every round in another order, as medians of chains of dependent calls. An
@@ -175,7 +176,7 @@ class Report:
         if device is None or not (times or wrong):
             return "Nothing was kept: no implementation was timed."
         place = timings.folder() if self.args.keep is True else self.args.keep
-        file = timings.write(place, device, times, wrong)
+        file = timings.write(place, device, times, wrong, anew=self.args.again)
         said = "".join(f"\n- never {case}: {why}" for case, why in wrong.items())
         kept = f"Kept in {file}, which attention on {device} follows from now on"
         return f"{kept}:\n{fastest(times)}{said}"
