@@ -26,8 +26,9 @@ enough that neither weights nor attention hide the other. Then 128K tokens, for 
 made; longer texts before shorter ones, and the small model, whose steps are all overhead, later.
 
 Each case is a process, which is ended when it is silent for `--timeout` seconds while it compiles
-or runs. A case that fails, hangs or runs out of memory is recorded with the reason, and done again
-only with `--again`. The same command goes on with cases that have no record for this kind of GPU.
+or runs. A case that fails, hangs or runs out of memory is recorded with the reason. The same
+command goes on with cases that have no record for this kind of GPU; `--again` also does those that
+have one.
 Records are in DEVICE.json in `--out`, written after every case.
 """
 
@@ -53,7 +54,7 @@ def arguments(argv=None):
     words = "words that a case's name must have, once or more: 'train 16k' 'decode 1.1b lcjax'"
     parser.add_argument("--cases", nargs="+", metavar="WORDS", default=[""], help=words)
     parser.add_argument("--out", type=Path, help="default: benchmarks/gpu/results/model")
-    parser.add_argument("--again", action="store_true", help="also cases that have failed")
+    parser.add_argument("--again", action="store_true", help="also cases that have a record")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds; see above")
@@ -76,10 +77,6 @@ class Records:
         part = self.file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps({"cases": self.by_case}, indent=1) + "\n")
         part.replace(self.file)
-
-    def needs(self, case: str, again: bool) -> bool:
-        record = self.by_case.get(case)
-        return record is None or (again and "reason" in record)
 
 
 def chosen(args) -> list:
@@ -180,7 +177,7 @@ def run(args) -> int:
         return 2
     say(f"{about}")
     records = Records(args.out / timings.file_of(about["device"]))
-    left = [case for case in chosen(args) if records.needs(case.name, args.again)]
+    left = [case for case in chosen(args) if args.again or case.name not in records.by_case]
     while left and (args.tiny or time.monotonic() + LEAST < deadline):
         case = left[0]
         say(f"{case.name} begins, {len(left)} cases are left")
