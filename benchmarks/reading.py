@@ -55,7 +55,7 @@ def reader(config):
     from lcjax.models.decoder import random_params
     from lcjax.models.layer_groups import arrange_layers
 
-    # One layer compiles in seconds where all of them take a GPU's compiler minutes.
+    # Of stacked layers the program that draws the weights is that of one layer: seconds to compile.
     params = jax.block_until_ready(random_params(config.replace(scan_layers=True), 0))
     config = config.replace(scan_layers=False)
     params = arrange_layers(params, config)

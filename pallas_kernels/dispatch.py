@@ -242,7 +242,7 @@ LANDMARK = {
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
-MUCH_FASTER = 1.1  # than reproducible gradients have those to be that differ in bits
+MUCH_FASTER = 1.1  # how many times as fast gradients must be that differ in bits between runs
 BY_NAME, NO_D_LSE = "chosen by name", "it takes no cotangent of lse"
 UNMEASURED = (
     "{}: XLA's blockwise attention runs ({}) on {}: {}; no kernel was measured there yet, which "
@@ -322,9 +322,9 @@ def choose(
     """((platform, backend), ...) for `run`; a name that cannot run raises its reason.
 
     Of the backends that can run on a platform, the one that was measured to be the fastest is
-    taken; on GPUs where nothing was measured for such calls, the first of `tuning.order`. Kernels
-    of GPUs have to pass the self-check for calls like it (`pallas_kernels.self_check`). Any backend
-    can run the backward pass of another's results.
+    taken (`ranked_by`); on GPUs where nothing was measured for such calls, the first of
+    `tuning.order`. Kernels of GPUs have to pass the self-check for calls like it
+    (`pallas_kernels.self_check`). Any backend can run the backward pass of another's results.
 
     Args:
       d_lse: whether the backward pass has a cotangent of lse.
@@ -352,13 +352,13 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
 
     def rank(name):
         backend, by_rule = backends[name], rules.index(name) if name in rules else len(rules)
-        # Gradients that are the same in every run come first, unless others are much faster.
-        late = direction == "backward" and not backend.deterministic
-        duration = times.get(name, math.inf) * (MUCH_FASTER if late else 1.0)
-        return duration, backend.portable, late, by_rule
+        ranked = ranked_by(name, times.get(name, math.inf), direction)
+        return ranked, backend.portable, _varies(name, direction), by_rule
 
     for name in sorted(backends, key=rank):
         backend, duration = backends[name], f"{times.get(name, 0.0):.3g} ms for a call like it"
+        if _varies(name, direction):
+            duration += f", counted as {MUCH_FASTER} times that: its gradients vary in bits"
         if backend.portable:
             timed = ("cuda",) if name in times else ()  # slower backends are not considered
             chosen = dict.fromkeys((*backend.platforms, *timed), name) | chosen
@@ -376,6 +376,16 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
         reasons[name] = duration if can and name in times else why
     _log_choice(times, kind, inputs[-1].family, chosen, reasons)
     return chosen, reasons
+
+
+def ranked_by(name: str, milliseconds: float, direction: str) -> float:
+    """What backends that were measured are ordered by: reproducible gradients are preferred."""
+    return milliseconds * (MUCH_FASTER if _varies(name, direction) else 1.0)
+
+
+def _varies(name: str, direction: str) -> bool:
+    """Whether results differ in bits between two runs."""
+    return direction == "backward" and name in BACKENDS and not BACKENDS[name].deterministic
 
 
 def _judge(name: str, backend: Backend, measured: bool, inputs, direction: str, d_lse: bool):

@@ -193,22 +193,18 @@ def _read(device: str, local: Path) -> dict:
 
 
 def write(
-    place: Path,
-    device: str,
-    milliseconds: dict,
-    wrong: dict[str, str] | None = None,
-    anew: bool = False,
+    place: Path, device: str, milliseconds: dict, wrong: dict[str, str] | None = None
 ) -> Path:
     """Writes the file of a kind of GPU, for these `versions`; returns its path.
 
     What the file has of the same versions stays, except times of what is `wrong`: a reason by
-    `case`. With `anew` only `wrong` is wrong, and nothing that the file says to be.
+    `case`.
     """
     file, here = place / file_of(device), versions()
     known = json.loads(file.read_text()) if file.exists() else {}
     if any(known.get(x) != here[x] for x in here):
         known = {}
-    wrong, merged = ({} if anew else known.get("wrong", {})) | (wrong or {}), {}
+    wrong, merged = known.get("wrong", {}) | (wrong or {}), {}
     for kind, directions in (*known.get("milliseconds", {}).items(), *milliseconds.items()):
         for direction, of in directions.items():
             right = {k: v for k, v in of.items() if case(k, MEASURED, form_of(kind)) not in wrong}

@@ -1,7 +1,7 @@
 """Which NVIDIA GPU a program is for, and the block sizes of its kernels.
 
-No number here is a timing of ours. Tiles were chosen by the compilers' reports without a GPU
-(`benchmarks/gpu/compile.py`): no spilled register, tensor cores, shared memory within the limit.
+Tiles were chosen by the compilers' reports without a GPU (`benchmarks/gpu/compile.py`): no spilled
+register, tensor cores, shared memory within the limit.
 """
 
 from __future__ import annotations
@@ -61,9 +61,18 @@ def order() -> tuple[str, ...]:
 
 
 def is_here() -> bool:
-    """Returns whether the GPU of `device_kind` is of this process, not only described."""
+    """Returns whether the GPU of `device_kind` is the first device of this process."""
     device = _device()
     return device is not None and device.device_kind == device_kind()
+
+
+def is_described() -> bool:
+    """Returns whether this process has no GPU of `device_kind`: programs are only compiled."""
+    try:
+        here = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        here = []
+    return device_kind() not in {None, *(x.device_kind for x in here)} and not is_here()
 
 
 @functools.cache

@@ -11,8 +11,7 @@ or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a G
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
 Workloads are taken in the order of workloads.py until the time is up; `--group` chooses some. The
-same command then goes on with those that are left (`--again`: with all of them, and what was found
-wrong before is forgotten). Measured are our
+same command then goes on with those that are left (`--again`: with all of them). Measured are our
 implementations beside cuDNN; `--sides .` adds the other libraries. All implementations of a
 workload are compiled, compared with a dense float32 oracle, run twice for equal bits, and then
 timed in turns, every round in another order, as medians of chains of dependent calls. An
@@ -176,7 +175,7 @@ class Report:
         if device is None or not (times or wrong):
             return "Nothing was kept: no implementation was timed."
         place = timings.folder() if self.args.keep is True else self.args.keep
-        file = timings.write(place, device, times, wrong, anew=self.args.again)
+        file = timings.write(place, device, times, wrong)
         said = "".join(f"\n- never {case}: {why}" for case, why in wrong.items())
         kept = f"Kept in {file}, which attention on {device} follows from now on"
         return f"{kept}:\n{fastest(times)}{said}"
@@ -204,25 +203,30 @@ class Report:
         most = max(shares.values(), default=None)
         return {"static_ms": min(static, default=None), "traced_share": most}
 
-    def write(self) -> str:
-        """Writes both files; returns the short report."""
+    def write(self) -> None:
+        """Writes both files."""
         from pallas_kernels import timings
 
-        from . import report
-
-        rows, about = self.rows(), self.found.get("about", {})
-        file = self.args.out / timings.file_of(about.get("device", "unknown"))
+        file = self.args.out / timings.file_of(self.found.get("about", {}).get("device", "unknown"))
         self.args.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.found | {"rows": rows}, indent=1)
+        text = json.dumps(self.found | {"rows": self.rows()}, indent=1)
         part = file.with_suffix(".part")  # whole, or not at all: `resume` reads it
         part.write_text(text + "\n")
         part.replace(file)
-        head = self._head(about)
+        file.with_suffix(".md").write_text(self.text(short=False) + "\n")
+
+    def text(self, short: bool = True) -> str:
+        """The report, with the figures that matter most or with all of them."""
+        from . import report
+
+        rows = self.rows()
+        head = self._head(self.found.get("about", {}))
         end = f"## Targets\n\n{report.targets(rows, self.tables())}"
         why = f"## Who did not run\n\n{report.absences(rows)}"
-        full = [head, end, f"## All figures\n\n{report.full_table(rows)}", why]
-        file.with_suffix(".md").write_text("\n\n".join(full) + "\n")
-        return "\n\n".join([why, head, f"## Milliseconds\n\n{report.brief_table(rows)}", end])
+        parts = [head, end, f"## All figures\n\n{report.full_table(rows)}", why]
+        if short:
+            parts = [why, head, f"## Milliseconds\n\n{report.brief_table(rows)}", end]
+        return "\n\n".join(parts)
 
     def _head(self, about: dict) -> str:
         """The device, what runs on it, its ceilings, and what went wrong."""
@@ -244,12 +248,12 @@ class Report:
 
 
 def reported(args) -> str:
-    """The tables of all devices that `--out` has results of, written again."""
+    """The tables of all devices that `--out` has results of."""
     reports = []
     for file in sorted(args.out.glob("*.json")):
         report = Report(args)
         report.found = json.loads(file.read_text())
-        reports.append(report.write())
+        reports.append(report.text())
     return "\n\n".join(reports) or f"No workload has results in {args.out}."
 
 
@@ -297,7 +301,8 @@ def main(argv=None) -> int:
         command = [sys.executable, "-m", f"{__package__}.attention", *options, "--worker"]
         for event in supervise(command, jobs, deadline=deadline - 3, patience=WATCHED):
             report.take(**event)
-    print(report.write())
+    report.write()
+    print(report.text())
     if args.keep:
         print(f"\n{report.keep()}")
     return failed or report.wrong()

@@ -27,8 +27,8 @@ made; longer texts before shorter ones, and the small model, whose steps are all
 
 Each case is a process, which is ended when it is silent for `--timeout` seconds while it compiles
 or runs. A case that fails, hangs or runs out of memory is recorded with the reason. The same
-command goes on with cases that have no record for this kind of GPU; `--again` also does those that
-have one.
+command goes on with cases that have no record for this kind of GPU; with `--again` also with those
+that have failed, or whose record is of other kernels or another version of JAX.
 Records are in DEVICE.json in `--out`, written after every case.
 """
 
@@ -54,7 +54,7 @@ def arguments(argv=None):
     words = "words that a case's name must have, once or more: 'train 16k' 'decode 1.1b lcjax'"
     parser.add_argument("--cases", nargs="+", metavar="WORDS", default=[""], help=words)
     parser.add_argument("--out", type=Path, help="default: benchmarks/gpu/results/model")
-    parser.add_argument("--again", action="store_true", help="also cases that have a record")
+    parser.add_argument("--again", action="store_true", help="also failed and outdated cases")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds; see above")
@@ -70,6 +70,13 @@ class Records:
     def __init__(self, file: Path):
         self.file = file
         self.by_case = json.loads(file.read_text())["cases"] if file.exists() else {}
+
+    def needs(self, case: str, again: bool, about: dict) -> bool:
+        """Whether a case has no record; `again`: or has failed, or was done by other `about`."""
+        if (record := self.by_case.get(case)) is None or not again:
+            return record is None
+        versions = [[x.get(name) for name in ("kernels", "jax")] for x in (record["about"], about)]
+        return "reason" in record or versions[0] != versions[1]
 
     def add(self, record: dict) -> None:
         self.by_case[record["case"]] = record
@@ -177,7 +184,7 @@ def run(args) -> int:
         return 2
     say(f"{about}")
     records = Records(args.out / timings.file_of(about["device"]))
-    left = [case for case in chosen(args) if args.again or case.name not in records.by_case]
+    left = [case for case in chosen(args) if records.needs(case.name, args.again, about)]
     while left and (args.tiny or time.monotonic() + LEAST < deadline):
         case = left[0]
         say(f"{case.name} begins, {len(left)} cases are left")

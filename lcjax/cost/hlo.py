@@ -199,9 +199,9 @@ def kernels(module: Module) -> Counter[str]:
 
 
 def launches(module: Module) -> int:
-    """Counts what a GPU starts one after the other: fusions, kernels and copies.
+    """Counts the fusions, calls of kernels and libraries, and copies that a GPU starts in a run.
 
-    Where it does little else, as in decoding one row, they decide the time.
+    Each takes microseconds at least, which decides the time of decoding one row.
     """
     started = ("fusion", "custom-call", "copy")
     return sum(times for x, times in module.runs() if x.opcode in started)

@@ -123,8 +123,11 @@ class Linear(nn.Module):
             return matmul(x, kernel, reduce)
 
         if has_few_rows(math.prod(x.shape[: x.ndim - count]), config.param_dtype):
-            few = functools.partial(product_of_few_rows, product, weights_dtype=config.param_dtype)
-            y = _project(x, kernel, count, few)
+            one_device = self.mesh is None or self.mesh.size == 1
+            options = {"weights_dtype": config.param_dtype, "one_device": one_device}
+            y = _project(
+                x, kernel, count, functools.partial(product_of_few_rows, product, **options)
+            )
         else:
             y = _project(x, kernel, count, product)
         if self.bias:
@@ -466,12 +469,6 @@ def _kernel_gradient(x, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-# Rows that a GPU multiplies in place of one. Of one row and up to 10 million weights XLA writes all
-# products to memory in float32, and adds them up in another kernel; several rows are multiplied by
-# one kernel, which reads the weights and nothing else.
-GPU_ROWS = 8
-
-
 def _dot_general(x, y, axis_x: int, axis_y: int):
     axes = (((axis_x,), (axis_y,)), ((), ()))
     if x.dtype == jnp.float32:
@@ -480,18 +477,11 @@ def _dot_general(x, y, axis_x: int, axis_y: int):
     def of_16_bits(x, y, result):
         return lax.dot_general(x, y, axes, preferred_element_type=result).astype(x.dtype)
 
-    def repeated(x, y):
-        rows = jnp.broadcast_to(x, (GPU_ROWS, *x.shape))
-        axes = (((axis_x + 1,), (axis_y,)), ((), ()))
-        return lax.dot_general(rows, y, axes, preferred_element_type=x.dtype)[0]
-
     # XLA for CPUs uses a CPU's 16-bit matrix units (AMX) if the result is float32, and otherwise
     # converts both operands to float32. On other devices the sums are float32 either way.
     on_cpu = functools.partial(of_16_bits, result=jnp.float32)
     elsewhere = functools.partial(of_16_bits, result=x.dtype)
-    one_row = x.size == x.shape[axis_x]
-    on_gpu = {"cuda": repeated} if one_row else {}
-    return lax.platform_dependent(x, y, cpu=on_cpu, **on_gpu, default=elsewhere)
+    return lax.platform_dependent(x, y, cpu=on_cpu, default=elsewhere)
 
 
 @jax.tree_util.register_dataclass

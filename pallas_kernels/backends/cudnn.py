@@ -1,9 +1,8 @@
 """Dense, causal and causal-window attention by cuDNN, through the primitives under `jax.nn`.
 
-They have not run on a GPU yet: tests read the calls that they lower to. Two traps of
-`jax.nn.dot_product_attention` (jax 0.10 to 0.12) are why it is not called: its log-sum-exp comes
-in the inputs' dtype and its cotangent is dropped silently; and a window without `is_causal` shows
-the keys ahead (jax-ml/jax#39576).
+Two traps of `jax.nn.dot_product_attention` (jax 0.10 to 0.12) are why it is not called: its
+log-sum-exp comes in the inputs' dtype and its cotangent is dropped silently; and a window without
+`is_causal` shows the keys ahead (jax-ml/jax#39576).
 
 cuDNN computes rowsum(out * d_out) itself and has no operand for a cotangent of lse: a backward pass
 that needs one runs on another backend (`dispatch.choose`). cuDNN's backward pass sums dq in any

@@ -150,3 +150,41 @@ def test_scores_are_those_without_the_option(monkeypatch):
     scores = lm.nll(tokens)
     monkeypatch.setattr(programs, "_option_is_known", lambda: False)
     np.testing.assert_allclose(scores, lm.nll(tokens), atol=0.05)  # bfloat16 rounds other sums
+
+
+@pytest.mark.parametrize(
+    "shape, one_device, outputs, repeated",
+    [
+        ((1, 1, 64), True, 48, True),
+        ((64,), True, 48, True),
+        ((2, 1, 64), True, 48, False),
+        ((1, 1, 64), False, 48, False),
+        ((1, 1, 64), True, 160_000, False),
+    ],
+)
+def test_a_gpu_multiplies_one_row_as_eight(shape, one_device, outputs, repeated, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (shape, (64, outputs)))
+
+    def product(x, kernel):
+        return jnp.matmul(x, kernel)
+
+    def of_few(x, kernel):
+        options = {"weights_dtype": "bfloat16", "one_device": one_device}
+        return product_of_few_rows(product, x, kernel, **options)
+
+    text = jax.jit(of_few).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+    rows = "x".join(map(str, (8, *shape)))
+    assert (f"tensor<{rows}xbf16>" in text) == repeated
+
+    def as_on_a_gpu(*x, cpu, default, cuda=None):
+        return (cuda or default)(*x)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_a_gpu)
+    found, pull = jax.vjp(of_few, x, kernel)
+    wanted, plain = jax.vjp(product, x, kernel)
+    assert found.shape == wanted.shape
+    dy = jnp.asarray(rng.normal(size=wanted.shape), jnp.bfloat16)
+    for got, want in zip((found, *pull(dy)), (wanted, *plain(dy)), strict=True):
+        got, want = (np.asarray(y, np.float32) for y in (got, want))
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)

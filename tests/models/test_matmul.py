@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.models import layers
 from lcjax.models.layers import matmul
 
 
@@ -67,22 +66,3 @@ def test_a_frozen_kernel_costs_no_gradient():
 
 def _compiled(function, *arguments):
     return jax.jit(function).lower(*arguments).compile().as_text()
-
-
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (1, 1, 64), (2, 1, 64)])
-def test_a_gpu_multiplies_several_rows_in_place_of_one(shape, monkeypatch):
-    x, kernel, dy = _inputs(shape, 48, jnp.bfloat16)
-    lowered = jax.jit(matmul).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
-    several = "x".join(map(str, (layers.GPU_ROWS, *shape)))
-    assert (f"tensor<{several}xbf16>" in lowered) == (shape[0] != 2)
-
-    def on_a_gpu(*x, cpu, default, cuda=None):
-        return (cuda or default)(*x)
-
-    monkeypatch.setattr(layers.lax, "platform_dependent", on_a_gpu)
-    found = _both(matmul, jnp.matmul, x, kernel, dy)
-    for got, want in zip(*found, strict=True):
-        assert got.shape == want.shape and got.dtype == want.dtype
-        np.testing.assert_allclose(
-            *(y.astype(np.float32) for y in (got, want)), atol=0.06, rtol=0.01
-        )

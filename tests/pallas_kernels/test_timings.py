@@ -165,8 +165,6 @@ def test_files_are_extended_and_drop_wrong_implementations(gpu):
     assert found["milliseconds"]["dense, heads of 64"] == {
         "forward": TIMES, "backward": TIMES
     }  # fmt: skip
-    found = json.loads(timings.write(gpu, DEVICE, backward, anew=True).read_text())
-    assert found["wrong"] == {}
     assert timings.is_current()
     for version in (jax.__version__, timings.sources()):
         file.write_text(file.read_text().replace(version, "0.1.0"))

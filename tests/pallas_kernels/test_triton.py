@@ -187,7 +187,7 @@ def test_kernels_run_when_selected_or_raise_the_reason(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     monkeypatch.setattr(tuning, "architecture", lambda: "sm80")
-    assert "cuda" not in dict(dispatch.choose(None, *arguments))  # not seen on a GPU yet
+    assert "cuda" not in dict(dispatch.choose(None, *arguments))  # of no known kind
     assert dispatch.choose("triton", *arguments) == (("default", "triton"),)
     # A later version of JAX without Pallas-Triton.
     monkeypatch.setattr(_triton.kernels, "plt", None)

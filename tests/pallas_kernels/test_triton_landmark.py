@@ -139,7 +139,7 @@ def test_unsupported_calls_return_reason(monkeypatch, change, reason):
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     arguments = q, k, k, Operands(), older_spec(case.block, 1.0)
     choose = dispatch.choose
-    assert "cuda" not in dict(choose(None, *arguments))  # not seen on a GPU yet
+    assert "cuda" not in dict(choose(None, *arguments))  # of no known kind
     if reason is None:
         assert choose("triton", *arguments) == (("default", "triton"),)
     else:
