@@ -38,8 +38,8 @@ def merge(
 
 
 def merge_parts(
-    outs: Float[Array, "P ... Hv"], lses: Float[Array, "P ..."]
-) -> tuple[Float[Array, "... Hv"], Float[Array, "..."]]:
+    outs: Float[Array, "P B T N Hv"], lses: Float[Array, "P B T N"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """`merge` for parts stacked in one array: XLA compiles one sum, not a kernel for each part."""
     if len(outs) == 1:
         return outs[0], lses[0]
