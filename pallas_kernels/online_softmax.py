@@ -32,9 +32,9 @@ def merge(
     outs, lses = zip(*partials, strict=True)
     if len({x.shape for x in outs}) > 1:
         raise ValueError(f"merge: outputs of one shape are needed; got {[x.shape for x in outs]}")
-    weights, lse = _weights(jnp.stack(lses))
+    weights, total, lse = _weights(jnp.stack(lses))
     mixed = sum(w[..., None] * x.astype(jnp.float32) for w, x in zip(weights, outs, strict=True))
-    return mixed.astype(outs[0].dtype), lse
+    return (mixed / total[..., None]).astype(outs[0].dtype), lse
 
 
 def merge_parts(
@@ -43,12 +43,13 @@ def merge_parts(
     """`merge` for parts stacked in one array: XLA compiles one sum, not a kernel for each part."""
     if len(outs) == 1:
         return outs[0], lses[0]
-    weights, lse = _weights(lses)
-    return jnp.sum(weights[..., None] * outs.astype(jnp.float32), 0).astype(outs.dtype), lse
+    weights, total, lse = _weights(lses)
+    mixed = jnp.sum(weights[..., None] * outs.astype(jnp.float32), 0)
+    return (mixed / total[..., None]).astype(outs.dtype), lse
 
 
 def _weights(lses):
-    """(shares of the parts [P, ...], which add up to 1 or are all 0; lse of the union)."""
+    """(weights of the parts [P, ...], what to divide their sum by, lse of the union)."""
     lses = lses.astype(jnp.float32)
     top = jnp.max(lses, 0)
     some = top > -jnp.inf
@@ -56,7 +57,7 @@ def _weights(lses):
     # exp(-inf - finite) is 0 with gradient 0, so empty partials need no special case.
     weights = jnp.exp(lses - top)
     total = jnp.where(some, jnp.sum(weights, 0), 1.0)
-    return weights / total, jnp.where(some, top + jnp.log(total), -jnp.inf)
+    return weights, total, jnp.where(some, top + jnp.log(total), -jnp.inf)
 
 
 def with_sinks(out, lse, sinks):

@@ -8,6 +8,7 @@ and nothing is accumulated in memory: results are the same bit by bit in every r
 
 Few queries (decoding) are rows of one product with all heads that share a key head, over a cache
 [B, K, S, H] in its own layout, and a list is split over several programs where few would run.
+Their outputs have that layout, too.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     # Parts are merged in float32.
     outputs = [(q.dtype if kernel_spec.parts == 1 else F32, v.shape[-1]), "vector"]
     outs, lses = by_rows(kernels.forward, kernel_spec, x, outputs)
-    out, lse = online.merge_parts(outs, lses.swapaxes(2, 3))
-    if packed:
-        out, lse = (_unpack(x, q.shape[1]) for x in (out, lse))
+    if not packed:
+        return outs[0], lses[0].swapaxes(1, 2)
+    out, lse = (_unpack(x, q.shape[1]) for x in online.merge_parts(outs, lses))
     return out.astype(q.dtype), lse
 
 
@@ -119,16 +120,16 @@ def _packs(q, k, operands, spec) -> bool:
 
 
 def _pack(x, heads: int):
-    """[B, T, N, H] -> [B, T G, K, H]."""
+    """[B, T, N, H] -> [B, K, T G, H]; of one query nothing moves in memory."""
     batch, t, n, size = x.shape
-    x = x.reshape(batch, t, heads, n // heads, size).swapaxes(2, 3)
-    return x.reshape(batch, -1, heads, size)
+    x = x.reshape(batch, t, heads, n // heads, size).swapaxes(1, 2)
+    return x.reshape(batch, heads, -1, size)
 
 
 def _unpack(x, t: int):
-    """[B, T G, K, ...] -> [B, T, N, ...]."""
-    batch, rows, heads, rest = *x.shape[:3], x.shape[3:]
-    x = x.reshape(batch, t, rows // t, heads, *rest).swapaxes(2, 3)
+    """[B, K, T G, ...] -> [B, T, N, ...]."""
+    batch, heads, rows, rest = *x.shape[:3], x.shape[3:]
+    x = x.reshape(batch, heads, t, rows // t, *rest).swapaxes(1, 2)
     return x.reshape(batch, t, -1, *rest)
 
 

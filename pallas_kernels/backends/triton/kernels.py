@@ -72,7 +72,7 @@ class KernelSpec:
     has_full: bool  # some listed block needs no test of its elements
     has_partial: bool  # some listed block needs one
     by_head: bool = False  # each query head of a key head has a list of its own
-    cache: bool = False  # keys lie as [B, K, S, H]
+    cache: bool = False  # keys lie as [B, K, S, H], and rows likewise
     copies: int = 1  # consecutive rows that share an order index
     parts: int = 1  # programs that share a list
     warps: int = 4
@@ -346,10 +346,16 @@ def over_heads(spec: KernelSpec, x, step, keys: int):
 
 def by_rows(kernel, spec: KernelSpec, x, outputs):
     """Runs a kernel per block of rows of a query head; returns outputs [parts, B, ...]."""
-    batch, heads = x["q"].shape[0], x["q"].shape[2]
+    batch, _, heads = _sizes(x["q"], spec)
     grid = (spec.rows.blocks * spec.parts, heads, batch)
     outputs = [None if kind is None else _output(kind, x, spec) for kind in outputs]
     return launch(kernel, spec, x, _block_specs(x, spec, heads), grid=grid, outputs=outputs)
+
+
+def _sizes(q, spec: KernelSpec) -> tuple[int, int, int]:
+    """Batch rows, rows of a head, and heads."""
+    batch, rows, heads = q.shape[:3]
+    return (batch, heads, rows) if spec.cache else (batch, rows, heads)
 
 
 def by_keys(kernel, spec: KernelSpec, x):
@@ -380,14 +386,14 @@ def _block_spec(name: str, value, spec: KernelSpec, heads: int):
 
     if name == "slopes":
         return pl.BlockSpec((group or 1,), lambda i, h, b: (h,))
+    if name in ("q", "k", "v") and spec.cache:
+        return pl.BlockSpec((None, None, shape[2], width), lambda i, h, b: (b, h, 0, 0))
     if name in ("q", "d_out"):
         return pl.BlockSpec((None, shape[1], group, width), lambda i, h, b: (b, 0, h, 0))
     if name in ("lse", "di"):
         return pl.BlockSpec((None, group, shape[2]), lambda i, h, b: (b, h, 0))
     if name in ("k", "v"):
         head = 1 if spec.transposed else spec.group
-        if spec.cache:
-            return pl.BlockSpec((None, None, shape[2], width), lambda i, h, b: (b, h, 0, 0))
         return pl.BlockSpec(
             (None, shape[1], None, width), lambda i, h, b: (b, 0, lax.div(h, head), 0)
         )
@@ -408,7 +414,7 @@ def _output(kind, x, spec: KernelSpec):
 
     kind: (dtype, width) for a matrix, "vector", or "number" for one number per block of rows.
     """
-    (batch, rows, heads), parts = x["q"].shape[:3], spec.parts
+    (batch, rows, heads), parts = _sizes(x["q"], spec), spec.parts
     lead = parts, batch
 
     def with_part(i, *rest):
@@ -427,6 +433,14 @@ def _output(kind, x, spec: KernelSpec):
             ),
         )
     dtype, width = kind
+    if spec.cache:
+        return (
+            jax.ShapeDtypeStruct((*lead, heads, rows, width), dtype),
+            pl.BlockSpec(
+                (None, None, None, rows, next_power_of_two(width)),
+                lambda i, h, b: with_part(i, b, h, 0, 0),
+            ),
+        )
     return (
         jax.ShapeDtypeStruct((*lead, rows, heads, width), dtype),
         pl.BlockSpec(
