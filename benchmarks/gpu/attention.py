@@ -1,7 +1,7 @@
 """Attention on an NVIDIA GPU: our kernels beside other libraries' in one run, and the targets.
 
-From the repository's root, with jax for CUDA (torch and tokamax are peers, if there;
-an installed wheel has them as `lcjax.benchmarks.gpu`):
+From the repository's root, with jax for CUDA (torch and tokamax are peers, if there; an installed
+wheel has them as `lcjax.benchmarks.gpu`):
 
     python -m benchmarks.gpu.check --minutes 3       # are the results right?
     python -m benchmarks.gpu.attention --minutes 6   # how fast are they?

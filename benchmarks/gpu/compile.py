@@ -15,8 +15,8 @@ registers: it has what passes with both), tensor cores used. `--seconds` compile
 uses the kernel does, without the dumps that the rows are read from (they take as long again), and
 says how long lowering and compiling took, with what a traced table needs beside the kernel.
 `--layers` prints how many kernels XLA makes beside those of attention in a decoding step of 1, 2
-and 4 layers, one query over a cache of 16,384 keys in 64 parts: the block table's are there once
-for all, and parts are merged by the same few, however many there are.
+and 4 layers, over a cache of 16,384 keys: 2 queries ("few", whose keys are split in 16 parts), and
+one ("one", 64 parts). The block table's are there once for all; each layer merges its parts.
 Nothing runs: what the machine code promises is in `benchmarks.gpu.machine_code`.
 """
 
@@ -212,9 +212,9 @@ def seconds(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
     return {name: f"{x:.1f} s" for name, x in zip(("clock", "cores"), found, strict=True)}
 
 
-def fusions(layers: int) -> int:
+def fusions(layers: int, size: int, call: str) -> int:
     """The number of kernels beside those of attention in a decoding step of so many layers."""
-    (q, k, *_), operands, spec = inputs("h200", 64, "bfloat16", "one")
+    (q, k, *_), operands, spec = inputs("h200", size, "bfloat16", call)
     b, s, heads, size = k.shape
     cache = jax.ShapeDtypeStruct((b, heads, s, size), k.dtype, sharding=k.sharding)
 
@@ -295,10 +295,10 @@ def main() -> int:
     dumps = not (args.seconds or args.layers)
     prepare(xla=dumps, mosaic=dumps)
     if args.layers:
-        for layers in (1, 2, 4):
-            print(
-                f"layers {layers}: {fusions(layers)} kernels beside those of attention", flush=True
-            )
+        for call, size in (("few", 128), ("one", 64)):
+            for layers in (1, 2, 4):
+                count = fusions(layers, size, call)
+                print(f"{call}, layers {layers}: {count} kernels beside those of attention")
         return 0
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     worse = []
