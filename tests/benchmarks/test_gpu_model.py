@@ -126,6 +126,12 @@ def test_failed_and_outdated_cases_are_done_again_only_if_asked(children, tmp_pa
     records = json.loads((tmp_path / "cpu.json").read_text())["cases"]
     reason = "JaxRuntimeError: RESOURCE_EXHAUSTED (run 1)"
     assert records["train tiny 64 lcjax"]["reason"] == reason
+    for version in ("0", "of another JAX"):  # the first one is that of now
+        records["train tiny 64 jax.nn xla"]["about"]["jax"] = version
+        (tmp_path / "cpu.json").write_text(json.dumps({"cases": records}))
+        started.clear()
+        assert model.main([*words, "--again"]) == 0
+        assert ("train tiny 64 jax.nn xla" in started) == (version != "0")
 
 
 def test_a_case_that_the_time_cuts_off_has_no_record(children, tmp_path, capsys):
