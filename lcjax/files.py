@@ -147,13 +147,15 @@ def _read_sums(path: Path) -> Iterator[tuple[str, Path, str]]:
         yield entry[1], path.parent / entry[2], entry[2]
 
 
-def _sha256_sums(files: Sequence[Path]) -> list[str]:
-    def digest(file: Path) -> str:
-        with file.open("rb") as data:
-            return hashlib.file_digest(data, "sha256").hexdigest()
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 sum of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
+
+def _sha256_sums(files: Sequence[Path]) -> list[str]:
     with concurrent.futures.ThreadPoolExecutor() as executor:
-        return list(executor.map(digest, files))
+        return list(executor.map(sha256, files))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -213,8 +215,14 @@ def package_path(name: str) -> Path:
     return root / inner if inner else root
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file as transformers does."""
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file atomically."""
+    with atomic_file(path) as file:
+        json.dump(value, file, indent=1)
+
+
+def write_hf_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes a JSON file as transformers does, into a folder that is written as a whole."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

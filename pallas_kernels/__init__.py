@@ -4,10 +4,10 @@
     out, lse = merge([(out_a, lse_a), (out_b, lse_b)])
 
 The visible keys are given by a mask of atoms (`causal`, `window`, ...) and optionally a
-`BlockTable`, which `tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`,
-`from_lengths`). `decode` reads a cache in its memory layout, `landmark_attention` computes a
-grouped softmax, and `Layout` distributes each of them over the devices of a mesh. `explain` reports
-which implementation runs, and why.
+`BlockTable`, which `tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`). `decode`
+reads a cache in its memory layout, `landmark_attention` computes a grouped softmax, and `Layout`
+distributes each of them over the devices of a mesh. `explain` reports which implementation runs,
+and why.
 
 Depends on JAX only.
 """

@@ -112,17 +112,15 @@ def pooled(x, per: str, is_query=None, exists=None):
     return jnp.where(is_query[..., None, None], jax.nn.log_softmax(x, -1), -jnp.inf).max(1)
 
 
-def best(x, count: int, exists=None, forced=None, margin=0.0):
+def best(x, count: int, exists=None, margin=0.0):
     """Returns (ids, is_valid) [..., M] of the `count` blocks with the highest scores [..., C].
 
     M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not valid and
-    have id 0. exists, forced bool, broadcastable to x: blocks that may, and that must be taken.
+    have id 0. exists bool, broadcastable to x: blocks that may be taken.
     Scores no further than `margin` [..., 1] from the least that is taken equal it: of these the
     later blocks are taken.
     """
     blocks = x.shape[-1]
-    if forced is not None:
-        x = jnp.where(forced, jnp.inf, x)
     if exists is not None:
         x = jnp.where(exists, x, -jnp.inf)
     count = min(count, blocks)

@@ -82,7 +82,7 @@ def attention(
     t, heads, s = q.shape[1], q.shape[2], k.shape[1]
     q_index = jnp.arange(t) if q_index is None else q_index
     k_index = jnp.arange(s) if k_index is None else k_index
-    logits = scale * _products("BTNH,BSNH->BNTS", q, _every_head(k, heads))
+    logits = scale * products("BTNH,BSNH->BNTS", q, _every_head(k, heads))
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
@@ -92,7 +92,7 @@ def attention(
     positions = q_index, k_index, q_segments, k_segments
     seen = visibility(mask, *positions, heads=heads, table=table)
     weights, lse = _softmax(logits, seen, sinks)
-    out = _products("BNTS,BSNH->BTNH", weights, _every_head(v, heads)).astype(q.dtype)
+    out = products("BNTS,BSNH->BTNH", weights, _every_head(v, heads)).astype(q.dtype)
     lse = lse.swapaxes(1, 2)
     if table is None or table.overflow is None:
         return out, lse
@@ -104,7 +104,8 @@ def _every_head(x, heads: int):
     return jnp.repeat(x, heads // x.shape[2], 2)
 
 
-def _products(formula: str, x, y):
+def products(formula: str, x, y):
+    """Returns an einsum of float32 in full precision."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.einsum(formula, x, y, precision=jax.lax.Precision.HIGHEST)
 

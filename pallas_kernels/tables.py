@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.masks import Everything, Mask, PerHead, integer
+from pallas_kernels.masks import Mask, PerHead, integer
 
 # Static tables are made from this many pairs of blocks at a time, to stay small in memory.
 CELLS = 2**21
@@ -417,37 +417,6 @@ def from_top_k(
     if capacity is not None:
         return table
     return replace(table, index=table.index[..., :count])  # no row has more than `count` blocks
-
-
-def from_lengths(
-    k_lengths,
-    *,
-    queries: int,
-    keys: int,
-    q_block: int,
-    k_block: int,
-    q_lengths=None,
-    mask: Mask | None = None,
-    q_index=None,
-    k_index=None,
-    capacity: int | None = None,
-) -> BlockTable:
-    """Returns the table of the first k_lengths[b] keys of each row, int [B].
-
-    q_lengths: int [B], the number of first queries that see them; None: all queries.
-    """
-
-    def segments(lengths, size):
-        if lengths is None:
-            return np.ones((1, size), np.int32)
-        lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-        return (np.arange(size) < lengths[:, None]).astype(np.int32)
-
-    return from_mask(
-        Everything() if mask is None else mask, queries=queries, keys=keys, q_block=q_block,
-        k_block=k_block, q_index=q_index, k_index=k_index, capacity=capacity,
-        q_segments=segments(q_lengths, queries), k_segments=segments(k_lengths, keys),
-    )  # fmt: skip
 
 
 def restrict(

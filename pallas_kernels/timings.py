@@ -35,7 +35,6 @@ from pallas_kernels.masks import causal, everything
 
 log = logging.getLogger(__name__)
 VARIABLE = "LCJAX_KERNELS"
-SHIPPED = Path(__file__).parent / "timings"
 SIZES = (64, 128, 256)  # of heads: a call counts as the next larger one
 MEASURED = "bfloat16"  # the dtype of what is timed; float16 follows it
 FEW = 128  # rows that share a key head, up to which reading the keys is all that takes time
@@ -172,24 +171,22 @@ def is_current() -> bool:
 
 @functools.cache
 def _read(device: str, local: Path) -> dict:
-    """The file of a kind of GPU from this machine's folder, else the one that was shipped."""
-    version = jax.__version__
-    for place in (local, SHIPPED):
-        file = place / file_of(device)
-        if not file.exists():
-            continue
-        try:
-            content = json.loads(file.read_text())
-            found = {"milliseconds": content["milliseconds"], "wrong": content.get("wrong", {})}
-            found["versions"] = {x: content.get(x) for x in versions()}
-            measured_with = content["jax"]
-        except (ValueError, KeyError, OSError, TypeError) as error:
-            log.warning("%s cannot be read (%s): remove or measure it again", file, error)
-            continue
-        if measured_with.split(".")[:2] != version.split(".")[:2]:
-            log.warning("%s was measured with jax %s, this is %s", file, measured_with, version)
-        return found
-    return {"milliseconds": {}, "wrong": {}, "versions": {}}
+    """The file of a kind of GPU in this machine's folder."""
+    file, version = local / file_of(device), jax.__version__
+    nothing = {"milliseconds": {}, "wrong": {}, "versions": {}}
+    if not file.exists():
+        return nothing
+    try:
+        content = json.loads(file.read_text())
+        found = {"milliseconds": content["milliseconds"], "wrong": content.get("wrong", {})}
+        found["versions"] = {x: content.get(x) for x in versions()}
+        measured_with = content["jax"]
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        log.warning("%s cannot be read (%s): remove or measure it again", file, error)
+        return nothing
+    if measured_with.split(".")[:2] != version.split(".")[:2]:
+        log.warning("%s was measured with jax %s, this is %s", file, measured_with, version)
+    return found
 
 
 def write(

@@ -21,7 +21,6 @@ CAPABILITIES = {
     "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "L40": 89, "L40S": 89,
     "RTX 4090": 89, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100,
 }  # fmt: skip
-SHARED_MEMORY = {"sm80": 166912, "sm86": 101376, "sm90": 232448}  # bytes that a block may have
 # Kernels in the order in which they are taken where none was measured, by capability; elsewhere
 # none of them. On an H100 Mosaic-GPU is about as fast as cuDNN backward, and faster forward
 # (docs/benchmarks.md); on Ampere others measured cuDNN behind FlashAttention.

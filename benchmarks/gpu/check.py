@@ -245,7 +245,7 @@ def shards(args, names: list[str]) -> list[list[dict]]:
     return found
 
 
-def supervised(jobs: list[dict], args, command: list[str], deadline: float, take) -> None:
+def supervised(jobs: list[dict], command: list[str], deadline: float, take) -> None:
     from .workers import supervise
 
     for event in supervise(command, jobs, deadline=deadline, patience=WATCHED):
@@ -354,7 +354,7 @@ def run(args, options: list[str], earlier: dict | None = None) -> Log:
     command = [sys.executable, "-m", f"{__package__}.check", *options]
     command += ["--seed", str(args.seed), "--worker"]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        of = functools.partial(supervised, args=args, command=command, deadline=deadline)
+        of = functools.partial(supervised, command=command, deadline=deadline)
         list(pool.map(lambda x: of(x, take=log.take), jobs))
     return log
 

@@ -20,7 +20,6 @@ from .implementations import Unavailable
 SAMPLE = 0.03  # seconds that a chain should last
 GUESS = 3e14  # floating-point operations per second, to choose the length of a chain by
 NEVER = 1.2345e30  # no result has this number, which the compiler does not know
-PASSES = ("fwd", "bwd", "both")
 
 
 def chained(call, count: int):

@@ -70,7 +70,7 @@ class TransformerXL(RelativeTerms):
             for x in (self.content, self.position, self.projection)
         )
         inv_freq = 10_000.0 ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-        waves = _products("BTNH,NDH->BTND", wide + v_bias, w)
+        waves = reference.products("BTNH,NDH->BTND", wide + v_bias, w)
         start = jnp.concatenate([jnp.zeros(width // 2), jnp.ones(width // 2)])  # R_0
         start = jnp.broadcast_to(start, (*k.shape[:2], 1, width))
         q_waves = rotate(waves, attention_pass.q_positions, inv_freq)
@@ -149,13 +149,13 @@ class Disentangled(RelativeTerms):
         )
         scale = (3 * q.shape[-1]) ** -0.5
         repeated = jnp.repeat(k, count // k.shape[2], 2)
-        k_terms = _products("BSNH,XHN->BNSX", repeated, self.queries)
+        k_terms = reference.products("BSNH,XHN->BNSX", repeated, self.queries)
 
         @jax.checkpoint
         def attend_query(inputs):
             query, index, segment = (x[:, None] for x in inputs)  # [B, 1, N, H], [B, 1], [B, 1]
             bucket = self.buckets(index[..., None] - k_index[:, None])[:, None]  # [B, 1, 1, S]
-            q_terms = _products("BTNH,XHN->BNTX", query, self.keys)
+            q_terms = reference.products("BTNH,XHN->BNTX", query, self.keys)
             terms = jnp.take_along_axis(q_terms, bucket, -1)
             terms += jnp.take_along_axis(k_terms, bucket[:, :, 0, :, None], -1).swapaxes(-1, -2)
             out, lse = reference.attention(
@@ -166,8 +166,3 @@ class Disentangled(RelativeTerms):
 
         elements = 4 * q.shape[0] * count * k.shape[1]
         return gather.by_query(attend_query, (q, q_index, q_segments), elements)
-
-
-def _products(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.einsum(formula, x, y, precision=jax.lax.Precision.HIGHEST)

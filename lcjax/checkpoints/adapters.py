@@ -31,7 +31,7 @@ from lcjax.files import (
     atomic_folder,
     check_destination,
     read_json,
-    write_json,
+    write_hf_json,
 )
 from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import stack_layers
@@ -417,7 +417,7 @@ def save_peft(
     with atomic_folder(folder, PEFT_FOLDER, overwrite, checksums=checksums) as partial:
         data = save(tensors, metadata={"format": "pt"})
         (partial / "adapter_model.safetensors").write_bytes(data)
-        write_json(partial / "adapter_config.json", settings)
+        write_hf_json(partial / "adapter_config.json", settings)
     return folder
 
 

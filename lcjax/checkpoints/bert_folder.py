@@ -36,7 +36,7 @@ from lcjax.files import (
     check_path,
     parse_json,
     read_json,
-    write_json,
+    write_hf_json,
 )
 from lcjax.models.bert import BertConfig
 from lcjax.parallel import distributed
@@ -297,7 +297,7 @@ def save_bert(
                 (path / file).write_bytes(content)
             _write_modules(path, modules, bert, max_tokens)
             weights[name].write(path)
-            write_json(path / "config.json", _config_to_hf(bert, dtype))
+            write_hf_json(path / "config.json", _config_to_hf(bert, dtype))
     return folder
 
 
@@ -319,13 +319,13 @@ def _write_modules(
         {"idx": i, "name": str(i), "path": inner, "type": f"sentence_transformers.models.{name}"}
         for i, (name, inner) in enumerate(zip(names, paths))
     ]
-    write_json(path / "modules.json", listed)
+    write_hf_json(path / "modules.json", listed)
     modes = {key: name == modules.pooling for key, name in _POOLING_KEYS.items()}
     pooling = {"word_embedding_dimension": bert.config.width} | modes | {"include_prompt": True}
-    write_json(path / "1_Pooling" / "config.json", pooling)
+    write_hf_json(path / "1_Pooling" / "config.json", pooling)
     lowercase = bert.origin.tokenizer.lowercase
     sentence = {"max_seq_length": max_tokens, "do_lower_case": lowercase}
-    write_json(path / "sentence_bert_config.json", sentence)
+    write_hf_json(path / "sentence_bert_config.json", sentence)
     settings = {
         "prompts": {
             "query": modules.query_prefix or "",
@@ -334,7 +334,7 @@ def _write_modules(
         "default_prompt_name": None,
         "similarity_fn_name": "cosine" if modules.normalize else "dot",
     }
-    write_json(path / "config_sentence_transformers.json", settings)
+    write_hf_json(path / "config_sentence_transformers.json", settings)
 
 
 class BertTokenizer:

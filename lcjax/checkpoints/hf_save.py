@@ -25,10 +25,17 @@ import lcjax.models.lora
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hf_config import config_to_hf as write_config
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
-from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
+from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
-from lcjax.files import CHECKSUMS, FolderFormat, atomic_folder, check_destination, check_path
+from lcjax.files import (
+    CHECKSUMS,
+    FolderFormat,
+    atomic_folder,
+    check_destination,
+    check_path,
+    write_hf_json,
+)
 from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
@@ -120,10 +127,10 @@ def save_hf(
     check_space(folder, weights.nbytes)
     with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
         if tokenizer is not None:
-            write_json(partial / "generation_config.json", token_ids(tokenizer))
+            write_hf_json(partial / "generation_config.json", token_ids(tokenizer))
             tokenizer.save(partial)
         weights.write(partial, max_shard_bytes)
-        write_json(partial / "config.json", hf)
+        write_hf_json(partial / "config.json", hf)
     return folder
 
 
@@ -170,7 +177,7 @@ class WeightStream:
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
-            write_json(folder / INDEX, index)
+            write_hf_json(folder / INDEX, index)
 
 
 def _grouped(

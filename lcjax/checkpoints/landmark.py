@@ -15,7 +15,7 @@ from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.checkpoints.tokenizer_files import hf_tokenizer
 from lcjax.errors import InputError
-from lcjax.files import read_json, write_json
+from lcjax.files import read_json, write_hf_json
 from lcjax.models.config import ModelConfig
 from lcjax.parallel.offload import to_device
 from lcjax.parallel.sharding import param_shardings
@@ -23,8 +23,9 @@ from lcjax.parallel.sharding import param_shardings
 NAMES = ("[PAD]", "<landmark>")  # of the two more tokens
 
 
-def with_new_tokens(params: dict, config: ModelConfig, count: int = 2) -> tuple[dict, ModelConfig]:
-    """Adds `count` tokens to parameters and config; their rows are the mean of all others."""
+def with_new_tokens(params: dict, config: ModelConfig) -> tuple[dict, ModelConfig]:
+    """Adds the two tokens to parameters and config; their rows are the mean of all others."""
+    count = len(NAMES)
     params = params | {"embed": {"embedding": _extended(params["embed"]["embedding"], 0, count)}}
     if not config.tie_embeddings:
         axes = {"kernel": 1, "bias": 0}
@@ -77,16 +78,16 @@ def with_names(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
             values = read_json(file)
             tokens = values.get("added_tokens") or []
             tokens += [{"id": index} | token for index, token in new.items()]
-            write_json(file, values | {"added_tokens": tokens})
+            write_hf_json(file, values | {"added_tokens": tokens})
         file = folder / "tokenizer_config.json"
         settings = read_json(file)
         decoder = settings.get("added_tokens_decoder") or {}
         decoder |= {str(index): token for index, token in new.items()}
-        write_json(file, settings | {"added_tokens_decoder": decoder})
+        write_hf_json(file, settings | {"added_tokens_decoder": decoder})
         pad = first if tokenizer.pad_id is None else tokenizer.pad_id
         ids = {"bos": tokenizer.bos_id, "eos": list(tokenizer.eos_ids), "pad": pad}
         ids = {f"{key}_token_id": value for key, value in ids.items()}
-        write_json(folder / "generation_config.json", ids)
+        write_hf_json(folder / "generation_config.json", ids)
         return hf_tokenizer(folder)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lcjax.checkpoints.chat_template import render_template
 from lcjax.errors import InputError, import_package
-from lcjax.files import write_json
+from lcjax.files import write_hf_json
 from lcjax.storage import to_path
 
 Message = dict[str, Any]  # role and content; others as the chat template reads them
@@ -140,7 +140,7 @@ class _PublishedTokenizer:
         folder = to_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-        write_json(folder / "tokenizer_config.json", settings)
+        write_hf_json(folder / "tokenizer_config.json", settings)
 
 
 class JsonTokenizer(_PublishedTokenizer):
@@ -436,17 +436,14 @@ class TextStream:
     spaces, so a window of recent ids is decoded with and without the new one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._ids: list[int] = []
         self._start = 0  # first id of the window
         self._shown = 0  # ids whose text was emitted
 
     def _decode(self, stop: int | None = None) -> str:
-        return self._tokenizer.decode(
-            self._ids[self._start : stop], skip_special=self._skip_special
-        )
+        return self._tokenizer.decode(self._ids[self._start : stop], skip_special=True)
 
     def push(self, index: int) -> str:
         """The text that `index` completes; empty while a character is incomplete."""
@@ -463,14 +460,6 @@ class TextStream:
         new = self._decode()[len(self._decode(self._shown)) :]
         self._start = self._shown = len(self._ids)
         return new
-
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Non-empty pieces of text as ids arrive."""
-        for index in ids:
-            if piece := self.push(index):
-                yield piece
-        if piece := self.finish():
-            yield piece
 
 
 def without_bos(ids: list[int], bos_id: int | None) -> list[int]:

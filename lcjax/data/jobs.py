@@ -7,7 +7,6 @@ writes. `lcjax.data.prepare` (token ids) and `lcjax.retrieval.datastore` (passag
 
 import collections
 import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -27,7 +26,7 @@ from tqdm.auto import tqdm
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Reader, SourceFiles
 from lcjax.errors import InputError
-from lcjax.files import atomic_file, read_json
+from lcjax.files import read_json, write_json
 
 # Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
 _MIN_JOB_BYTES, _MAX_JOB_BYTES, _NUM_JOBS = 1 << 20, 1 << 26, 64
@@ -49,12 +48,6 @@ class Job(NamedTuple):
     part: int
     parts: int
     size: int  # bytes on disk, for the progress bar
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically."""
-    with atomic_file(path) as file:
-        json.dump(value, file, indent=1)
 
 
 def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[str, Any] | None:

@@ -30,13 +30,12 @@ from lcjax.data.jobs import (
     map_ahead,
     read_shard,
     worker_pool,
-    write_json,
 )
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError, check_integers, check_one_of, import_package
-from lcjax.files import atomic_file, check_path
+from lcjax.files import atomic_file, check_path, write_json
 from lcjax.storage import local_path
 
 TOKENIZER = "tokenizer"  # folder beside the shards

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from lcjax.data.chunks import Chunks, Row, segment_positions
 from lcjax.data.config import COMMANDS, INDEX, PLAN, DataConfig, StoredSource
-from lcjax.data.jobs import WHY_LOCAL, read_shard, write_json
+from lcjax.data.jobs import WHY_LOCAL, read_shard
 from lcjax.data.readers import Reader, SourceFiles
 from lcjax.data.token_files import (
     DTYPES,
@@ -30,7 +30,7 @@ from lcjax.data.token_files import (
     read_index,
 )
 from lcjax.errors import InputError, check_integers
-from lcjax.files import atomic_file
+from lcjax.files import atomic_file, write_json
 from lcjax.parallel import distributed
 from lcjax.storage import local_path, to_path
 

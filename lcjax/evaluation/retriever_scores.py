@@ -23,6 +23,7 @@ from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Record, Records
 from lcjax.evaluation.tasks import local_files
 from lcjax.files import write_whole
+from lcjax.retrieval.negatives import has_answer
 from lcjax.storage import to_path
 
 # Scores at several numbers of hits, and those of a whole ranking, with their titles.
@@ -73,7 +74,7 @@ class Question:
         scores = {}
         gains = [self.relevant.get(str(hit.passage.id), 0.0) for hit in hits]
         if self.answers:
-            is_answer = [float(ranking.has_answer(hit.passage.text, self.answers)) for hit in hits]
+            is_answer = [float(has_answer(hit.passage.text, self.answers)) for hit in hits]
             scores |= {f"answer_recall@{k}": ranking.hit(is_answer, k) for k in ks}
             scores["answer_mrr"] = ranking.reciprocal_rank(is_answer)
         if self.relevant:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention.landmark import Landmark
+from lcjax.attention import Landmark
 from lcjax.attention.landmark.tokens import Landmarks, in_prompt
 from lcjax.checkpoints.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError

@@ -32,10 +32,9 @@ from lcjax.data.jobs import (
     parse_part,
     read_shard,
     worker_pool,
-    write_json,
 )
 from lcjax.errors import InputError, check_integers, check_one_of
-from lcjax.files import atomic_file, check_path, read_json
+from lcjax.files import atomic_file, check_path, read_json, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import (

@@ -30,9 +30,8 @@ import numpy as np
 from lcjax.data.config import INDEX as INDICES
 from lcjax.data.config import PLAN as PLANS
 from lcjax.data.files import LRUCache, import_pyarrow
-from lcjax.data.jobs import write_json
 from lcjax.errors import InputError, check_integers, check_one_of
-from lcjax.files import atomic_file, check_path, read_json, sync_file
+from lcjax.files import atomic_file, check_path, read_json, sha256, sync_file, write_json
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -134,14 +133,9 @@ def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, A
     with atomic_file(path, "wb") as file:
         table = pyarrow.table(columns, schema=schema)
         pyarrow.parquet.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
-    size, digest = path.stat().st_size, _sha256(path)
+    size, digest = path.stat().st_size, sha256(path)
     shard = {"name": name, "passages": len(passages), "bytes": size, "sha256": digest}
     return shard | {"vectors": {}}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def encode_passages(encoder: Encoder, passages: list[Passage], dtype: str) -> bytes:
@@ -226,7 +220,7 @@ def write_sparse(
         shutil.rmtree(leftover, ignore_errors=True)
     index.save(draft)
     draft.rename(folder)
-    files = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+    files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
     return {"settings": dataclasses.asdict(settings), "files": files}
 
 
@@ -250,7 +244,7 @@ def write_faiss(
     draft = path.with_name(path.name + ".tmp")
     faiss.save(draft)
     draft.replace(path)
-    return {kind: _sha256(path)}
+    return {kind: sha256(path)}
 
 
 class Datastore:
@@ -593,7 +587,7 @@ class Datastore:
                 )
                 num_sums += 1
         for path, sum in sums.items():
-            self._compare(path, _sha256(path) if path.is_file() else "", sum)
+            self._compare(path, sha256(path) if path.is_file() else "", sum)
         return num_sums + len(sums)
 
     def _compare(self, label: str | Path, actual: str, expected: str) -> None:

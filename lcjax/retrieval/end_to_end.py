@@ -35,9 +35,8 @@ from lcjax.checkpoints.orbax_io import steps_in
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.data import Loader
 from lcjax.data.config import StoredSource
-from lcjax.data.jobs import write_json
 from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
-from lcjax.files import atomic_file, check_destination, read_json
+from lcjax.files import atomic_file, check_destination, read_json, write_json
 from lcjax.generation.retrieval_reader import SEPARATOR
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import LENGTH, process_rows

@@ -37,9 +37,9 @@ from tqdm.auto import tqdm
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data.config import TeacherSource, TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
-from lcjax.data.jobs import begin, write_json
+from lcjax.data.jobs import begin
 from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
-from lcjax.files import check_path, read_json, sync_file
+from lcjax.files import check_path, read_json, sha256, sync_file, write_json
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
@@ -168,7 +168,7 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
         if config.faiss is not None:
             _build_faiss(keys, config.faiss).save(folder / _FAISS)
         files = [_KEYS, _VALUES] + [_FAISS] * (config.faiss is not None)
-        index["sha256"] = {name: _sha256(folder / name) for name in files}
+        index["sha256"] = {name: sha256(folder / name) for name in files}
         write_json(folder / _INDEX, index)
         for name in (_PLAN, _PROGRESS):
             (folder / name).unlink(missing_ok=True)
@@ -321,7 +321,7 @@ class TokenStore:
         """Compares the SHA-256 sums of all files; returns their number."""
         for name, expected in self.index["sha256"].items():
             file = self.folder / name
-            if not file.is_file() or _sha256(file) != expected:
+            if not file.is_file() or sha256(file) != expected:
                 raise InputError(f"{file} is not as it was written; copy it again, or build again")
         return len(self.index["sha256"])
 
@@ -358,11 +358,6 @@ def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
     most = max(min(_CODE_BYTES, dim // 4), 1)
     m = max(part for part in range(1, most + 1) if dim % part == 0) if kind == "ivf_pq" else None
     return FaissIndex.build(keys, kind=kind, metric="l2", nprobe=_PROBES, m=m)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # The language model

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import draccus
 import grain
@@ -100,8 +100,6 @@ class PairRows:
 class Pairs(draccus.ChoiceRegistry, abc.ABC):
     """Where pairs come from: the section `retriever.pairs`."""
 
-    reads_text: ClassVar[bool] = True  # whether pairs are made from the text of `data:`
-
     def check(self, data: DataConfig, rows: int, negatives: int) -> None:
         """Raises an InputError if there are no pairs; `rows` is the size of a batch."""
         del rows
@@ -138,8 +136,6 @@ class Records(Pairs):
     arXiv 2004.04906). Of several positives, and of more negatives than `retriever.negatives`,
     random ones are read in every epoch.
     """
-
-    reads_text: ClassVar[bool] = False
 
     path: str = ""  # .jsonl (also .gz and .zst), or .json with a list of records
 

@@ -124,7 +124,3 @@ def abstract_batch(
         arrays["teacher_rest"] = shape, jnp.float16
     spread = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(*kind, sharding=spread) for name, kind in arrays.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

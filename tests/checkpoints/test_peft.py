@@ -19,7 +19,7 @@ def test_an_interrupted_save_leaves_the_old_adapters_and_no_half_ones(tmp_path, 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lcjax.checkpoints.adapters, "write_json", full)  # after the weights
+    monkeypatch.setattr(lcjax.checkpoints.adapters, "write_hf_json", full)  # after the weights
     for target in ("a", "new"):
         with pytest.raises(InputError, match="No space left"):
             save_peft(tmp_path / target, *adapters(rank=3), base="org/model", overwrite=True)

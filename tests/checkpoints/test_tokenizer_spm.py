@@ -45,7 +45,8 @@ def test_ids_are_those_of_sentencepiece_and_decode_to_the_text(model):
         assert ids == processor.encode(text)
         assert tokenizer.decode(ids) == text
         assert not {1, 2} & set(ids)
-        assert "".join(TextStream(tokenizer).stream(ids)) == text
+        stream = TextStream(tokenizer)
+        assert "".join(map(stream.push, ids)) + stream.finish() == text
         spans = tokenizer.spans(text)
         assert len(spans) == len(ids) and "".join(text[a:b] for a, b in spans) == text
 

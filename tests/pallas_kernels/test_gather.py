@@ -56,15 +56,15 @@ def test_the_best_blocks_come_in_the_order_of_the_text():
     np.testing.assert_array_equal(ids, np.tile(np.arange(7), (3, 1)))
 
 
-def test_forced_blocks_are_taken_and_missing_ones_are_not():
+def test_missing_blocks_are_not_taken():
     x = np.array([[9.0, 1, 2, 8, 3]], np.float32)
-    forced, exists = np.array([[0, 1, 0, 0, 0]], bool), np.array([[1, 1, 1, 0, 0]], bool)
-    ids, is_valid = gather.best(x, 2, exists, forced)
-    np.testing.assert_array_equal(ids, [[0, 1]])
+    exists = np.array([[1, 1, 1, 0, 0]], bool)
+    ids, is_valid = gather.best(x, 2, exists)
+    np.testing.assert_array_equal(ids, [[0, 2]])
     ids, is_valid = gather.best(x, 4, exists)
     np.testing.assert_array_equal(ids, [[0, 1, 2, 0]])
     np.testing.assert_array_equal(is_valid, [[True, True, True, False]])
-    _, is_valid = gather.best(x, 2, np.zeros((1, 5), bool), forced)
+    _, is_valid = gather.best(x, 2, np.zeros((1, 5), bool))
     assert not np.any(is_valid)
 
 

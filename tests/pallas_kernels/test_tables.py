@@ -21,7 +21,6 @@ from pallas_kernels import causal, prefix, window
 from pallas_kernels.reference import expand, visibility
 from pallas_kernels.tables import (
     from_block_mask,
-    from_lengths,
     from_mask,
     from_top_k,
     restrict,
@@ -205,27 +204,6 @@ def test_top_k_of_key_heads_is_joined_with_a_mask_per_query_head():
     )
     with pytest.raises(ValueError, match="of 3 heads does not fit a mask of 4 heads"):
         from_top_k(indices.repeat(3, 1)[:, :3], keys=8, q_block=4, k_block=4, also=PARTS)
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_lengths_list_the_blocks_of_keys_that_are_there(on_device):
-    lengths, q_lengths = np.array([0, 5, 8, 19]), np.array([10, 10, 3, 10])
-    sizes = dict(queries=10, keys=19, q_block=4, k_block=4)
-
-    def make(lengths, q_lengths):
-        return from_lengths(lengths, q_lengths=q_lengths, **sizes)
-
-    table = (jax.jit(make) if on_device else make)(lengths, q_lengths)
-    visited, full = listed(table, 5)
-    there = np.arange(19) < lengths[:, None]
-    seen = (np.arange(10) < q_lengths[:, None])[:, :, None] & there[:, None]
-    np.testing.assert_array_equal(visited[:, 0], blocks_of(seen, 4, 4))
-    full_blocks = blocks_of(seen, 4, 4, np.all)
-    full_blocks[..., -1] = False
-    np.testing.assert_array_equal(full[:, 0], full_blocks)
-    table = from_lengths([5, 19], mask=causal(), q_index=np.arange(9, 19), **sizes)
-    seen = there[[1, 3], None] & (np.arange(19) <= np.arange(9, 19)[:, None])
-    np.testing.assert_array_equal(listed(table, 5)[0][:, 0], blocks_of(seen, 4, 4))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
-"""Scores of ranked passages: answer recall, hits, recall, reciprocal rank and nDCG.
+"""Scores of ranked passages: hits, recall, reciprocal rank and nDCG.
 
 gains = [0, 1, 0]                            # of the hits of one query, the best first
 hit(gains, 1), reciprocal_rank(gains)        # 0.0, 0.5
-has_answer("... in Nîmes.", ["Nimes", "Nîmes"])        # True
 """
 
 import math
 from collections.abc import Sequence
-
-from lcjax.retrieval.negatives import has_answer as has_answer
 
 
 def hit(gains: Sequence[float], k: int) -> float:
@@ -21,9 +18,9 @@ def recall(gains: Sequence[float], k: int, num_relevant: int) -> float:
     return sum(gain > 0 for gain in gains[:k]) / num_relevant
 
 
-def reciprocal_rank(gains: Sequence[float], k: int | None = None) -> float:
-    """1 / rank of the first relevant one of `k` hits (None: all), counted from 1; 0 without one."""
-    ranks = (rank for rank, gain in enumerate(gains[:k], 1) if gain > 0)
+def reciprocal_rank(gains: Sequence[float]) -> float:
+    """1 / rank of the first relevant hit, counted from 1; 0 without one."""
+    ranks = (rank for rank, gain in enumerate(gains, 1) if gain > 0)
     return 1 / next(ranks, math.inf)
 
 

@@ -123,7 +123,7 @@ def backward(
     if _has_table_per_query_head(k, operands, spec):
         run = functools.partial(backward, platform=platform, blocks=blocks)
         return _backward_by_group(run, k, v, (q, out, lse, d_out, d_lse), operands, spec)
-    blocks = blocks or tiles.backward_blocks(q.shape[1], k.shape[1], platform)
+    blocks = blocks or tiles.backward_blocks(platform)
     loop, t, s = _loop(q, k, operands, spec, blocks), q.shape[1], k.shape[1]
     tiling, dtypes, scale = loop.tiling, (q.dtype, k.dtype, v.dtype), spec.scale
     rows = tiles.backward_rows(q, out, lse, d_out, d_lse, tiling)

@@ -60,7 +60,7 @@ def forward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
     return BlockSizes(q=size, k=size, scores=CPU_SCORES)
 
 
-def backward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
+def backward_blocks(platform: str) -> BlockSizes:
     """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
     if platform != "cpu":
         return BlockSizes(q=512, k=512)
