@@ -164,12 +164,12 @@ def value_match(prediction: str, references: Sequence[str]) -> float:
     return float(string_match_all(prediction, references) == 1)
 
 
-def word_recall(prediction: str, needle: str, *, distinct: bool = True) -> float:
-    """The share of the needle's words that the prediction contains, in lower case, unstripped.
+def word_recall(prediction: str, expected: str, *, distinct: bool = True) -> float:
+    """The share of the words of the expected answer in the prediction, in lower case, unstripped.
 
-    LCEG's heat map counts each distinct match once but divides by all words of the needle, so its
-    needle cannot reach 1: `distinct=False`.
+    LCEG's heat map counts each distinct match once but divides by all words of the expected answer,
+    so an answer with a word that stands twice cannot reach 1: `distinct=False`.
     """
-    words = needle.lower().split()
+    words = expected.lower().split()
     matches = set(words) & set(prediction.lower().split())
     return len(matches) / len(set(words) if distinct else words)

@@ -383,12 +383,14 @@ class Niah(DepthTask):
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence.
     # A file of `wording` replaces it, with {key} and {value} where those belong.
     needle: str = "random"
-    # What tables show. value_match: the value stands in the answer; rouge1_f and word_recall: how
-    # much of the needle's sentence does; word_recall_lceg: as LCEG counts words that stand twice
+    # What tables show. value_match: the value stands in the answer; rouge1_f: how much of the
+    # needle's sentence does; word_recall: how many words of the expected answer do, which is the
+    # part of the sentence that answers the question; word_recall_lceg: as LCEG counts words that
+    # stand twice
     measure: str = "value_match"
 
     placeholders: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("instruction", "sentence", "question", "answer_prefix", "value"), "key? value?"
+        ("instruction", "sentence", "question", "answer_prefix", "value", "answer"), "key? value?"
     )
 
     @property
@@ -428,6 +430,7 @@ class Niah(DepthTask):
         fields = {
             "protocol": f"niah_{self.needle}",
             "needle": prompts["sentence"],
+            "needle_answer": prompts["answer"],
             "needle_start": start,
         }
         return Example(segments, [prompts["value"]], fields)
@@ -444,12 +447,12 @@ class Niah(DepthTask):
         return {name: wording.fill(name, key=key, value=value) for name in wording.texts}
 
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        needle = unit.fields["needle"]
+        expected = unit.fields["needle_answer"]
         return {
             "value_match": qa.value_match(answer, unit.fields["references"]),
-            "rouge1_f": rouge.rouge1_f(answer, needle),
-            "word_recall": qa.word_recall(answer, needle),
-            "word_recall_lceg": qa.word_recall(answer, needle, distinct=False),
+            "rouge1_f": rouge.rouge1_f(answer, unit.fields["needle"]),
+            "word_recall": qa.word_recall(answer, expected),
+            "word_recall_lceg": qa.word_recall(answer, expected, distinct=False),
         }
 
     def aggregates(self, cells: Records, records: Records) -> Record:

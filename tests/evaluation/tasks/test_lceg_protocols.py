@@ -185,9 +185,16 @@ def test_the_needle_position_equals_the_released_script(name):
             while cut and hay[cut - 1] != ".":
                 cut -= 1
         assert context == hay[:cut] + needle + hay[cut:]
-    perfect = task.score_answer(units[0].fields["needle"], units[0], TOKENIZER)
-    words = units[0].fields["needle"].lower().split()
-    assert perfect["word_recall_lceg"] == len(set(words)) / len(words) < 1
+    for answer, words in (
+        # The 11 words of the expected answer, of which "a" stands twice.
+        ("to have a sandwich in Dolores Park on a sunny day.", 10),
+        ("to have a sandwich in Dolores Park on a sunny day. The nicest thing is a sandwich", 10),
+        ("in Dolores Park.", 2),  # "park." is another word
+        ("to visit the park, a museum or the nicest San Francisco thing", 2),  # no words of its own
+    ):
+        scores = task.score_answer(answer, units[0], TOKENIZER)
+        assert scores["word_recall_lceg"] == pytest.approx(words / 11)
+        assert scores["word_recall"] == pytest.approx(words / 10)
     cells = [{"value": 0.5, "length": 8}, {"value": 0.25, "length": 16}]
     assert task.overall(cells) == 0.375
 

@@ -111,6 +111,7 @@ def test_a_needle_of_the_user_has_keys_and_values_in_the_users_words(tmp_path):
         "question": "\n\nHow many coins?",
         "answer_prefix": "",
         "value": "{value} coins",
+        "answer": "{value} coins.",
     }
     task = Niah(depths=3, wording=write_texts(str(tmp_path), texts))
     for unit in plan(task, 1000, texts=ESSAYS):
