@@ -36,30 +36,47 @@ Columns = dict[str, str]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0: everything fits; 1: something does not; 2: wrong input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if FLAG not in words:
-        return estimate.main(words)
-    results = []
+    words, results = list(sys.argv[1:] if argv is None else argv), []
+    is_compiled = FLAG in words
     try:
-        words = [word for word in words if word != FLAG]
-        words, options = estimate.options_of(words, "length", "topology", "programs")
-        topology = Topology.parse(options["topology"]) if options["topology"] else None
-        programs = (options["programs"] or ",".join(PROGRAMS)).split(",")
+        words, options = estimate.options_of(
+            [word for word in words if word != FLAG],
+            *("length", "topology", "programs" if is_compiled else "mfu"),
+        )
+        here = is_compiled and not options["topology"]  # the devices of this machine
+        topology = None if here else Topology.parse(options["topology"] or "")
+        programs = (options.get("programs") or ",".join(PROGRAMS)).split(",")
         for name in programs:
             check_one_of("--programs", name, PROGRAMS)
+        mfu = _mfu(options.get("mfu") or str(estimate.MFU))
         if options["length"]:
             words.append(f"--data.length={options['length']}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if topology is not None:  # compiling for another machine must not open this machine's devices
+    if is_compiled and not here:  # this machine's devices must not be opened
         jax.config.update("jax_platforms", "cpu")
 
     def run(config: TrainConfig) -> None:
-        results.append(report(config, topology, programs))
+        fits = (
+            report(config, topology, programs)
+            if is_compiled
+            else estimate.report(config, topology, mfu)
+        )
+        results.append(fits)
 
     code = config_lib.main(TrainConfig, run, words)
     return code or int(not all(results))
+
+
+def _mfu(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise InputError(f"--mfu={text} must be a share of the peak above 0, at most 1, as 0.4")
+    return value
 
 
 def report(config: TrainConfig, topology: Topology | None, programs: Sequence[str]) -> bool:

@@ -4,8 +4,6 @@ All numbers come from arithmetic on shapes; nothing is loaded or compiled.
 """
 
 import dataclasses
-import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import jax
@@ -27,26 +25,6 @@ from lcjax.training.config import TrainConfig, matcher, trainable
 
 # Fraction of the peak that Llama-like models of 7B reach on TPUs and GPUs in good conditions.
 MFU = 0.4
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `python -m lcjax.cost`. Returns 0: it fits; 1: it does not; 2: wrong input."""
-    words, results = list(sys.argv[1:] if argv is None else argv), []
-    try:
-        words, options = options_of(words, "length", "topology", "mfu")
-        topology = Topology.parse(options["topology"] or "")
-        mfu = _fraction(options["mfu"] or str(MFU), "mfu")
-        if options["length"]:
-            words.append(f"--data.length={options['length']}")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-    def run(config: TrainConfig) -> None:
-        results.append(report(config, topology, mfu))
-
-    code = config_lib.main(TrainConfig, run, words)
-    return code or int(not all(results))
 
 
 def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
@@ -255,13 +233,3 @@ def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str 
         config_lib.parse(TrainConfig, ["--help"])
     positional, options, keys = config_lib.split_options(words, names)
     return [*positional, *keys], options
-
-
-def _fraction(text: str, name: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise InputError(f"--{name}={text} must be a share of the peak above 0, at most 1, as 0.4")
-    return value

@@ -6,6 +6,7 @@ import pytest
 
 from lcjax import config as config_lib
 from lcjax import cost
+from lcjax.cost import __main__ as command
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, compile_only, estimate
@@ -39,7 +40,7 @@ def test_a_rank_of_lora_that_no_matrix_has_raises_input_error_before_weights_are
 def test_hours_follow_from_flops_peak_and_mfu(capsys):
     words = [*LLAMA, "--train.batch_size=32", "--train.steps=961", "--topology=v5e:16x16"]
     words += ["--mesh.context=8", "--mfu=0.5"]
-    assert estimate.main(words) == 0
+    assert command.main(words) == 0
     output = capsys.readouterr().out
     assert "6,738,415,616" in output and "6.59e+19 in all" in output and ": fits" in output
     hours = 6.59e19 / (256 * 197e12 * 0.5) / 3600
@@ -48,7 +49,7 @@ def test_hours_follow_from_flops_peak_and_mfu(capsys):
 
 def test_the_length_given_is_that_of_the_rows(capsys):
     words = [*LLAMA, "--length", "131072", "--topology", "a100-80:8", "--train.batch_size=8"]
-    assert estimate.main(words) == 1  # a row on each device, and the states of 32 layers
+    assert command.main(words) == 1  # a row on each device, and the states of 32 layers
     output = capsys.readouterr().out
     assert "rows of 131,072 tokens" in output and "does not fit" in output
 
@@ -63,12 +64,12 @@ def test_the_length_given_is_that_of_the_rows(capsys):
     ],
 )
 def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
-    assert estimate.main([*LLAMA, *words]) == 2
+    assert command.main([*LLAMA, *words]) == 2
     output = capsys.readouterr().err
     assert message in output and output.count("\n") == 1
 
 
-@pytest.mark.parametrize(("main", "words"), [(estimate.main, []), (compile_only.main, [FLAG])])
+@pytest.mark.parametrize(("main", "words"), [(command.main, []), (compile_only.main, [FLAG])])
 def test_help_needs_no_devices(main, words, capsys):
     with pytest.raises(SystemExit) as end:
         main([*words, "--help"])
@@ -105,7 +106,7 @@ def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
         if path.endswith(("kernel", "embedding"))
     )
     assert f"{4 * matrices * 5 / 6 / 1e6:,.1f} MB more" in line
-    estimate.main([*words, "--topology=h200:6"])
+    command.main([*words, "--topology=h200:6"])
     assert line in capsys.readouterr().out
     assert line in estimate.of_run(config_lib.parse(TrainConfig, words), model, Mesh(fsdp=6), 1)
     # Over fsdp alone, where fsdp and context together do not divide a width of 64.
