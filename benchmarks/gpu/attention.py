@@ -40,10 +40,7 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 WATCHED = 75.0  # seconds without a word after which the process counts as hanging
-if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0], __package__ = str(HERE.parents[1]), "benchmarks.gpu"
 
 
 def arguments(argv=None):

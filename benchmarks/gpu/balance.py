@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import heapq
 import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
 import numpy as np

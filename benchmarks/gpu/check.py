@@ -27,8 +27,6 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0], __package__ = str(HERE.parents[1]), "benchmarks.gpu"
 # The formulas of the tests, of which a wheel has a copy.
 FORMULAS = HERE / "formulas"
 if not FORMULAS.is_dir():

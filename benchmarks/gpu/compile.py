@@ -33,9 +33,6 @@ import tempfile
 import time
 from pathlib import Path
 
-if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import jax
 from jax.experimental import topologies
 

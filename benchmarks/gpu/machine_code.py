@@ -33,9 +33,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0], __package__ = str(Path(__file__).resolve().parents[2]), "benchmarks.gpu"
-
 from pallas_kernels import tuning
 
 from . import compile as programs

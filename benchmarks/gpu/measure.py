@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tables import from_mask
-from pallas_kernels.timings import sources
+from pallas_kernels.timings import driver, sources
 
 from . import implementations
 from .implementations import Unavailable
@@ -58,13 +58,20 @@ def describe() -> dict:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        found["driver"], found["max_sm_clock"] = said.splitlines()[0].split(", ")
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-        found["driver"] = None
+    found["driver"] = driver()
+    found["max_sm_clock"] = nvidia_smi("clocks.max.sm").get("clocks.max.sm")
     return found
+
+
+def nvidia_smi(*fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the first GPU; empty without it."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = run.stdout.splitlines()[0].split(", ") if run.stdout else []
+    return dict(zip(fields, values, strict=False))
 
 
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:

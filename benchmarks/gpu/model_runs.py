@@ -138,11 +138,11 @@ def about(commit: str | None = None) -> dict:
     """The device, its driver, versions, and what the self-check of the kernels found."""
     from pallas_kernels import dispatch, self_check
 
-    from .measure import describe
+    from .measure import describe, nvidia_smi
 
     device = describe() | {"commit": _commit() or commit}
     device |= {package: version(package) for package in ("flax", "optax")}
-    device |= _nvidia_smi("power.limit", "clocks.max.mem")
+    device |= nvidia_smi("power.limit", "clocks.max.mem")
     if dispatch.platform() == "cuda":
         checked = self_check.results("bfloat16")  # starts the check where no file has it
         said = checked if isinstance(checked, str) else self_check.failures(checked)
@@ -174,17 +174,6 @@ def _commit() -> str | None:
     return commit + "+" * bool(changed.strip())
 
 
-def _nvidia_smi(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; empty without it."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = run.stdout.splitlines()[0].split(", ") if run.stdout else []
-    return dict(zip(fields, values, strict=False))
-
-
 def measure(case: Case, begin: Callable[[str], None]) -> dict:
     """Returns the record of a case.
 
@@ -192,8 +181,10 @@ def measure(case: Case, begin: Callable[[str], None]) -> dict:
       case: what to measure.
       begin: called with what begins, each time that it may take long.
     """
+    from .measure import nvidia_smi
+
     record = _train(case, begin) if case.kind == "train" else _read(case, begin)
-    clocks = _nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+    clocks = nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
     return record | {"clocks": clocks, "peak_gb": _peak_bytes() / 1e9}
 
 
