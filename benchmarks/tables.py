@@ -1,4 +1,4 @@
-"""Host time of static block tables, of their key-major twins, and of packing them for a TPU.
+"""Host time of static block tables, of their transposes, and of packing them for a TPU.
 
     python benchmarks/tables.py --lengths 131072 1048576 --block 512
 
@@ -48,7 +48,7 @@ def main():
     parser.add_argument("--block", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    heads = " ".join(f"{x:>9}" for x in ("table ms", "twin ms", "TPU ms"))
+    heads = " ".join(f"{x:>10}" for x in ("table ms", "transp. ms", "TPU ms"))
     print(f"{'tokens':>9} {'mask':<30} {heads} {'visited':>10}")
     for length in args.lengths:
         sizes = dict(queries=length, keys=length, q_block=args.block, k_block=args.block)
@@ -57,7 +57,7 @@ def main():
             moved, _ = best(lambda: transpose(table, length), args.repeats)  # noqa: B023
             lists, _ = best(lambda: packed(table, length), args.repeats)  # noqa: B023
             visited = int(table.seen.sum())
-            times = " ".join(f"{x * 1e3:>9.1f}" for x in (made, moved, lists))
+            times = " ".join(f"{x * 1e3:>10.1f}" for x in (made, moved, lists))
             print(f"{length:>9} {name:<30} {times} {visited:>10}")
 
 

@@ -370,7 +370,7 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
         if chosen.keys() >= set(backend.platforms):
             reasons[name] = duration if name in times else "another one is first"
             continue
-        can, why = _judge(name, backend, name in times, inputs, direction, d_lse)
+        can, why = _may_run(name, backend, name in times, inputs, direction, d_lse)
         if can:
             chosen = dict.fromkeys(backend.platforms, name) | chosen
         reasons[name] = duration if can and name in times else why
@@ -388,7 +388,7 @@ def _varies(name: str, direction: str) -> bool:
     return direction == "backward" and name in BACKENDS and not BACKENDS[name].deterministic
 
 
-def _judge(name: str, backend: Backend, measured: bool, inputs, direction: str, d_lse: bool):
+def _may_run(name: str, backend: Backend, measured: bool, inputs, direction: str, d_lse: bool):
     """(whether a backend can run a call, why)."""
     if d_lse and not backend.takes_d_lse:
         return False, NO_D_LSE
@@ -399,7 +399,7 @@ def _judge(name: str, backend: Backend, measured: bool, inputs, direction: str, 
     form = timings.form_of(timings.kind_of_any_dtype(*inputs))
     if reason := timings.why_wrong(name, str(inputs[0].dtype), form):
         return False, f"it was measured to be wrong: {reason}"
-    return _self_check().judge(name, direction, inputs, measured)
+    return _self_check().may_run(name, direction, inputs, measured)
 
 
 def _self_check():

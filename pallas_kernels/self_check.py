@@ -133,7 +133,7 @@ def needed(q, k, v, operands, spec) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def judge(name: str, direction: str, inputs, measured: bool = False) -> tuple[bool, str]:
+def may_run(name: str, direction: str, inputs, measured: bool = False) -> tuple[bool, str]:
     """Whether a backend may run a call, and why; may start the check.
 
     Args:

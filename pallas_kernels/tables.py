@@ -209,7 +209,7 @@ def _fitted(index, full, seen, capacity: int | None, q_block: int, k_block: int)
     return BlockTable(index, full, seen, overflow, q_block, k_block)
 
 
-class Blocks(NamedTuple):
+class BlockBounds(NamedTuple):
     """Bounds of every block of queries or keys; arrays [1 or B, blocks].
 
     The order indices are within lo..hi. The segments other than padding are within first..last
@@ -222,13 +222,13 @@ class Blocks(NamedTuple):
     last: jax.Array | np.ndarray | None
     mixed: jax.Array | np.ndarray
 
-    def take(self, f: Callable) -> Blocks:
-        return Blocks(*(None if x is None else f(x) for x in self))
+    def take(self, f: Callable) -> BlockBounds:
+        return BlockBounds(*(None if x is None else f(x) for x in self))
 
-    def row(self, b: int) -> Blocks:
+    def row(self, b: int) -> BlockBounds:
         return self.take(lambda x: x[min(b, len(x) - 1)])
 
-    def piece(self, part: slice) -> Blocks:
+    def piece(self, part: slice) -> BlockBounds:
         """A slice of the blocks of one row, as a column."""
         return self.take(lambda x: x[part, None])
 
@@ -241,7 +241,7 @@ class Blocks(NamedTuple):
         return max(len(x) for x in self if x is not None)
 
 
-def blocks_of(index, segments, length: int, block: int, is_padded: bool = False) -> Blocks:
+def block_bounds(index, segments, length: int, block: int, is_padded: bool = False) -> BlockBounds:
     """The bounds of blocks; is_padded: kernels read a shorter last block padded, so it is mixed."""
     integer("a block table: block", block, 1)
     count = -(-integer("a block table: length", length, 1) // block)
@@ -261,15 +261,15 @@ def blocks_of(index, segments, length: int, block: int, is_padded: bool = False)
     mixed = np.zeros((1, count), bool)
     mixed[0, -1] = is_padded and length % block != 0
     if segments is None:
-        return Blocks(lo, hi, None, None, mixed)
+        return BlockBounds(lo, hi, None, None, mixed)
     segments, limits = split(segments), np.iinfo(np.int32)
     xp = namespace(segments)
     first = xp.where(segments == 0, limits.max, segments).min(-1)
     last = xp.where(segments == 0, limits.min, segments).max(-1)
-    return Blocks(lo, hi, first, last, mixed | (segments == 0).any(-1))
+    return BlockBounds(lo, hi, first, last, mixed | (segments == 0).any(-1))
 
 
-def meet(mask: Mask, q: Blocks, k: Blocks, known_full=False):
+def block_visibility(mask: Mask, q: BlockBounds, k: BlockBounds, known_full=False):
     """(any, all) of pairs of blocks under the mask and the segments; q and k are broadcast."""
     some, whole = mask.bounds(q.lo, q.hi, k.lo, k.hi)
     whole = (whole | known_full) & ~(q.mixed | k.mixed)
@@ -281,12 +281,12 @@ def meet(mask: Mask, q: Blocks, k: Blocks, known_full=False):
     return some, whole & some
 
 
-def _meet_by_rows(mask: Mask, q: Blocks, k: Blocks) -> Iterable:
-    """The flags of `meet`, [rows, nk] at a time, for all queries of each batch row in turn."""
+def _visibility_by_rows(mask: Mask, q: BlockBounds, k: BlockBounds) -> Iterable:
+    """The flags of `block_visibility`, [rows, nk] at a time, batch row by batch row."""
     for b in range(max(q.batch, k.batch)):
         rows, columns = q.row(b), k.row(b)
         for piece in row_pieces(q.count, k.count):
-            yield meet(mask, rows.piece(piece), columns)
+            yield block_visibility(mask, rows.piece(piece), columns)
 
 
 def _gather_blocks(x, index):
@@ -325,12 +325,14 @@ def from_mask(
             capacity=capacity,
         )  # fmt: skip
         return stack_heads([(make(part), heads) for part, heads in mask.parts])
-    q = blocks_of(q_index, q_segments, queries, q_block)
-    k = blocks_of(k_index, k_segments, keys, k_block, is_padded=True)
+    q = block_bounds(q_index, q_segments, queries, q_block)
+    k = block_bounds(k_index, k_segments, keys, k_block, is_padded=True)
     if not on_device(*q, *k):
-        pieces, batch = _meet_by_rows(mask, q, k), max(q.batch, k.batch)
+        pieces, batch = _visibility_by_rows(mask, q, k), max(q.batch, k.batch)
         return build_static(pieces, (batch, 1, q.count), capacity, q_block, k_block)
-    some, whole = meet(mask, q.take(lambda x: x[:, :, None]), k.take(lambda x: x[:, None]))
+    some, whole = block_visibility(
+        mask, q.take(lambda x: x[:, :, None]), k.take(lambda x: x[:, None])
+    )
     return from_block_mask(
         some[:, None], q_block=q_block, k_block=k_block, full=whole[:, None], capacity=capacity
     )
@@ -445,10 +447,10 @@ def restrict(
             of_part = every_head.heads(lambda x, heads=heads: x[:, heads])
             parts.append((restrict(of_part, part, **options), 1))
         return stack_heads(parts)
-    q = blocks_of(q_index, q_segments, queries, table.q_block)
-    k = blocks_of(k_index, k_segments, keys, table.k_block, is_padded=True)
+    q = block_bounds(q_index, q_segments, queries, table.q_block)
+    k = block_bounds(k_index, k_segments, keys, table.k_block, is_padded=True)
     q, k = q.take(lambda x: x[:, None, :, None]), k.take(lambda x: _gather_blocks(x, table.index))
-    some, whole = meet(mask, q, k, table.known_full)
+    some, whole = block_visibility(mask, q, k, table.known_full)
     some = some & table.listed
     columns = namespace(some, table.index).broadcast_to(table.index, some.shape)
     restricted = build(columns, some, whole, None, table.q_block, table.k_block)

@@ -189,7 +189,7 @@ class _ExpertLayout(NamedTuple):
         x, weights, chosen = inputs
         if split:
             chosen = chosen - lax.axis_index(split) * kernels.gate.shape[0]
-        y = apply_experts(x, weights, chosen, kernels, activate, some=split is not None)
+        y = apply_experts(x, weights, chosen, kernels, activate, traced_count=split is not None)
         if exchanges:
             y = lax.psum_scatter(y, split, tiled=True)
         elif split:
@@ -213,7 +213,7 @@ def apply_experts(
     kernels: Kernels,
     activate: Callable[[jax.Array], jax.Array],
     *,
-    some: bool = False,
+    traced_count: bool = False,
 ) -> Float[Array, "M D"]:
     """Returns the weighted float32 sum of what the chosen experts compute of each token.
 
@@ -223,13 +223,14 @@ def apply_experts(
       chosen: indices of experts; others than 0 to E - 1 compute nothing.
       kernels: of E experts.
       activate: the activation of the gate.
-      some: whether most of `chosen` may be outside, so that the number of blocks is read from them.
+      traced_count: whether most of `chosen` may be outside, so that the number of blocks is read
+        from them.
     """
     count = kernels.gate.shape[0]
     groups = group_rows(chosen, count)
 
     def product(x, kernel):
-        y = grouped_matmul(x, kernel, groups.sizes, block=groups.block, some=some)
+        y = grouped_matmul(x, kernel, groups.sizes, block=groups.block, traced_count=traced_count)
         return checkpoint_name(y, "experts")  # for remat=dots
 
     rows = _take_rows(x, groups.token, groups.places)
@@ -332,8 +333,8 @@ _take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(x, w, sizes, block, some):
-    return _products(x, w, sizes, block, some)
+def _grouped_matmul(x, w, sizes, block, traced_count):
+    return _products(x, w, sizes, block, traced_count)
 
 
 def grouped_matmul(
@@ -342,7 +343,7 @@ def grouped_matmul(
     sizes: Int[Array, "E"],
     *,
     block: int = 1,
-    some: bool = False,
+    traced_count: bool = False,
 ) -> Float[Array, "R O"]:
     """Multiplies each group of rows by a matrix of its own, as `jax.lax.ragged_dot` does.
 
@@ -355,31 +356,33 @@ def grouped_matmul(
       w: the matrix of each group, of any dtype.
       sizes: rows of each group, multiples of `block`; some may be 0.
       block: rows that are multiplied at a time; divides R.
-      some: whether the groups may be far smaller than R, so that blocks are counted at run time. A
-        GPU then waits for the host after each block.
+      traced_count: whether the groups may be far smaller than R, so that blocks are counted at run
+        time. A GPU then waits for the host after each block.
     """
-    return _grouped_matmul(x, w, sizes, block, some)
+    return _grouped_matmul(x, w, sizes, block, traced_count)
 
 
-def _grouped_matmul_forward(x, w, sizes, block, some):
-    return _products(x, w, sizes, block, some), (x, w, sizes)
+def _grouped_matmul_forward(x, w, sizes, block, traced_count):
+    return _products(x, w, sizes, block, traced_count), (x, w, sizes)
 
 
-def _grouped_matmul_backward(block, some, saved, dy):
+def _grouped_matmul_backward(block, traced_count, saved, dy):
     x, w, sizes = saved
-    dx = _products(dy, w, sizes, block, some, transpose=True)
-    return dx, _sums_of_products(x, dy, sizes, block, some).astype(w.dtype), None
+    dx = _products(dy, w, sizes, block, traced_count, transpose=True)
+    return dx, _sums_of_products(x, dy, sizes, block, traced_count).astype(w.dtype), None
 
 
 _grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 
-def _products(x, w, sizes, block, some, *, transpose=False):
+def _products(x, w, sizes, block, traced_count, *, transpose=False):
     """x W of each group, or x W^T with `transpose`."""
     return lax.platform_dependent(
         *(x, w, sizes),
         tpu=functools.partial(_ragged_products, transpose=transpose),
-        default=functools.partial(_block_products, block=block, some=some, transpose=transpose),
+        default=functools.partial(
+            _block_products, block=block, traced_count=traced_count, transpose=transpose
+        ),
     )
 
 
@@ -394,7 +397,7 @@ def _ragged_products(x, w, sizes, *, transpose):
     )
 
 
-def _block_products(x, w, sizes, *, block, some, transpose):
+def _block_products(x, w, sizes, *, block, traced_count, transpose):
     width = w.shape[1 if transpose else 2]
     owners, count = _owners(sizes, x.shape[0] // block, block), w.shape[0]
 
@@ -407,7 +410,7 @@ def _block_products(x, w, sizes, *, block, some, transpose):
         return lax.dynamic_update_slice_in_dim(out, y, index * block, 0)
 
     out = jnp.zeros((x.shape[0], width), x.dtype)
-    return lax.fori_loop(0, _num_blocks(x, sizes, block, some), multiply, out)
+    return lax.fori_loop(0, _num_blocks(x, sizes, block, traced_count), multiply, out)
 
 
 def _matrix(w, index):
@@ -421,9 +424,9 @@ def _matrix(w, index):
     return lax.bitcast_convert_type(lax.dynamic_index_in_dim(bits, index, keepdims=False), w.dtype)
 
 
-def _sums_of_products(x, dy, sizes, block, some):
+def _sums_of_products(x, dy, sizes, block, traced_count):
     """The float32 gradient [E, I, O] of the matrices."""
-    by_blocks = functools.partial(_block_sums, block=block, some=some)
+    by_blocks = functools.partial(_block_sums, block=block, traced_count=traced_count)
     # The kernel rounds 32-bit operands, and its tiles have 128 rows or a multiple.
     if block % 128 or x.dtype.itemsize > 2 or _tgmm() is None:
         return by_blocks(x, dy, sizes)
@@ -446,7 +449,7 @@ def _kernel_sums(x, dy, sizes, *, block, interpret=False):
     return _tgmm()(*inputs, preferred_element_type=jnp.float32, tiling=tiles, interpret=interpret)
 
 
-def _block_sums(x, dy, sizes, *, block, some):
+def _block_sums(x, dy, sizes, *, block, traced_count):
     count = sizes.shape[0]
     owners = _owners(sizes, x.shape[0] // block, block)
 
@@ -459,11 +462,11 @@ def _block_sums(x, dy, sizes, *, block, some):
         return lax.dynamic_update_index_in_dim(sums, total, at, 0)
 
     zeros = jnp.zeros((count, x.shape[1], dy.shape[1]), jnp.float32)
-    return lax.fori_loop(0, _num_blocks(x, sizes, block, some), add, zeros)
+    return lax.fori_loop(0, _num_blocks(x, sizes, block, traced_count), add, zeros)
 
 
-def _num_blocks(x, sizes, block, some):
-    return sizes.sum() // block if some else x.shape[0] // block
+def _num_blocks(x, sizes, block, traced_count):
+    return sizes.sum() // block if traced_count else x.shape[0] // block
 
 
 def _dot(x, y, axis_x, axis_y, dtype=None):

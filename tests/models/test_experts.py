@@ -58,12 +58,14 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("traced_count", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, some):
+def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, traced_count):
     x, w, dy = random(0, 32, 7), random(1, 5, 7, 9), random(2, 32, 9)
     numbers = jnp.asarray(sizes, jnp.int32)
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, numbers, block=4, some=some), x, w)
+    y, pull = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, numbers, block=4, traced_count=traced_count), x, w
+    )
     want, pull_loop = jax.vjp(lambda x, w: loop(x, w, sizes), x, w)
     np.testing.assert_allclose(y, want, atol=1e-5)
     for mine, expected in zip(pull(dy), pull_loop(dy)):
@@ -74,7 +76,7 @@ def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, some)
 def test_the_kernel_for_tpus_sums_the_products_of_groups(sizes):
     x, dy = random(0, 512, 24).astype("bfloat16"), random(2, 512, 40).astype("bfloat16")
     inputs = x, dy, jnp.asarray(sizes, jnp.int32)
-    want = _block_sums(*inputs, block=128, some=False)
+    want = _block_sums(*inputs, block=128, traced_count=False)
     got = _kernel_sums(*inputs, block=128, interpret=True)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 

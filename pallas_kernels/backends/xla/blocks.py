@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import (
 )
 from pallas_kernels.masks import Mask
 from pallas_kernels.online_softmax import row_cotangent
-from pallas_kernels.tables import BlockTable, blocks_of, from_block_mask, meet
+from pallas_kernels.tables import BlockTable, block_bounds, block_visibility, from_block_mask
 
 CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
 
@@ -261,10 +261,10 @@ def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Bl
     q_index, k_index, q_segments, k_segments = operands[:4]
     if q_index is None and spec.block is not None:
         q_index = default_q_index(spec, t)
-    q = blocks_of(q_index, q_segments, t, tiling.bq).take(lambda x: x[:, :, None])
-    k = blocks_of(k_index, k_segments, s, tiling.bk, is_padded=True).take(lambda x: x[:, None])
+    q = block_bounds(q_index, q_segments, t, tiling.bq).take(lambda x: x[:, :, None])
+    k = block_bounds(k_index, k_segments, s, tiling.bk, is_padded=True).take(lambda x: x[:, None])
     shape = tiling.batch_chunks, tiling.batch, 1, tiling.nq, tiling.nk
-    visible, full = (x.reshape(shape) for x in meet(spec.mask, q, k))
+    visible, full = (x.reshape(shape) for x in block_visibility(spec.mask, q, k))
     return from_block_mask(visible.any(1), full=full.all(1), q_block=tiling.bq, k_block=tiling.bk)
 
 
