@@ -10,18 +10,21 @@ Generation is greedy, but CEPE's GovReport is drawn three times (`draws`).
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import document_segments
 from lcjax.evaluation.prompt_task import Example
-from lcjax.evaluation.task import Limits, Task
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of, by_name
+from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 from lcjax.evaluation.tasks.local_files import Wording
 from lcjax.generation.sampling import Sampling
 
@@ -42,14 +45,24 @@ _PLACEHOLDERS = {
 _best = functools.partial(best_of, strip=True)
 
 
-def _rouge_n(size: int) -> Score:
-    return _best(lambda answer, right: rouge.rouge_n(answer, right, size, stem=True))
+# SCROLLS' three scores of summaries, without stems; CEPE's ROUGE-L has stems.
+_ROUGES = {
+    "r1": _best(functools.partial(rouge.rouge_n, size=1, stem=False)),
+    "r2": _best(functools.partial(rouge.rouge_n, size=2, stem=False)),
+    "rl": _best(functools.partial(rouge.rouge_l, stem=False)),
+}
+
+
+def _rouge_mean(answer: str, fields: Record) -> float:
+    return _geometric_mean([score(answer, fields) for score in _ROUGES.values()])
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return float(np.prod(values) ** (1 / len(values)))
 
 
 _ROUGE_L = {"rouge_l": _best(functools.partial(rouge.rouge_l, stem=True))}
-_SUMMARY = {"rouge_mean": _best(rouge.rouge_mean), **_ROUGE_L} | {
-    "rouge_1": _rouge_n(1), "rouge_2": _rouge_n(2)
-}  # fmt: skip
+_SUMMARY = {"rouge_mean": _rouge_mean, **_ROUGE_L, **_ROUGES}
 _QA = {
     "f1": _best(qa.qa_f1), "f1_verdict": _best(qa.qa_f1_verdict),
     "exact_match": _best(qa.exact_match), **_ROUGE_L,
@@ -149,6 +162,35 @@ class ZeroScrolls(AnswerBenchmark):
     def scoring(self, data: DataSet) -> DataSet:
         main_score = next(iter(data.scores))
         return data.with_main_score(_CEPE[main_score]) if self.flavour == "cepe" else data
+
+    def scores_by_set(self, records: Records) -> dict[str, float]:
+        """Mean score of each data set; of summaries the geometric mean of three means (SCROLLS)."""
+        means = {name: _geometric_mean(m) for name, m in self._rouge_means(records).items()}
+        return super().scores_by_set(records) | means
+
+    def values(self, records: Records) -> list[float | None]:
+        """Summaries have their shares in the geometric mean of three means, to the first order.
+
+        With the means m of the scores x the share is (m1 m2 m3)^(1/3) mean(x1/m1, x2/m2, x3/m3).
+        """
+        values, means = super().values(records), self._rouge_means(records)
+        for index, record in enumerate(records):
+            if (mean := means.get(record["dataset"])) is not None:
+                shares = np.mean(_rouges(record) / mean) if mean.all() else 0.0
+                values[index] = _geometric_mean(mean) * float(shares)
+        return values
+
+    def _rouge_means(self, records: Records) -> dict[str, np.ndarray]:
+        """Means of the three ROUGE of each data set whose number is made of them."""
+        return {
+            name: np.mean([_rouges(record) for record in group], axis=0)
+            for name, group in group_by(records, "dataset").items()
+            if "rouge_mean" in self.datasets[name].scores and self.flavour == "zeroscrolls"
+        }
+
+
+def _rouges(record: Record) -> np.ndarray:
+    return np.array([record["scores"][name] for name in _ROUGES])
 
 
 def _example(name: str, wording: Wording, line: int, row: dict) -> Example:

@@ -1,6 +1,7 @@
 """InfiniteBench and ZeroSCROLLS from miniature files in their official formats."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import re
@@ -12,6 +13,7 @@ from benchmark_support import TOKENIZER, plan, scored
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.evaluation.report import differences
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.infinitebench import GENERATED, InfiniteBench
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
@@ -303,6 +305,75 @@ def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
         for record, name in zip(scored(shown, plan(shown), answers), names):
             assert record["correct"] == record["scores"][name]
     assert scored(task, plan(task), answers)[0]["correct"] == 0
+
+
+def summary_task(folder: Path, references: list[list[str]], **settings) -> ZeroScrolls:
+    """A task of one report for each list of references."""
+    rows = [
+        {"id": str(i), "input": STORY, "output": text}
+        for i, texts in enumerate(references)
+        for text in texts
+    ]
+    (folder / "gov_report").mkdir()
+    (folder / "gov_report" / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return ZeroScrolls(path=str(folder), tasks=("gov_report",), **settings)
+
+
+def test_the_number_of_summaries_is_the_geometric_mean_of_three_means_without_stems(tmp_path):
+    # Of the second report each ROUGE has another best reference: "x y z" shares three words with
+    # "z y x" but no pair, and one pair with "x y a b c".
+    task = summary_task(tmp_path, [["a b c"], ["z y x", "x y a b c"], ["cost"]])
+    records = scored(task, plan(task, 2000), ["A b c.", "x y z", "costs"])
+    rouges = [(1, 1, 1), (1, 1 / 3, 1 / 2), (0, 0, 0)]
+    for record, expected in zip(records, rouges, strict=True):
+        assert [record["scores"][name] for name in ("r1", "r2", "rl")] == pytest.approx(expected)
+        assert record["correct"] == pytest.approx(np.prod(expected) ** (1 / 3))
+    summary = task.summarise(records)
+    official = (2 / 3 * 4 / 9 * 1 / 2) ** (1 / 3)
+    assert summary["value"] == summary["gov_report"] == pytest.approx(official)
+    # CEPE: the mean of ROUGE-L with stems.
+    assert [record["scores"]["rouge_l"] for record in records] == pytest.approx([1, 1 / 2, 1])
+    cepe = dataclasses.replace(task, flavour="cepe")
+    rescored = [cepe.rescore(record, TOKENIZER) for record in records]
+    assert cepe.summarise(rescored)["value"] == pytest.approx(5 / 6)
+    assert cepe.values(rescored) == pytest.approx([1, 1 / 2, 1])
+    nothing = scored(task, plan(task, 2000), ["no", "no", "no"])
+    assert task.summarise(nothing)["value"] == 0 and task.values(nothing) == [0, 0, 0]
+
+
+def test_intervals_and_differences_of_summaries_are_those_of_the_geometric_mean(tmp_path):
+    rng = np.random.default_rng(0)
+    task = ZeroScrolls(path=str(tmp_path))
+
+    def made(level):
+        rouges = np.clip(rng.normal(level, 0.1, (60, 3)), 0.01, 1)
+        fields = {"protocol": "", "answer": "a", "truncated": 0}
+        return rouges, [
+            {
+                **fields, "window": i, "digest": str(i), "id": str(i), "dataset": "qmsum",
+                "scores": dict(zip(("r1", "r2", "rl"), row)), "correct": np.prod(row) ** (1 / 3),
+            }
+            for i, row in enumerate(rouges.tolist())
+        ]  # fmt: skip
+
+    (low_rouges, low), (high_rouges, high) = made([0.4, 0.2, 0.3]), made([0.5, 0.2, 0.3])
+
+    def number(rouges, rows=slice(None)):
+        return np.prod(rouges[rows].mean(0)) ** (1 / 3)
+
+    numbers = number(low_rouges), number(high_rouges)
+    assert [task.summarise(r)["qmsum"] for r in (low, high)] == pytest.approx(numbers)
+    assert np.mean(task.values(low)) == pytest.approx(numbers[0])
+    gap = differences.of_records(task, low, high)
+    assert gap.mean == pytest.approx(numbers[1] - numbers[0])
+    # Against the number of every resample, computed anew.
+    samples = rng.integers(60, size=(4000, 60))
+    whole = np.array([[number(low_rouges, s), number(high_rouges, s)] for s in samples])
+    for found, drawn in (
+        (task.interval(low), whole[:, 0]), ((gap.low, gap.high), whole[:, 1] - whole[:, 0])
+    ):  # fmt: skip
+        expected = np.quantile(drawn, [0.025, 0.975])
+        assert found == pytest.approx(expected, abs=0.05 * np.ptp(expected))
 
 
 @pytest.mark.slow
