@@ -74,6 +74,8 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
     # Settings of the scores of answers; `eval.py score` may change only these.
     scoring_settings: ClassVar[tuple[str, ...]] = ()
+    # Settings of prompts and scores together: not for `score`, but `compare` parts them as well.
+    table_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
     corpus: str = ""  # path of its own text, read as `data` says; empty: that of `data`

@@ -297,6 +297,32 @@ def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_pat
     assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
 
 
+def test_cepe_has_one_question_for_each_row_but_in_narrative_qa(tmp_path):
+    def rows(*texts):
+        return "\n".join(
+            json.dumps({"id": id, "input": f"{QUESTION}\n\n{STORY}", "output": text})
+            for id, text in texts
+        )
+
+    texts = rows(("q1", "BERT"), ("q1", "a recurrent network"), ("q2", "yes"))
+    names = ("narrative_qa", "qasper")
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(texts)
+    task = ZeroScrolls(path=str(tmp_path), tasks=names)
+    merged = [["BERT", "a recurrent network"], ["yes"]]
+    assert [unit.fields["references"] for unit in plan(task)] == merged * 2
+    task = dataclasses.replace(task, flavour="cepe")
+    units = plan(task)
+    rowwise = [["BERT"], ["a recurrent network"], ["yes"]]
+    assert [unit.fields["references"] for unit in units] == merged + rowwise
+    records = scored(task, units, lambda _: "BERT")
+    assert task.summarise(records)["narrative_qa"] == pytest.approx(1 / 2)
+    assert task.summarise(records)["qasper"] == pytest.approx(1 / 3)
+    assert len({task.cluster(record) for record in records}) == 4  # rows of q1 are dependent
+    one = dataclasses.replace(task, tasks=("qasper",), max_examples=2)
+    assert [unit.fields["references"] for unit in plan(one)] == rowwise[:2]
+
+
 def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
     task = ZeroScrolls(path=scrolls(tmp_path), tasks=("qasper", "qmsum"), flavour="cepe")
     plain = ZeroScrolls(path=task.path, tasks=task.tasks)
