@@ -116,6 +116,17 @@ def test_code_is_scored_by_the_backend_that_is_named(tmp_path):
         assert {"code_indel", "code_difflib"} <= set(record["scores"])
 
 
+def test_code_is_scored_by_difflib_by_default(tmp_path):
+    """The official requirements have fuzzywuzzy without python-Levenshtein."""
+    path = write(tmp_path, ("lcc",), 1, answers=["bcdabc"])
+    task = LongBench(path=path, tasks=("lcc",))
+    (record,) = scored(task, plan(task), lambda _: "abcabcd")
+    # difflib takes the block "abc" at the start, after whose match nothing is left: 2 * 3 / 13. The
+    # longest common subsequence is "bcabc": 2 * 5 / 13.
+    assert record["correct"] == record["scores"]["code_difflib"] == 0.46
+    assert record["scores"]["code_indel"] == 0.77
+
+
 def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
     fields = {"all_classes": ["Foo", "Food", "Food other"]}
     task = LongBench(path=write(tmp_path, ("trec",), 1, **fields), tasks=("trec",))
@@ -275,7 +286,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"tasks": ("hotpot",)}, "tasks='hotpot' must be one of"),
         ({"path": "nowhere"}, "is no folder.*data.zip"),
         ({"aggregate": "mean"}, "flat, category_macro"),
-        ({"code_metric": "bleu"}, "indel, difflib"),
+        ({"code_metric": "bleu"}, "difflib, indel"),
         ({"first_lines": "all"}, "official, lceg"),
         ({"wording": "best"}, r"tasks\.0\.wording='best'.*auto, folder, lm_eval"),
         ({"budget_rule": "none"}, "official, total"),
