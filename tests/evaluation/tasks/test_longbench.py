@@ -201,6 +201,19 @@ def test_a_prompt_over_the_budget_loses_its_middle_as_in_the_official_script(tmp
         assert "Question" not in TOKENIZER.decode(unit.tokens[start:stop])
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(4096, 3500), (8192, 7500), (16_384, 15_500), (32_768, 31_500), (700, 183)],
+)
+def test_prompts_have_the_official_budgets_by_default(tmp_path, length, expected):
+    """Those of model2maxlen.json, and for other windows the same rule."""
+    path = write(tmp_path, ("hotpotqa",), 1, context="abcd efgh " * 200)
+    (unit,) = plan(LongBench(path=path, tasks=("hotpotqa",)), length)
+    assert len(unit.tokens) == expected // 2 * 2  # two halves
+    (unit,) = plan(LongBench(path=path, tasks=("hotpotqa",), reserve=0), length)
+    assert len(unit.tokens) == length
+
+
 def test_a_chat_template_goes_around_all_but_few_shot_and_code_and_is_not_counted(tmp_path):
     names = ("hotpotqa", "trec", "lcc")
     task = LongBench(path=write(tmp_path, names, 1), tasks=names, template="chat", reserve=900)
@@ -292,6 +305,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"budget_rule": "none"}, "official, total"),
         ({"max_examples": 0}, "max_examples"),
         ({"reserve": 4000}, "leaves no room"),
+        ({"reserve": -1}, "tasks.0.reserve"),
         ({"tasks": ("multifieldqa_zh",)}, "pip install 'jieba>="),
     ],
 )
