@@ -68,10 +68,11 @@ _QA = {
     "exact_match": _best(qa.exact_match), **_ROUGE_L,
 }  # fmt: skip
 _LETTER = {"letter": _best(qa.letter_match), "letter_cepe": _best(qa.letter_match_cepe)}
+_NEW_TOKENS = 1024  # of ZeroSCROLLS' own run_hf_model.py, for every task
 _NUCLEUS = Sampling(min_new_tokens=10, temperature=1.0, top_p=0.95)  # CEPE's GovReport
 # What CEPE's table shows instead of the first one.
 _CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
-_SETS = (
+_SETS = (  # with CEPE's numbers of new tokens, and its stops
     DataSet("narrative_qa", "qa", 50, _QA, stop=("\n",)),
     DataSet("qasper", "qa", 50, _QA, stop=("\n",)),
     DataSet("quality", "qa", 50, _LETTER, stop=("\n",)),
@@ -99,7 +100,8 @@ class ZeroScrolls(AnswerBenchmark):
     # Answers to each report of GovReport, drawn from the nucleus of 0.95 at temperature 1, of which
     # the mean counts; 0: one greedy answer
     draws: int = 0
-    # Whose rules. cepe: F1 with its rule, ROUGE-L, and one reference a question but in NarrativeQA
+    # Whose rules. zeroscrolls: 1,024 new tokens in every task, and no stop at a newline; cepe: for
+    # questions 50 and a stop, one reference each but in NarrativeQA, F1 with its rule, and ROUGE-L
     flavour: str = "zeroscrolls"
     # YAML file with a prompt for each task, and the line `omitted`, for rows of SCROLLS; null: this
     # library's own
@@ -149,6 +151,11 @@ class ZeroScrolls(AnswerBenchmark):
                 cut_mark=first.cut_mark if self.keep == "head" else "",
             )
         yield from examples.values()
+
+    def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        if self.flavour == "zeroscrolls":
+            data = dataclasses.replace(data, new_tokens=_NEW_TOKENS, stop=())
+        return super().prepare(example, data, tokenizer, length)
 
     def examples_of(
         self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits

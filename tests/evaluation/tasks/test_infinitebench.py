@@ -291,10 +291,20 @@ def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_pat
     assert [record["correct"] for record in right] == pytest.approx([1.0] * 6)
     wrong = scored(task, units, [SCROLLS[name][3] for name in names])
     assert [record["correct"] for record in wrong] == pytest.approx([0.0] * 6)
-    assert {unit.shape[2] for unit in units} == {("\n",), ()}
+    assert {unit.shape[1:] for unit in units} == {(1024, ())}
     text = TOKENIZER.decode(units[names.index("quality")].tokens)
     assert "(D) no one" in text and text.index("sat there") < text.index("(A) a dog")
     assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
+
+
+def test_the_flavour_sets_the_length_of_answers_and_their_stop(tmp_path):
+    task = ZeroScrolls(path=scrolls(tmp_path), tasks=("qasper", "quality", "qmsum"))
+    shapes = [[(1024, ())] * 3, [(50, ("\n",)), (50, ("\n",)), (1024, ())]]
+    for flavour, expected in zip(("zeroscrolls", "cepe"), shapes):
+        units = plan(dataclasses.replace(task, flavour=flavour))
+        assert [unit.shape[1:] for unit in units] == expected
+    units = plan(dataclasses.replace(task, max_new_tokens=7))
+    assert [unit.shape[1:] for unit in units] == [(7, ())] * 3
 
 
 def test_cepe_has_one_question_for_each_row_but_in_narrative_qa(tmp_path):
@@ -437,7 +447,7 @@ def official(folder: Path, **fields) -> str:
 
 
 def test_an_official_prompt_keeps_the_head_of_its_text_and_marks_the_truncation(tmp_path):
-    task = ZeroScrolls(path=official(tmp_path), tasks=("narrative_qa",))
+    task = ZeroScrolls(path=official(tmp_path), tasks=("narrative_qa",), max_new_tokens=50)
     (whole,) = plan(task, 1000)
     assert whole.fields["wording"] == "official (its input)"
     row = json.loads((tmp_path / "narrative_qa" / "validation.jsonl").read_text())
@@ -450,12 +460,12 @@ def test_an_official_prompt_keeps_the_head_of_its_text_and_marks_the_truncation(
     # One token too long, BOS counted: the line stands as soon as anything is cut.
     (edge,) = plan(task, whole.fields["size"] - 1)
     assert edge.fields["truncated"] > 0 and "omitted" in TOKENIZER.decode(edge.tokens)
-    (tail,) = plan(ZeroScrolls(path=task.path, tasks=task.tasks, keep="tail"), 300)
+    (tail,) = plan(dataclasses.replace(task, keep="tail"), 300)
     text = TOKENIZER.decode(tail.tokens)
     assert "omitted" not in text and text.endswith(
         "sat there. \n\nQuestion:\nWho sings?\n\nAnswer:\n"
     )
-    (input_only,) = plan(ZeroScrolls(path=task.path, tasks=task.tasks, budget_rule="official"), 300)
+    (input_only,) = plan(dataclasses.replace(task, budget_rule="official"), 300)
     assert len(input_only.tokens) == 300
 
 
@@ -474,7 +484,7 @@ def test_a_row_whose_id_or_separator_is_no_text_is_left_out_by_line(tmp_path):
     row = json.loads(path.read_text())
     bad = ({**row, "id": ["x"]}, {**row, "truncation_seperator": 7})
     path.write_text("\n".join(map(json.dumps, (*bad, row))))
-    task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",))
+    task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",), max_new_tokens=50)
     with pytest.warns(UserWarning) as warned:
         (unit,) = plan(task, 300)
     assert unit.fields["line"] == 3
