@@ -4,6 +4,9 @@ Rows may be ZeroSCROLLS' own, whose `input` is the official prompt with the indi
 those of SCROLLS, which has references for all of validation: a query, an empty line and the text.
 The latter get this library's own wording, with the text first, or that of the file `wording`. The
 end of a text that is too long is cut and replaced by the official line; CEPE cuts the beginning.
+With the beginning its code cuts BOS and the heading of the text from the decoder's part, and puts
+an empty line (models with an encoder) or the official line before the instruction. Here prompts are
+the same for all methods, so BOS and heading stay, and nothing is put there.
 Generation is greedy, but CEPE's GovReport is drawn three times (`draws`).
 """
 
