@@ -70,11 +70,12 @@ def _check(runs: Mapping[str, Results], rows: Rows, against: str | None) -> None
 
 
 def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record]]]]:
-    """Records of every task by run; tasks with other scoring settings are separate."""
+    """Records of every task by run; tasks with other rules of scores are separate."""
     groups: dict[tuple, tuple[Task, dict[str, list[Record]]]] = {}
     for name, run in runs.items():
         for task, records in run.tasks.items():
-            settings = (task.label, *(getattr(task, field) for field in task.scoring_settings))
+            fields = (*task.scoring_settings, *task.table_settings)
+            settings = (task.label, *(getattr(task, field) for field in fields))
             groups.setdefault(settings, (task, {}))[1][name] = records
     labels = [label for label, *_ in groups]
     return [

@@ -134,7 +134,7 @@ def _lm_eval_results(run: Results, method: str) -> dict[str, Any]:
 
 def _standard_error(task: Task, records: Records) -> float | str:
     """Standard error of the mean, or "N/A" as in lm-eval if the number is not a mean."""
-    values = [value for record in records if (value := task.example(record)) is not None]
+    values = task.values([record for record in records if task.example(record) is not None])
     if task.metric.lower_is_better or len(values) < 2:
         return "N/A"
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))

@@ -74,6 +74,8 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
     # Settings of the scores of answers; `eval.py score` may change only these.
     scoring_settings: ClassVar[tuple[str, ...]] = ()
+    # Settings of prompts and scores together: not for `score`, but `compare` parts them as well.
+    table_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
     corpus: str = ""  # path of its own text, read as `data` says; empty: that of `data`
@@ -135,6 +137,13 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         correct = record.get("correct")
         return None if correct is None else float(correct)
 
+    def values(self, records: Records) -> list[float | None]:
+        """The values of records whose weighted mean is the task's number for these records.
+
+        Tasks whose number is no mean of `example` override it with the shares of the records.
+        """
+        return [self.example(record) for record in records]
+
     def weights(self, records: Records) -> list[float]:
         """The weight of each record in the task's number, up to a common factor."""
         return [record.get("weight", 1.0) for record in records]
@@ -154,7 +163,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         clusters.
         """
         records = [record for record in records if self.example(record) is not None]
-        values, weights = [self.example(record) for record in records], self.weights(records)
+        values, weights = self.values(records), self.weights(records)
         clusters = [self.cluster(record) for record in records]
         is_share = set(values) <= {0.0, 1.0} and np.allclose(weights, weights[:1])
         if is_share and len(set(clusters)) == len(clusters):

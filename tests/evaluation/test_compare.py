@@ -9,7 +9,7 @@ import pytest
 from evaluation_support import TASKS, ByteTokenizer, Page, check_page, run_of_three, with_path
 
 from lcjax.errors import InputError
-from lcjax.evaluation import LmEval, LongBench, RagLm, Ruler, results
+from lcjax.evaluation import LmEval, LongBench, Passkey, RagLm, Ruler, results
 from lcjax.evaluation.cli import main
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.report import differences
@@ -182,6 +182,20 @@ def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn):
     assert {cell["task"] for cell in found.cells} == {
         "perplexity_last_k", "passkey_first_integer", "passkey_token_ids",
     }  # fmt: skip
+
+
+def test_other_rules_of_prompts_and_scores_are_in_tables_of_their_own(copied, undrawn, monkeypatch):
+    monkeypatch.setattr(Passkey, "table_settings", ("trials",))
+    twin = shutil.copytree(copied, copied.parent / "twin")
+    text = (twin / "config.yaml").read_text()
+    assert text.count("trials: 2\n") == 1
+    (twin / "config.yaml").write_text(text.replace("trials: 2\n", "trials: 3\n"))
+    found = compare([copied, twin])
+    across = [d for d in found.differences if d["row"][:5] != d["against"][:5]]
+    assert {d["task"] for d in across} == {"perplexity_last_k"}
+    assert len({cell["task"] for cell in found.cells}) == 3
+    with pytest.raises(InputError, match=r"tasks\.1\.trials affects the prompts"):
+        score(copied, twin.parent / "out", ["--tasks.1.trials=3"])
 
 
 def test_runs_in_folders_of_one_name_are_compared_in_a_folder_beside_the_first(copied, undrawn):

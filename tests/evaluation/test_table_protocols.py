@@ -314,7 +314,7 @@ def test_sharedllms_longbench_has_five_categories_of_fourteen_sets_and_31500_tok
     (task,) = config("sharedllm/table3").tasks
     (length,) = config("sharedllm/table3").lengths
     sets = task.selection()
-    assert length - task.reserve == 31_500 and task.template == "none" and len(sets) == 14
+    assert task.cut_length(length) == 31_500 and task.template == "none" and len(sets) == 14
     groups = {}
     for data in sets:
         groups.setdefault(data.group, []).append(data.name)
@@ -337,7 +337,7 @@ def test_sharedllms_longbench_has_five_categories_of_fourteen_sets_and_31500_tok
     assert cell["value"] == pytest.approx(np.mean(list(means.values())))
     ablations = config("sharedllm/table5_longbench").tasks[0]
     assert [data.name for data in ablations.selection()] == groups["multi_doc_qa"]
-    assert ablations.reserve == task.reserve
+    assert ablations.cut_length(length) == 31_500
 
 
 def test_sharedllms_passkeys_are_ten_a_length_and_compare_tokens():

@@ -83,13 +83,6 @@ def rouge_lsum(prediction: str, reference: str, *, stem: bool) -> float:
     return f1(num_matches, *sizes)
 
 
-def rouge_mean(prediction: str, reference: str) -> float:
-    """Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L with stems (ZeroSCROLLS' summaries)."""
-    scores = [rouge_n(prediction, reference, size, stem=True) for size in (1, 2)]
-    product = scores[0] * scores[1] * rouge_l(prediction, reference, stem=True)
-    return product ** (1 / 3)
-
-
 def rouge1_f(prediction: str, needle: str) -> float:
     """ROUGE-1 with stems against the needle; needle scripts store ten times this number.
 

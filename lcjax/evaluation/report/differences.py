@@ -63,11 +63,11 @@ def of_records(task: Task, base: Records, other: Records) -> Difference:
     pairs = []
     for record in other:
         match = by_key.get((record["window"], record["digest"], record["protocol"]))
-        values = None if match is None else (task.example(match), task.example(record))
-        if values is not None and None not in values:
-            pairs.append((*values, record))
-    weights = task.weights([record for *_, record in pairs])
-    weighted = [(*pair, weight) for pair, weight in zip(pairs, weights, strict=True) if weight]
+        if match is not None and None not in (task.example(match), task.example(record)):
+            pairs.append((match, record))
+    matches, records = zip(*pairs, strict=True) if pairs else ((), ())
+    columns = task.values(matches), task.values(records), records, task.weights(records)
+    weighted = [row for row in zip(*columns, strict=True) if row[-1]]
     a, b, records, weights = zip(*weighted, strict=True) if weighted else ((), (), (), ())
     clusters = [task.cluster(record) for record in records]
     return paired(a, b, weights=weights, clusters=clusters)

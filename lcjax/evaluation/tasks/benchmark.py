@@ -266,17 +266,21 @@ class TextCutBenchmark(AnswerBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         check_integers(key, self, 0, "reserve")
-        if self.budget_rule == "official" and limits.lengths[0] <= self.reserve:
+        if self.budget_rule == "official" and self.cut_length(limits.lengths[0]) <= 0:
             raise InputError(
-                f"lengths: {limits.lengths[0]} leaves no room beside {key}.reserve={self.reserve};"
-                " use longer ones, or lower it"
+                f"lengths: {limits.lengths[0]} leaves no room for prompts with"
+                f" {key}.reserve={self.reserve}; use longer ones, or a smaller reserve"
             )
+
+    def cut_length(self, length: int) -> int:
+        """The number of tokens that prompts are cut to, with the official budget."""
+        return length - self.reserve
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         example = super().prepare(example, data, tokenizer, length)
         if self.budget_rule == "total":
             return example
-        segments, num_cut = cut_segments(tokenizer, example.segments, length - self.reserve)
+        segments, num_cut = cut_segments(tokenizer, example.segments, self.cut_length(length))
         fields = {**example.fields, "cut_tokens": num_cut}
         return dataclasses.replace(example, segments=segments, fields=fields)
 

@@ -67,8 +67,9 @@ _TEXTS = {data.name: data.texts for data in _SETS}
 class Icl(FileBenchmark):
     """Rows are `text` and `label`, a name or, where classes are known, their number.
 
-    Underscores of names become blanks. The options are the classes of train.jsonl, in order of
-    their number or else of the alphabet.
+    Underscores of names become blanks. Texts stay as they are, as in CEPE's prompts: those of sst2
+    end in a blank. The options are the classes of train.jsonl, in order of their number or else of
+    the alphabet.
     """
 
     generates: ClassVar[bool] = True
@@ -261,6 +262,6 @@ def _rows(path: Path, data: IclSet) -> list[tuple[int, str, str]]:
         if not isinstance(text, str) or not isinstance(label, str) or not label.strip("_ \n"):
             known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
             raise ValueError(f"text must be a string, and label={label!r} must be {known}")
-        return number, " ".join(text.split()), label.replace("_", " ").strip()
+        return number, text, label.replace("_", " ").strip()
 
     return list(local_files.rows(path, ("text", "label"), parse))

@@ -4,24 +4,30 @@ Rows may be ZeroSCROLLS' own, whose `input` is the official prompt with the indi
 those of SCROLLS, which has references for all of validation: a query, an empty line and the text.
 The latter get this library's own wording, with the text first, or that of the file `wording`. The
 end of a text that is too long is cut and replaced by the official line; CEPE cuts the beginning.
+With the beginning its code cuts BOS and the heading of the text from the decoder's part, and puts
+an empty line (models with an encoder) or the official line before the instruction. Here prompts are
+the same for all methods, so BOS and heading stay, and nothing is put there.
 Generation is greedy, but CEPE's GovReport is drawn three times (`draws`).
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import document_segments
 from lcjax.evaluation.prompt_task import Example
-from lcjax.evaluation.task import Limits, Task
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of, by_name
+from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 from lcjax.evaluation.tasks.local_files import Wording
 from lcjax.generation.sampling import Sampling
 
@@ -42,23 +48,34 @@ _PLACEHOLDERS = {
 _best = functools.partial(best_of, strip=True)
 
 
-def _rouge_n(size: int) -> Score:
-    return _best(lambda answer, right: rouge.rouge_n(answer, right, size, stem=True))
+# SCROLLS' three scores of summaries, without stems; CEPE's ROUGE-L has stems.
+_ROUGES = {
+    "r1": _best(functools.partial(rouge.rouge_n, size=1, stem=False)),
+    "r2": _best(functools.partial(rouge.rouge_n, size=2, stem=False)),
+    "rl": _best(functools.partial(rouge.rouge_l, stem=False)),
+}
+
+
+def _rouge_mean(answer: str, fields: Record) -> float:
+    return _geometric_mean([score(answer, fields) for score in _ROUGES.values()])
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return float(np.prod(values) ** (1 / len(values)))
 
 
 _ROUGE_L = {"rouge_l": _best(functools.partial(rouge.rouge_l, stem=True))}
-_SUMMARY = {"rouge_mean": _best(rouge.rouge_mean), **_ROUGE_L} | {
-    "rouge_1": _rouge_n(1), "rouge_2": _rouge_n(2)
-}  # fmt: skip
+_SUMMARY = {"rouge_mean": _rouge_mean, **_ROUGE_L, **_ROUGES}
 _QA = {
     "f1": _best(qa.qa_f1), "f1_verdict": _best(qa.qa_f1_verdict),
     "exact_match": _best(qa.exact_match), **_ROUGE_L,
 }  # fmt: skip
 _LETTER = {"letter": _best(qa.letter_match), "letter_cepe": _best(qa.letter_match_cepe)}
+_NEW_TOKENS = 1024  # of ZeroSCROLLS' own run_hf_model.py, for every task
 _NUCLEUS = Sampling(min_new_tokens=10, temperature=1.0, top_p=0.95)  # CEPE's GovReport
 # What CEPE's table shows instead of the first one.
 _CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
-_SETS = (
+_SETS = (  # with CEPE's numbers of new tokens, and its stops
     DataSet("narrative_qa", "qa", 50, _QA, stop=("\n",)),
     DataSet("qasper", "qa", 50, _QA, stop=("\n",)),
     DataSet("quality", "qa", 50, _LETTER, stop=("\n",)),
@@ -76,7 +93,7 @@ class ZeroScrolls(AnswerBenchmark):
     CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`, `draws=3`.
     """
 
-    scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
+    table_settings: ClassVar[tuple[str, ...]] = ("flavour",)
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "ZeroSCROLLS"
     source: ClassVar[str] = SOURCE
@@ -86,7 +103,9 @@ class ZeroScrolls(AnswerBenchmark):
     # Answers to each report of GovReport, drawn from the nucleus of 0.95 at temperature 1, of which
     # the mean counts; 0: one greedy answer
     draws: int = 0
-    flavour: str = "zeroscrolls"  # which scores tables show; cepe: F1 with its rule, ROUGE-L
+    # Whose rules. zeroscrolls: 1,024 new tokens in every task, and no stop at a newline; cepe: for
+    # questions 50 and a stop, one reference each but in NarrativeQA, F1 with its rule, and ROUGE-L
+    flavour: str = "zeroscrolls"
     # YAML file with a prompt for each task, and the line `omitted`, for rows of SCROLLS; null: this
     # library's own
     wording: str | None = None
@@ -113,8 +132,12 @@ class ZeroScrolls(AnswerBenchmark):
         return self.read_wording(self.label).section
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
-        """Yields one example per id; rows with the same id hold several references."""
-        examples: dict[str, Example] = {}
+        """Yields one example per id; rows with the same id hold several references.
+
+        CEPE has one example per row, but for NarrativeQA, which it takes from the original release.
+        """
+        merges = self.flavour != "cepe" or data.name == "narrative_qa"
+        examples: dict[object, Example] = {}
         parse = functools.partial(_example, data.name, self.read_wording(self.label))
         for example in local_files.rows(path, _FIELDS, parse):
             if self.wording is not None and example.fields["wording"] != self.wording:
@@ -122,14 +145,20 @@ class ZeroScrolls(AnswerBenchmark):
                     f"{self.label}.wording={self.wording}: rows of {path} are ZeroSCROLLS' own,"
                     " whose input is the official prompt; take SCROLLS' rows, or leave wording out"
                 )
-            first = examples.setdefault(example.fields["id"], example)
+            key = example.fields["id" if merges else "line"]
+            first = examples.setdefault(key, example)
             references = dict.fromkeys([*first.references, *example.references])
-            examples[example.fields["id"]] = dataclasses.replace(
+            examples[key] = dataclasses.replace(
                 first,
                 references=list(references),
                 cut_mark=first.cut_mark if self.keep == "head" else "",
             )
         yield from examples.values()
+
+    def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        if self.flavour == "zeroscrolls":
+            data = dataclasses.replace(data, new_tokens=_NEW_TOKENS, stop=())
+        return super().prepare(example, data, tokenizer, length)
 
     def examples_of(
         self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits
@@ -146,9 +175,42 @@ class ZeroScrolls(AnswerBenchmark):
                 fields = {**example.fields, "draw": draw, "document": example.fields["id"]}
                 yield dataclasses.replace(example, fields=fields, sampling=sampling)
 
+    def cluster(self, record: Record) -> object:
+        """A question, which several rows of CEPE's or several draws answer."""
+        return record["dataset"], record["id"]
+
     def scoring(self, data: DataSet) -> DataSet:
         main_score = next(iter(data.scores))
         return data.with_main_score(_CEPE[main_score]) if self.flavour == "cepe" else data
+
+    def scores_by_set(self, records: Records) -> dict[str, float]:
+        """Mean score of each data set; of summaries the geometric mean of three means (SCROLLS)."""
+        means = {name: _geometric_mean(m) for name, m in self._rouge_means(records).items()}
+        return super().scores_by_set(records) | means
+
+    def values(self, records: Records) -> list[float | None]:
+        """Summaries have their shares in the geometric mean of three means, to the first order.
+
+        With the means m of the scores x the share is (m1 m2 m3)^(1/3) mean(x1/m1, x2/m2, x3/m3).
+        """
+        values, means = super().values(records), self._rouge_means(records)
+        for index, record in enumerate(records):
+            if (mean := means.get(record["dataset"])) is not None:
+                shares = np.mean(_rouges(record) / mean) if mean.all() else 0.0
+                values[index] = _geometric_mean(mean) * float(shares)
+        return values
+
+    def _rouge_means(self, records: Records) -> dict[str, np.ndarray]:
+        """Means of the three ROUGE of each data set whose number is made of them."""
+        return {
+            name: np.mean([_rouges(record) for record in group], axis=0)
+            for name, group in group_by(records, "dataset").items()
+            if "rouge_mean" in self.datasets[name].scores and self.flavour == "zeroscrolls"
+        }
+
+
+def _rouges(record: Record) -> np.ndarray:
+    return np.array([record["scores"][name] for name in _ROUGES])
 
 
 def _example(name: str, wording: Wording, line: int, row: dict) -> Example:

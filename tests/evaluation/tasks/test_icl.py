@@ -55,6 +55,23 @@ def test_four_scores_are_those_of_the_formulas(tmp_path):
     assert cell["all:acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in records]))
 
 
+def test_texts_stand_in_prompts_as_they_are(tmp_path):
+    """CEPE formats the text of a row, such as sst2's with a blank at its end, without a change."""
+    (tmp_path / "sst2").mkdir()
+    for split, text in (("train", "hide new  secretions "), ("validation", " two\nlines ")):
+        rows = [{"text": text, "label": label} for label in (0, 1)]
+        file = tmp_path / "sst2" / f"{split}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+    task = Icl(path=str(tmp_path), tasks=("sst2",), shots=1, wording="lcjax:wording/cepe_icl")
+    for unit in plan(task):
+        text = TOKENIZER.decode(unit.tokens).removeprefix("\0")
+        demo, _, question = text.partition("\n\n")
+        text, _, name = demo.rpartition(" ")
+        assert text == "Sentence: hide new  secretions \nSentiment:"
+        assert name in ("negative", "positive")
+        assert question == "Sentence:  two\nlines \nSentiment:"
+
+
 def test_without_bos_the_end_of_a_document_calibrates(tmp_path):
     ending = ByteTokenizer(bos_id=None, add_bos=False, eos_ids=(11,))
     task = Icl(path=write(tmp_path), tasks=("sst2",), shots=1)

@@ -1,6 +1,7 @@
 """InfiniteBench and ZeroSCROLLS from miniature files in their official formats."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import re
@@ -12,6 +13,7 @@ from benchmark_support import TOKENIZER, plan, scored
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.evaluation.report import differences
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.infinitebench import GENERATED, InfiniteBench
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
@@ -289,10 +291,46 @@ def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_pat
     assert [record["correct"] for record in right] == pytest.approx([1.0] * 6)
     wrong = scored(task, units, [SCROLLS[name][3] for name in names])
     assert [record["correct"] for record in wrong] == pytest.approx([0.0] * 6)
-    assert {unit.shape[2] for unit in units} == {("\n",), ()}
+    assert {unit.shape[1:] for unit in units} == {(1024, ())}
     text = TOKENIZER.decode(units[names.index("quality")].tokens)
     assert "(D) no one" in text and text.index("sat there") < text.index("(A) a dog")
     assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
+
+
+def test_the_flavour_sets_the_length_of_answers_and_their_stop(tmp_path):
+    task = ZeroScrolls(path=scrolls(tmp_path), tasks=("qasper", "quality", "qmsum"))
+    shapes = [[(1024, ())] * 3, [(50, ("\n",)), (50, ("\n",)), (1024, ())]]
+    for flavour, expected in zip(("zeroscrolls", "cepe"), shapes):
+        units = plan(dataclasses.replace(task, flavour=flavour))
+        assert [unit.shape[1:] for unit in units] == expected
+    units = plan(dataclasses.replace(task, max_new_tokens=7))
+    assert [unit.shape[1:] for unit in units] == [(7, ())] * 3
+
+
+def test_cepe_has_one_question_for_each_row_but_in_narrative_qa(tmp_path):
+    def rows(*texts):
+        return "\n".join(
+            json.dumps({"id": id, "input": f"{QUESTION}\n\n{STORY}", "output": text})
+            for id, text in texts
+        )
+
+    texts = rows(("q1", "BERT"), ("q1", "a recurrent network"), ("q2", "yes"))
+    names = ("narrative_qa", "qasper")
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(texts)
+    task = ZeroScrolls(path=str(tmp_path), tasks=names)
+    merged = [["BERT", "a recurrent network"], ["yes"]]
+    assert [unit.fields["references"] for unit in plan(task)] == merged * 2
+    task = dataclasses.replace(task, flavour="cepe")
+    units = plan(task)
+    rowwise = [["BERT"], ["a recurrent network"], ["yes"]]
+    assert [unit.fields["references"] for unit in units] == merged + rowwise
+    records = scored(task, units, lambda _: "BERT")
+    assert task.summarise(records)["narrative_qa"] == pytest.approx(1 / 2)
+    assert task.summarise(records)["qasper"] == pytest.approx(1 / 3)
+    assert len({task.cluster(record) for record in records}) == 4  # rows of q1 are dependent
+    one = dataclasses.replace(task, tasks=("qasper",), max_examples=2)
+    assert [unit.fields["references"] for unit in plan(one)] == rowwise[:2]
 
 
 def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
@@ -303,6 +341,75 @@ def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
         for record, name in zip(scored(shown, plan(shown), answers), names):
             assert record["correct"] == record["scores"][name]
     assert scored(task, plan(task), answers)[0]["correct"] == 0
+
+
+def summary_task(folder: Path, references: list[list[str]], **settings) -> ZeroScrolls:
+    """A task of one report for each list of references."""
+    rows = [
+        {"id": str(i), "input": STORY, "output": text}
+        for i, texts in enumerate(references)
+        for text in texts
+    ]
+    (folder / "gov_report").mkdir()
+    (folder / "gov_report" / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return ZeroScrolls(path=str(folder), tasks=("gov_report",), **settings)
+
+
+def test_the_number_of_summaries_is_the_geometric_mean_of_three_means_without_stems(tmp_path):
+    # Of the second report each ROUGE has another best reference: "x y z" shares three words with
+    # "z y x" but no pair, and one pair with "x y a b c".
+    task = summary_task(tmp_path, [["a b c"], ["z y x", "x y a b c"], ["cost"]])
+    records = scored(task, plan(task, 2000), ["A b c.", "x y z", "costs"])
+    rouges = [(1, 1, 1), (1, 1 / 3, 1 / 2), (0, 0, 0)]
+    for record, expected in zip(records, rouges, strict=True):
+        assert [record["scores"][name] for name in ("r1", "r2", "rl")] == pytest.approx(expected)
+        assert record["correct"] == pytest.approx(np.prod(expected) ** (1 / 3))
+    summary = task.summarise(records)
+    official = (2 / 3 * 4 / 9 * 1 / 2) ** (1 / 3)
+    assert summary["value"] == summary["gov_report"] == pytest.approx(official)
+    # CEPE: the mean of ROUGE-L with stems.
+    assert [record["scores"]["rouge_l"] for record in records] == pytest.approx([1, 1 / 2, 1])
+    cepe = dataclasses.replace(task, flavour="cepe")
+    rescored = [cepe.rescore(record, TOKENIZER) for record in records]
+    assert cepe.summarise(rescored)["value"] == pytest.approx(5 / 6)
+    assert cepe.values(rescored) == pytest.approx([1, 1 / 2, 1])
+    nothing = scored(task, plan(task, 2000), ["no", "no", "no"])
+    assert task.summarise(nothing)["value"] == 0 and task.values(nothing) == [0, 0, 0]
+
+
+def test_intervals_and_differences_of_summaries_are_those_of_the_geometric_mean(tmp_path):
+    rng = np.random.default_rng(0)
+    task = ZeroScrolls(path=str(tmp_path))
+
+    def made(level):
+        rouges = np.clip(rng.normal(level, 0.1, (60, 3)), 0.01, 1)
+        fields = {"protocol": "", "answer": "a", "truncated": 0}
+        return rouges, [
+            {
+                **fields, "window": i, "digest": str(i), "id": str(i), "dataset": "qmsum",
+                "scores": dict(zip(("r1", "r2", "rl"), row)), "correct": np.prod(row) ** (1 / 3),
+            }
+            for i, row in enumerate(rouges.tolist())
+        ]  # fmt: skip
+
+    (low_rouges, low), (high_rouges, high) = made([0.4, 0.2, 0.3]), made([0.5, 0.2, 0.3])
+
+    def number(rouges, rows=slice(None)):
+        return np.prod(rouges[rows].mean(0)) ** (1 / 3)
+
+    numbers = number(low_rouges), number(high_rouges)
+    assert [task.summarise(r)["qmsum"] for r in (low, high)] == pytest.approx(numbers)
+    assert np.mean(task.values(low)) == pytest.approx(numbers[0])
+    gap = differences.of_records(task, low, high)
+    assert gap.mean == pytest.approx(numbers[1] - numbers[0])
+    # Against the number of every resample, computed anew.
+    samples = rng.integers(60, size=(4000, 60))
+    whole = np.array([[number(low_rouges, s), number(high_rouges, s)] for s in samples])
+    for found, drawn in (
+        (task.interval(low), whole[:, 0]), ((gap.low, gap.high), whole[:, 1] - whole[:, 0])
+    ):  # fmt: skip
+        expected = np.quantile(drawn, [0.025, 0.975])
+        assert found == pytest.approx(expected, abs=0.05 * np.ptp(expected))
 
 
 @pytest.mark.slow
@@ -340,7 +447,7 @@ def official(folder: Path, **fields) -> str:
 
 
 def test_an_official_prompt_keeps_the_head_of_its_text_and_marks_the_truncation(tmp_path):
-    task = ZeroScrolls(path=official(tmp_path), tasks=("narrative_qa",))
+    task = ZeroScrolls(path=official(tmp_path), tasks=("narrative_qa",), max_new_tokens=50)
     (whole,) = plan(task, 1000)
     assert whole.fields["wording"] == "official (its input)"
     row = json.loads((tmp_path / "narrative_qa" / "validation.jsonl").read_text())
@@ -353,12 +460,12 @@ def test_an_official_prompt_keeps_the_head_of_its_text_and_marks_the_truncation(
     # One token too long, BOS counted: the line stands as soon as anything is cut.
     (edge,) = plan(task, whole.fields["size"] - 1)
     assert edge.fields["truncated"] > 0 and "omitted" in TOKENIZER.decode(edge.tokens)
-    (tail,) = plan(ZeroScrolls(path=task.path, tasks=task.tasks, keep="tail"), 300)
+    (tail,) = plan(dataclasses.replace(task, keep="tail"), 300)
     text = TOKENIZER.decode(tail.tokens)
     assert "omitted" not in text and text.endswith(
         "sat there. \n\nQuestion:\nWho sings?\n\nAnswer:\n"
     )
-    (input_only,) = plan(ZeroScrolls(path=task.path, tasks=task.tasks, budget_rule="official"), 300)
+    (input_only,) = plan(dataclasses.replace(task, budget_rule="official"), 300)
     assert len(input_only.tokens) == 300
 
 
@@ -377,7 +484,7 @@ def test_a_row_whose_id_or_separator_is_no_text_is_left_out_by_line(tmp_path):
     row = json.loads(path.read_text())
     bad = ({**row, "id": ["x"]}, {**row, "truncation_seperator": 7})
     path.write_text("\n".join(map(json.dumps, (*bad, row))))
-    task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",))
+    task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",), max_new_tokens=50)
     with pytest.warns(UserWarning) as warned:
         (unit,) = plan(task, 300)
     assert unit.fields["line"] == 3

@@ -116,6 +116,17 @@ def test_code_is_scored_by_the_backend_that_is_named(tmp_path):
         assert {"code_indel", "code_difflib"} <= set(record["scores"])
 
 
+def test_code_is_scored_by_difflib_by_default(tmp_path):
+    """The official requirements have fuzzywuzzy without python-Levenshtein."""
+    path = write(tmp_path, ("lcc",), 1, answers=["bcdabc"])
+    task = LongBench(path=path, tasks=("lcc",))
+    (record,) = scored(task, plan(task), lambda _: "abcabcd")
+    # difflib takes the block "abc" at the start, after whose match nothing is left: 2 * 3 / 13. The
+    # longest common subsequence is "bcabc": 2 * 5 / 13.
+    assert record["correct"] == record["scores"]["code_difflib"] == 0.46
+    assert record["scores"]["code_indel"] == 0.77
+
+
 def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
     fields = {"all_classes": ["Foo", "Food", "Food other"]}
     task = LongBench(path=write(tmp_path, ("trec",), 1, **fields), tasks=("trec",))
@@ -188,6 +199,19 @@ def test_a_prompt_over_the_budget_loses_its_middle_as_in_the_official_script(tmp
     if length > 700:
         ((start, stop),) = unit.prompt.movable
         assert "Question" not in TOKENIZER.decode(unit.tokens[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(4096, 3500), (8192, 7500), (16_384, 15_500), (32_768, 31_500), (700, 183)],
+)
+def test_prompts_have_the_official_budgets_by_default(tmp_path, length, expected):
+    """Those of model2maxlen.json, and for other windows the same rule."""
+    path = write(tmp_path, ("hotpotqa",), 1, context="abcd efgh " * 200)
+    (unit,) = plan(LongBench(path=path, tasks=("hotpotqa",)), length)
+    assert len(unit.tokens) == expected // 2 * 2  # two halves
+    (unit,) = plan(LongBench(path=path, tasks=("hotpotqa",), reserve=0), length)
+    assert len(unit.tokens) == length
 
 
 def test_a_chat_template_goes_around_all_but_few_shot_and_code_and_is_not_counted(tmp_path):
@@ -275,12 +299,13 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"tasks": ("hotpot",)}, "tasks='hotpot' must be one of"),
         ({"path": "nowhere"}, "is no folder.*data.zip"),
         ({"aggregate": "mean"}, "flat, category_macro"),
-        ({"code_metric": "bleu"}, "indel, difflib"),
+        ({"code_metric": "bleu"}, "difflib, indel"),
         ({"first_lines": "all"}, "official, lceg"),
         ({"wording": "best"}, r"tasks\.0\.wording='best'.*auto, folder, lm_eval"),
         ({"budget_rule": "none"}, "official, total"),
         ({"max_examples": 0}, "max_examples"),
         ({"reserve": 4000}, "leaves no room"),
+        ({"reserve": -1}, "tasks.0.reserve"),
         ({"tasks": ("multifieldqa_zh",)}, "pip install 'jieba>="),
     ],
 )

@@ -349,6 +349,9 @@ class CommonWords(Generator):
     """A numbered list whose ten most common words are the answers.
 
     Units are distinct words: ten occur thirty times and the others three times.
+
+    The example is inside the user's turn of a chat template; upstream's has the template around it
+    once more, so it is a turn and an answer of its own.
     """
 
     new_tokens = 120
