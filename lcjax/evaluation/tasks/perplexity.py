@@ -69,7 +69,6 @@ class WindowOptions:
 
     stride: int = 256
     last: int | None = 256
-    has_bos: bool = False
     drop_last: bool = True
     per_document: int | None = None
 
@@ -99,8 +98,7 @@ def _last_k_n100(total: int, length: int, options: WindowOptions) -> Iterator[Sp
 
 
 def _prefix_yarn(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
-    # L - 1 tokens of text, and one place for BOS.
-    yield 0, min(total, length if options.has_bos else length - 1), 1
+    yield 0, min(total, length), 1
 
 
 def _stream_sink(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
@@ -289,9 +287,8 @@ class Perplexity(Task):
         if rules.stream and documents:
             documents = [join_documents(documents)]
         options = WindowOptions(
-            limits.stride, self.last, bos is not None, self.drop_last_window,
-            self.windows_per_document,
-        )  # fmt: skip
+            limits.stride, self.last, self.drop_last_window, self.windows_per_document
+        )
         windows = lay_windows(rules, documents, length, options)
         units = []
         for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
@@ -447,7 +444,10 @@ class Perplexity(Task):
             has_tokens = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
-            spread = np.sqrt(((sums - counts * mean) ** 2).sum(0)) / total
+            # As in `_standard_error`; NaN for a bin of one window.
+            size = (counts > 0).sum(0)
+            factor = np.where(size > 1, size / np.maximum(size - 1, 1), math.nan)
+            spread = np.sqrt(factor * ((sums - counts * mean) ** 2).sum(0)) / total
             # The spread of overlapping windows of one stream is no error of the mean.
             independent = 1 < len(group) == len({record["document"] for record in group})
             curves.append(

@@ -123,9 +123,10 @@ class Forgetful(BigramModel):
 
 
 def prefix_yarn(docs, length, bos):
+    """`length` tokens; where a text begins with BOS, one of them is BOS."""
     means = []
     for doc in docs:
-        text = doc[:length] if bos else doc[: length - 1]
+        text = [0] * bos + doc[bos:][: length - bos]
         means.append(np.mean([token_loss(text[:i], text[i]) for i in range(1, len(text))]))
     return math.exp(np.mean(means))
 
