@@ -78,7 +78,7 @@ class VerticalSlash(Pattern):
 
 
 class _HeadMetadata(NamedTuple):
-    """`Places` of the R rows, int32, and the slots of their queries."""
+    """Positions and segments of the R rows, int32, and the slots of their queries."""
 
     q_slots: Int[Array, "R T"]  # a query's slot less a key's slot is the distance in a document
     q_index: Int[Array, "R T"]

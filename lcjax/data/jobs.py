@@ -2,7 +2,7 @@
 
 Jobs depend on the text and the settings only. Each writes one shard of a folder atomically. After a
 kill the same command does the missing jobs, and the folder is the one that an undisturbed run
-writes. `lcjax.data.prepare` (token ids) and `lcjax.retrieval.datastore` (passages) work like this.
+writes. `lcjax.data.prepare` (token ids) and `lcjax.retrieval.build_store` (passages) work so.
 """
 
 import collections

@@ -188,12 +188,16 @@ def split_of(method: Method, model) -> Split | None:
     return method.context or method.replug or (ContextSplit() if has_memory else None)
 
 
-def apply_method(model, method: Method, length: int):
-    """`model` with the settings of `method`, for windows of `length` tokens."""
+def apply_method(model, method: Method, length: int, *, prompts: bool = False):
+    """`model` with the settings of `method`, for windows of `length` tokens.
+
+    A rotation that depends on the length is then that of `length` in every window, however it is
+    read. With `prompts`, which have up to `length` tokens, it is that of each with its answer.
+    """
     source = method.retriever or split_of(method, model)
     if source is None:
-        return model.with_method(**_changes(method), length=length)
-    return source.reader(model.with_method(**_changes(method)), length)
+        return model.with_method(**_changes(method), length=None if prompts else length)
+    return source.reader(model.with_method(**_changes(method)), length, prompts=prompts)
 
 
 def _changes(method: Method) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from lcjax.tree import flatten
 if TYPE_CHECKING:
     from lcjax.evaluation.config import EvalConfig
 
-FORMAT = 3  # of records and what they mean: runs of another format are not continued
+FORMAT = 3  # rises when numbers change that the settings do not show
 MARKER = "run.json"  # settings of the records
 INPUTS = "inputs"  # key of the marker: identities of checkpoints and datastores
 LABELS = "labels"  # key of the marker: the names of the tasks

@@ -102,17 +102,17 @@ class RetrievalMethod:
     def fingerprint(self) -> str:
         return self.retriever.fingerprint
 
-    def reader(self, lm: LanguageModel, length: int) -> Scorer:
-        """Returns `lm` as a reader of windows of `length` tokens."""
+    def reader(self, lm: LanguageModel, length: int, *, prompts: bool = False) -> Scorer:
+        """`lm` as a reader of windows, or prompts, of `length` tokens (`config.apply_method`)."""
         decoder = min(self.decoder or length, length)
-        reader = self._reader(lm.with_method(length=decoder))
+        reader = self._reader(lm.with_method(length=None if prompts else decoder), decoder)
         return (
             reader if self.decoder is None else RetrievalWindowReader(reader, decoder, self.source)
         )
 
-    def _reader(self, lm: LanguageModel) -> RetrievalReader:
+    def _reader(self, lm: LanguageModel, length: int) -> RetrievalReader:
         names = ("how", "query_tokens", "temperature", "passage_tokens")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names} | {"length": length}
         when = "once" if self.stride is None else self.stride
         k = self.retriever.k or RetrievalReader.k
         return RetrievalReader(lm, self.retriever.open(), k, when=when, **options)
@@ -213,10 +213,10 @@ class Knn:
 
         return TokenStore(self.folder).fingerprint
 
-    def reader(self, lm: LanguageModel, length: int) -> Scorer:
-        """Returns `lm` with the datastore, for windows of `length` tokens."""
+    def reader(self, lm: LanguageModel, length: int, *, prompts: bool = False) -> Scorer:
+        """`lm` with the datastore, for windows, or prompts, of `length` tokens."""
         from lcjax.retrieval.knn_lm import KnnLM, TokenStore
 
-        lm = lm.with_method(length=length)
+        lm = lm.with_method(length=None if prompts else length)
         options = {name: getattr(self, name) for name in ("k", "weight", "temperature", "index")}
         return KnnLM(lm, TokenStore(self.folder), **options)

@@ -362,11 +362,13 @@ class _Runner:
     def _check_model(self, method: Method, model) -> None:
         plan = self._plan(model.tokenizer)
         for length in self._lengths:
-            subject = None
+            subject = prompts = None
             for task in self._config.tasks:
                 units, done = plan.get((task.label, length), ()), self._done[task.label]
                 if any((method.name, length, unit.index) not in done for unit in units):
-                    subject = subject or apply_method(model, method, length)
+                    if prompts != task.generates:
+                        prompts = task.generates
+                        subject = apply_method(model, method, length, prompts=prompts)
                     task.check_model(subject, units)
 
     def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
@@ -375,14 +377,15 @@ class _Runner:
         for length in reversed(self._lengths):
             fields = {"method": method.name, "length": length, "trained": model.config.max_length}
             fields["tokenizer"] = model.tokenizer.fingerprint
-            subject = None
+            subject = prompts = None
             for task in self._config.tasks:
                 units = plan.get((task.label, length), ())
                 missing = self._units_without_record(task, method.name, units)
                 if not missing:
                     continue
-                if subject is None:
-                    subject = apply_method(model, method, length)
+                if prompts != task.generates:
+                    prompts = task.generates
+                    subject = apply_method(model, method, length, prompts=prompts)
                     if subject.decoder is not None:
                         fields["decoder"] = subject.decoder
                 yield _Cell(task, subject, fields, missing, units)

@@ -60,8 +60,8 @@ class Split(abc.ABC):
         check_one_of(f"{self.key}.source", self.source, SOURCES)
 
     @abc.abstractmethod
-    def reader(self, model, length: int) -> "SplitModel":
-        """`model` for windows of `length` tokens."""
+    def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
+        """`model` for windows, or prompts, of `length` tokens (`config.apply_method`)."""
 
     @abc.abstractmethod
     def context(self, model, length: int) -> tuple[int, int] | None:
@@ -141,9 +141,10 @@ class ContextSplit(Split):
         check_integers(self.key, self, 1, "trained_context")
         check_integers(self.key, self, 0, "ratio", "decoder_passages")
 
-    def reader(self, model, length: int) -> "SplitModel":
+    def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)
-        subject = model.with_method(memory=self._memory(model), length=decoder)
+        fixed = None if prompts else decoder
+        subject = model.with_method(memory=self._memory(model), length=fixed)
         return SplitModel(subject, self, decoder, self.size(model))
 
     def _memory(self, model) -> Memory:
@@ -223,9 +224,9 @@ class ReplugSplit(Split):
         log_weights(np.zeros(1), self.temperature)
         check_one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
 
-    def reader(self, model, length: int) -> "SplitModel":
+    def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)
-        subject = model.with_method(length=decoder + self.chunk)
+        subject = model.with_method(length=None if prompts else decoder + self.chunk)
         return SplitModel(subject, self, decoder, self.chunk)
 
     def tokens(self, model, length: int) -> int:

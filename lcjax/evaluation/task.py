@@ -68,7 +68,8 @@ class Metric:
 class Task(draccus.ChoiceRegistry, abc.ABC):
     """A benchmark. Units do not depend on the method, so all methods have the same examples."""
 
-    # Whether `score` fills a cache, to generate or to score several continuations of a prompt.
+    # Whether units are prompts of their own lengths, not windows of text: `score` fills a cache, to
+    # generate or to score several continuations.
     generates: ClassVar[bool] = False
     ranks_options: ClassVar[bool] = False  # scores several continuations of one prompt
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer

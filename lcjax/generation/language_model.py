@@ -155,6 +155,7 @@ class LanguageModel(Scorer):
         return shared_prefix.PrefixReader(self, prompts)
 
     def for_length(self, length: int) -> "LanguageModel":
+        """Returns this model set up for requests of `length` tokens, unless it has a length."""
         return self if self.length is not None else self.with_method(length=length)
 
     def inference_memory(

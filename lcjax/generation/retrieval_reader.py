@@ -101,6 +101,8 @@ class RetrievalReader(WrappedScorer):
     temperature: float = 1.0  # of scores, for "mixture"
     passage_tokens: int | None = None  # longer passages are cut; None: whole
     batch: int = 8  # passes that run at once, when texts are scored
+    # Most tokens of a text and its passages without a warning; None: what lm was made for
+    length: int | None = None
 
     def __post_init__(self):
         check_retriever(self.retriever)
@@ -108,7 +110,7 @@ class RetrievalReader(WrappedScorer):
         check_one_of("how", self.how, METHODS)
         if self.when != "once":
             check_integer("when", self.when, 1, "or once")
-        check_integers("", self, 1, "query_tokens", "passage_tokens")
+        check_integers("", self, 1, "query_tokens", "passage_tokens", "length")
         if self.how != "mixture" and self.temperature != 1:
             raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
         if self._uses_memory:
@@ -363,7 +365,7 @@ class RetrievalReader(WrappedScorer):
           lengths: tokens of every text, without BOS before its passages.
           context: the passages of every text, each to stand in front of it by itself.
         """
-        limit = max(self.lm.length or 0, self.config.max_length)
+        limit = max(self.length or 0, self.lm.length or 0, self.config.max_length)
         longest = max(
             (
                 length + max(map(len, passages), default=0)

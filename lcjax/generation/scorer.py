@@ -114,10 +114,6 @@ class Scorer(abc.ABC):
                     scores[row].append(Continuation(row_nll, is_greedy))
         return scores
 
-    def for_length(self, length: int) -> "Scorer":
-        """Returns this model set up for requests of `length` tokens, unless it has a length."""
-        return self
-
     def inference_memory(
         self, rows: int, length: int, context: tuple[int, int] | None = None
     ) -> MemoryEstimate | None:

@@ -11,6 +11,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, Perplexity, RunSection, run
+from lcjax.evaluation import records as records_lib
 from lcjax.evaluation.results import read
 from lcjax.evaluation.retrieval import Knn, RetrievalMethod, RetrieverSection
 from lcjax.evaluation.tasks.rag_lm import RagLm
@@ -40,6 +41,14 @@ def test_a_folder_with_another_run_raises_input_error_and_names_the_difference(c
     (Path(config.run.folder) / "run.json").unlink()
     with pytest.raises(InputError, match="unknown run"):
         changed(config)()
+
+
+def test_records_of_an_older_format_have_other_numbers_and_are_not_continued(config, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(records_lib, "FORMAT", 2)
+        run(config, load=fake())
+    with pytest.raises(InputError, match=r"record format 2, now 3.*run\.existing=overwrite"):
+        run(config, load=fake())
 
 
 def test_methods_and_tasks_come_and_go_and_only_what_is_new_is_scored(config, tmp_path):

@@ -10,10 +10,20 @@ from evaluation_support import texts
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, Method, Niah, Passkey, Perplexity, RunSection, run
+from lcjax.evaluation import (
+    EvalConfig,
+    Method,
+    Niah,
+    Passkey,
+    Perplexity,
+    ReplugSplit,
+    RunSection,
+    run,
+)
+from lcjax.evaluation.config import apply_method
 from lcjax.generation.language_model import LanguageModel
 from lcjax.parallel.sharding import Mesh
-from lcjax.rope import Linear
+from lcjax.rope import DynamicNTK, Linear
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +104,23 @@ def test_a_mesh_that_does_not_fit_the_devices_raises_input_error_before_anything
     with pytest.raises(InputError, match=r"mesh\.data=3 must divide"):
         run(dataclasses.replace(config, mesh=Mesh(data=3)))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("replug", [None, ReplugSplit(chunk=16, decoder=1008)])
+def test_windows_are_rotated_for_the_length_of_the_cell_and_prompts_for_their_own(model, replug):
+    method = Method("ntk", rope=DynamicNTK(factor=2.0, original_length=128), replug=replug)
+
+    def slowest(length):  # theta times (factor * length / original - (factor - 1)) ** (d / (d - 2))
+        size, theta = model.config.head_dim, model.config.rope.theta
+        growth = max(2 * length / 128 - 1, 1) ** (size / (size - 2))
+        return (theta * growth) ** ((2 - size) / size)
+
+    for prompts, lengths in ((False, (1024, 1024)), (True, (100, 640))):
+        subject = apply_method(model, method, 1024, prompts=prompts)
+        lm = subject if replug is None else subject.lm
+        rows = lm.rotations([100, 640]).inv_freq[..., -1]  # one for both rows, or one for each
+        wanted = [slowest(length) for length in lengths]
+        np.testing.assert_allclose(np.broadcast_to(rows, 2), wanted, rtol=1e-5)
 
 
 @pytest.mark.slow

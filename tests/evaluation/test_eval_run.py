@@ -57,6 +57,23 @@ def test_a_run_compares_methods_at_all_lengths_and_equals_the_reference(config, 
     assert "| linear |" in printed and all(str(path) in printed for path in report.files)
 
 
+def test_a_model_is_set_up_for_the_length_of_windows_and_not_for_that_of_prompts(
+    config, monkeypatch
+):
+    lengths = {"nll": set(), "generate": set()}
+    for name, found in lengths.items():
+
+        def noting(self, *args, found=found, method=getattr(BigramModel, name), **options):
+            found.add(self.length)
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(BigramModel, name, noting)
+    Path(config.data.path, "long.txt").write_text("abc " * 125)
+    first, last = (Passkey(name=name, depths=1) for name in ("first", "last"))
+    run(dataclasses.replace(config, tasks=(first, Perplexity(), last), lengths=(448,)), load=fake())
+    assert lengths == {"nll": {448}, "generate": {None}}
+
+
 def test_records_contain_their_settings(config):
     run(config, load=fake())
     keys = {"protocol", "length", "stride", "bos", "method", "window", "digest", "trained"}

@@ -15,7 +15,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
 from lcjax.evaluation.config import sections
 from lcjax.evaluation.export import export, make_data
-from lcjax.evaluation.records import Store
+from lcjax.evaluation.records import FORMAT, Store
 from lcjax.evaluation.results import read as read_run
 from lcjax.evaluation.results import score
 from lcjax.training import TrainConfig
@@ -283,7 +283,7 @@ def test_records_of_models_that_were_trained_otherwise_are_not_continued(folder,
     settings = draccus.encode(config) | {"trainings": study.settings(study.trainings(config))}
     settings["trainings"]["PI"]["train.lr"] = 1e-5
     labels = [task.label for task in config.tasks]
-    entry = {"config": settings, "hash": "", "format": 2, "labels": labels}
+    entry = {"config": settings, "hash": "", "format": FORMAT, "labels": labels}
     (folder / "out" / "run.json").write_text(json.dumps(entry, default=str))
     (folder / "out" / "records" / "perplexity_slide_press.jsonl").write_text("")
     with pytest.raises(InputError, match=r"another run \(trainings\.PI\.train\.lr was 1e-05, is"):
@@ -300,7 +300,7 @@ def test_trained_methods_may_be_added_to_untrained_ones_and_left_out(folder, mon
     (folder / "out" / "records" / "perplexity_slide_press.jsonl").write_text("")
     for first, second, left in ((plain, settings, {}), (settings, plain, settings["trainings"])):
         labels = [task.label for task in config.tasks]
-        entry = {"config": first, "hash": "", "format": 2, "labels": labels}
+        entry = {"config": first, "hash": "", "format": FORMAT, "labels": labels}
         (folder / "out" / "run.json").write_text(json.dumps(entry, default=str))
         assert Store(config, second)._earlier.get("trainings", {}).keys() == left.keys()
 

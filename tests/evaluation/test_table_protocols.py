@@ -177,7 +177,7 @@ def test_cepes_table_2_scores_the_last_1792_of_2048_tokens_after_the_best_chunks
     for length, count in ((2048, 0), (4096, 8)):
         units, losses = plan(task, length), {"book": [], "wikipedia": []}
         for unit, row in zip(units, rows, strict=True):
-            best = sorted(row["chunks"], key=lambda chunk: chunk["score"])[50 - count :]
+            best = sorted(row["chunks"], key=lambda chunk: -chunk["score"])[:count]
             tokens = [t for chunk in best for t in chunk["ids"][:256]] + row["input_ids"][:2048]
             assert unit.tokens.tolist() == tokens
             scored = range(length - 1792, length)

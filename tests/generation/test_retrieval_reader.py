@@ -355,8 +355,9 @@ def test_passages_that_make_a_text_too_long_are_one_warning(lm, how):
     size -= 1 + (how == "input")  # the line breaks after titles
     few = Sampling(max_new_tokens=4, min_new_tokens=4)
 
-    def messages(other=lm, num_tokens=129 - size):
-        reader, tokens = RetrievalReader(other, store, 2, how), ids(3, num_tokens)
+    def messages(other=lm, num_tokens=129 - size, length=None):
+        reader = RetrievalReader(other, store, 2, how, length=length)
+        tokens = ids(3, num_tokens)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             reader.nll(np.array([tokens]), first=num_tokens - 4)
@@ -373,6 +374,7 @@ def test_passages_that_make_a_text_too_long_are_one_warning(lm, how):
         assert message.startswith(f"how={how}, k=2: ") and "lower k or passage_tokens" in message
     # A method that was set up for longer texts, and a text that is too long by itself
     assert not messages(lm.with_method(length=200))
+    assert not messages(length=200)
     assert not messages(num_tokens=140)
 
 

@@ -47,8 +47,7 @@ class HarnessModel(TemplateLM):
         config = model.config
         learned = config.position == "learned"
         self._length = config.max_length - learned if max_length is None else max_length
-        self._model = model.for_length(self._length)  # of the rotation, if it depends on the length
-        self._batch, self._new = batch_size, max_gen_toks
+        self._model, self._batch, self._new = model, batch_size, max_gen_toks
         self._encoder = Encoder(model.tokenizer, self._length, max_gen_toks, seed)
 
     @property

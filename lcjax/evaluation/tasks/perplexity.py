@@ -8,7 +8,7 @@ model and text, because they choose and weight windows differently. Here each ch
 | `slide_press`    | document: end at L, L+S, ..., its end  | new tokens | tokens    | document |
 | `slide_yarn`     | the same                               | new tokens | windows   | window   |
 | `slide_full`     | stream: start at 0, S, ..., less last  | all        | windows   | document |
-| `last_k`         | document: start at 0, S, ..., all full | last k     | windows   | document |
+| `last_k`         | document: start at 0, S, ..., less end | last k     | windows   | document |
 | `last_k_n100`    | 100 of them; at 128K 10, one each      | last k     | windows   | document |
 | `prefix_yarn`    | the beginning of each document         | all        | windows   | document |
 | `stream_sink`    | the same, by a cache that forgets      | last k/all | tokens    | document |
@@ -17,11 +17,13 @@ model and text, because they choose and weight windows differently. Here each ch
 `slide_press` is Press et al. 2021 (Shortformer), the text of PI and E2-LLM; `slide_yarn` and
 `prefix_yarn` are YaRN's code without and with `--truncate`; `slide_full` is what the published code
 of LongLoRA, of the LCEG study and of Dual Chunk Attention computes, with 2.71828 for e; `last_k` is
-CEPE's code, and `last_k_n100` the first of its windows, as in SharedLLM. `stream_sink` is
-StreamingLLM's stream (all scored), or CEPE's (the last 256); the method's pattern defines what the
-cache forgets. `rolling_lmeval` is lm-eval's: blocks of L new tokens, the last of which reads back
-to be as long; the prefix is BOS, or else the end of a text. (A rotation that depends on the length
-is there that of L + 1 tokens, as the last token is predicted and not read.)
+CEPE's code, and `last_k_n100` the first of its windows, as in SharedLLM: their loop leaves out the
+window that ends with its document. (Only a document of exactly L tokens, to which `max_tokens` may
+cut it, has that window here, and none there.) `stream_sink` is StreamingLLM's stream (all scored),
+or CEPE's (the last 256); the method's pattern defines what the cache forgets. `rolling_lmeval` is
+lm-eval's: blocks of L new tokens, the last of which reads back to be as long; the prefix is BOS, or
+else the end of a text. (A rotation that depends on the length is there that of L + 1 tokens, as the
+last token is predicted and not read.)
 """
 
 import dataclasses
@@ -67,7 +69,6 @@ class WindowOptions:
 
     stride: int = 256
     last: int | None = 256
-    has_bos: bool = False
     drop_last: bool = True
     per_document: int | None = None
 
@@ -86,8 +87,8 @@ def _slide_full(total: int, length: int, options: WindowOptions) -> Iterator[Spa
 
 
 def _last_k(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
-    starts = range(0, total - length + 1, options.stride)
-    starts = starts[: options.per_document]
+    stop = 1 if total == length else total - length
+    starts = range(0, stop, options.stride)[: options.per_document]
     yield from ((start, length, length - options.last) for start in starts)
 
 
@@ -97,8 +98,7 @@ def _last_k_n100(total: int, length: int, options: WindowOptions) -> Iterator[Sp
 
 
 def _prefix_yarn(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
-    # L - 1 tokens of text, and one place for BOS.
-    yield 0, min(total, length if options.has_bos else length - 1), 1
+    yield 0, min(total, length), 1
 
 
 def _stream_sink(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
@@ -287,9 +287,8 @@ class Perplexity(Task):
         if rules.stream and documents:
             documents = [join_documents(documents)]
         options = WindowOptions(
-            limits.stride, self.last, bos is not None, self.drop_last_window,
-            self.windows_per_document,
-        )  # fmt: skip
+            limits.stride, self.last, self.drop_last_window, self.windows_per_document
+        )
         windows = lay_windows(rules, documents, length, options)
         units = []
         for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
@@ -445,7 +444,10 @@ class Perplexity(Task):
             has_tokens = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
-            spread = np.sqrt(((sums - counts * mean) ** 2).sum(0)) / total
+            # As in `_standard_error`; NaN for a bin of one window.
+            size = (counts > 0).sum(0)
+            factor = np.where(size > 1, size / np.maximum(size - 1, 1), math.nan)
+            spread = np.sqrt(factor * ((sums - counts * mean) ** 2).sum(0)) / total
             # The spread of overlapping windows of one stream is no error of the mean.
             independent = 1 < len(group) == len({record["document"] for record in group})
             curves.append(

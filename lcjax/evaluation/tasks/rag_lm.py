@@ -4,11 +4,12 @@ CEPE (arXiv 2402.16617, table 2): 2,048 tokens of text and k chunks of 256 that 
 the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
 2,048, 4,096, 7,168 and 14,848. Tables show the mean over domains of their perplexities.
 
-The chunks precede the text, the best one next to it. A memory reads each of them as one chunk.
-REPLUG reads the text after each of them with the weights softmax(score / temperature), equal ones
-where a chunk has no score. With a `retriever` chunks are those that it finds for the beginning of
-the text, up to the first scored token; its datastore has passages of `chunk` tokens of this model's
-tokenizer, of other documents than the texts.
+The chunks precede the text, the best one next to it (in-context RALM), or with `best: first`
+farthest from it, as in CEPE's code. That matters to a decoder alone. A memory reads each of them as
+one chunk. REPLUG reads the text after each of them with the weights softmax(score / temperature),
+equal ones where a chunk has no score. With a `retriever` chunks are those that it finds for the
+beginning of the text, up to the first scored token; its datastore has passages of `chunk` tokens of
+this model's tokenizer, of other documents than the texts.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.config import to_data_path
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt, Span
 from lcjax.evaluation.retrieval import RetrieverSection
@@ -39,6 +40,7 @@ from lcjax.evaluation.task import (
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.perplexity import Perplexity
 
+PLACES = ("last", "first")
 SOURCE = "a JSONL file with input_ids or text, and chunks: [{text or ids, score}], a row a text"
 
 Chunk = tuple[np.ndarray, float | None]  # tokens and score
@@ -63,6 +65,9 @@ class RagLm(Task):
     decoder: int = 2048  # tokens of the text
     scored: int = 1792  # of these at the end
     chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
+    # Place of the best chunk: last, next to the text, or first. A method that reads only some of
+    # them (its `chunks`) takes the last ones if they have no scores.
+    best: str = "last"
     max_examples: int | None = None  # texts, the first ones; null: all
     retriever: RetrieverSection | None = None  # finds the chunks; null: those of the file
 
@@ -77,6 +82,7 @@ class RagLm(Task):
 
     def check(self, limits: Limits, key: str) -> None:
         check_integers(key, self, 1, "decoder", "scored", "chunk", "max_examples")
+        check_one_of(f"{key}.best", self.best, PLACES)
         if self.scored >= self.decoder:
             raise InputError(
                 f"{key}.scored={self.scored} must be below {key}.decoder={self.decoder}: what is"
@@ -100,7 +106,9 @@ class RagLm(Task):
         for line, domain, text, chunks in self._texts(corpus):
             if len(chunks) < count:
                 continue
-            ids, scores = zip(*chunks[len(chunks) - count :]) if count else ((), ())
+            chunks = chunks[len(chunks) - count :]
+            chunks = chunks if self.best == "last" else chunks[::-1]
+            ids, scores = zip(*chunks) if count else ((), ())
             tokens = np.concatenate([*ids, text])
             spans = [
                 Span("context", place * self.chunk, (place + 1) * self.chunk, score)

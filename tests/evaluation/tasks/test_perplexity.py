@@ -51,14 +51,14 @@ def slide_full(docs, length, stride, drop):
 
 
 def last_k(docs, length, stride, last, per_document):
+    """CEPE's loop, and the one window of a document that is as long as a window."""
     means = []
     for doc in docs:
-        start, count = 0, 0
-        while start + length <= len(doc) and (not per_document or count < per_document):
+        starts = [*range(0, len(doc) - length, stride)] if len(doc) > length else [0]
+        for start in starts[: per_document or None]:
             window = doc[start : start + length]
             scored = [token_loss(window[:i], window[i]) for i in range(length - last, length)]
             means.append(np.mean(scored))
-            start, count = start + stride, count + 1
     return math.exp(np.mean(means))
 
 
@@ -123,9 +123,10 @@ class Forgetful(BigramModel):
 
 
 def prefix_yarn(docs, length, bos):
+    """`length` tokens; where a text begins with BOS, one of them is BOS."""
     means = []
     for doc in docs:
-        text = doc[:length] if bos else doc[: length - 1]
+        text = [0] * bos + doc[bos:][: length - bos]
         means.append(np.mean([token_loss(text[:i], text[i]) for i in range(1, len(text))]))
     return math.exp(np.mean(means))
 
@@ -285,10 +286,23 @@ def test_a_batch_always_has_the_compiled_shape():
     assert {first for _, first in model.log} == {1, LENGTH - STRIDE}
 
 
+def test_windows_with_scored_ends_stop_before_the_end_of_their_document_unless_they_are_all_of_it():
+    def starts(size):
+        options, document = WindowOptions(stride=4, last=2), TokenizedDocument("d", np.zeros(size))
+        return [w.start for w in lay_windows(PROTOCOLS["last_k"], [document], 12, options)]
+
+    found = {size: starts(size) for size in (11, 12, 13, 16, 17, 24, 25)}
+    assert found == {
+        11: [], 12: [0], 13: [0], 16: [0], 17: [0, 4], 24: [0, 4, 8], 25: [0, 4, 8, 12]
+    }  # fmt: skip
+    for size in (13, 16, 17, 24, 25):
+        assert found[size] == [*range(0, size - 12, 4)], "the published loop"
+
+
 def test_fewer_windows_are_spread_over_the_corpus_and_do_not_depend_on_chance():
     windows = lay_windows(
         PROTOCOLS["last_k"],
-        [TokenizedDocument("d", np.zeros(100))],
+        [TokenizedDocument("d", np.zeros(101))],
         10,
         WindowOptions(stride=2, last=2),
     )

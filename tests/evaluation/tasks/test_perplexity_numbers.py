@@ -98,6 +98,22 @@ def test_the_standard_error_of_the_loss_is_that_of_a_ratio_over_documents():
     assert math.isnan(task.summarise(records[1:])["loss_standard_error"])
 
 
+def test_the_standard_error_of_a_position_is_that_of_a_ratio_over_its_windows():
+    """Means of 2, 4 and 6 nats in windows of 1, 1 and 2 tokens; a second bin of one window."""
+    task, record = Perplexity(protocol="prefix_yarn"), {"method": "a", "length": 129, "trained": 1}
+    windows = [((2.0, 0.0), (1, 0)), ((4.0, 0.0), (1, 0)), ((12.0, 5.0), (2, 1))]
+    records = [
+        record | {"document": n, "position_nll": np.float32(sums), "position_count": list(counts)}
+        for n, (sums, counts) in enumerate(windows)
+    ]
+    (curve,) = task.curves(records)
+    mean = (2 + 4 + 12) / 4
+    squares = (2 - mean) ** 2 + (4 - mean) ** 2 + (12 - 2 * mean) ** 2
+    wanted = [math.sqrt(3 / 2 * squares) / 4, math.nan]
+    np.testing.assert_allclose(curve["nll"], [mean, 5.0])
+    np.testing.assert_allclose(curve["standard_error"], wanted)
+
+
 def test_sums_by_position_take_four_bytes_each_and_stay_the_same_in_the_file(tmp_path):
     task, limits = Perplexity(protocol="slide_full"), Limits((300,), stride=200)
     records = score(task, limits, length=300, corpus_texts=texts((700, 650), seed=3))

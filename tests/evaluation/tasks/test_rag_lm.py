@@ -55,9 +55,12 @@ def test_chunks_stand_before_the_text_the_best_next_to_it_and_only_its_end_is_sc
     task = RagLm(path=write(tmp_path, [{"input_ids": ids(9, 12), "chunks": chunks}]), **SMALL)
     (unit,) = plan(task, 20)
     assert unit.tokens.tolist() == ids(2, 4) + ids(1, 4) + ids(9, 12)
+    (far,) = plan(dataclasses.replace(task, best="first"), 20)
+    assert far.tokens.tolist() == ids(1, 4) + ids(2, 4) + ids(9, 12)
+    assert [passage.score for passage in far.prompt.passages] == [2.0, 1.0]
     (bare,) = plan(task, 12)
     assert bare.tokens.tolist() == ids(9, 12)
-    for one in (unit, bare):
+    for one in (unit, far, bare):
         assert cell(task, [one])["value"] == pytest.approx(math.exp(expected(one.tokens.tolist())))
         assert cell(task, [one])["tokens_scored"] == 8
 
@@ -170,6 +173,7 @@ def test_the_file_is_read_once_for_all_lengths(tmp_path, monkeypatch):
         (12, {"scored": 12}, "must be below"),
         (12, {"path": "nowhere"}, "is no file"),
         (12, {"chunk": 0}, "chunk"),
+        (12, {"best": "next"}, "best"),
     ],
 )
 def test_settings_that_cannot_work_raise_input_error(tmp_path, length, fields, words):
