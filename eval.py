@@ -2,7 +2,7 @@
 
 import sys
 
-from lcjax.evaluation.cli import main
+from lcjax.evaluation.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

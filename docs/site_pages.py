@@ -256,7 +256,7 @@ def _config_pages() -> dict[str, str]:
     train = _script("train.py") + config_tables("train", TrainConfig, seen)
     evaluate = _script("eval.py") + config_tables("eval", EvalConfig, seen)
     commands = "reproduce", "report", "score", "compare", "retrieval", "make-data"
-    evaluate += "\n## Commands\n\n" + _helps("lcjax.evaluation.cli", commands)
+    evaluate += "\n## Commands\n\n" + _helps("lcjax.evaluation.command", commands)
     others = {
         "lcjax.data": {"prepare": PrepareConfig, "teacher": TeacherConfig},
         "lcjax.retrieval": {

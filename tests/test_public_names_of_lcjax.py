@@ -139,7 +139,8 @@ def test_training_works_without_optional_packages_and_what_needs_one_names_it(tm
 
 def test_the_library_imports_no_package_that_only_some_users_need():
     code = (
-        "import sys, lcjax, lcjax.training, lcjax.evaluation.cli, lcjax.retrieval, lcjax.pictures\n"
+        "import sys, lcjax, lcjax.training, lcjax.evaluation.command, lcjax.pictures\n"
+        "import lcjax.retrieval\n"
         "[getattr(lcjax, name) for name in lcjax.__all__]\n"
         "print(*{name.split('.')[0] for name in sys.modules})"
     )

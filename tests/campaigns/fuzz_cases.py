@@ -44,7 +44,7 @@ from lcjax.data import __main__ as data_command
 from lcjax.data.prepare import PrepareConfig
 from lcjax.data.teacher import TeacherConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import cli
+from lcjax.evaluation import command as evaluation
 from lcjax.evaluation.config import EvalConfig
 from lcjax.parallel import distributed
 from lcjax.retrieval import BuildConfig, ChunksConfig
@@ -170,7 +170,7 @@ class Place:
             "stride": 32,
             "run": {"folder": str(self.folder / "run")},
         }
-        self.command(cli.main, [*self.settings(merged(base, tree)), *words])
+        self.command(evaluation.main, [*self.settings(merged(base, tree)), *words])
 
     def command(self, main: Callable[[list[str]], int], words: list[str]) -> None:
         """Runs a command in this process; raises Refused if it ends with an error."""
@@ -728,7 +728,7 @@ def run_cases() -> Iterator[Case]:
 
             def report(place: Place, name=name, content=content) -> None:
                 folder = place.changed(place.evaluation, name, constant(content))
-                place.command(cli.main, ["report", folder])
+                place.command(evaluation.main, ["report", folder])
 
             kind = CLEAN if name == "summary.json" or name.startswith("records") else REFUSED
             says = re.escape(Path(name).name) + "|records"
@@ -1176,7 +1176,8 @@ def expected(says: str) -> str:
 def command_cases() -> Iterator[Case]:
     train = lambda words: distributed.main(TrainConfig, run, words)  # noqa: E731
     commands = {
-        "convert": (convert.main, CONVERT), "train.py": (train, TRAIN), "eval.py": (cli.main, EVAL),
+        "convert": (convert.main, CONVERT), "train.py": (train, TRAIN),
+        "eval.py": (evaluation.main, EVAL),
         "lcjax.data": (data_command.main, PREPARE),
         "lcjax.retrieval": (retrieval_command.main, RETRIEVAL),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from evaluation_support import TASKS, ByteTokenizer, check_page, fake, run_of_th
 from lcjax.config import dump
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, Ruler, results, run
-from lcjax.evaluation.cli import main
+from lcjax.evaluation.command import main
 from lcjax.evaluation.export import export, make_data
 from lcjax.evaluation.results import score
 
@@ -234,7 +234,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
 
 def test_without_a_word_and_with_run_the_config_is_run(config, tmp_path, monkeypatch, undrawn):
     seen = []
-    monkeypatch.setattr("lcjax.evaluation.cli.run", seen.append)
+    monkeypatch.setattr("lcjax.evaluation.command.run", seen.append)
     dump(config, tmp_path / "a.yaml")
     words = ["--config", str(tmp_path / "a.yaml"), "--stride=50"]
     assert main(words) == main(["run", *words]) == 0

@@ -10,7 +10,7 @@ from evaluation_support import TASKS, ByteTokenizer, Page, check_page, run_of_th
 
 from lcjax.errors import InputError
 from lcjax.evaluation import LmEval, LongBench, Passkey, RagLm, Ruler, results
-from lcjax.evaluation.cli import main
+from lcjax.evaluation.command import main
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.results import score

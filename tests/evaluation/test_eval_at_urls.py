@@ -12,7 +12,7 @@ from storage_support import dying_at, failing, memory, upload
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import RunSection, results, run
-from lcjax.evaluation.cli import main
+from lcjax.evaluation.command import main
 from lcjax.parallel.run_lock import LOCK
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -278,6 +278,8 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch):
+    import lcjax.retrieval  # noqa: F401  whose parts import each other's real modules
+
     retriever = types.SimpleNamespace(open=lambda folder, **options: Store())
     module = types.SimpleNamespace(Retriever=retriever)
     monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)

@@ -15,7 +15,7 @@ from storage_support import failing, memory
 from lcjax import config as config_lib
 from lcjax.checkpoints.load import load_tokenizer
 from lcjax.errors import InputError
-from lcjax.evaluation import cli, reproduce, study
+from lcjax.evaluation import command, reproduce, study
 from lcjax.evaluation.config import EvalConfig, corpora
 from lcjax.evaluation.lm_eval.task import LmEval
 from lcjax.evaluation.report import published
@@ -111,7 +111,7 @@ def test_a_table_runs_at_the_scale_tiny(name, tmp_path, capsys):
     words = [name, "--scale", "tiny", f"--run.folder={tmp_path / 'run'}"]
     if any(isinstance(task, LmEval) for task in reproduce.config_at(name, "tiny").tasks):
         words += local_harness_task(tmp_path)
-    assert cli.main(["reproduce", *words]) == 0
+    assert command.main(["reproduce", *words]) == 0
     config = reproduce.config_at(name, "tiny")
     if not config.published:
         assert list((tmp_path / "run/records").glob("*.jsonl"))
@@ -302,7 +302,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_or_left_out(table, caps
     assert [[row.method for row in table.rows] for table in config.published] == [["base"]]
     assert "it needs the books of a paper" in capsys.readouterr().err
     words = ["reproduce", table, "--scale=paper", "--methods.1.path=nowhere"]
-    assert cli.main(words) == 2
+    assert command.main(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line[:20] for line in lines] == ["missing: task books:", "error: method long: "]
     assert "methods.1.path=nowhere: no such file" in lines[1] and "--skip_missing" in lines[1]
@@ -396,7 +396,7 @@ def test_published_numbers_name_tasks_methods_and_lengths_of_the_config(change, 
 
 @pytest.mark.slow
 def test_without_a_table_all_are_listed(capsys):
-    assert cli.main(["reproduce"]) == 0
+    assert command.main(["reproduce"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in reproduce.names())
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from lcjax.evaluation.cli import main
+from lcjax.evaluation.command import main
 from lcjax.evaluation.metrics import ranking
 from lcjax.retrieval.negatives import has_answer
 

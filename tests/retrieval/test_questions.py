@@ -6,7 +6,7 @@ import pytest
 
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation.cli import main as evaluate
+from lcjax.evaluation.command import main as evaluate
 from lcjax.retrieval import BuildConfig, Chunking, Datastore, QuestionKind, QuestionsConfig, build
 from lcjax.retrieval.__main__ import main
 from lcjax.retrieval.questions import write_questions

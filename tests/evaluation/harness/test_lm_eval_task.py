@@ -11,8 +11,7 @@ from evaluation_support import BigramModel, only_the_run, token_loss
 
 from lcjax.attention import VerticalSlash
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
-from lcjax.evaluation import cli as command
+from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, command, lm_eval, run
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import Encoder, respond
 from lcjax.evaluation.split import ReplugSplit, SplitModel
