@@ -4,6 +4,10 @@
 and, where embeddings or heads were trained, whole tensors. LongLoRA (arXiv 2309.12307) adds
 `trainable_params.bin`: embeddings and norms, whole, without `peft`'s prefix of their names.
 
+Neither says how the adapted model encodes positions and which keys it sees. `save_peft` adds a file
+of our own for this (`Method`): transformers takes a local folder with a `config.json` for a whole
+model, and would look for its weights there.
+
 Adapters are merged while a model is read: `AdaptedSource` computes W + scale * B A in float32 for
 the rows that are read, so no second copy of the model exists.
 """
@@ -15,15 +19,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import draccus
 import jax
 import numpy as np
 from safetensors.numpy import save
 
+from lcjax.attention import Pattern
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource, check, describe_faults
+from lcjax.config.decode import section
 from lcjax.errors import InputError, is_finite_number
 from lcjax.files import (
     CHECKSUMS,
@@ -33,7 +40,7 @@ from lcjax.files import (
     read_json,
     write_hf_json,
 )
-from lcjax.models.config import ModelConfig
+from lcjax.models.config import LayerKind, ModelConfig
 from lcjax.models.layer_groups import stack_layers
 from lcjax.models.lora import is_adapter
 from lcjax.parallel import distributed
@@ -42,6 +49,7 @@ from lcjax.storage import URLPath, to_path
 from lcjax.tree import flatten, split
 
 CONFIG, ADAPTERS, TRAINABLE = "adapter_config.json", "adapter_model", "trainable_params"
+METHOD = "lcjax_method.json"
 _PREFIX = "base_model.model."
 _WRAPPERS = ("default", "modules_to_save", "base_layer")  # parts of a name that peft adds
 _MATRIX = re.compile(r"(.+)\.lora_([AB])(?:\.weight)?")
@@ -55,11 +63,39 @@ _MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and giv
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PEFT_FOLDER = FolderFormat(
     name="an adapter folder",
-    files=("adapter_config.json", "adapter_model.safetensors", CHECKSUMS),
+    files=("adapter_config.json", "adapter_model.safetensors", METHOD, CHECKSUMS),
     config="adapter_config.json",
     keys=frozenset({"peft_type", "target_modules"}),
     foreign_keys=frozenset({"modules_to_save"}),  # every version of peft writes it
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """The position method and the attention patterns with which an adapted model is used."""
+
+    rope: Rope
+    pattern: Pattern
+    layers: tuple[LayerKind, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Method":
+        config = config.for_inference()
+        return cls(config.rope, config.pattern, config.layers)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Method | None":
+        """Reads the file beside adapters; None: they are of another program."""
+        file = folder / METHOD
+        if not file.is_file():
+            return None
+        values = read_json(file)
+        try:
+            return section(cls, values, "")
+        except InputError as error:
+            raise InputError(
+                f"{file}: {error}; copy it again from where the adapters were saved"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +356,7 @@ def adapted_rope(
     Args:
       config: of the base.
       adapters: to be merged into the base.
-      stated: of a config.json beside the adapters; `context` takes precedence over it.
+      stated: of a file beside the adapters; `context` takes precedence over it.
       context: length that the adapters were trained for; None: the method of `stated`, else that
         of the base.
     """
@@ -379,6 +415,9 @@ def save_peft(
 ) -> Path:
     """Writes `adapter_model.safetensors` and `adapter_config.json`, float32.
 
+    Beside them `lcjax_method.json` holds the position method and the attention patterns that the
+    adapters were trained with, which `load` gives the base. `peft` leaves the base its own.
+
     Args:
       params: with the arrays `lora_a` and `lora_b` of all layers, stacked or one branch per layer;
         the base weights may be left out.
@@ -417,6 +456,7 @@ def save_peft(
     with atomic_folder(folder, PEFT_FOLDER, overwrite, checksums=checksums) as partial:
         data = save(tensors, metadata={"format": "pt"})
         (partial / "adapter_model.safetensors").write_bytes(data)
+        write_hf_json(partial / METHOD, draccus.encode(Method.of(config)))
         write_hf_json(partial / "adapter_config.json", settings)
     return folder
 

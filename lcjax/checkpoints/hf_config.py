@@ -1,5 +1,6 @@
 """Hugging Face `config.json` <-> `ModelConfig`, for the families that the decoder covers."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -21,6 +22,7 @@ from lcjax.rope import NoRotation, Rope, from_hf
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
 _TOP_K = 5  # blocks that both codes retrieve when they evaluate; no config names it
+_LANDMARK_FIELDS = "lcjax_landmark"  # what the keys of the released code do not say
 _MAX_LENGTH = "lcjax_max_length"
 _ACTIVATIONS = {  # by names of transformers; the first is written
     "silu": ("silu", "swish"),
@@ -246,19 +248,31 @@ def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landma
             f"{where}: mem_id={token!r} must be the id of the landmark token, below "
             f"vocab_size={vocab_size}; the released models have 32001"
         )
-    every, length = hf.get("mem_freq", 50), hf.get("train_context_length", 512)
-    if length // (every + 1) < 3:
+    fields, own = _released_landmark(hf), hf.get(_LANDMARK_FIELDS) or {}
+    if "top_k" not in own and fields["top_k"] < 1:
         raise InputError(
-            f"{where}: train_context_length={length} must hold 3 blocks of mem_freq + 1 = "
-            f"{every + 1} tokens, one of them retrieved"
+            f"{where}: train_context_length={fields['train_length']} must hold 3 blocks of "
+            f"mem_freq + 1 = {fields['block']} tokens, one of them retrieved"
         )
-    return Landmark(
-        block=every + 1,
-        top_k=min(_TOP_K, length // (every + 1) - 2),
-        train_length=length,
-        token=token,
-        loss="predict" if hf.get("include_landmark_in_loss", True) else "skip",
-    )
+    try:
+        return Landmark(**fields | own)
+    except TypeError:
+        raise InputError(
+            f"{where}: {_LANDMARK_FIELDS}={own!r:.200} is not as this version writes it; copy"
+            " config.json again from where the model was saved"
+        ) from None
+
+
+def _released_landmark(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the pattern that the released code computes with these keys."""
+    block, length = hf.get("mem_freq", 50) + 1, hf.get("train_context_length", 512)
+    return {
+        "block": block,
+        "top_k": min(_TOP_K, length // block - 2),
+        "train_length": length,
+        "token": hf["mem_id"],
+        "loss": "predict" if hf.get("include_landmark_in_loss", True) else "skip",
+    }
 
 
 def _dual_chunk_from_hf(section: Any, config: ModelConfig, where: str) -> DualChunk:
@@ -284,11 +298,13 @@ def _dual_chunk_from_hf(section: Any, config: ModelConfig, where: str) -> DualCh
 
 def _dual_chunk_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
     pattern, plain = config.pattern, config_to_hf(config.replace(pattern=Causal()), dtype=dtype)
-    if plain["model_type"] not in _DUAL_CHUNK_TYPES or pattern.growth != "linear":
+    is_everywhere = config.patterns == (pattern,)
+    known = plain["model_type"] in _DUAL_CHUNK_TYPES and pattern.growth == "linear"
+    if not (known and is_everywhere):
         raise InputError(
             f"transformers has no {plain['model_type']} model with model.pattern={pattern}; vLLM"
-            f" has it with growth=linear in {' and '.join(_DUAL_CHUNK_TYPES)}; keep the run folder"
-            " instead"
+            f" has it for all layers, with growth=linear, in {' and '.join(_DUAL_CHUNK_TYPES)};"
+            " keep the run folder instead"
         )
     sizes = {"chunk_size": pattern.chunk, "local_size": pattern.local}
     sizes["original_max_position_embeddings"] = pattern.train_length or 0
@@ -296,16 +312,24 @@ def _dual_chunk_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
 
 
 def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
-    """Returns the keys of `config.json` that the released code reads beside those of Llama."""
+    """Returns the keys of `config.json` beside those of Llama.
+
+    They are those that the released code reads, and one of our own where it would compute with
+    another pattern.
+    """
     if pattern.token is None:
         raise InputError("model.pattern.token is not set: a checkpoint names its landmark token")
-    return {
+    hf = {
         "model_type": _LANDMARK,
         "mem_id": pattern.token,
         "mem_freq": pattern.block - 1,
         "train_context_length": pattern.train_length,
         "include_landmark_in_loss": pattern.loss == "predict",
     }
+    fields = {field.name: field.default for field in dataclasses.fields(Landmark)}
+    read = fields | _released_landmark(hf)
+    own = {name: getattr(pattern, name) for name in fields if getattr(pattern, name) != read[name]}
+    return hf | ({_LANDMARK_FIELDS: own} if own else {})
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:

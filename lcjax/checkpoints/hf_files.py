@@ -90,7 +90,9 @@ _TYPES = {
         ),
         _FLAG,
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "lcjax_rope"), _SECTION),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_parameters", "lcjax_rope", "lcjax_landmark", "lcjax_cepe"), _SECTION
+    ),
     **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
     **dict.fromkeys(("architectures", "layer_types"), _NAMES),
     "no_rope_layers": _FLAGS,

@@ -1,8 +1,8 @@
 """Writes a folder that transformers opens with the same logits.
 
 CLEX and an E2-LLM scale that follows the length have no form in transformers, which reads them as
-plain rope; a warning says so when they are written. There is another one for SharedLLM's trees for
-which the released code has no key.
+plain rope; a warning says so when they are written. There is another one for settings of CEPE and
+SharedLLM for which the released code has no key.
 
 The folder is complete or absent (`lcjax.files.atomic_folder`). Tensors pass through the host one at
 a time; to a URL one shard after the other, by way of a temporary file.
@@ -123,7 +123,7 @@ def save_hf(
         return folder
     check_destination(folder, HF_FOLDER, overwrite)
     _warn_of_plain_rope(config, folder)
-    _warn_of_other_trees(config, folder)
+    _warn_of_other_memory(config, folder)
     check_space(folder, weights.nbytes)
     with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
         if tokenizer is not None:
@@ -227,7 +227,7 @@ def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
         )
 
 
-def _warn_of_other_trees(config: ModelConfig, folder: Path) -> None:
+def _warn_of_other_memory(config: ModelConfig, folder: Path) -> None:
     if config.memory and (misread := config.memory.misread_by_released()) is not None:
         warnings.warn(
             f"{folder}: the released code will read model.memory.{misread}; lcjax reads what was"

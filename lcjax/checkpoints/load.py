@@ -11,6 +11,7 @@ import numpy as np
 from lcjax.checkpoints.adapters import (
     CONFIG,
     AdaptedSource,
+    Method,
     adapted_config,
     adapted_rope,
     base_named_by,
@@ -39,7 +40,7 @@ from lcjax.errors import InputError
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import arrange_layers
-from lcjax.rope import from_hf
+from lcjax.rope import Rope, from_hf
 from lcjax.storage import read_range
 
 # What a folder without config.json may be, by a file in it.
@@ -169,13 +170,23 @@ def _open_adapters(
         tokenizer = hf_tokenizer(folder)
     # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.
     rows = tokenizer.vocab_size if context is not None else 0
-    hf = read_hf_json(folder / "config.json", {})
-    stated = None
-    if hf.get("rope_scaling") or hf.get("rope_parameters"):
-        stated = from_hf(hf).resolve(theta=config.rope.theta, length=config.max_length)
+    config, stated = _method_beside(folder, config)
     rope = adapted_rope(config, adapters, stated, context)
     config = adapted_config(source, adapters, config.replace(rope=rope), rows=rows)
     return AdaptedSource(source, adapters, config), config, tokenizer
+
+
+def _method_beside(folder: Path, config: ModelConfig) -> tuple[ModelConfig, Rope | None]:
+    """The base's config with the patterns that stand beside adapters, and the RoPE method there.
+
+    In a folder of another program the method is in a config.json, if anywhere.
+    """
+    if (method := Method.read(folder)) is not None:
+        return config.replace(pattern=method.pattern, layers=method.layers), method.rope
+    hf = read_hf_json(folder / "config.json", {})
+    if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
+        return config, None
+    return config, from_hf(hf).resolve(theta=config.rope.theta, length=config.max_length)
 
 
 def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:

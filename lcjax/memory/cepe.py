@@ -39,6 +39,7 @@ from lcjax.models.memory import EncodedContext, Memory, ReadConfig, WriteConfig,
 from lcjax.parallel.sharding import keep_tokens
 
 _ENCODER_CLASS = "LlamaForMLM"
+_HF_FIELD = "lcjax_cepe"  # of config.json: what the released code has no field for
 
 
 @Memory.register_subclass("cepe")
@@ -126,9 +127,12 @@ class Cepe(CrossAttentionMemory):
                 f" {encoder.width}; correct one of them"
             )
         layers = hf.get("num_cross_attn_layers") or config.num_layers
-        return config.replace(memory=cls(states=encoder, layers=layers))
+        trained = (hf.get(_HF_FIELD) or {}).get("trained_context")
+        memory = cls(states=encoder, layers=layers, trained_context=trained)
+        return config.replace(memory=memory)
 
     def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
+        own = {"trained_context": self.trained_context}
         return write_config(config.replace(memory=None)) | {
             "architectures": [RELEASED_CLASS],
             "is_decoder": True,
@@ -145,7 +149,12 @@ class Cepe(CrossAttentionMemory):
             "lm_loss_cof": 1.0,
             "kl_loss_cof": 1.0,
             "kl_loss_mode": "drop",  # the released default cannot be read by the released code
+            **({} if self.trained_context is None else {_HF_FIELD: own}),
         }
+
+    def misread_by_released(self) -> str | None:
+        trained = self.trained_context
+        return None if trained is None else f"trained_context={trained} as null"
 
 
 class ChunkEncoder(nn.Module):
@@ -242,4 +251,9 @@ def _encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, 
 
 def encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
     """Returns the `config.json` of an encoder alone, a masked language model."""
+    if not isinstance(config.pattern, Bidirectional):  # which is what its class is read as
+        raise InputError(
+            f"{_ENCODER_CLASS} attends in both directions, and this encoder has model.pattern="
+            f"{config.pattern}; keep the run folder instead"
+        )
     return _encoder_to_hf(config, write_config) | {"architectures": [_ENCODER_CLASS]}

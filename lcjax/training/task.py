@@ -236,7 +236,7 @@ class LanguageModelTask(Task):
         self.tokenizer.save(folder / folder_lib.TOKENIZER)
 
     def export(self, folder: Path, trained: dict, frozen: dict) -> None:
-        """Writes the merged model; also the adapters alone, if nothing else was trained.
+        """Writes the merged model; also the adapters alone, if they are all that the base lacks.
 
         Models with fused projections have no adapters of peft's form. Adapters are merged one
         layer at a time while writing, so no second model is in memory. All processes must call
@@ -244,7 +244,10 @@ class LanguageModelTask(Task):
         """
         train, section = self.config.train, self.config.model
         options = {"overwrite": True, "checksums": train.checksums}
-        if all(map(lora_lib.is_adapter, flatten(trained))) and not is_fused(self.model):
+        # With a new memory, or made into an encoder, the model is more than the base and adapters.
+        is_base = section.memory is None and section.encoder_layers is None
+        is_adapted = is_base and all(map(lora_lib.is_adapter, flatten(trained)))
+        if is_adapted and not is_fused(self.model):
             base = section.path or str(section.preset)
             save_peft(folder / folder_lib.ADAPTER, trained, self.model, base=base, **options)
         params = union(trained, frozen)

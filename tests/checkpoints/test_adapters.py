@@ -4,17 +4,23 @@ import jax
 import numpy as np
 import pytest
 from adapter_support import base_tensors, low_rank, merged, write_peft
-from convert_support import assert_same, edit_json, saved
+from convert_support import adapters, assert_same, edit_json, random_params, saved, tiny_config
 from gguf_support import write_gguf
 from safetensors.numpy import load_file
 
+from lcjax.attention import Causal, DualChunk, Landmark, ShiftedSparse, Sliding, Streaming
 from lcjax.checkpoints import ByteTokenizer, load, load_config, save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.errors import InputError
-from lcjax.models import lora
+from lcjax.memory import BeaconSection
+from lcjax.models import LayerKind, lora
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.rope import NTK, Default, DynamicNTK, Linear, NoRotation
+from lcjax.training.config import TrainConfig, TrainSection
+from lcjax.training.task import LanguageModelTask
+from lcjax.tree import split
 
 
 def loaded_tensors(folder, tmp_path, **options):
@@ -100,6 +106,75 @@ def test_what_the_library_exports_it_reads_again(tmp_path):
     edit_json(tmp_path / "lora" / "adapter_config.json", lora_alpha=3.5)
     with pytest.raises(InputError, match=r"lora: adapter_config\.json is not as it was written"):
         load(tmp_path / "lora")
+
+
+@pytest.mark.parametrize(
+    ("family", "base", "changes"),
+    [
+        ("llama", {}, {"rope": Linear(theta=5e4, factor=8.0)}),
+        ("llama", {}, {"rope": NTK(theta=5e4, alpha=4.0), "pattern": Sliding(8)}),
+        ("llama", {}, {"rope": DynamicNTK(theta=5e4, factor=2.0, original_length=32)}),
+        ("llama", {}, {"rope": NoRotation()}),
+        ("llama", {"rope": Linear(theta=5e4, factor=8.0)}, {"rope": Default(theta=5e4)}),
+        ("llama", {"pattern": Sliding(8)}, {"pattern": Causal()}),
+        ("llama", {}, {"pattern": Landmark(block=8, top_k=2, train_length=64, token=9)}),
+        ("llama", {}, {"pattern": Streaming(sinks=2, recent=9)}),  # which no config.json has
+        ("llama", {}, {"pattern": ShiftedSparse(group=8)}),
+        ("qwen2", {}, {"pattern": DualChunk(chunk=16, local=4, growth="linear")}),
+        ("qwen2", {}, {"layers": (LayerKind(), LayerKind(2, Sliding(8)))}),
+        ("qwen2", {"layers": (LayerKind(), LayerKind(2, Sliding(8)))}, {"layers": ()}),
+    ],
+    ids=str,
+)
+def test_adapters_bring_the_method_that_they_were_trained_with(tmp_path, family, base, changes):
+    _, config = saved(tmp_path / "base", family, **base)
+    trained = config.replace(lora=LoRA(rank=2, targets=("query",)), **changes)
+    tree, _ = adapters()
+    save_peft(tmp_path / "lora", tree, trained, base=str(tmp_path / "base"))
+    assert load(tmp_path / "lora")[1] == config.replace(**changes).for_inference()
+    # With this name transformers would look for a whole model in the folder.
+    assert not (tmp_path / "lora" / "config.json").exists()
+
+
+def test_a_method_that_cannot_be_read_is_refused_in_one_line(tmp_path):
+    saved(tmp_path / "base")
+    save_peft(tmp_path / "lora", *adapters(), base=str(tmp_path / "base"))
+    edit_json(tmp_path / "lora" / "lcjax_method.json", pattern={"type": "mine"})
+    with pytest.raises(InputError, match=r"lcjax_method.json: pattern.type='mine' is unknown; .*"):
+        load(tmp_path / "lora")
+
+
+def exported(folder, section, config):
+    """Exports what a training of `config`'s adapters alone would have learned."""
+    params, base = random_params(config), section.path
+    low_rank, _ = adapters()
+    for name, leaf in low_rank["layers"]["attention"]["query"].items():
+        params["layers"]["attention"]["query"].setdefault(name, leaf)
+    task = LanguageModelTask(TrainConfig(model=section, train=TrainSection(lora=config.lora)), None)
+    task.model, task.tokenizer = config, ByteTokenizer()
+    saved(base)
+    task.export(folder, *split(params, lora.is_adapter))
+
+
+def test_the_adapters_of_a_run_are_its_merged_model(tmp_path):
+    section = ModelSection(path=str(tmp_path / "base"), rope=Linear(factor=8.0))
+    config = tiny_config(rope=Linear(theta=5e4, factor=8.0), lora=adapters()[1].lora)
+    exported(tmp_path / "run", section, config)
+    model, adapter = (load(tmp_path / "run" / name) for name in ("model", "adapter"))
+    assert adapter[1] == model[1] == config.replace(lora=None)
+    assert_same(adapter[0], model[0])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [{"memory": BeaconSection(chunk=16, ratio=4, ratios=())}, {"encoder_layers": 3}],
+    ids=lambda made: next(iter(made)),
+)
+def test_adapters_of_more_than_the_base_are_exported_merged_only(tmp_path, made):
+    section = ModelSection(path=str(tmp_path / "base"), **made)
+    exported(tmp_path / "run", section, adapters()[1])
+    assert (tmp_path / "run" / "model").is_dir()
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 def test_scales_of_single_modules_and_of_rs_lora_are_those_of_peft(tmp_path):

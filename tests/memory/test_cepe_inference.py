@@ -191,6 +191,15 @@ def test_attention_to_long_contexts_can_be_sharpened(lm):
     np.testing.assert_allclose(found[0], other.nll(TOKENS, context=CONTEXT)[0], atol=5e-5)
 
 
+def test_a_saved_model_sharpens_as_before(lm, tmp_path):
+    memory = dataclasses.replace(lm.config.memory, trained_context=100)
+    sharper = lm.with_method(memory=memory)
+    with pytest.warns(UserWarning, match="will read model.memory.trained_context=100 as null"):
+        sharper.save(tmp_path / "model")
+    found = LanguageModel.load(tmp_path / "model").nll(TOKENS, context=CONTEXT)
+    np.testing.assert_allclose(found, sharper.nll(TOKENS, context=CONTEXT), atol=5e-5)
+
+
 def another(lm):
     other = lm.with_method()
     other.params = {**lm.params}
