@@ -380,6 +380,8 @@ class CachedPrefix(NamedTuple):
 
     cache: Cache  # full, of one row without padding
     ids: np.ndarray  # int32 [n], its first tokens
+    lm: "LanguageModel"  # that read it
+    length: int  # of the requests whose rotation it was read with
 
     @property
     def tokens(self) -> int:
@@ -407,6 +409,31 @@ class CachedPrefix(NamedTuple):
                 raise InputError(
                     f"prompts[{number}] must begin with the {self.tokens} tokens of prefix and go"
                     " on; leave prefix out"
+                )
+
+    def check_keys(self, lm: "LanguageModel", lengths: Sequence[int]) -> None:
+        """Raises an InputError if `lm` reads requests of `lengths` tokens with other keys."""
+        if lm.params is not self.lm.params:
+            raise InputError(
+                "prefix was read by another model; read it with the one that reads the prompts"
+            )
+        for name in ("rope", "pattern", "layers"):
+            own, other = getattr(self.lm.config, name), getattr(lm.config, name)
+            if own != other:
+                raise InputError(
+                    f"prefix was read with {name}={own!r}, and the prompts are read with {other!r};"
+                    " read it with the model, as with_method gives it, that reads them"
+                )
+        if not lm.follows_length:
+            return
+        lengths = {max(int(length), lm.length or 0) for length in lengths}
+        rotation = self.lm.rotation(self.length)
+        for length in lengths - {self.length}:
+            if not jax.tree.all(jax.tree.map(np.array_equal, rotation, lm.rotation(length))):
+                raise InputError(
+                    f"prefix was read with the rotation for {self.length} tokens, and a prompt with"
+                    f" what follows it has that for {length}; read the prefix and the prompts with"
+                    f" lm.with_method(length={max(lengths)})"
                 )
 
 
