@@ -429,7 +429,7 @@ class CachedPrefix(NamedTuple):
         lengths = {max(int(length), lm.length or 0) for length in lengths}
         rotation = self.lm.rotation(self.length)
         for length in lengths - {self.length}:
-            if not jax.tree.all(jax.tree.map(np.array_equal, rotation, lm.rotation(length))):
+            if not rotation.equals(lm.rotation(length)):
                 raise InputError(
                     f"prefix was read with the rotation for {self.length} tokens, and a prompt with"
                     f" what follows it has that for {length}; read the prefix and the prompts with"

@@ -104,10 +104,17 @@ class TokenConfig:
 
 
 def model_fingerprint(lm: LanguageModel) -> str:
-    """Returns what keys depend on, as a digest: weights, tokenizer, positions and pattern."""
+    """Returns what keys depend on, as a digest: weights, tokenizer, positions and pattern.
+
+    And the length of the model, where it changes the rotation.
+    """
     config = lm.config
     values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
     values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
+    # The length stands for the rotation, whose last bits may differ between devices.
+    follows = lm.follows_length and lm.length is not None
+    if follows and not lm.rotation(lm.length).equals(config.rotation(1, lm.params.get("rope"))):
+        values.append(lm.length)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -309,7 +316,9 @@ class TokenStore:
             raise InputError(
                 f"{self.folder} holds keys of {self.index['model']} (fingerprint"
                 f" {self.index['fingerprint']}), and this model has {fingerprint}: weights,"
-                " tokenizer, rope and pattern must be the same; build another with this model"
+                " tokenizer, rope and pattern must be the same, and the length that a rotation"
+                " follows (with_method(length=...)); build another with this model:"
+                " build_tokens(config, lm=...)"
             )
         if self.values.max() >= lm.config.vocab_size:
             raise InputError(

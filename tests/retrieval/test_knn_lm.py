@@ -24,7 +24,7 @@ from lcjax.models import Decoder
 from lcjax.models.decoder import random_params
 from lcjax.retrieval.__main__ import main
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
-from lcjax.rope import Linear
+from lcjax.rope import DynamicNTK, Linear
 
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 WINDOW, OVERLAP = 24, 8
@@ -153,6 +153,17 @@ def test_a_part_of_the_text(lm, store, corpus, tmp_path):
     assert len(part) == 33
     np.testing.assert_array_equal(part.values, store.values[:33])
     np.testing.assert_allclose(part.keys, store.keys[:33], rtol=1e-4, atol=5e-5)
+
+
+def test_the_length_of_a_rotation_is_part_of_the_fingerprint(lm, store):
+    scaled = lm.with_method(rope=DynamicNTK(factor=4.0, original_length=64))
+    short, *longer = (
+        knn_lib.model_fingerprint(scaled.with_method(length=n)) for n in (64, 512, 4096)
+    )
+    assert short == knn_lib.model_fingerprint(scaled), "nothing is scaled up to 64 tokens"
+    assert len({short, *longer}) == 3
+    far = lm.with_method(length=4096)  # of a rope that does not follow it
+    assert knn_lib.model_fingerprint(far) == store.index["fingerprint"]
 
 
 # The mixture
