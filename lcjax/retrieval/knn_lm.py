@@ -52,7 +52,7 @@ from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
 from lcjax.retrieval.datastore import WHY_MAPPED
-from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, faiss_module
+from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, default_lists, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import weights_digest
@@ -64,7 +64,8 @@ INDICES = ("ivf", "ivf_pq")
 _INDEX, _PLAN, _PROGRESS = "index.json", "plan.json", "progress.json"
 _KEYS, _VALUES, _FAISS = "keys.bin", "values.bin", "keys.faiss"
 _CODE_BYTES = 64  # of a key under ivf_pq, as in the paper
-_PROBES = 32  # lists that a search visits, as in the paper
+_LISTS = 4096  # most lists of an approximate index, as in the paper
+_PROBES = 32  # of them that a search visits, as in the paper
 _QUERIES = 4096  # that are searched at once: k of them take 12 bytes each
 
 
@@ -366,7 +367,10 @@ def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
     dim = keys.shape[1]
     most = max(min(_CODE_BYTES, dim // 4), 1)
     m = max(part for part in range(1, most + 1) if dim % part == 0) if kind == "ivf_pq" else None
-    return FaissIndex.build(keys, kind=kind, metric="l2", nprobe=_PROBES, m=m)
+    # More lists would leave a search a smaller share of the keys than in the paper. And of few keys
+    # the root: with lists of 39, FAISS's least, a search would visit hardly more than k.
+    nlist = min(_LISTS, default_lists(len(keys)))
+    return FaissIndex.build(keys, kind=kind, metric="l2", nlist=nlist, nprobe=_PROBES, m=m)
 
 
 # The language model

@@ -264,6 +264,14 @@ def test_an_approximate_index_that_visits_every_list_finds_the_same(
         KnnLM(lm, store, k=k, index=kind)
 
 
+def test_a_search_visits_the_share_of_lists_of_the_paper_or_more(monkeypatch):
+    made = {}
+    monkeypatch.setattr(knn_lib.FaissIndex, "build", lambda keys, **options: made.update(options))
+    for count, nlist in ((103_000_000, 4096), (135_000_000, 4096), (1_000_000, 1024), (20, 1)):
+        knn_lib._build_faiss(np.broadcast_to(np.zeros(8, np.float16), (count, 8)), "ivf")
+        assert (made["nlist"], made["nprobe"]) == (nlist, 32)
+
+
 # Builds
 
 
