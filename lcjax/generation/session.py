@@ -149,6 +149,14 @@ def prefill_chunk_size(chunk: int | None) -> int:
     return int(chunk)
 
 
+def whole_prompt_bucket(length: int) -> int:
+    """The size of the only chunk of a prompt that is read at once (`ModelConfig.reads_ahead`).
+
+    Whole blocks of 64, the unit in which vertical_slash chooses: the padding moves none of them.
+    """
+    return round_up_to_bucket(length, 2, least=128)
+
+
 def padded_chunks(length: int, chunk: int) -> list[int]:
     """Splits `length` into chunks; the odd chunk is first, where attention is cheap."""
     odd = length % chunk
@@ -219,11 +227,13 @@ class Session:
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
         """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.
 
-        Padding in the middle of a text would stay in the cache. Returns logits [B, V].
+        Padding in the middle of a text would stay in the cache. Returns logits [B, V]. A model that
+        reads ahead gets them all at once: it would choose keys for each chunk.
         """
         positions = start + np.arange(len(ids))
         tokens, positions = (np.tile(x, (len(self.cache.tokens), 1)) for x in (ids, positions))
-        return self.read(tokens, None, positions, sizes=unpadded_chunks(len(ids), chunk))
+        sizes = () if self.model.config.reads_ahead else unpadded_chunks(len(ids), chunk)
+        return self.read(tokens, None, positions, sizes=sizes)
 
     def score(
         self,
@@ -472,7 +482,7 @@ def read_prompts(
       prompts: token ids, one list for each row, rows that fill up the mesh included.
       rotation: shared by all rows, or stacked.
       num_new: tokens that the cache has space for after the prompts.
-      chunk: tokens that are read at once.
+      chunk: tokens that are read at once; all of them if the model reads ahead.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: of a model that reads landmarks; the prompts contain them.
       memory: the encoded context of the rows.
@@ -483,6 +493,8 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
+    if lm.model.config.reads_ahead and landmarks is None:
+        chunk = whole_prompt_bucket(max(map(len, prompts)))
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]
     slots, first = cache_lib.whole_blocks(width + num_new), 0
