@@ -165,8 +165,12 @@ def rotate_qk(
 def rotate_queries(
     q: Float[Array, "B T N H"], positions: Num[Array, "B T"], rotation: Rotation
 ) -> Float[Array, "B T N H"]:
-    """Rotates queries to `positions` and multiplies them by `rotation.query_scale`."""
-    rotated = rotate(q, positions, rotation.inv_freq, rotation.scale)
+    """Rotates queries to `positions` and multiplies them by `rotation.query_scale`.
+
+    The result is rounded once: JAX rounds a Python float to the dtype of its other operand before
+    the product, so a bfloat16 row would have another factor alone than in a stacked rotation.
+    """
+    rotated = rotate(q.astype(jnp.float32), positions, rotation.inv_freq, rotation.scale)
     return (rotated * rotation.query_scale).astype(q.dtype)
 
 

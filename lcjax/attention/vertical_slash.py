@@ -36,8 +36,9 @@ class VerticalSlash(Pattern):
     searches one for each head offline.
 
     Untrained, and for prompts only: the visible keys of early tokens depend on the last tokens, so
-    neither training nor perplexity means anything. Each row has one choice, which the last document
-    of a packed row makes.
+    neither training nor perplexity means anything. A call chooses for its own queries: a prompt is
+    read in one call, whatever `prefill_chunk` is, and a conversation chooses anew in every turn,
+    for its new text. Each row has one choice, which the last document of a packed row makes.
     """
 
     examples = ({"vertical": 96},)

@@ -97,9 +97,8 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
 
 
 def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
-    patterns = model.config.patterns
-    reads_ahead = any(pattern.prefill_only or pattern.has_landmarks for pattern in patterns)
-    if model.config.mlm_head or reads_ahead:
+    has_landmarks = any(pattern.has_landmarks for pattern in model.config.patterns)
+    if model.config.mlm_head or model.config.reads_ahead or has_landmarks:
         raise InputError(
             f"model.path={config.model.path or config.model.preset} gives no probabilities of the"
             " next token in plain text; name a decoder"

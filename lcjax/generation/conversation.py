@@ -46,6 +46,9 @@ class Conversation:
     encoded again. For prefix memories (Activation Beacon, AutoCompressor), the text is read again
     after a context that has grown, and BOS precedes the context.
 
+    A pattern whose last queries choose the keys (vertical_slash) chooses in every turn, for the
+    text that is new in it; each number of new tokens compiles a program.
+
     With a `retriever` every message of `say` is the query of a search. A memory adds new passages
     to the context; other models read all passages before the message, in the same turn.
 
@@ -102,7 +105,8 @@ class Conversation:
         if not isinstance(context, Contexts):
             self.context = lm.encode_contexts([context], projected=projected)
         self.messages: list[dict[str, str]] = []  # of `say`
-        self._chunk = prefill_chunk_size(prefill_chunk)
+        chunk = prefill_chunk_size(prefill_chunk)
+        self._chunk = self.length if lm.config.reads_ahead else chunk
         self._start_over()
 
     @property

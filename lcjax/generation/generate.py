@@ -87,6 +87,8 @@ def generate_pieces(
     rows = _check_prompts(prompts, config.vocab_size)
     # The last token that is picked is not read.
     config.check_length(max(map(len, rows)) + sampling.max_new_tokens - 1)
+    if prefix is not None:
+        prefix.check_keys(lm, [len(row) + sampling.max_new_tokens for row in rows])
     mixture = mixture or Mixture(len(rows))
     sampling.check_texts(mixture.texts)
     chunk = prefill_chunk_size(prefill_chunk)

@@ -516,7 +516,7 @@ class LanguageModel(Scorer):
           exact: a rotation that depends on the length follows it while the text grows: all keys are
             rotated again for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
           prefill_chunk: tokens of a prompt that are read at once, which bounds the memory; None: a
-            size that suits the platform.
+            size that suits the platform. Under vertical_slash all are.
           retriever: finds passages to read with each prompt, which the result has as `passages`.
           k: passages of a search.
           how: how the passages are read, as in `RetrievalReader`.

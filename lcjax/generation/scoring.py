@@ -290,6 +290,8 @@ def score_continuations(
     )
     longest = int(lengths.max()) - 1  # the last token is predicted, not read
     config.check_length(longest)
+    if prefix is not None:
+        prefix.check_keys(lm, lengths)
     is_single = prefix is None and all(len(row) == 1 for row in continuations)
     if is_single and config.is_position_based and longest <= prefill_chunk_size(None):
         return score_at_once(lm, prompts, continuations, lm.rotations(lengths), memory)
@@ -354,6 +356,7 @@ def score_after_prefix(
     rows = fill_rows(lm.model, texts)
     ((ids, sizes),) = batch_continuations([[text] for text in rows])
     lengths, chunk = np.full(len(rows), len(prompt)), prefill_chunk_size(None)
+    prefix.check_keys(lm, lengths + sizes)
     logits, session = read_prompts(
         lm, [prompt] * len(rows), lm.rotations(lengths + sizes), chunk=chunk, prefix=prefix,
         num_new=max(_MIN_NEW, ids.shape[1] - 1),

@@ -149,6 +149,14 @@ def prefill_chunk_size(chunk: int | None) -> int:
     return int(chunk)
 
 
+def whole_prompt_bucket(length: int) -> int:
+    """The size of the only chunk of a prompt that is read at once (`ModelConfig.reads_ahead`).
+
+    Whole blocks of 64, the unit in which vertical_slash chooses: the padding moves none of them.
+    """
+    return round_up_to_bucket(length, 2, least=128)
+
+
 def padded_chunks(length: int, chunk: int) -> list[int]:
     """Splits `length` into chunks; the odd chunk is first, where attention is cheap."""
     odd = length % chunk
@@ -219,11 +227,13 @@ class Session:
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
         """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.
 
-        Padding in the middle of a text would stay in the cache. Returns logits [B, V].
+        Padding in the middle of a text would stay in the cache. Returns logits [B, V]. A model that
+        reads ahead gets them all at once: it would choose keys for each chunk.
         """
         positions = start + np.arange(len(ids))
         tokens, positions = (np.tile(x, (len(self.cache.tokens), 1)) for x in (ids, positions))
-        return self.read(tokens, None, positions, sizes=unpadded_chunks(len(ids), chunk))
+        sizes = () if self.model.config.reads_ahead else unpadded_chunks(len(ids), chunk)
+        return self.read(tokens, None, positions, sizes=sizes)
 
     def score(
         self,
@@ -380,6 +390,8 @@ class CachedPrefix(NamedTuple):
 
     cache: Cache  # full, of one row without padding
     ids: np.ndarray  # int32 [n], its first tokens
+    lm: "LanguageModel"  # that read it
+    length: int  # of the requests whose rotation it was read with
 
     @property
     def tokens(self) -> int:
@@ -407,6 +419,31 @@ class CachedPrefix(NamedTuple):
                 raise InputError(
                     f"prompts[{number}] must begin with the {self.tokens} tokens of prefix and go"
                     " on; leave prefix out"
+                )
+
+    def check_keys(self, lm: "LanguageModel", lengths: Sequence[int]) -> None:
+        """Raises an InputError if `lm` reads requests of `lengths` tokens with other keys."""
+        if lm.params is not self.lm.params:
+            raise InputError(
+                "prefix was read by another model; read it with the one that reads the prompts"
+            )
+        for name in ("rope", "pattern", "layers"):
+            own, other = getattr(self.lm.config, name), getattr(lm.config, name)
+            if own != other:
+                raise InputError(
+                    f"prefix was read with {name}={own!r}, and the prompts are read with {other!r};"
+                    " read it with the model, as with_method gives it, that reads them"
+                )
+        if not lm.follows_length:
+            return
+        lengths = {max(int(length), lm.length or 0) for length in lengths}
+        rotation = self.lm.rotation(self.length)
+        for length in lengths - {self.length}:
+            if not rotation.equals(lm.rotation(length)):
+                raise InputError(
+                    f"prefix was read with the rotation for {self.length} tokens, and a prompt with"
+                    f" what follows it has that for {length}; read the prefix and the prompts with"
+                    f" lm.with_method(length={max(lengths)})"
                 )
 
 
@@ -445,7 +482,7 @@ def read_prompts(
       prompts: token ids, one list for each row, rows that fill up the mesh included.
       rotation: shared by all rows, or stacked.
       num_new: tokens that the cache has space for after the prompts.
-      chunk: tokens that are read at once.
+      chunk: tokens that are read at once; all of them if the model reads ahead.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: of a model that reads landmarks; the prompts contain them.
       memory: the encoded context of the rows.
@@ -456,6 +493,8 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
+    if lm.model.config.reads_ahead and landmarks is None:
+        chunk = whole_prompt_bucket(max(map(len, prompts)))
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]
     slots, first = cache_lib.whole_blocks(width + num_new), 0

@@ -86,7 +86,8 @@ def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:
     """Reads a text once, as the `prefix` of any number of prompts that begin with it.
 
     Returns None where prompts have to be read in full: a model without `shares_prefixes`, or one
-    whose rotation follows the length of each prompt.
+    whose rotation follows the length of each prompt. Where it follows the length, `lm.length` must
+    cover the prompts with what follows them: another rotation than the prefix has is an InputError.
     """
     follows_each = lm.follows_length and lm.length is None
     if not lm.shares_prefixes or follows_each or not len(ids):
@@ -94,9 +95,10 @@ def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:
     array = check_token_ids("prefix", ids, lm.config.vocab_size)
     slots = cache_lib.whole_blocks(len(array))
     cache = cache_lib.create(lm.model.config, 1, slots, mesh=lm.mesh)
-    session = Session(lm.model, lm.params, cache, lm.rotation(len(array)))
+    length = max(len(array), lm.length or 0)
+    session = Session(lm.model, lm.params, cache, lm.rotation(length))
     session.read_ids(array, 0, prefill_chunk_size(None))
-    return CachedPrefix(session.cache, array)
+    return CachedPrefix(session.cache, array, lm, length)
 
 
 class PrefixReader(WrappedScorer):
@@ -178,7 +180,7 @@ class PrefixReader(WrappedScorer):
             self._read_prefix(rows[0][:size], reused)
         distinct = {row.tobytes(): int(n) for row, n in zip(rows, num_saved)}
         self.saved_tokens += sum(distinct.values()) - added
-        return CachedPrefix(self._cache, rows[0][:size])
+        return CachedPrefix(self._cache, rows[0][:size], self.lm, self._length)
 
     def _remove_from_remaining(self, rows: Sequence[np.ndarray]) -> None:
         for row in rows:

@@ -1,6 +1,7 @@
 """Memories that layers read by cross-attention, between self-attention and MLP."""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -38,12 +39,14 @@ class CrossAttentionMemory(Memory):
         if encoded.states is None:
             return encoded
         states = encoded.states.astype(config.compute_dtype())
+        precision = jax.lax.Precision.HIGHEST if states.dtype == jnp.float32 else None
+        project = functools.partial(jnp.einsum, "BME,EKH->BKMH", states, precision=precision)
         layers = []
         for number, reads in enumerate(self.reader_layers(config.num_layers)):
             if reads:
                 branch = params[f"layers_{number}"]["memory"]
                 kernels = (branch[name]["kernel"].astype(states.dtype) for name in ("key", "value"))
-                layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, w) for w in kernels))
+                layers.append(tuple(map(project, kernels)))
         return dataclasses.replace(encoded, states=None, layers=tuple(layers))
 
     def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:

@@ -250,6 +250,11 @@ class ModelConfig:
         return all(pattern.is_position_based for pattern in self.patterns)
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether a token's visible keys depend on later ones in some layer (`prefill_only`)."""
+        return any(pattern.prefill_only for pattern in self.patterns)
+
+    @property
     def layer_counts(self) -> list[tuple["ModelConfig", int]]:
         """The config of each kind of layers, and how many of them there are."""
         counts = collections.Counter(self.kind_by_layer)

@@ -27,6 +27,7 @@ from lcjax.models.layers import (
     Norm,
     SparseMLP,
     look_up,
+    multiply,
 )
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
@@ -98,7 +99,7 @@ class SequentialBlock(nn.Module):
         """What is added to hidden states of the output y of attention or the MLP."""
         c = self.config
         y = y if c.norm_place == "before" else Norm(c, name=name)(y)
-        return y if c.residual_scale == 1 else y * c.residual_scale
+        return y if c.residual_scale == 1 else multiply(y, c.residual_scale)
 
 
 class ParallelBlock(nn.Module):

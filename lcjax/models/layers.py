@@ -136,7 +136,8 @@ class Linear(nn.Module):
             rank = config.lora.rank
             a = weight("lora_a", spread, (*self.inputs, rank))
             b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
-            y = y + config.lora.scale * _project(_project(x, a, count, matmul), b, 1, matmul)
+            update = _project(_project(x, a, count, matmul), b, 1, matmul)
+            y = y + multiply(update, config.lora.scale)
         return y
 
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
@@ -237,7 +238,7 @@ class Projections(nn.Module):
             if c.qk_norm != "none":
                 q, k = self.query_norm(q), self.key_norm(k)
             if c.attention_scale is not None:  # kernels divide by sqrt(H)
-                q = q * (c.attention_scale * math.sqrt(c.head_dim))
+                q = multiply(q, c.attention_scale * math.sqrt(c.head_dim))
             return q, k, v
 
     def combine(self, y: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
@@ -318,6 +319,14 @@ def collect_key_values(
     if positions is None or pattern.moves_keys:
         return k, v
     return rotate(k, pattern.key_positions(positions, positions), *inputs.rotation[:2]), v
+
+
+def multiply(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """Returns `factor` x in the dtype of x, rounded once, as torch multiplies by a Python number.
+
+    JAX would round the factor to the dtype of x first.
+    """
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 _ACTIVATIONS = {

@@ -72,7 +72,8 @@ def _merged_kernel(layer: dict, scale: float, dtype: jax.typing.DTypeLike | None
     stacked = a.ndim + b.ndim == kernel.ndim + 3
 
     def update(a, b):
-        return jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), ([-1], [0]))
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.tensordot(a, b, ([-1], [0]), precision=jax.lax.Precision.HIGHEST)
 
     delta = jax.vmap(update)(a, b) if stacked else update(a, b)
     dtype = jnp.result_type(kernel, a, b) if dtype is None else dtype

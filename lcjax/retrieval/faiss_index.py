@@ -99,7 +99,7 @@ class FaissIndex:
             index = faiss.IndexHNSWFlat(dim, m or 32, metric_type)
             index.hnsw.efConstruction = ef_construction
         else:
-            nlist = nlist or max(min(2 ** round(math.log2(num_rows) / 2), num_rows // 39), 1)
+            nlist = nlist or default_lists(num_rows)
             if nlist > num_rows:
                 raise InputError(f"nlist={nlist} must be at most the number of rows, {num_rows}")
             size = min(train_size or max(64 * nlist, 1 << 14), num_rows)
@@ -276,6 +276,11 @@ def _best_first(scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarra
     scores = np.where(rows < 0, -np.inf, scores).astype(np.float32)
     order = np.lexsort((rows, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+
+
+def default_lists(num_rows: int) -> int:
+    """Returns about the square root of N, with at least 39 rows a list, as FAISS asks for."""
+    return max(min(2 ** round(math.log2(num_rows) / 2), num_rows // 39), 1)
 
 
 def faiss_module() -> Any:

@@ -52,7 +52,7 @@ from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
 from lcjax.retrieval.datastore import WHY_MAPPED
-from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, faiss_module
+from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, default_lists, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import weights_digest
@@ -64,7 +64,8 @@ INDICES = ("ivf", "ivf_pq")
 _INDEX, _PLAN, _PROGRESS = "index.json", "plan.json", "progress.json"
 _KEYS, _VALUES, _FAISS = "keys.bin", "values.bin", "keys.faiss"
 _CODE_BYTES = 64  # of a key under ivf_pq, as in the paper
-_PROBES = 32  # lists that a search visits, as in the paper
+_LISTS = 4096  # most lists of an approximate index, as in the paper
+_PROBES = 32  # of them that a search visits, as in the paper
 _QUERIES = 4096  # that are searched at once: k of them take 12 bytes each
 
 
@@ -104,10 +105,17 @@ class TokenConfig:
 
 
 def model_fingerprint(lm: LanguageModel) -> str:
-    """Returns what keys depend on, as a digest: weights, tokenizer, positions and pattern."""
+    """Returns what keys depend on, as a digest: weights, tokenizer, positions and pattern.
+
+    And the length of the model, where it changes the rotation.
+    """
     config = lm.config
     values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
     values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
+    # The length stands for the rotation, whose last bits may differ between devices.
+    follows = lm.follows_length and lm.length is not None
+    if follows and not lm.rotation(lm.length).equals(config.rotation(1, lm.params.get("rope"))):
+        values.append(lm.length)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -309,7 +317,9 @@ class TokenStore:
             raise InputError(
                 f"{self.folder} holds keys of {self.index['model']} (fingerprint"
                 f" {self.index['fingerprint']}), and this model has {fingerprint}: weights,"
-                " tokenizer, rope and pattern must be the same; build another with this model"
+                " tokenizer, rope and pattern must be the same, and the length that a rotation"
+                " follows (with_method(length=...)); build another with this model:"
+                " build_tokens(config, lm=...)"
             )
         if self.values.max() >= lm.config.vocab_size:
             raise InputError(
@@ -357,7 +367,10 @@ def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
     dim = keys.shape[1]
     most = max(min(_CODE_BYTES, dim // 4), 1)
     m = max(part for part in range(1, most + 1) if dim % part == 0) if kind == "ivf_pq" else None
-    return FaissIndex.build(keys, kind=kind, metric="l2", nprobe=_PROBES, m=m)
+    # More lists would leave a search a smaller share of the keys than in the paper. And of few keys
+    # the root: with lists of 39, FAISS's least, a search would visit hardly more than k.
+    nlist = min(_LISTS, default_lists(len(keys)))
+    return FaissIndex.build(keys, kind=kind, metric="l2", nlist=nlist, nprobe=_PROBES, m=m)
 
 
 # The language model

@@ -37,6 +37,10 @@ class Rotation(NamedTuple):
         """The rows `index` of a stacked rotation (`stack_rotations`)."""
         return jax.tree.map(lambda x: x[index], self)
 
+    def equals(self, other: "Rotation") -> bool:
+        """Whether both have the same numbers, those of all kinds of layers included."""
+        return bool(jax.tree.all(jax.tree.map(np.array_equal, self, other)))
+
     def of_kind(self, kind: int) -> "Rotation":
         """The rotation of the layers of one of `ModelConfig.kinds`."""
         return self.kinds[kind] if self.kinds else self

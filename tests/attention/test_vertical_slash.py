@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_lm import ids, sharper
 
 from lcjax.attention import AttentionMetadata, Causal, VerticalSlash, order_indices
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 from lcjax.rope.rotation import no_rotation
 from lcjax.training.config import TrainConfig
 
@@ -126,6 +129,37 @@ def test_few_queries_see_everything():
     for pattern in (PATTERN, VerticalSlash(vertical=T)):
         got = run(pattern, q[:, -63:], k, v)
         np.testing.assert_allclose(got, run(Causal(), q[:, -63:], k, v), rtol=1e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """The nearest and the first keys of a prompt are seen, and 15 columns that are chosen."""
+    section = ModelSection(preset="tiny", pattern=VerticalSlash(vertical=45, slash=50))
+    return sharper(LanguageModel.load(section))
+
+
+GREEDY = Sampling(max_new_tokens=4, min_new_tokens=4)
+PROMPT = ids(0, 448)  # whole blocks, which the padding of a prompt does not move
+
+
+def logprobs(lm, **options):
+    """log p of the tokens after the prompt."""
+    pieces = lm.stream([PROMPT], GREEDY, top_logprobs=0, **options)
+    return [float(entry.logprob) for piece in pieces for entry in piece.logprobs]
+
+
+def test_the_end_of_a_prompt_chooses_for_all_of_it_however_much_is_read_at_once(lm):
+    whole = logprobs(lm)
+    assert len(whole) == 4
+    for chunk in (64, 100, 10**6):
+        assert logprobs(lm, prefill_chunk=chunk) == whole
+
+
+def test_a_turn_of_a_conversation_chooses_as_a_prompt(lm):
+    talk = Conversation(lm, length=512, prefill_chunk=64)
+    talk.read(PROMPT)
+    first = jax.nn.log_softmax(talk._read_text()[0]).max()
+    assert first == pytest.approx(logprobs(lm)[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("field", ["vertical", "slash"])

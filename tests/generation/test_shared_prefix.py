@@ -19,9 +19,9 @@ from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import CachedPrefix
-from lcjax.generation.shared_prefix import PrefixReader, group_by_prefix
+from lcjax.generation.shared_prefix import PrefixReader, group_by_prefix, read_prefix
 from lcjax.parallel.sharding import Mesh
-from lcjax.rope import DynamicNTK
+from lcjax.rope import Default, DynamicNTK
 
 TEXT = ids(1, 300)
 PROMPTS = [TEXT[:200] + ids(2, 9), TEXT[:200] + ids(3, 90), TEXT[:200] + ids(4, 1)]
@@ -159,7 +159,7 @@ def test_a_beginning_that_is_read_again_anyway_is_not_read_apart(lm, read):
 def test_a_prefix_shorter_than_the_tokens_read_again_changes_nothing(lm, read):
     reader = PrefixReader(lm, least=LEAST)
     prompts = [TEXT[:50] + ids(seed, 200) for seed in (60, 61, 62)]
-    prefix = CachedPrefix(reader._prefix(PROMPTS, [6] * 3).cache, np.array(TEXT[:48]))
+    prefix = reader._prefix(PROMPTS, [6] * 3)._replace(ids=np.array(TEXT[:48]))
     scored, wanted = (lm.continuations(prompts, OPTIONS, prefix=p) for p in (prefix, None))
     for (one,), (other,) in zip(scored, wanted, strict=True):
         np.testing.assert_allclose(one.nll, other.nll, rtol=1e-6)  # chunks of other sizes
@@ -196,7 +196,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_a_prefix_that_does_not_fit_raises_input_error(lm, options, words):
-    prefix, options = CachedPrefix(None, np.array(TEXT[:9])), {"prompts": [TEXT[:20]]} | options
+    prefix = CachedPrefix(None, np.array(TEXT[:9]), lm, 512)
+    options = {"prompts": [TEXT[:20]]} | options
     if "context" in options:
         options["context"] = lm.encode_contexts([[]])
     with pytest.raises(InputError, match=words):
@@ -208,10 +209,57 @@ def test_a_prefix_that_does_not_fit_raises_input_error(lm, options, words):
 
 
 def test_a_prefix_raises_input_error_for_patterns_that_choose_keys_by_content(lm):
-    prefix = CachedPrefix(None, np.array(TEXT[:9]))
+    prefix = CachedPrefix(None, np.array(TEXT[:9]), lm, 512)
     for pattern in PATTERNS:
         with pytest.raises(InputError, match=f"prefix: what {type(pattern).__name__} lets"):
             lm.with_method(pattern=pattern).stream([TEXT[:20]], prefix=prefix)
+
+
+def refused(prefix, lm, words, prompt):
+    """`lm` generates and scores nothing after a prefix whose keys are not its own."""
+    with pytest.raises(InputError, match=words):
+        lm.stream([prompt], WRITE, prefix=prefix)
+    with pytest.raises(InputError, match=words):
+        lm.continuations([prompt], [[ids(5, 6)]], prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope": Default(theta=1e4)}, "prefix was read with rope=DynamicNTK.*Default"),
+        ({"pattern": SelfExtend(group=4, window=32)}, "prefix was read with pattern=Causal"),
+    ],
+)
+def test_a_prefix_of_another_method_raises_input_error(lm, changes, words):
+    prefix = CachedPrefix(None, np.array(TEXT[:9]), lm, 512)
+    refused(prefix, lm.with_method(**changes, length=512), words, TEXT[:20])
+
+
+def test_a_prefix_of_another_model_raises_input_error(lm):
+    prefix = CachedPrefix(None, np.array(TEXT[:9]), lm, 512)
+    refused(prefix, LanguageModel.load(SECTION), "prefix was read by another model", TEXT[:20])
+
+
+def test_a_prefix_whose_rotation_is_not_that_of_the_request_raises_input_error():
+    rope = DynamicNTK(factor=4.0, original_length=16)
+    lm = LanguageModel.load(ModelSection(preset="tiny", rope=rope)).with_method(length=100)
+    prefix = read_prefix(lm, TEXT[:80])
+    assert prefix.length == 100
+    words = r"for 100 tokens, and a prompt .* for 126; .* lm.with_method\(length=126\)"
+    refused(prefix, lm, words, TEXT[:120])
+    refused(prefix, lm.with_method(length=126), words, TEXT[:90])
+    # 94 + 6 tokens, which is what the keys are rotated for, with a least length or without it
+    for one in (lm, lm.with_method()):
+        found = one.continuations([TEXT[:94]], [[ids(5, 6)]], prefix=prefix)[0][0].nll
+        wanted = one.continuations([TEXT[:94]], [[ids(5, 6)]])[0][0].nll
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_a_prefix_serves_requests_of_other_lengths_whose_rotation_is_the_same():
+    # Dynamic NTK changes nothing up to 400 tokens, and an unscaled rope never.
+    for rope in (DynamicNTK(factor=4.0, original_length=400), Default(theta=1e4)):
+        lm = LanguageModel.load(ModelSection(preset="tiny", rope=rope)).with_method(length=100)
+        CachedPrefix(None, np.array(TEXT[:80]), lm, 100).check_keys(lm, [126, 300])
 
 
 def test_invalid_requests_raise_input_error_as_without_a_prefix(lm):

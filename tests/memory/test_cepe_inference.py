@@ -94,6 +94,20 @@ def test_kept_keys_and_values_give_the_same_and_are_larger(lm):
     np.testing.assert_allclose(lm.nll(TOKENS, context=keys), wanted, atol=5e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kept_keys_and_values_are_not_rounded_on_accelerators(lm, dtype):
+    config, encoded = lm.config.replace(dtype=dtype), lm.encode_contexts(CONTEXT[:1]).encoded
+
+    def project(params, encoded):
+        return config.memory.project_states(params, config, encoded).layers
+
+    text = jax.jit(project).lower(lm.params, encoded).as_text()
+    products = text.count("dot_general")
+    assert products == 2 * sum(config.memory.reader_layers(config.num_layers))
+    exact = text.count("precision = [HIGHEST, HIGHEST]")
+    assert exact == (products if dtype == "float32" else 0)
+
+
 def test_one_context_serves_many_texts(lm):
     found = lm.nll(TOKENS[[0, 0, 0]], context=lm.encode_contexts(CONTEXT[:1]))
     wanted = lm.nll(TOKENS, context=CONTEXT)[[0, 0, 0]]

@@ -14,7 +14,8 @@ from lcjax.memory import BeaconSection, SharedLlmSection
 from lcjax.models import Decoder, LayerKind, layer_groups, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import SequentialBlock, random_params
-from lcjax.models.layers import LayerInputs, Norm
+from lcjax.models.layers import LayerInputs, Linear, Norm, Projections
+from lcjax.models.lora import LoRA
 from lcjax.rope import Clex, Default, DynamicNTK, NoRotation, Yarn, stack_rotations
 
 SIX = preset("tiny").replace(num_layers=6, width=32, mlp_width=48, head_dim=8)
@@ -239,3 +240,41 @@ def test_combinations_that_make_no_sense_raise_input_error(changes, message):
 def test_entries_with_wrong_values_raise_input_error(fields, message):
     with pytest.raises(InputError, match=message):
         LayerKind(**fields)
+
+
+def exact_product(x, factor):
+    return (x.astype(jnp.float32) * np.float32(factor)).astype(x.dtype)
+
+
+# Factors that bfloat16 does not hold, for all that a layer multiplies by a number.
+
+
+def test_the_factor_of_the_residual_is_not_rounded_by_itself():
+    y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 32)), jnp.bfloat16)
+    block = SequentialBlock(SIX.replace(dtype="bfloat16", residual_scale=0.2203))
+    got = block.apply({}, "mlp_after_norm", y, method="added")
+    np.testing.assert_array_equal(got, exact_product(y, 0.2203))
+
+
+def test_the_factor_of_attention_is_not_rounded_by_itself():
+    config = SIX.replace(dtype="bfloat16")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 32)), jnp.bfloat16)
+    params = Projections(config).init(jax.random.key(0), x, method="project")
+    plain, *_ = Projections(config).apply(params, x, method="project")
+    scaled = Projections(config.replace(attention_scale=144**-0.5))
+    got, *_ = scaled.apply(params, x, method="project")
+    np.testing.assert_array_equal(got, exact_product(plain, 144**-0.5 * 8**0.5))
+
+
+def test_the_factor_of_an_adapter_is_not_rounded_by_itself():
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 9, 32)), jnp.bfloat16)
+    params = {"kernel": (32, 16), "lora_a": (32, 3), "lora_b": (3, 16)}
+    params = {name: jnp.asarray(random.normal(size=size)) for name, size in params.items()}
+    params["kernel"] *= 0  # what is left is the update
+
+    def update(alpha):
+        config = SIX.replace(dtype="bfloat16", lora=LoRA(rank=3, alpha=alpha))
+        return Linear((32,), (16,), config, name="query").apply({"params": params}, x)
+
+    np.testing.assert_array_equal(update(7.0), exact_product(update(3.0), 7 / 3))

@@ -76,6 +76,16 @@ def test_float32_adapters_lose_nothing_on_a_bfloat16_base():
     np.testing.assert_array_equal(stored, exact.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("stack", [(), (4,)], ids=["apart", "stacked"])
+def test_merging_is_not_rounded_on_accelerators(stack):
+    shapes = {"kernel": (8, 6), "lora_a": (8, 2), "lora_b": (2, 6)}
+    layer = {
+        name: jax.ShapeDtypeStruct((*stack, *shape), jnp.float32) for name, shape in shapes.items()
+    }
+    lowered = jax.jit(lora_lib.merge, static_argnums=1).lower(layer, LoRA(rank=2)).as_text()
+    assert "precision = [HIGHEST, HIGHEST]" in lowered and "DEFAULT" not in lowered
+
+
 def test_bad_adapter_settings_name_the_projections():
     with pytest.raises(InputError, match="rank=0"):
         LoRA(rank=0)

@@ -24,7 +24,7 @@ from lcjax.models import Decoder
 from lcjax.models.decoder import random_params
 from lcjax.retrieval.__main__ import main
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
-from lcjax.rope import Linear
+from lcjax.rope import DynamicNTK, Linear
 
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 WINDOW, OVERLAP = 24, 8
@@ -155,6 +155,17 @@ def test_a_part_of_the_text(lm, store, corpus, tmp_path):
     np.testing.assert_allclose(part.keys, store.keys[:33], rtol=1e-4, atol=5e-5)
 
 
+def test_the_length_of_a_rotation_is_part_of_the_fingerprint(lm, store):
+    scaled = lm.with_method(rope=DynamicNTK(factor=4.0, original_length=64))
+    short, *longer = (
+        knn_lib.model_fingerprint(scaled.with_method(length=n)) for n in (64, 512, 4096)
+    )
+    assert short == knn_lib.model_fingerprint(scaled), "nothing is scaled up to 64 tokens"
+    assert len({short, *longer}) == 3
+    far = lm.with_method(length=4096)  # of a rope that does not follow it
+    assert knn_lib.model_fingerprint(far) == store.index["fingerprint"]
+
+
 # The mixture
 
 
@@ -251,6 +262,14 @@ def test_an_approximate_index_that_visits_every_list_finds_the_same(
     np.testing.assert_allclose(knn.nll(tokens), exact.nll(tokens), atol=1e-4)
     with pytest.raises(InputError, match="build it with --faiss"):
         KnnLM(lm, store, k=k, index=kind)
+
+
+def test_a_search_visits_the_share_of_lists_of_the_paper_or_more(monkeypatch):
+    made = {}
+    monkeypatch.setattr(knn_lib.FaissIndex, "build", lambda keys, **options: made.update(options))
+    for count, nlist in ((103_000_000, 4096), (135_000_000, 4096), (1_000_000, 1024), (20, 1)):
+        knn_lib._build_faiss(np.broadcast_to(np.zeros(8, np.float16), (count, 8)), "ivf")
+        assert (made["nlist"], made["nprobe"]) == (nlist, 32)
 
 
 # Builds

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.rope import Default, Rotation, Yarn, rotate
+from lcjax.attention import DualChunk
+from lcjax.attention.base import rotate_queries
+from lcjax.rope import Clex, Default, Rotation, Yarn, rotate, stack_rotations
 
 HEAD = 64
 INV_FREQ, _ = Default(theta=1e4).frequencies(HEAD, 1)
@@ -45,6 +47,40 @@ def test_bfloat16_features_are_rotated_by_float32_angles():
     exact = rotate64(np.asarray(x, np.float32), positions, INV_FREQ)
     # rounding of the result alone
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2**-8, atol=1e-5)
+
+
+CLEX = Clex(theta=1e4, original_length=64, log_scale=True)
+GROWN = DualChunk(chunk=24, local=8, train_length=8, growth="linear")
+OF_LENGTH = {
+    "clex": lambda n: CLEX.rotation(HEAD, n, CLEX.init(jax.random.key(0), HEAD)),
+    "dual_chunk": lambda n: GROWN.at_length(Rotation(INV_FREQ), n),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("method", OF_LENGTH)
+def test_the_scale_of_queries_is_rounded_with_their_product_only(method, dtype):
+    # 90 tokens give clex the scale 1.082, which bfloat16 does not hold.
+    rotations = [OF_LENGTH[method](length) for length in (90, 47)]
+    q = jnp.asarray(features((2, 9, 3, HEAD)), dtype)
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    batch = rotate_queries(q, positions, stack_rotations(rotations))
+    for row, rotation in enumerate(rotations):
+        rows = slice(row, row + 1)
+        alone = rotate_queries(q[rows], positions[rows], rotation)
+        wide = rotate(q[rows].astype(jnp.float32), positions[rows], *rotation[:2])
+        np.testing.assert_array_equal(
+            alone, (wide * np.float32(rotation.query_scale)).astype(dtype)
+        )
+        np.testing.assert_array_equal(alone, batch[rows])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_queries_without_a_scale_are_rotated_like_keys(dtype):
+    q = jnp.asarray(features((1, 9, 3, HEAD)), dtype)
+    positions = jnp.arange(9)[None]
+    got = rotate_queries(q, positions, Rotation(INV_FREQ[: HEAD // 4], 1.1))
+    np.testing.assert_array_equal(got, rotate(q, positions, INV_FREQ[: HEAD // 4], 1.1))
 
 
 def test_scores_depend_on_the_distance_only():
