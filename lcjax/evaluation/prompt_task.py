@@ -14,7 +14,7 @@ from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
 
-PROMPTS_VERSION = "lcjax-1"  # version of this library's own prompts, in records
+PROMPTS_VERSION = "lcjax-2"  # version of this library's own prompts, in records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -378,5 +378,5 @@ def test_the_librarys_own_prompts_are_those_of_their_version():
     names = ("longbench", "infinitebench", "zeroscrolls", "ruler", "ruler_haystack", "trec_classes")
     names += ("passkey", "niah", "icl", "kv_retrieval", "open_qa")
     text = json.dumps([library_prompts(name) for name in names])
-    assert PROMPTS_VERSION == "lcjax-1"
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "2614bcd205992eae"
+    assert PROMPTS_VERSION == "lcjax-2"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "392145807d1a63e3"
