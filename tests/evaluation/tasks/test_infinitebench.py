@@ -81,7 +81,7 @@ def test_prompts_of_the_chosen_family_are_read_without_running_the_file(tmp_path
     assert TOKENIZER.decode(other.tokens) == f"Run func_7: {text} func_7(-3)"
     assert "gpt4" in other.fields["wording"]
     own = InfiniteBench(path=write(tmp_path / "a" / "own"), tasks=("code_run",))
-    assert plan(own)[0].fields["wording"] == "lcjax-1"
+    assert plan(own)[0].fields["wording"] == "lcjax-2"
 
 
 def test_an_installed_lm_eval_lends_prompts_of_its_family(tmp_path, lm_eval_tasks):
@@ -98,10 +98,10 @@ def test_an_installed_lm_eval_lends_prompts_of_its_family(tmp_path, lm_eval_task
     assert question.fields["wording"] == "lm-eval 0.4.13"
     text = "a line of text. " * 10
     assert TOKENIZER.decode(question.tokens) == f"Read.\n\n{text}\n\nQ: What?"
-    assert code.fields["wording"] == "lcjax-1", "what lm-eval puts together by code"
+    assert code.fields["wording"] == "lcjax-2", "what lm-eval puts together by code"
     for fields in ({}, {"family": "gpt4", "wording": "folder"}):
         units = plan(InfiniteBench(path=path, tasks=names, **fields))
-        assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
+        assert {unit.fields["wording"] for unit in units} == {"lcjax-2"}
     limits = Limits((1000,))
     with pytest.raises(InputError, match="prompts of gpt4"):
         InfiniteBench(path=path, tasks=names, wording="lm_eval").check(limits, "tasks.0")
@@ -171,7 +171,7 @@ def test_generated_tasks_need_no_files_and_hold_their_answers_uncut():
             assert 0.8 * 3000 < size <= 3000, name
             assert unit.fields["cut_tokens"] == unit.fields["truncated"] == 0
             assert answer in context(unit) or name == "math_find"
-            assert unit.fields["source"] == "generated, lcjax-1" and unit.fields["units"] >= 10
+            assert unit.fields["source"] == "generated, lcjax-2" and unit.fields["units"] >= 10
         answers = [str(unit.fields["references"][0]) for unit in units]
         right = scored(task, units, answers)
         assert [record["correct"] for record in right] == [1.0] * len(units), name
@@ -294,7 +294,7 @@ def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_pat
     assert {unit.shape[1:] for unit in units} == {(1024, ())}
     text = TOKENIZER.decode(units[names.index("quality")].tokens)
     assert "(D) no one" in text and text.index("sat there") < text.index("(A) a dog")
-    assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
+    assert {unit.fields["wording"] for unit in units} == {"lcjax-2"}
 
 
 def test_the_flavour_sets_the_length_of_answers_and_their_stop(tmp_path):

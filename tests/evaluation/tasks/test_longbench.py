@@ -138,7 +138,7 @@ def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
 def test_official_wording_is_read_from_the_folder_and_recorded(tmp_path, monkeypatch):
     path = write(tmp_path, ("trec", "hotpotqa"), 1)
     task = LongBench(path=path, tasks=("trec", "hotpotqa"))
-    assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-1"}
+    assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-2"}
     (tmp_path / "config").mkdir()
     prompts = {"trec": "Types.\n{context}\n{input}", "hotpotqa": "Read {context}\nQ: {input}\nA: "}
     (tmp_path / "config" / "dataset2prompt.json").write_text(json.dumps(prompts))
@@ -163,7 +163,7 @@ def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path,
     assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
     assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
     own = dataclasses.replace(task, wording="folder")
-    assert plan(own)[0].fields["wording"] == "lcjax-1"
+    assert plan(own)[0].fields["wording"] == "lcjax-2"
     # The user's copy comes first, unless another one is asked for.
     (data / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context} {input}"}))
     assert plan(task)[0].fields["wording"] == "official (dataset2prompt.json)"

@@ -80,7 +80,7 @@ def test_the_first_line_is_scored_and_the_curve_is_drawn(trec, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*bad.*")
 def test_the_prompt_is_the_official_one_where_it_lies_beside_the_files(trec, tmp_path):
     task = ManyShot(path=trec, tasks=("trec_1shots",))
-    assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-1"}
+    assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-2"}
     prompts = {"trec": "Types!\n{context}\n{input} Now:"}
     (tmp_path / "dataset2prompt.json").write_text(json.dumps(prompts))
     for unit in plan(task):

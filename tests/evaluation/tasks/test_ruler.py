@@ -77,7 +77,7 @@ def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
         prompt = BYTES.decode(unit.tokens)
         for answer in unit.fields["references"]:
             assert answer in prompt
-        assert unit.fields["wording"] == "lcjax-1" and unit.fields["task"] == task
+        assert unit.fields["wording"] == "lcjax-2" and unit.fields["task"] == task
         if not task.startswith("qa"):  # these may not have as many documents
             # 500 words at a time are many bytes.
             assert unit.fields["size"] > (0.3 if task in ESSAYS else 0.7) * length
