@@ -248,17 +248,17 @@ def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landma
             f"{where}: mem_id={token!r} must be the id of the landmark token, below "
             f"vocab_size={vocab_size}; the released models have 32001"
         )
-    fields, own = _released_landmark(hf), hf.get(_LANDMARK_FIELDS) or {}
-    if "top_k" not in own and fields["top_k"] < 1:
+    fields, extra = _released_landmark(hf), hf.get(_LANDMARK_FIELDS) or {}
+    if "top_k" not in extra and fields["top_k"] < 1:
         raise InputError(
             f"{where}: train_context_length={fields['train_length']} must hold 3 blocks of "
             f"mem_freq + 1 = {fields['block']} tokens, one of them retrieved"
         )
     try:
-        return Landmark(**fields | own)
+        return Landmark(**fields | extra)
     except TypeError:
         raise InputError(
-            f"{where}: {_LANDMARK_FIELDS}={own!r:.200} is not as this version writes it; copy"
+            f"{where}: {_LANDMARK_FIELDS}={extra!r:.200} is not as this version writes it; copy"
             " config.json again from where the model was saved"
         ) from None
 
@@ -328,8 +328,9 @@ def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
     }
     fields = {field.name: field.default for field in dataclasses.fields(Landmark)}
     read = fields | _released_landmark(hf)
-    own = {name: getattr(pattern, name) for name in fields if getattr(pattern, name) != read[name]}
-    return hf | ({_LANDMARK_FIELDS: own} if own else {})
+    written = {name: getattr(pattern, name) for name in fields}
+    extra = {name: value for name, value in written.items() if value != read[name]}
+    return hf | ({_LANDMARK_FIELDS: extra} if extra else {})
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:

@@ -362,14 +362,11 @@ class _Runner:
     def _check_model(self, method: Method, model) -> None:
         plan = self._plan(model.tokenizer)
         for length in self._lengths:
-            subject = prompts = None
+            subject_of = functools.cache(functools.partial(apply_method, model, method, length))
             for task in self._config.tasks:
                 units, done = plan.get((task.label, length), ()), self._done[task.label]
                 if any((method.name, length, unit.index) not in done for unit in units):
-                    if prompts != task.generates:
-                        prompts = task.generates
-                        subject = apply_method(model, method, length, prompts=prompts)
-                    task.check_model(subject, units)
+                    task.check_model(subject_of(prompts=task.generates), units)
 
     def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
         """The cells of a method that lack records; the longest first, as memory may run out."""
@@ -377,17 +374,16 @@ class _Runner:
         for length in reversed(self._lengths):
             fields = {"method": method.name, "length": length, "trained": model.config.max_length}
             fields["tokenizer"] = model.tokenizer.fingerprint
-            subject = prompts = None
+            # One for windows, one for prompts: a reader may open a datastore.
+            subject_of = functools.cache(functools.partial(apply_method, model, method, length))
             for task in self._config.tasks:
                 units = plan.get((task.label, length), ())
                 missing = self._units_without_record(task, method.name, units)
                 if not missing:
                     continue
-                if prompts != task.generates:
-                    prompts = task.generates
-                    subject = apply_method(model, method, length, prompts=prompts)
-                    if subject.decoder is not None:
-                        fields["decoder"] = subject.decoder
+                subject = subject_of(prompts=task.generates)
+                if subject.decoder is not None:
+                    fields["decoder"] = subject.decoder
                 yield _Cell(task, subject, fields, missing, units)
 
     def _units_without_record(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:

@@ -428,11 +428,11 @@ class CachedPrefix(NamedTuple):
                 "prefix was read by another model; read it with the one that reads the prompts"
             )
         for name in ("rope", "pattern", "layers"):
-            own, other = getattr(self.lm.config, name), getattr(lm.config, name)
-            if own != other:
+            read_with, expected = getattr(self.lm.config, name), getattr(lm.config, name)
+            if read_with != expected:
                 raise InputError(
-                    f"prefix was read with {name}={own!r}, and the prompts are read with {other!r};"
-                    " read it with the model, as with_method gives it, that reads them"
+                    f"prefix was read with {name}={read_with!r}, and the prompts are read with"
+                    f" {expected!r}; read it with the model, as with_method gives it, that reads them"
                 )
         if not lm.follows_length:
             return

@@ -132,7 +132,7 @@ class Cepe(CrossAttentionMemory):
         return config.replace(memory=memory)
 
     def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
-        own = {"trained_context": self.trained_context}
+        extra = {"trained_context": self.trained_context}
         return write_config(config.replace(memory=None)) | {
             "architectures": [RELEASED_CLASS],
             "is_decoder": True,
@@ -149,7 +149,7 @@ class Cepe(CrossAttentionMemory):
             "lm_loss_cof": 1.0,
             "kl_loss_cof": 1.0,
             "kl_loss_mode": "drop",  # the released default cannot be read by the released code
-            **({} if self.trained_context is None else {_HF_FIELD: own}),
+            **({} if self.trained_context is None else {_HF_FIELD: extra}),
         }
 
     def misread_by_released(self) -> str | None:

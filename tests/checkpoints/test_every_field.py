@@ -59,7 +59,7 @@ VALUES = {
 }
 
 
-def own(registry):
+def library_choices(registry):
     """The choices of a registry without those that other tests have registered."""
     choices = registry.get_known_choices().items()
     return {name: kind for name, kind in choices if kind.__module__.startswith("lcjax.")}
@@ -97,8 +97,8 @@ def number_saved(configs):
             hf = config_to_hf(config)
         except InputError:
             continue
-        found = config_from_hf(json.loads(json.dumps(hf)))
-        assert found == config.replace(pattern=config.pattern.for_inference())
+        loaded = config_from_hf(json.loads(json.dumps(hf)))
+        assert loaded == config.replace(pattern=config.pattern.for_inference())
         count += 1
     return count
 
@@ -111,7 +111,7 @@ SAVED_PATTERNS = {
 }
 PATTERNS = {
     name: SAVED_PATTERNS.get(name) or kind(**kind.examples[0])
-    for name, kind in own(Pattern).items()
+    for name, kind in library_choices(Pattern).items()
 }
 
 
@@ -166,7 +166,7 @@ MEMORIES = {
 
 
 def test_every_memory_has_a_case():
-    assert MEMORIES.keys() == own(Memory).keys()
+    assert MEMORIES.keys() == library_choices(Memory).keys()
 
 
 def with_memory(memories):
@@ -201,7 +201,7 @@ ROPES = {
 
 
 def test_every_position_method_has_a_case():
-    assert ROPES.keys() == own(Rope).keys()
+    assert ROPES.keys() == library_choices(Rope).keys()
 
 
 @pytest.mark.parametrize(("rope", "name"), fields_of(ROPES))
