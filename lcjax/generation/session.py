@@ -432,7 +432,8 @@ class CachedPrefix(NamedTuple):
             if read_with != expected:
                 raise InputError(
                     f"prefix was read with {name}={read_with!r}, and the prompts are read with"
-                    f" {expected!r}; read it with the model, as with_method gives it, that reads them"
+                    f" {expected!r}; read it with the model, as with_method gives it, that reads"
+                    " them"
                 )
         if not lm.follows_length:
             return
