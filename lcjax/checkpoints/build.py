@@ -44,7 +44,7 @@ class ModelSection:
     # An encoder for a memory out of the first so many layers of path, to be trained with
     # data.masking; null: the model as it is.
     encoder_layers: int | None = None
-    # With a preset, instead of rotations: alibi, t5, sinusoidal or learned.
+    # With a preset, instead of rotations: alibi, t5, transformer_xl, deberta, sinusoidal or learned
     position: str | None = None
     dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
     param_dtype: str | None = None  # of weights; null: the checkpoint's own

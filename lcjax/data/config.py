@@ -29,6 +29,8 @@ PLAN = {
     "retrieved": "retrieved_plan.json",
 }
 NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
+# Fields that may change when a run resumes: speed, checks, and the number of epochs.
+RESUMABLE = ("threads", "prefetch", "scan", "repeat")
 
 # Fields of sources whose rows are packed here.
 _PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")

@@ -20,6 +20,7 @@ from lcjax.attention.landmark.tokens import Landmarks, insert
 from lcjax.data.chat import ChatTokenise
 from lcjax.data.chunks import cut_context, fit_document, hide_context, segment_positions
 from lcjax.data.config import (
+    RESUMABLE,
     ChatSource,
     DataConfig,
     Masking,
@@ -41,9 +42,6 @@ from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
 Element = dict[str, np.ndarray]  # "pair", and once packed "pair_segment_ids", "pair_positions"
-
-# Fields that may change when a run resumes: speed, and the number of epochs.
-_MUTABLE_FIELDS = ("threads", "prefetch", "repeat")
 
 
 def make_loader(
@@ -239,7 +237,7 @@ def _identity(
     landmarks: Landmarks | None,
 ) -> dict[str, Any]:
     """Returns everything that determines the batches and their order."""
-    fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _MUTABLE_FIELDS}
+    fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in RESUMABLE}
     # The location of the text may change, its content may not; the sources have the lengths.
     del fields["data.path"], fields["data.sources"], fields["data.length_shares"]
     fields |= corpus_identity([source.corpus for source in sources])

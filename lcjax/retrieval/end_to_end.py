@@ -330,7 +330,7 @@ class EndToEndTask(LanguageModelTask):
             nll = _aligned(nll_of(params, _text_rows(batch), key), batch)
             loss, weights = section.loss(scores, nll, batch), batch["weights"]
             is_scored = jnp.where(batch["scored"].any(-1), 1.0, 0.0)
-            return (loss * is_scored).sum(), weights.sum()
+            return (loss * is_scored).sum(), weights.sum(), {}
 
         return objective
 

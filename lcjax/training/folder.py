@@ -28,6 +28,7 @@ from lcjax.checkpoints.orbax_io import FOLDER, steps_in
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES
 from lcjax.config import ERROR
+from lcjax.data.config import RESUMABLE
 from lcjax.errors import InputError
 from lcjax.files import FolderFormat, check_destination, check_replaceable
 from lcjax.parallel import distributed
@@ -60,12 +61,14 @@ _VISIBLE = 60  # seconds until network storage shows a new file to all machines
 
 # Keys that do not change what a run computes (up to rounding), so a resumed run may change them.
 # The loader itself checks that the text in data.path is the same.
-_FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "data.prefetch")
-_FREE += ("data.scan",)
-_FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
-_FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
-_FREE += ("retriever.pairs.path",)
-_FREE += ("train.export", "train.checksums", "train.profile", "train.offload")
+_FREE = (
+    *("run.", "eval.", "track.", "mesh.", "distributed.", "model.remat"),
+    *("data.path", "data.sources", "retriever.pairs.path"),
+    *(f"data.{name}" for name in RESUMABLE),
+    *("train.accumulation", "train.on_nan", "train.loss_chunk", "train.offload"),
+    *("train.log_every", "train.save_every", "train.keep", "train.export", "train.checksums"),
+    "train.profile",
+)
 
 
 def check(config: TrainConfig) -> Path:

@@ -203,7 +203,8 @@ class Training:
             self._report()
             raise InputError(
                 f"the data ended after {step} of train.steps={self.config.train.steps}; set"
-                " data.repeat=null to read it again, or lower train.steps"
+                " data.repeat=null to read it again, or lower train.steps with"
+                " run.accept=[train.steps]"
             )
         return batch, position
 

@@ -20,9 +20,9 @@ from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.tree import union
 
 Batch = dict[str, jax.Array]
-# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights) and, where
-# the loss has parts that are logged, a dict with the sum of each part by name
-Objective = Callable[[dict, dict, Batch, jax.Array], tuple]
+# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights, sums of the
+# parts of the loss that are logged, by name)
+Objective = Callable[[dict, dict, Batch, jax.Array], tuple[jax.Array, jax.Array, dict]]
 
 # Fields of a batch with the teacher's probabilities (`lcjax.data.stored_rows`).
 TEACHER = ("teacher_ids", "teacher_probabilities", "teacher_rest")
@@ -77,10 +77,17 @@ def language_model(
         inputs = hidden, head(params, config), targets, weights
         with jax.named_scope("loss"):
             if distill is None:
-                loss = cross_entropy(*inputs, chunk=chunk, mesh=mesh)
+                loss, count = cross_entropy(*inputs, chunk=chunk, mesh=mesh)
+                parts = {}
             else:
-                loss = distillation(*inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
-            return _with_balance(loss, layers, factor) if factor else loss
+                loss, count, parts = distillation(
+                    *inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh
+                )
+            if factor:
+                added = _balance(layers) * count
+                parts = (parts or {"ce": loss}) | {"balance": added}
+                loss = loss + factor * added
+            return loss, count, parts
 
     return objective
 
@@ -92,13 +99,10 @@ def _counted(model: Decoder, batch: Batch) -> CollectLoad:
     return CollectLoad(counted if order is None else counted[:, order])
 
 
-def _with_balance(loss: tuple, layers: Load | tuple[Load, ...], factor: float) -> tuple:
-    """The result of an objective with the load-balancing loss of `layers` added."""
-    total, weights, *parts = loss
-    load = layers if isinstance(layers, Load) else jax.tree.map(lambda *x: jnp.stack(x), *layers)
-    added = balance_loss(load) * weights
-    names = parts[0] if parts else {"ce": total}
-    return total + factor * added, weights, names | {"balance": added}
+def _balance(layers: Load | tuple[Load, ...]) -> jax.Array:
+    """Returns the load-balancing loss of scanned layers, or of layers that differ."""
+    is_scanned = isinstance(layers, Load)
+    return balance_loss(layers if is_scanned else jax.tree.map(lambda *x: jnp.stack(x), *layers))
 
 
 def target_nll(

@@ -71,7 +71,7 @@ def train_step(
     schedule: optim.Schedule,
     accumulation: int = 1,
     ema_decay: float | None = None,
-    halt_after: int | None = None,
+    halt_after: int = 1,
     spike: float | None = None,
 ) -> tuple[TrainState, Info]:
     """Computes one update. A pure function, to be jitted with donation of `state`.
@@ -95,7 +95,7 @@ def train_step(
       schedule: the learning rate as a function of the step.
       accumulation: number of microbatches; divides B.
       ema_decay: decay of the weights' moving average; None: no average.
-      halt_after: number of non-finite steps in a row that halts the run; None: never.
+      halt_after: number of non-finite steps in a row that halts the run.
       spike: multiple of the average gradient norm above which a step is skipped; None: never.
 
     Returns:
@@ -107,7 +107,7 @@ def train_step(
     )
     norm, lr = optax.tree.norm(grads), schedule(state.step)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    halted = jnp.bool_(False) if halt_after is None else jnp.asarray(num_nonfinite >= halt_after)
+    halted = jnp.asarray(num_nonfinite >= halt_after)
     is_spike = _is_spike(state, norm, spike) & finite
     should_update = finite & ~halted & ~is_spike
 
@@ -126,7 +126,7 @@ def train_step(
         else:
             new = jax.lax.cond(should_update, update, lambda old, _: old, old, grads)
     num_nonfinite = jnp.where(should_update | is_spike, 0, num_nonfinite + 1).astype(jnp.int32)
-    counted = 1 if halt_after is None else (num_nonfinite < halt_after).astype(jnp.int32)
+    counted = (num_nonfinite < halt_after).astype(jnp.int32)
     skipped = state.skipped + jnp.where(finite & ~is_spike, 0, counted)
     grad_norm_ema = _average_norm(
         state, jnp.where(finite & ~halted, norm, state.grad_norm_ema), spike
@@ -179,8 +179,8 @@ def accumulate(
     inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
 
     def mean_loss(variables, micro, key):
-        loss, _, *parts = objective(with_gradients(params, variables), frozen, micro, key)
-        return loss * inverse, {name: x * inverse for part in parts for name, x in part.items()}
+        loss, _, parts = objective(with_gradients(params, variables), frozen, micro, key)
+        return loss * inverse, {name: x * inverse for name, x in parts.items()}
 
     def add_microbatch(sums, xs):
         (loss, parts), grads = jax.value_and_grad(mean_loss, has_aux=True)(variables, *xs)
@@ -222,7 +222,7 @@ def make_eval_step(
 
     def eval_step(params, frozen, batch):
         def add_microbatch(sums, micro):
-            nll, tokens, *_ = objective(params, frozen, micro, jax.random.key(0))
+            nll, tokens, _ = objective(params, frozen, micro, jax.random.key(0))
             return {"nll": sums["nll"] + nll, "tokens": sums["tokens"] + tokens}, None
 
         zeros = {"nll": jnp.float32(0), "tokens": jnp.float32(0)}

@@ -296,7 +296,7 @@ def test_more_epochs_may_be_added_but_none_that_were_read_taken_away(path):
     loader = make_loader(config_for(path, repeat=2), Bytes(), 2)
     batches = list(loader)
     state = loader.get_state()
-    longer = make_loader(config_for(path, repeat=3), Bytes(), 2)
+    longer = make_loader(config_for(path, repeat=3, scan=True), Bytes(), 2)
     longer.set_state(state)
     more = list(longer)
     assert len(batches) / 2 == pytest.approx(len(more), abs=1)

@@ -147,7 +147,7 @@ def _gradients(config, mesh, trained, frozen, own, key):
     objective = language_model(config, PlainPositions(), mesh=mesh)
 
     def loss(trained):
-        total, count = objective(trained, frozen, own, key)
+        total, count, _ = objective(trained, frozen, own, key)
         return total / count
 
     return jax.value_and_grad(loss)(trained)

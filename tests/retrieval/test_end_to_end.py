@@ -532,7 +532,7 @@ def test_the_objective_is_the_formula_over_separate_passes(section, is_plain, to
     task, trained, frozen = loaded(settings)
     rows, batch = prepared(task, trained)
     placed = batches.put(batch, task.mesh)
-    loss, count = jax.jit(task.objective("train"))(trained, frozen, placed, jax.random.key(0))
+    loss, count, _ = jax.jit(task.objective("train"))(trained, frozen, placed, jax.random.key(0))
     assert count == batch["weights"].sum()
     encoder = task.encoder.with_params(trained["retriever"])
     stored = {p.id: p for p in task._store.passages(range(task._store.num_rows))}
@@ -577,7 +577,7 @@ def gradients(settings, devices=8):
     objective = task.objective("train")
 
     def mean(trained, frozen):
-        loss, count = objective(trained, frozen, placed, jax.random.key(0))
+        loss, count, _ = objective(trained, frozen, placed, jax.random.key(0))
         return loss / count
 
     loss, by_tree = jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))(trained, frozen)

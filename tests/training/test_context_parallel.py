@@ -75,7 +75,7 @@ def loss_and_gradients(model, shape, places=PlainPositions()):
         data = jax.device_put(data, batch_sharding(mesh))
 
     def mean(params, data):
-        loss, weights = objective(params, {}, data, jax.random.key(1))
+        loss, weights, _ = objective(params, {}, data, jax.random.key(1))
         return loss / weights
 
     return jax.device_get(jax.jit(jax.value_and_grad(mean))(params, data))

@@ -301,6 +301,11 @@ def test_another_learning_rate_raises_input_error_unless_it_is_accepted(
     assert metrics["step"] == STEPS  # complete already: nothing is trained again
 
 
+def test_keys_that_change_no_batch_may_change_when_a_run_resumes(corpus, reference):
+    changed = {"repeat": 7, "scan": True, "threads": 1, "prefetch": 0}
+    assert run(tiny(reference[0], corpus, data=changed))["step"] == STEPS
+
+
 def test_overwriting_removes_the_run_and_nothing_else(tmp_path, corpus, reference):
     folder = shutil.copytree(reference[0], tmp_path / "run")
     (folder / "notes.txt").write_text("mine")

@@ -66,7 +66,7 @@ def steps(offload, *, config=CONFIG, shape=ONE, rules=("all",), accumulation=2, 
     objective = language_model(config, PlainPositions(), mesh=mesh)
     step = functools.partial(
         train_step, objective=objective, optimizer=optimizer, schedule=optim.schedule(SETTINGS),
-        accumulation=accumulation, ema_decay=SETTINGS.ema,
+        accumulation=accumulation, ema_decay=SETTINGS.ema, halt_after=99,
     )  # fmt: skip
     layout = state_shardings(state, mesh, offload), replicated(mesh)
     step, losses = jax.jit(step, donate_argnums=0, out_shardings=layout), []
@@ -97,7 +97,7 @@ def toy(trained, frozen, batch, key):
     """A loss of all weights, so small that its step is compiled at once."""
     weights = flatten(unbox_offloaded(box_offloaded(trained)))
     loss = sum(jnp.sum(jnp.sin(leaf * (i + 2))) for i, leaf in enumerate(weights.values()))
-    return loss * batch["scale"].mean(), batch["weights"].sum()
+    return loss * batch["scale"].mean(), batch["weights"].sum(), {}
 
 
 def toy_steps(offload):
@@ -115,7 +115,7 @@ def toy_steps(offload):
     state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
     step = functools.partial(
         train_step, objective=toy, optimizer=optimizer, schedule=optim.schedule(SETTINGS),
-        ema_decay=SETTINGS.ema,
+        ema_decay=SETTINGS.ema, halt_after=99,
     )  # fmt: skip
     layout = state_shardings(state, mesh, offload), replicated(mesh)
     step, losses = jax.jit(step, donate_argnums=0, out_shardings=layout), []
