@@ -28,7 +28,7 @@ from lcjax.models import ModelConfig
 from lcjax.parallel.sharding import AXES, make_mesh
 from lcjax.training import TrainConfig, batches, compile_only, estimate
 
-FLAG = "--compiled"
+COMPILED = "--compiled"
 PROGRAMS = ("prefill", "decode", "train")
 PREFILL = 4096  # tokens that a prompt is read at once on accelerators
 Columns = dict[str, str]
@@ -37,10 +37,10 @@ Columns = dict[str, str]
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0: everything fits; 1: something does not; 2: wrong input."""
     words, results = list(sys.argv[1:] if argv is None else argv), []
-    is_compiled = FLAG in words
+    is_compiled = COMPILED in words
     try:
         words, options = estimate.options_of(
-            [word for word in words if word != FLAG],
+            [word for word in words if word != COMPILED],
             *("length", "topology", "programs" if is_compiled else "mfu"),
         )
         here = is_compiled and not options["topology"]  # the devices of this machine
@@ -102,6 +102,8 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
         f" {chip.peak / 1e12:,.3g} TFLOP/s, {chip.bandwidth / 1e9:,.3g} GB/s\n"
     )
     print(table(columns))
+    if "train" in programs:
+        print("".join(f"\n{line}" for line in estimate.replication_notes(model, mesh)))
     return fits
 
 
@@ -134,7 +136,7 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         "roofline bound, ms": f"{1e3 * seconds:,.3g} ({binds})",
     }
     if cost.refused:
-        return cells | {"memory, GB": f"does not fit: {cost.needed / 1e9:,.1f}"}
+        return cells | {"peak, GB": _peak(cost)}
     module = hlo.Module(cost.text)
     seconds, binds = roofline.Work(cost.flops, cost.accessed).bound(chip)
     cycles = hlo.estimated_cycles(module)
@@ -158,7 +160,8 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         "arguments, GB": f"{cost.arguments / 1e9:,.3g}",
         "outputs, GB (in place)": f"{cost.outputs / 1e9:,.3g} ({cost.in_place / 1e9:,.3g})",
         "temporaries, GB": f"{cost.temporaries / 1e9:,.3g}",
-        "peak, GB": f"{cost.needed / 1e9:,.3g}" + ("" if cost.fits else ", does not fit"),
+        **({"host memory, GB": f"{cost.host / 1e9:,.3g}"} if cost.host else {}),
+        "peak, GB": _peak(cost),
         **cache,
         "float32 products": _counts(hlo.float32_products(module)),
         "collectives (overlapped)": ", ".join(
@@ -167,6 +170,12 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         )
         or "0",
     }
+
+
+def _peak(cost: ProgramCost) -> str:
+    """Returns the peak beside what the chip leaves to a program, and whether that is enough."""
+    sizes = f"{cost.needed / 1e9:,.3g} of {cost.chip.usable / 1e9:,.3g}"
+    return f"{sizes}: {'fits' if cost.fits else 'does not fit'}"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -79,31 +79,6 @@ class ProgramCost:
     def fits(self) -> bool:
         return not self.refused and self.needed <= self.chip.usable
 
-    def __str__(self) -> str:
-        lines = []
-        if not self.refused:
-            lines = [
-                f"arguments          {self.arguments / 1e9:9.2f} GB",
-                f"outputs            {self.outputs / 1e9:9.2f} GB, of which"
-                f" {self.in_place / 1e9:.2f} in place of arguments",
-                f"temporaries        {self.temporaries / 1e9:9.2f} GB",
-                f"program            {self.program / 1e9:9.2f} GB",
-            ]
-            if self.host:
-                lines.append(f"host memory        {self.host / 1e9:9.2f} GB")
-        word = "FITS" if self.fits else "DOES NOT FIT"
-        lines.append(
-            f"peak               {self.needed / 1e9:9.2f} GB of {self.chip.usable / 1e9:.2f} GB"
-            f" that {self.chip.name} leaves to a program: {word}"
-        )
-        if self.accessed:
-            lines.append(
-                f"bytes accessed     {self.accessed / 1e9:9.1f} GB, bodies of loops counted once"
-            )
-        for kind, sent in self.traffic.items():
-            lines.append(f"{kind:19}{sent.bytes / 1e9:9.2f} GB in {sent.count:,}")
-        return "\n".join(lines)
-
 
 def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
     """Compiles a program for `chip`; the result says so if it is too large.

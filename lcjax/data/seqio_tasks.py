@@ -3,25 +3,21 @@
     register("my_books", DataConfig(path="books", length=4096), tokenizer)
     seqio.get_mixture_or_task("my_books")
 
-Also the training mixtures of the papers as `data:` sections, over folders that `prepare` wrote.
-Importing `lcjax.data.seqio_corpora` registers them.
+`lcjax.data.seqio_corpora` registers the training mixtures of the papers.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lcjax.checkpoints import Tokenizer, load_tokenizer
-from lcjax.data.chunks import Chunks
-from lcjax.data.config import ChatSource, DataConfig, SeqioSource, Source, TokenSource
+from lcjax.data.config import ChatSource, DataConfig, SeqioSource, Source
 from lcjax.data.corpus import check_sources
 from lcjax.data.loader import make_loader
-from lcjax.data.prepare import TOKENIZER
 from lcjax.data.seqio_source import import_seqio
 from lcjax.errors import InputError
 
@@ -68,25 +64,6 @@ def register(name: str, config: DataConfig, tokenizer: Tokenizer | str) -> list[
     rates = [(task, source.weight) for task, source in zip(tasks, sources, strict=True)]
     seqio.MixtureRegistry.add(name, rates)
     return tasks
-
-
-def register_papers(folder: str = "data") -> None:
-    """Registers the training mixtures of the papers, over folders that `prepare` wrote.
-
-    The names are `lcjax_cepe_filter`, `lcjax_cepe_cat`, `lcjax_cepe` (2:1 of these two) and
-    `lcjax_slimpajama_upsampled`. No file is opened before the first row is read.
-
-    Args:
-      folder: folder that holds the folders `redpajama` and `slimpajama_upsampled`.
-    """
-    for name, make_config, corpus in (
-        ("cepe_filter", cepe_filter, "redpajama"),
-        ("cepe_cat", cepe_cat, "redpajama"),
-        ("slimpajama_upsampled", slimpajama_upsampled, "slimpajama_upsampled"),
-    ):
-        register(f"lcjax_{name}", make_config(folder), str(Path(folder, corpus, TOKENIZER)))
-    seqio, _ = import_seqio()
-    seqio.MixtureRegistry.add("lcjax_cepe", [("lcjax_cepe_filter", 2.0), ("lcjax_cepe_cat", 1.0)])
 
 
 def _features(config: DataConfig) -> tuple[str, ...]:
@@ -186,61 +163,3 @@ def _vocabulary(tokenizer: Callable[[], Tokenizer]) -> Any:
             return tokenizer().fingerprint
 
     return TokenizerVocabulary()
-
-
-# Shares of RedPajama's sets in CEPE's rows across documents (Yen et al. 2024, app. A).
-REDPAJAMA = {
-    "arxiv": 0.025,
-    "book": 0.045,
-    "c4": 0.15,
-    "common_crawl": 0.67,
-    "github": 0.045,
-    "stackexchange": 0.02,
-    "wikipedia": 0.045,
-}
-
-
-def cepe(folder: str = "data") -> DataConfig:
-    """Returns CEPE's rows of 4,096 + 4,096 tokens: `cepe_filter` and `cepe_cat`, 2:1.
-
-    Yen et al. 2024 (arXiv 2402.16617), sec. 3.1. The folder `folder`/redpajama holds RedPajama
-    (v1), tokenised with its sets as labels.
-    """
-    return _cepe([*cepe_filter(folder).sources, *cepe_cat(folder).sources])
-
-
-def cepe_filter(folder: str = "data") -> DataConfig:
-    """Returns rows within long documents of ArXiv and books, half each (train-filter)."""
-    path = str(Path(folder, "redpajama"))
-    rows = {"pack": "windows", "stride": 4096}
-    return _cepe([TokenSource(path, 1.0, labels=[label], **rows) for label in ("arxiv", "book")])
-
-
-def cepe_cat(folder: str = "data") -> DataConfig:
-    """Returns rows across all documents of each set (train-cat)."""
-    path = str(Path(folder, "redpajama"))
-    pairs = REDPAJAMA.items()
-    return _cepe([TokenSource(path, share, labels=[label], stride=4096) for label, share in pairs])
-
-
-def _cepe(sources: list[Source]) -> DataConfig:
-    return DataConfig(
-        sources=sources,
-        length=8192,
-        chunks=Chunks(count=16, length=256),
-        document_mask=False,
-        add_bos=True,
-        add_eos=True,
-    )
-
-
-def slimpajama_upsampled(folder: str = "data", length: int = 32768) -> DataConfig:
-    """Returns rows of SlimPajama, which `prepare` up-sampled by length, cut anywhere.
-
-    Fu et al. 2024 (arXiv 2402.10171), sec. 3, as in the LCEG study (Lu et al. 2024, arXiv
-    2409.12181): BOS before every document, no EOS, no document mask.
-    """
-    source = TokenSource(str(Path(folder, "slimpajama_upsampled")), rows=True)
-    return DataConfig(
-        sources=[source], length=length, document_mask=False, add_bos=True, add_eos=False
-    )

@@ -1,22 +1,26 @@
 """Trains a model: python -m lcjax.training --config lcjax:quickstart_train --train.lr=1e-4
 
 With --compile_only --topology v5e:4x4 it only compiles the training step for these devices, on any
-machine, and prints the memory that it needs. Nothing is loaded.
+machine, and prints what the step needs: `python -m lcjax.cost --compiled --programs train`.
 """
 
 import sys
 from collections.abc import Sequence
 
 import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
+from lcjax.cost import __main__ as cost
 from lcjax.parallel import distributed
-from lcjax.training import TrainConfig, compile_only, run
+from lcjax.training import TrainConfig, run
+
+COMPILE_ONLY = "--compile_only"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train.py`, `lcjax-train` or `python -m lcjax.training`; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if compile_only.FLAG in words:
-        return compile_only.main(words)
+    if COMPILE_ONLY in words:
+        words.remove(COMPILE_ONLY)
+        return cost.main([cost.COMPILED, "--programs=train", *words])
     return distributed.main(TrainConfig, run, words, agreed_stop=True)
 
 

@@ -1,69 +1,24 @@
-"""`train.py --compile_only --topology v5e:4x4`: compiles the training step for other devices.
+"""Lowers and compiles the training step of a config for devices that need not be present.
 
 It lowers the same step that a run uses, from shapes only, so the compiler's result holds for the
-run. Nothing is loaded, and the devices need not be present.
+run. Nothing is loaded.
 """
-
-import sys
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from lcjax import config as config_lib
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
 from lcjax.cost.program import ProgramCost, program_cost
-from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.models.decoder import abstract_params
-from lcjax.parallel.sharding import AXES, batch_sharding, make_mesh, replicated
+from lcjax.parallel.sharding import batch_sharding, make_mesh, replicated
 from lcjax.training import batches, estimate, optim
 from lcjax.training.config import TrainConfig, trainable
 from lcjax.training.objective import language_model
 from lcjax.training.state import abstract_state
 from lcjax.training.step import jitted_step
 from lcjax.tree import flatten, split
-
-FLAG = "--compile_only"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles and reports. Returns 0: the step fits; 1: it does not; 2: wrong input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    costs = []
-
-    def run(config: TrainConfig) -> None:
-        costs.append(report(config, topology))
-
-    try:
-        words, options = estimate.options_of([word for word in words if word != FLAG], "topology")
-        if not options["topology"]:
-            raise InputError(f"{FLAG} needs the devices to compile for: --topology v5e:4x4")
-        topology = Topology.parse(options["topology"])
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    # Compiling for another machine must not open this machine's devices.
-    jax.config.update("jax_platforms", "cpu")
-    code = config_lib.main(TrainConfig, run, words)
-    return code or int(not costs[0].fits)
-
-
-def report(config: TrainConfig, topology: Topology) -> ProgramCost:
-    """Compiles the step of `config` for `topology` and prints the compiler's figures."""
-    compiled, model, mesh = compile_step(config, topology)
-    sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES)
-    print(f"one update on {topology} ({mesh.size} devices, {sizes}), compiled in", end=" ")
-    print(f"{compiled.seconds:.0f} s; per device:")
-    flops = step_flops(config, model) / mesh.size
-    print(
-        f"FLOPs              {flops / 1e12:9.1f} T (the model's, nothing counted twice);"
-        f" {flops / topology.chip.peak:.2f} s at the peak of {topology.chip.name}"
-    )
-    print(compiled)
-    print(*(f"{line}\n" for line in estimate.replication_notes(model, mesh)), sep="", end="")
-    return compiled
 
 
 def compile_step(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lcjax import config as configs
-from lcjax.data import DataConfig, lengths, seqio_tasks
+from lcjax.data import DataConfig, lengths
 from lcjax.data.prepare import PrepareConfig
 from lcjax.training.config import TrainConfig
 
@@ -41,16 +41,21 @@ def test_cepes_rows_are_mixed_two_to_one_by_the_papers_shares(tmp_path):
     assert all(2 * source.stride == data.length == 8192 for source in data.sources)
     assert sorted(s.labels[0] for s in inside) == ["arxiv", "book"] and len(across) == 7
     assert data.decoder_length == data.chunks.tokens == 4096 and not data.document_mask
-    assert data == seqio_tasks.cepe()
+    assert data.add_bos and data.add_eos
+    assert {source.labels[0]: source.weight for source in across} == {
+        "arxiv": 0.025, "book": 0.045, "c4": 0.15, "common_crawl": 0.67, "github": 0.045,
+        "stackexchange": 0.02, "wikipedia": 0.045,
+    }  # fmt: skip
 
 
 def test_sharedllms_rows_are_cepes_across_documents_but_for_the_books():
     def of(name):
         return configs.parse(TrainConfig, ["--config", str(FOLDER.parent / f"{name}.yaml")]).data
 
-    ours, theirs = of("sharedllm_7b"), seqio_tasks.cepe_cat()
+    ours, theirs = of("sharedllm_7b"), of("cepe_7b")
     weights = [source.weight for source in ours.sources]
-    assert weights == pytest.approx([source.weight for source in theirs.sources])
+    across = [source.weight for source in theirs.sources if source.pack is None]
+    assert weights == pytest.approx(across)
     assert {source.stride for source in ours.sources} == {4096} and not ours.document_mask
     assert [s.path for s in ours.sources if not s.labels] == ["data/pg19"]
     assert {s.path for s in ours.sources if s.labels} == {"data/redpajama"}
@@ -68,16 +73,8 @@ def test_sharedllms_rows_are_cepes_across_documents_but_for_the_books():
     assert ends == [" ", "\n", "\n\n"]
 
 
-def test_the_mixture_in_python_is_the_part_of_the_one_in_the_file():
-    whole, inside, across = seqio_tasks.cepe(), seqio_tasks.cepe_filter(), seqio_tasks.cepe_cat()
-    assert whole.sources == inside.sources + across.sources
-    assert sum(source.weight for source in across.sources) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("recipe", ["ntk_7b_32k", "pi_7b_32k", "yarn_7b_32k"])
-def test_recipes_read_the_rows_that_seqio_is_given_of_the_upsampled_corpus(recipe):
+def test_recipes_read_rows_of_the_upsampled_corpus_as_lceg_does(recipe):
     data = configs.parse(TrainConfig, ["--config", str(FOLDER.parent / f"{recipe}.yaml")]).data
-    ours = seqio_tasks.slimpajama_upsampled()
-    assert data.path == ours.sources[0].path
-    for key in ("length", "document_mask", "add_bos", "add_eos"):
-        assert getattr(data, key) == getattr(ours, key)
+    assert (data.path, data.length) == ("data/slimpajama_upsampled", 32768)
+    assert (data.document_mask, data.add_bos, data.add_eos) == (False, True, False)

@@ -9,8 +9,8 @@ from lcjax import cost
 from lcjax.cost import __main__ as command
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, compile_only, estimate
-from lcjax.training.compile_only import FLAG
+from lcjax.training import TrainConfig, estimate
+from lcjax.training.__main__ import main as train_main
 
 LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     assert message in output and output.count("\n") == 1
 
 
-@pytest.mark.parametrize(("main", "words"), [(command.main, []), (compile_only.main, [FLAG])])
+@pytest.mark.parametrize(("main", "words"), [(command.main, []), (train_main, ["--compile_only"])])
 def test_help_needs_no_devices(main, words, capsys):
     with pytest.raises(SystemExit) as end:
         main([*words, "--help"])
