@@ -5,9 +5,10 @@ from typing import Any
 
 
 def flatten(tree: dict, *, separator: str = "/", lists: bool = False) -> dict[str, Any]:
-    """`{"a": {"b": x}}` -> `{"a/b": x}`; empty dicts are left out.
+    """Returns `{"a/b": x}` for `{"a": {"b": x}}`; empty dicts are left out.
 
-    What is no dict is a leaf; with `lists`, lists are walked too: `{"a": [x]}` -> `{"a/0": x}`.
+    Every value that is not a dict is a leaf. With `lists=True` lists are flattened too:
+    `{"a": [x]}` -> `{"a/0": x}`.
     """
     flat = {}
 
@@ -24,7 +25,7 @@ def flatten(tree: dict, *, separator: str = "/", lists: bool = False) -> dict[st
 
 
 def nest(flat: dict[str, Any]) -> dict:
-    """`{"a/b": x}` -> `{"a": {"b": x}}`, the inverse of `flatten`."""
+    """Returns `{"a": {"b": x}}` for `{"a/b": x}`, the inverse of `flatten`."""
     tree: dict = {}
     for path, leaf in flat.items():
         *parents, last = path.split("/")
@@ -36,14 +37,14 @@ def nest(flat: dict[str, Any]) -> dict:
 
 
 def lookup(tree: dict, path: str) -> Any:
-    """The leaf or branch at `"a/b"`."""
+    """Returns the leaf or subtree at a path such as `"a/b"`."""
     for part in path.split("/"):
         tree = tree[part]
     return tree
 
 
 def split(tree: dict, keep: Callable[[str], bool]) -> tuple[dict, dict]:
-    """(leaves whose path `keep` accepts, the others), both as nested dicts."""
+    """Returns the leaves whose path `keep` accepts and the others, both as nested dicts."""
     kept, rest = {}, {}
     for path, leaf in flatten(tree).items():
         (kept if keep(path) else rest)[path] = leaf
@@ -51,5 +52,5 @@ def split(tree: dict, keep: Callable[[str], bool]) -> tuple[dict, dict]:
 
 
 def union(first: dict, second: dict) -> dict:
-    """The tree of both halves' leaves, in an order that does not depend on how it was split."""
+    """Returns the merged tree, sorted by path so that its order does not depend on the split."""
     return nest(dict(sorted((flatten(first) | flatten(second)).items())))

@@ -1,4 +1,4 @@
-"""Benchmarks of long-context methods: perplexity by protocol, generated answers, their reports.
+"""Benchmarks of long-context methods: perplexity under named protocols, answers, and reports.
 
 For example:
 

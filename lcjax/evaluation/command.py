@@ -1,8 +1,6 @@
 """`python eval.py [run | reproduce | score | report | compare | make-data | retrieval] ...`.
 
-Without a command: run.
-
-An installed lcjax has it as `lcjax-eval`.
+The default command is `run`. An installed lcjax provides the program as `lcjax-eval`.
 """
 
 import re
@@ -88,7 +86,7 @@ def _expand_short_options(words: Sequence[str]) -> list[str]:
 def _parse(
     name: str, words: Sequence[str], *options: str, has_keys: bool = False
 ) -> tuple[list[str], dict[str, str | None], list[str]]:
-    """Folders of runs, the values of options, and keys of a config if the command takes any."""
+    """Returns run folders, the values of options, and config keys if the command takes any."""
     folders, values, keys = config_lib.split_options(words, options)
     if keys and not has_keys:
         raise InputError(f"{keys[0]}: {name} takes no such option; see {command()} {name} --help")

@@ -70,7 +70,7 @@ def _check(runs: Mapping[str, Results], rows: Rows, against: str | None) -> None
 
 
 def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record]]]]:
-    """Records of every task by run; tasks with other rules of scores are separate."""
+    """Groups records by task and run; tasks that differ in their scoring are separate."""
     groups: dict[tuple, tuple[Task, dict[str, list[Record]]]] = {}
     for name, run in runs.items():
         for task, records in run.tasks.items():
@@ -90,7 +90,7 @@ def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record
 
 
 def _by_name(runs: Sequence[Results]) -> dict[str, Results]:
-    """Runs by folder name, with the name of the parent folder if names are equal."""
+    """Returns runs by folder name, after the name of the parent folder if names are equal."""
     names = [run.folder.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = ["/".join(run.folder.resolve().parts[-2:]) for run in runs]
@@ -115,7 +115,7 @@ def _rows(runs: dict[str, Results]) -> Rows:
 def _section(
     task: Task, records: dict[str, list[Record]], rows: Rows, against: str | None, out: Path
 ) -> page.Section:
-    """Results of one task over all runs; `records` are by run."""
+    """Returns the results of one task over all runs; `records` are by run."""
     groups: dict[str, dict[int, list[Record]]] = {}
     cells = []
     by_run = {name: by_cell(group) for name, group in records.items()}
@@ -132,7 +132,7 @@ def _section(
 
 
 def _bases(rows: Rows, against: str | None) -> dict[str, str]:
-    """The base row of each row of a task."""
+    """Returns the base row of each row of a task."""
     (first_run, _), first = next(iter(rows.items()))
     bases = {}
     for (run, method), label in rows.items():
@@ -180,7 +180,7 @@ def _page(runs: dict[str, Results], sections: Sequence[page.Section]) -> dict[st
 
 
 def _changed(runs: dict[str, Results]) -> dict[str, list[str]]:
-    """Settings that determine the numbers and differ between runs."""
+    """Returns the settings that determine the numbers and differ between runs."""
     trees = [
         flatten(hashed_settings(run.settings), separator=".", lists=True) for run in runs.values()
     ]

@@ -34,18 +34,18 @@ class Method:
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
     path: str | None = None  # another checkpoint than model.path, such as a training run
-    # Another memory than model.memory, with random weights where the checkpoint has none: for time
-    # and memory; null: the model's
+    # Another memory than model.memory, to measure time and memory use: weights that the checkpoint
+    # lacks are random; null: the model's
     memory: MemorySection | None = None
     # How windows are split for a model with a memory; null: as in CEPE's Table 1.
     context: ContextSplit | None = None
-    replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not
-    # Passages that the method finds by itself for every text or prompt; null: none
+    replug: ReplugSplit | None = None  # how REPLUG splits windows, for any model; null: no REPLUG
+    # The method's own retriever of passages for every text or prompt; null: none
     retrieval: RetrievalMethod | None = None
     knn: Knn | None = None  # next tokens of similar contexts of a datastore (kNN-LM); null: none
-    # Instead of path, in a study: keys over study.extend of the training that makes the model, such
-    # as [model.rope.type=yarn, model.rope.factor=4]; null: no training. Methods with the same keys
-    # share one training, that of the first
+    # In a study, instead of path: keys that override study.extend for the training of this model,
+    # such as [model.rope.type=yarn, model.rope.factor=4]; null: no training. Methods with the same
+    # keys share the training of the first of them
     train: tuple[str, ...] | None = None
 
     def __post_init__(self):
@@ -53,13 +53,12 @@ class Method:
         ways = [name for name in names if getattr(self, name) is not None]
         if len(ways) > 1:
             raise InputError(
-                f"methods: {self.name} has {' and '.join(ways)}, two ways to read text beside the"
-                " decoder's; give one"
+                f"methods: {self.name} sets {' and '.join(ways)}, of which only one can be set"
             )
 
     @property
     def retriever(self) -> RetrievalMethod | Knn | None:
-        """What finds text by itself, so that the decoder reads the whole window."""
+        """The section of retrieval or kNN-LM, if any; such a method has no `Split`."""
         return self.retrieval or self.knn
 
 
@@ -105,23 +104,23 @@ class EvalConfig:
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     distributed: Distributed = dataclasses.field(default_factory=Distributed)
     stride: int = 256  # tokens from one perplexity window to the next
-    max_documents: int | None = None  # of the corpus that are long enough; null: all
+    max_documents: int | None = None  # maximum number of documents that are long enough; null: all
     max_windows: int | None = None  # perplexity windows per length; null: all
     batch_size: int = 1  # windows per batch; like mesh, may change when a run is resumed
-    seed: int = 0  # of random keys, depths and choices of windows
-    published: tuple[Published, ...] = ()  # numbers of papers, shown beside those of the run
+    seed: int = 0  # seed of random keys, depths and choices of windows
+    published: tuple[Published, ...] = ()  # numbers of papers to show beside those of the run
     run: RunSection = dataclasses.field(default_factory=RunSection)
 
 
 def corpus_of(task: Task, config: EvalConfig) -> TextConfig:
-    """Returns the corpus that a task reads."""
+    """Returns the config of the corpus that a task reads."""
     if not task.corpus:
         return config.data
     return dataclasses.replace(config.data, path=task.corpus, sources=[])
 
 
 def texts(data: TextConfig) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of a corpus that is evaluated."""
+    """Yields (name, text) of each document: of the validation split if `data` has a holdout."""
     return documents(data, "validation" if data.holdout else "train")
 
 
@@ -133,7 +132,11 @@ def corpora(config: EvalConfig, tokenizer: Any) -> dict[str, TokenizedCorpus]:
 
 
 def sections(config: EvalConfig) -> list[ModelSection]:
-    """The model section of each method; a method's `path` resets the position method to its own."""
+    """Returns the model section of each method.
+
+    A method's `path` replaces `model.path` and resets base, preset, rope, pattern, memory and
+    tokenizer to their defaults, those of the new checkpoint.
+    """
     defaults = dict.fromkeys(("base", "preset", "rope", "pattern", "memory", "tokenizer"))
 
     def section(method: Method) -> ModelSection:
@@ -145,7 +148,7 @@ def sections(config: EvalConfig) -> list[ModelSection]:
 
 
 def weights(config: EvalConfig) -> dict[str, str]:
-    """The identity of each method's checkpoint files, for `Store.check_inputs`."""
+    """Returns the identity of each method's checkpoint files, for `Store.check_inputs`."""
     identities: list[str] = []
     model_sections = sections(config)
     for index, section in enumerate(model_sections):
@@ -156,7 +159,7 @@ def weights(config: EvalConfig) -> dict[str, str]:
 
 
 def datastores(config: EvalConfig) -> dict[str, str]:
-    """The content of each datastore as a digest, for `Store.check_inputs`."""
+    """Returns a digest of the content of each datastore, for `Store.check_inputs`."""
     users = {f"method {method.name}": method.retriever for method in config.methods}
     users |= {f"task {task.label}": getattr(task, "retriever", None) for task in config.tasks}
     return {f"datastore of {name}": x.fingerprint for name, x in users.items() if x is not None}
@@ -171,17 +174,17 @@ def _weights_of(section: ModelSection) -> str:
 
 
 def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
-    """The tokenizer of a model section; `load` loads a tokenizer by path."""
+    """Returns the tokenizer of a model section; `load` loads a tokenizer by path."""
     path = section.tokenizer or section.path
     if path is not None:
         return load(path)
     if section.preset is not None:
         return ByteTokenizer()
-    raise InputError("model.path is not set; its tokenizer says how long a prompt is")
+    raise InputError("model.path is not set; its tokenizer is needed to measure prompts")
 
 
 def split_of(method: Method, model) -> Split | None:
-    """How `method` splits windows, or None if the decoder reads all of a window."""
+    """Returns how `method` splits windows; None if the decoder reads whole windows."""
     if method.retriever is not None:
         return None
     has_memory = model.config.memory is not None
@@ -189,10 +192,11 @@ def split_of(method: Method, model) -> Split | None:
 
 
 def apply_method(model, method: Method, length: int, *, prompts: bool = False):
-    """`model` with the settings of `method`, for windows of `length` tokens.
+    """Returns `model` with the settings of `method`, for windows of `length` tokens.
 
-    A rotation that depends on the length is then that of `length` in every window, however it is
-    read. With `prompts`, which have up to `length` tokens, it is that of each with its answer.
+    A length-dependent rotation is the same in every window: that of `length`, or of the tokens of
+    one decoder pass if a pass reads only a part of the window. With `prompts`, which have up to
+    `length` tokens, it is that of each prompt with its answer.
     """
     source = method.retriever or split_of(method, model)
     if source is None:
@@ -206,7 +210,7 @@ def _changes(method: Method) -> dict[str, Any]:
 
 
 def method_settings(model, method: Method) -> Any:
-    """The config of `model` with the settings of `method`, as plain values."""
+    """Returns the config of `model` with the settings of `method`, as plain values."""
     changes = _changes(method)
     config = model.with_method(**changes).config if changes else model.config
     return draccus.encode(config) if dataclasses.is_dataclass(config) else None

@@ -15,7 +15,7 @@ BOS_RULES = ("auto", "always", "never")
 
 
 def start_token(tokenizer, rule: str) -> int | None:
-    """BOS if texts begin with it, else None; `auto` follows the training of the model.
+    """Returns BOS if texts begin with it, else None; `auto` adds BOS if the tokenizer does.
 
     Raises:
       InputError: The rule needs BOS, and the tokenizer has none.
@@ -28,18 +28,21 @@ def start_token(tokenizer, rule: str) -> int | None:
 
 
 def prefix_token(tokenizer) -> int:
-    """The token before a text without context: BOS, or else the end-of-text token.
+    """Returns the token before a text without context: BOS, or else the end-of-text token.
 
-    As in lm-evaluation-harness, also for models that were trained without BOS.
+    As in lm-evaluation-harness, this also holds for models that were trained without BOS.
     """
     ends = tokenizer.eos_ids
     if tokenizer.bos_id is None and not ends:
-        raise InputError("the tokenizer has neither BOS nor an end, so a first token has no p")
+        raise InputError(
+            "the tokenizer has neither BOS nor an end-of-text token, so the first token of a text"
+            " has no probability"
+        )
     return ends[0] if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 class SentenceEnds:
-    """Whether a sentence ends with a token, as in Kamradt's test: one that ends in . ! or ?"""
+    """Tests whether a token ends a sentence, as in Kamradt's test: its text ends in . ! or ?"""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -65,7 +68,7 @@ class SentenceEnds:
         return chunks
 
     def next(self, ids: np.ndarray, index: int) -> int:
-        """The first index from `index` on that follows the end of a sentence, else `index`."""
+        """Returns the first index from `index` on after the end of a sentence, else `index`."""
         ends = (end for end in range(index, len(ids) + 1) if end and self(ids[end - 1]))
         return next(ends, index)
 
@@ -87,7 +90,7 @@ class TokenizedDocument:
         return len(self.tokens)
 
     def with_first(self, token: int | None) -> "TokenizedDocument":
-        """The document with `token` (BOS) before it, which has no bytes."""
+        """Returns the document after `token` (BOS), which has no bytes; None changes nothing."""
         if token is None:
             return self
         ends = None if self.byte_ends is None else np.concatenate([[0.0], self.byte_ends])
@@ -95,7 +98,7 @@ class TokenizedDocument:
         return dataclasses.replace(self, tokens=tokens, byte_ends=ends)
 
     def cut(self, limit: int | None) -> "TokenizedDocument":
-        """The first `limit` tokens; None keeps all."""
+        """Returns the first `limit` tokens of the document; None keeps all."""
         if limit is None or limit >= len(self):
             return self
         ends = None if self.byte_ends is None else self.byte_ends[:limit]
@@ -132,7 +135,7 @@ class TokenizedCorpus:
         return self._cache[key]
 
     def documents(self, minimum: int = 2, limit: int | None = None) -> list[TokenizedDocument]:
-        """The first `limit` documents (None: all) of at least `minimum` tokens, in corpus order."""
+        """Returns the first `limit` documents (None: all) with at least `minimum` tokens."""
         matches: list[TokenizedDocument] = []
         for entry in self._walk():
             # sentencepiece adds a blank in front, so one token more than bytes is possible.
@@ -146,7 +149,7 @@ class TokenizedCorpus:
         return matches
 
     def texts(self) -> list[str]:
-        """All texts, for haystacks that are cut by words or sentences."""
+        """Returns all texts, for haystacks that are cut by words or sentences."""
         return [self._text(entry) for entry in self._walk()]
 
     def _text(self, entry: _Entry) -> str:
@@ -177,10 +180,10 @@ class TokenizedCorpus:
         return entry.document
 
     def _byte_ends(self, tokens: np.ndarray, total: int) -> np.ndarray | None:
-        """Cumulative bytes of the tokens, float64 [n]; the last is the size of the text.
+        """Returns the cumulative bytes of the tokens, float64 [n]; the last is the text's size.
 
         Tokens that are parts of a character share the bytes that the other tokens do not cover.
-        None if the tokenizer changes more than 0.1 % of a text.
+        The result is None if the tokenizer changes more than 0.1 % of a text.
         """
         unique, inverse = np.unique(tokens, return_inverse=True)
         sizes = np.asarray([self._bytes(int(token)) for token in unique])[inverse]

@@ -47,7 +47,7 @@ def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:
     Args:
       run: The results.
       formats: Any of lm_eval, longbench, ruler.
-      out: The folder, which gets a folder per format.
+      out: The output folder, with one subfolder per format.
 
     Returns:
       The written files.
@@ -67,12 +67,12 @@ def _cells_with_answers(run: Results, name: str) -> list[tuple[str, Task, int, l
 
 
 def _part_of(task: Task, fields: Mapping[str, Any]) -> str:
-    """The data set or subtask of a record or of the fields of a unit; else the task."""
+    """Returns the data set or subtask of a record or of a unit's fields; else the task."""
     return str(fields.get("dataset") or fields.get("task") or task.label)
 
 
 def _folder(run: Results, method: str) -> str:
-    """The folder name of a method; equal names get a number."""
+    """Returns the folder name of a method; equal names are numbered."""
     names = [folder_name(name) for name in run.order]
     index = run.order.index(method)
     num_equal = names[:index].count(names[index])
@@ -133,7 +133,7 @@ def _lm_eval_results(run: Results, method: str) -> dict[str, Any]:
 
 
 def _standard_error(task: Task, records: Records) -> float | str:
-    """Standard error of the mean, or "N/A" as in lm-eval if the number is not a mean."""
+    """Returns the standard error of the mean, or "N/A" (as lm-eval) if it is not a mean."""
     values = task.values([record for record in records if task.example(record) is not None])
     if task.metric.lower_is_better or len(values) < 2:
         return "N/A"
@@ -157,7 +157,7 @@ def _sample(task: Task, record: Record, metric: str) -> dict[str, Any]:
 
 
 def _longbench(run: Results, out: Path) -> list[Path]:
-    """One folder of predictions per method and length, with scores from 0 to 100."""
+    """Writes one folder of predictions per method and length, with scores from 0 to 100."""
     files = []
     for method, task, length, records in _cells_with_answers(run, "longbench"):
         by_length = isinstance(task, LongBench) and task.e
@@ -187,7 +187,7 @@ def _longbench(run: Results, out: Path) -> list[Path]:
 
 
 def _percent(task: Task, records: Records) -> float | None:
-    """Mean score in percent; None without records, where LongBench writes NaN (invalid JSON)."""
+    """Returns the mean in percent, or None where LongBench writes NaN, which is invalid JSON."""
     values = [v for record in records if (v := task.example(record)) is not None]
     return round(100 * float(np.mean(values)), 2) if values else None
 
@@ -219,7 +219,7 @@ def _ruler(run: Results, out: Path) -> list[Path]:
 
 
 def _ruler_summary(task: Task, parts: Mapping[str, Records]) -> str:
-    """The table that RULER's script writes: numbered columns and named rows."""
+    """Returns the table that RULER's script writes: numbered columns and named rows."""
     nulls = [
         f"{sum(not record['answer'].strip() for record in group)}/{len(group)}"
         for group in parts.values()
@@ -268,7 +268,7 @@ def make_data(
     check(config)
     tasks = [task for task in config.tasks if isinstance(task, GenerationTask)]
     if not tasks:
-        raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
+        raise InputError("tasks: none of them generates answers, so there is no prompt to write")
     out = to_path(out) if out is not None else to_path(config.run.folder) / "data"
     by_task = corpora(config, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []

@@ -18,7 +18,7 @@ def reset_peak() -> int:
     """Resets the peak if the system allows it, and returns the floor for `peak_bytes`.
 
     The floor is 0 for host memory on Linux. Device allocators keep one peak per process, which
-    cannot be reset; for later use below it only the bound `highest_bytes` is known.
+    cannot be reset; of a later use below that peak, only the bound `highest_bytes` is known.
     """
     device = _device_peak()
     if device is not None:
@@ -32,22 +32,23 @@ def reset_peak() -> int:
         trim(0)
     try:
         _CLEAR.write_text("5")
-    except OSError:  # containers may forbid it; the peak is then of the process
+    except OSError:  # containers may forbid it; the peak is then that of the process
         return _host_peak()
     return 0
 
 
 def peak_bytes(floor: int = 0) -> int | None:
-    """Peak bytes of the busiest accelerator, or of the process without accelerators.
+    """Returns the peak bytes of the busiest accelerator, or of the process without accelerators.
 
-    None if the peak is not above `floor`, the result of `reset_peak`, and so an earlier one.
+    The result is None if the peak is not above `floor` (the result of `reset_peak`), because the
+    peak is then an earlier one.
     """
     peak = highest_bytes()
     return peak if peak > floor else None
 
 
 def highest_bytes() -> int:
-    """The highest peak since the last reset that the system allowed."""
+    """Returns the highest peak since the last reset that the system allowed."""
     device = _device_peak()
     return _host_peak() if device is None else device
 

@@ -62,7 +62,7 @@ _SVG_METADATA = ("Creator", "Date", "Format", "Type")
 
 @contextmanager
 def canvas(path: Path, width: float, height: float):
-    """A figure that is saved as PNG and SVG on exit; equal numbers give equal bytes."""
+    """Yields a figure that is saved as PNG and SVG on exit; equal numbers give equal bytes."""
     matplotlib = import_package("matplotlib", path.name)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:
 
 
 def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
-    """A dot per method, with a bar for its 95 % interval if it has one."""
+    """Draws a dot per method, with a bar for its 95 % interval if it has one."""
     values = [_number(cell["value"]) for cell in cells]
     ends = [[_number(cell.get(key)) for key in ("ci_low", "ci_high")] for cell in cells]
     with canvas(path, 8.4, max(2.4, 0.3 * len(cells) + 1.4)) as figure:
@@ -152,7 +152,7 @@ def over_counts(
 
     Args:
       cells: Cells of one length.
-      panels: By title of a panel, the field of each score and its count.
+      panels: For each title of a panel, the count of each field of scores.
       labels: Labels of the x and y axes.
       path: The PNG file.
     """
@@ -216,7 +216,7 @@ def heat_maps(records: Records, title: str, path: Path, *, by: str = "depth") ->
       records: Records with `correct`, `length`, `trained` and the field `by`.
       title: The title of the figure.
       path: The PNG file.
-      by: The field of the rows. Rows of another field than depth are not sorted, and their cells
+      by: The field of the rows. Rows of a field other than depth are not sorted, and their cells
         show numbers.
     """
     methods = group_by(records, "method")
@@ -347,10 +347,10 @@ def _scatter_panels(
 
     Args:
       panels: (perplexity, accuracy) by method, by the title of the panel.
-      label: of the x axes, such as "perplexity (last_k) at 32,768 tokens".
-      path: the PNG file; the SVG is written beside it.
-      methods: all methods of the run, in the order of their colours.
-      approximate: methods without exact attention, whose marks are hollow.
+      label: Label of the x axes, such as "perplexity (last_k) at 32,768 tokens".
+      path: The PNG file; the SVG is written beside it.
+      methods: All methods of the run, in the order of their colours.
+      approximate: Methods without exact attention, whose marks are hollow.
     """
     order = list(methods)
     columns = min(2, len(panels))
@@ -426,14 +426,14 @@ def perplexity_against_accuracy(
 
 
 def _overall(task: "Task", cells: Records) -> dict[str, float]:
-    """The number of each method that has all lengths, if it is finite."""
+    """Returns the number of each method that has all lengths, if it is finite."""
     lengths, groups = {cell["length"] for cell in cells}, group_by(cells, "method")
     values = {m: task.overall(group) for m, group in groups.items() if len(group) == len(lengths)}
     return {method: value for method, value in values.items() if is_finite(value)}
 
 
 def series_style(index: int) -> dict:
-    """Colour, marker and line style of the `index`-th line of a figure."""
+    """Returns the colour, marker and line style of the `index`-th line of a figure."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -442,7 +442,7 @@ def series_style(index: int) -> dict:
 
 
 def _height(methods: int) -> float:
-    """Height in inches of a figure with a legend of `methods` rows beside it."""
+    """Returns the height in inches of a figure with a legend of `methods` rows beside it."""
     return max(4.4, 0.29 * methods + 0.6)
 
 

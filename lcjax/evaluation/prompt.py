@@ -8,7 +8,7 @@ prompt = prompt_encoder.prompt([
 prompt = fit(prompt, Budget(4096, new_tokens=32), tokenizer, "middle")
 prompt.ids, prompt.movable         # token ids, and the spans that may move to the context
 
-Segments are encoded one by one, each as inside a longer text. So lengths are known before a prompt
+Segments are encoded one by one, each as part of a longer text. So lengths are known before a prompt
 is made, and truncation does not change other segments. A segment begins with its separator.
 """
 
@@ -28,8 +28,8 @@ KINDS = (
     "system", "instruction", "context_doc", "demo", "passage", "context", "question",
     "answer_prefix",
 )  # fmt: skip
-# Retrieved passages, the best first, and passages or demonstrations for the context alone. They are
-# read whole, and where a prompt has some, nothing else of it moves to the context.
+# `passage`: retrieved passages, the best first; `context`: passages or demonstrations only for the
+# context. Each one is read whole. If a prompt has any of these, nothing else moves to the context.
 PASSAGES = ("passage", "context")
 SHRINKABLE = ("context_doc", "demo", *PASSAGES)  # may be truncated, and may move to the context
 TEMPLATES = ("none", "chat")
@@ -43,7 +43,7 @@ class Segment:
     kind: str
     text: str = ""
     ids: Sequence[int] | None = None
-    score: float | None = None  # that a retriever gave a passage
+    score: float | None = None  # retrieval score of a passage
 
     def __post_init__(self):
         check_one_of("segment kind", self.kind, KINDS)
@@ -68,11 +68,11 @@ class Prompt:
     truncated: int = 0  # number of tokens that were removed
 
     def tokens(self, *kinds: str) -> int:
-        """The number of tokens of these kinds."""
+        """Returns the number of tokens of these kinds."""
         return sum(span.stop - span.start for span in self.spans if span.kind in kinds)
 
     def start(self, kind: str) -> int:
-        """The first token of the first segment of a kind."""
+        """Returns the index of the first token of the first segment of a kind."""
         return next(span.start for span in self.spans if span.kind == kind)
 
     @property
@@ -106,13 +106,13 @@ class Budget:
     new: bool = True
 
     def used(self, prompt: Prompt) -> int:
-        """The tokens of `prompt` and its answer that count."""
+        """Returns the number of tokens of `prompt` and its answer that count."""
         kinds = set(KINDS) - {"answer_prefix"}
         kinds |= {kind for kind in ("bos", "template", "answer_prefix") if getattr(self, kind)}
         return prompt.tokens(*kinds) + self.new_tokens * self.new
 
     def left(self, prompt: Prompt) -> int:
-        """The tokens that may be added; negative if `prompt` is too long."""
+        """Returns the number of tokens that may be added; negative if `prompt` is too long."""
         return self.length - self.used(prompt)
 
     @property
@@ -123,7 +123,7 @@ class Budget:
 
 
 def document_segments(instruction: str, document: str, question: str) -> list[Segment]:
-    """The segments of a prompt with one document; empty parts are left out."""
+    """Returns the segments of a prompt with one document, without empty parts."""
     texts = {"instruction": instruction, "context_doc": document, "question": question}
     return [Segment(kind, text) for kind, text in texts.items() if text]
 
@@ -165,7 +165,7 @@ class PromptEncoder:
         return fields
 
     def _frame(self, system: bool) -> tuple[str, str, str]:
-        """The text of the template before the system message, the user message and the answer."""
+        """Returns the template before the system message, the user message and the answer."""
         if system not in self._frames:
             self._frames[system] = self._render_frame(system)
         return self._frames[system]
@@ -186,7 +186,7 @@ class PromptEncoder:
         return opening, "\n\n" if system else "", closing
 
     def _strip_answer(self, answer: Segment) -> Segment:
-        """The answer prefix without leading blanks if the template ends in a blank."""
+        """Strips the leading blanks of the answer prefix if the template ends in a blank."""
         if answer.ids is None and self._frame(False)[2][-1:].isspace():
             return dataclasses.replace(answer, text=answer.text.lstrip())
         return answer
@@ -219,7 +219,7 @@ class PromptEncoder:
         return Prompt(np.asarray(ids, np.int32), tuple(spans))
 
     def _piece(self, text: str, first: bool, special: bool) -> list[int]:
-        """Token ids of one piece after the pieces before it, without a BOS of the template."""
+        """Returns the token ids of a piece after the ones before it, without a template's BOS."""
         if not text:
             return []
         if not first:
@@ -229,9 +229,9 @@ class PromptEncoder:
 
 
 def _encode_inside(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
-    """Token ids of `text` inside a longer text, also if it begins with a letter."""
+    """Returns the token ids of `text` inside a longer text, even if it begins with a letter."""
     if text[0].isalnum():
-        # After a letter it would continue a word; a newline joins with no word.
+        # After a letter, `text` would continue a word; no token joins a newline and a word.
         anchor = list(tokenizer.encode("\n"))
         ids = list(tokenizer.encode("\n" + text, allow_special=special))
         if ids[: len(anchor)] == anchor:
@@ -251,7 +251,7 @@ def fit(prompt: Prompt, budget: Budget, tokenizer: Tokenizer, how: str, name: st
       name: The name of the task, for the message.
 
     Raises:
-      InputError: The other segments exceed the budget, or `how` is refuse and the prompt does.
+      InputError: The other segments exceed the budget, or the prompt does and `how` is refuse.
     """
     over = -budget.left(prompt)
     if over <= 0:
@@ -274,7 +274,7 @@ def fit(prompt: Prompt, budget: Budget, tokenizer: Tokenizer, how: str, name: st
 
 
 def _num_partial(tokenizer: Tokenizer, ids: np.ndarray, *, at_end: bool) -> int:
-    """The tokens at one end that are a partial character, at most three in UTF-8."""
+    """Returns the number of tokens at one end that are a partial character, at most three."""
     for count in range(min(4, len(ids) + 1)):
         rest = ids[: len(ids) - count] if at_end else ids[count:]
         text = tokenizer.decode(rest[-8:] if at_end else rest[:8])
@@ -299,8 +299,8 @@ def _without(prompt: Prompt, indices: np.ndarray) -> Prompt:
 def cut_text(tokenizer: Tokenizer, text: str, length: int) -> tuple[str, int]:
     """Truncates the middle of a whole prompt as text, as LongBench's pred.py does.
 
-    As there, BOS counts, the text is tokenised again later and may then exceed `length`, and a
-    character at the cut may become U+FFFD.
+    As in that script, BOS counts, the text is tokenised again later and may then exceed `length`,
+    and a character at the cut may become U+FFFD.
 
     Returns:
       The text, and the number of removed tokens.

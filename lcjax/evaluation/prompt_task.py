@@ -28,12 +28,12 @@ class Example:
     stop: tuple[str, ...] = ()  # the answer ends before the first of these
     template: str | None = None  # None: the task's
     sampling: Sampling | None = None  # None: greedy
-    cut_mark: str = ""  # before the question if the end of the text will be cut
+    cut_mark: str = ""  # inserted before the question if the text's end is cut
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptTask(Task):
-    """Questions as prompts. Prompts of similar length run in one compiled function."""
+    """A task of questions as prompts; prompts of similar length run in one compiled function."""
 
     needs_data: ClassVar[bool] = False
     cut: ClassVar[str] = "refuse"  # how `fit` shortens prompts over budget
@@ -46,11 +46,11 @@ class PromptTask(Task):
         """Returns the questions of one length, which depend on these arguments only."""
 
     def budget(self, length: int, new_tokens: int) -> Budget:
-        """The parts of a prompt that count towards `length`."""
+        """Returns the parts of a prompt that count towards `length`."""
         return Budget(length, new_tokens)
 
     def wording_texts(self) -> Mapping[str, Any]:
-        """The texts of prompts, as a file of `wording` has them; the first record shows them."""
+        """Returns the texts of prompts in the form of a `wording` file, for the first record."""
         return {}
 
     def prompt_encoder(self, tokenizer) -> PromptEncoder:
@@ -113,7 +113,7 @@ class GenerationTask(PromptTask):
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         """Returns the scores of an answer by name, 0 to 1.
 
-        `unit.fields` holds the references, and the generated tokens `ids` if the model has them.
+        `unit.fields` holds the references, and the generated tokens `ids` if the model has any.
         """
 
     @property
@@ -154,7 +154,7 @@ class GenerationTask(PromptTask):
         return {**record, **self._record(record["answer"], unit, tokenizer)}
 
     def summarise(self, records: Records) -> Record:
-        """The mean of the shown score, and of every other score that all records have."""
+        """Returns the mean of the main score, and of every other score that all records have."""
         names = [n for n in records[0]["scores"] if all(n in r["scores"] for r in records)]
         means = {name: float(np.mean([r["scores"][name] for r in records])) for name in names}
         value = float(np.mean([record["correct"] for record in records]))
@@ -162,7 +162,7 @@ class GenerationTask(PromptTask):
 
 
 def counts(records: Records) -> Record:
-    """Numbers of examples, of empty answers, and of shortened prompts."""
+    """Returns the numbers of examples, of empty answers, and of shortened prompts."""
     return {
         "windows": len(records),
         "empty": sum(not record["answer"].strip() for record in records),

@@ -36,7 +36,7 @@ from lcjax.tree import flatten
 if TYPE_CHECKING:
     from lcjax.evaluation.config import EvalConfig
 
-FORMAT = 3  # rises when numbers change that the settings do not show
+FORMAT = 3  # incremented when numbers change although the settings are the same
 MARKER = "run.json"  # settings of the records
 INPUTS = "inputs"  # key of the marker: identities of checkpoints and datastores
 LABELS = "labels"  # key of the marker: the names of the tasks
@@ -66,26 +66,26 @@ RUN_FOLDER = FolderFormat(
 COMPACT = frozenset({"position_nll"})
 # Keys that may change when a run is continued.
 _FREE = ("run", "batch_size", "mesh", "distributed", "published")
-# Keys whose entries have names, by which records are found.
+# Keys whose entries have names; records refer to their method and task by name.
 _NAMED = ("methods", "tasks", "trainings")
 
 Key = tuple[str, int, int]  # method, length, index of the unit
 
 
 def fingerprint(settings: Mapping) -> str:
-    """Hash of the settings that determine what a run computes."""
+    """Returns a hash of the settings that determine what a run computes."""
     text = json.dumps({"format": FORMAT, **hashed_settings(settings)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Store:
-    """The folder of one run."""
+    """The folder of one run: its records, their costs, and the marker with their settings."""
 
     def __init__(self, config: "EvalConfig", settings: Mapping):
         """Checks the folder and changes nothing.
 
         Raises:
-          InputError: The folder holds another run, or `config.run.existing` forbids to continue it.
+          InputError: The folder holds another run, or `config.run.existing` forbids continuing it.
         """
         self.folder, self._config, self._settings = to_path(config.run.folder), config, settings
         self._files: dict[Path, AppendedFile] = {}
@@ -117,9 +117,10 @@ class Store:
             self._inputs = before.get(INPUTS, {})
 
     def check_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Raises InputError if the records are of other inputs than `inputs`, identities by name.
+        """Raises InputError if the records come from other checkpoints or datastores.
 
-        Texts and prompts are not among them: the digest of each unit covers them.
+        `inputs` maps the name of each input to its identity. Texts and prompts are not among them:
+        the digest of each unit covers them.
         """
         if not distributed.equal_on_all_processes(str(sorted(inputs.items()))):
             raise InputError(
@@ -156,7 +157,7 @@ class Store:
         check_replaceable(self.folder, RUN_FOLDER, {*_FILES, *_FOLDERS})
 
     def _compare(self, before: Record, settings: Mapping) -> dict[str, dict]:
-        """Compares settings with those of the records. Methods and tasks may come and go.
+        """Compares settings with those of the records; methods and tasks may be added or removed.
 
         Returns:
           The settings of methods, tasks and trainings that have records and are not in `settings`.
@@ -222,7 +223,7 @@ class Store:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        close_all(self._files.values(), error)  # costs come before their records
+        close_all(self._files.values(), error)  # in order: costs before their records
         self._files.clear()
 
     def append(self, task: str, records: Records) -> None:
@@ -238,12 +239,12 @@ class Store:
 
 
 def records_file(folder: Path, task: str) -> Path:
-    """The file with the records of a task."""
+    """Returns the file with the records of a task."""
     return folder / "records" / f"{task}.jsonl"
 
 
 def costs_file(folder: Path, task: str) -> Path:
-    """The file with the measured time and memory of the records of a task."""
+    """Returns the file with the measured time and memory of the records of a task."""
     return folder / COSTS / f"{task}.jsonl"
 
 
@@ -301,7 +302,7 @@ def by_cell(
 
 
 def read_marker(folder: Path) -> Record:
-    """Returns what `describe` wrote; raises an InputError if it is damaged."""
+    """Reads the marker that `describe` wrote; raises an InputError if it is damaged."""
     marker = read_json(folder / MARKER)
     for key, kind, default in (
         ("hash", str, None), ("config", dict, None), (INPUTS, dict, {}), (EARLIER, dict, {}),
@@ -324,7 +325,7 @@ def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any)
 
 
 def folder_name(name: str) -> str:
-    """The folder name for the name of a method or run."""
+    """Returns the folder name for the name of a method or run."""
     return re.sub(r"[^\w.+-]+", "_", name).strip("_.") or "_"
 
 
@@ -340,12 +341,12 @@ def clean(value):
 
 
 def hashed_settings(settings: Mapping) -> dict:
-    """The settings that determine what a run computes."""
+    """Returns the settings that determine what a run computes."""
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 
 def _by_name(settings: Mapping, labels: Sequence[str] | None) -> dict:
-    """The hashed settings as JSON has them, with methods and tasks by their names.
+    """Returns the hashed settings as JSON values, with methods and tasks by name.
 
     A list of tasks without `labels`, as older versions wrote it, stays a list.
     """
@@ -358,13 +359,15 @@ def _by_name(settings: Mapping, labels: Sequence[str] | None) -> dict:
 
 
 def _leave_shared(old: dict, new: dict, earlier: Mapping[str, dict]) -> dict[str, dict]:
-    """Removes methods, tasks and trainings from both that are not in the other.
+    """Reduces `old` and `new` to the methods, tasks and trainings that both have, in place.
 
     Args:
-      earlier: Those that a run before `old` had.
+      old: Settings of the records.
+      new: Settings of the run.
+      earlier: Entries with records that the config of `old` no longer had.
 
     Returns:
-      Those of `old` and `earlier` that are not in `new`, by kind and name.
+      The entries of `old` and `earlier` that are not in `new`, by kind and name.
     """
     removed = {}
     for kind in _NAMED:

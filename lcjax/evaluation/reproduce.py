@@ -1,10 +1,10 @@
-"""`python eval.py reproduce lceg/table2 --scale smollm2`: a table of a paper, run again.
+"""Reproduces a table of a paper: `python eval.py reproduce lceg/table2 --scale smollm2`.
 
-A file of configs/reproduce is a config of eval.py in which `published` has the numbers of the
-paper, with three keys more:
+A file in configs/reproduce is a config of eval.py whose `published` holds the numbers of the paper.
+It has three more keys:
 
     title: LCEG (arXiv 2409.12181), table 2: perplexity of PG19 and Proof-file
-    # What the files of a task are, and what makes the checkpoint of a method that no recipe names.
+    # Sources of tasks' files, and of checkpoints of methods that no recipe trains.
     needs: {pg19: "PG19's test set, 100 books"}
     scales:
       paper: {...}  # Llama-2-7B on the paper's data
@@ -57,12 +57,13 @@ def parse(words: Sequence[str]) -> EvalConfig:
     """Returns the config of a table at a scale.
 
     Args:
-      words: the table, `--scale NAME`, keys of eval.py that change it, `--only NAMES`, the methods
-        and tasks to run, separated by commas (all of a kind of which none is named), and
-        `--skip_missing`, which leaves out methods without a checkpoint and tasks without data.
+      words: The table, `--scale NAME`, and keys of eval.py that change it. `--only NAMES` are the
+        methods and tasks to run, separated by commas: all methods if it names no method, and all
+        tasks if it names no task. `--skip_missing` leaves out methods without a checkpoint and
+        tasks without data.
 
     Raises:
-      InputError: a name is unknown, or a checkpoint or data is missing.
+      InputError: A name is unknown, or a checkpoint or data is missing.
     """
     positional, options, keys = config_lib.split_options(words, ("scale", "only"), [_SKIP])
     if not positional:
@@ -134,7 +135,7 @@ def _check_names(key: str, entries: Any) -> None:
 
 
 def _only(config: EvalConfig, names: str | None) -> EvalConfig:
-    """The config with those of its methods and of its tasks that are named."""
+    """Returns the config with only the named methods and tasks (`--only` of `parse`)."""
     if names is None:
         return config
     chosen = set(names.split(","))
@@ -159,7 +160,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
-    """The config of a scale as a tree."""
+    """Returns the config of a scale as a tree."""
     scales = tree["scales"]
     if scale not in scales:
         raise InputError(f"{name} has no scale {scale}; it has {', '.join(scales)}")
@@ -190,14 +191,14 @@ def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
 
 
 def _at_lengths(section: dict[str, Any], columns: dict[int, int]) -> dict[str, Any]:
-    """A section with the lengths of a scale in place of the published ones."""
+    """Returns a section with the lengths of a scale in place of the published ones."""
     if "lengths" not in section:
         return section
     return {**section, "lengths": sorted({columns[n] for n in section["lengths"] if n in columns})}
 
 
 def _merge(tree: Any, changes: Any) -> Any:
-    """`tree` with the keys of `changes`, also inside of sections and of lists of named entries."""
+    """Returns `tree` with `changes`, also inside sections and lists of named entries."""
     if isinstance(tree, list) and isinstance(changes, dict):
         entries = {entry["name"]: entry for entry in tree}
         if unknown := [name for name in changes if name not in entries]:
@@ -217,7 +218,7 @@ def _merge(tree: Any, changes: Any) -> Any:
 
 
 def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:
-    """The methods whose checkpoint is missing and not trained first, with the reason."""
+    """Returns methods whose checkpoint is missing and not trained first, with the reason."""
     missing, trained = {}, study.by_path(study.trainings(config))
     for method, section in zip(config.methods, sections(config), strict=True):
         if method.path is None or method.path in trained:
@@ -225,7 +226,7 @@ def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str
         try:
             check_source(section, f"methods.{config.methods.index(method)}")
         except InputError as error:
-            if is_storage_failure(error):  # it may be there
+            if is_storage_failure(error):  # the checkpoint may exist
                 raise
             reason = _training_of(method) or error
             if method.name in needs:
@@ -235,7 +236,7 @@ def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str
 
 
 def _training_of(method: Method) -> str | None:
-    """How to train a missing checkpoint, if a recipe of the library does."""
+    """Returns how to train a missing checkpoint, if a recipe of the library does."""
     if (recipe := config_lib.recipe_of(method.path)) is None:
         return None
     command = f"lcjax-train --config lcjax:{recipe}"
@@ -243,7 +244,7 @@ def _training_of(method: Method) -> str | None:
 
 
 def _missing_tasks(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:
-    """The tasks whose files are missing, with the reason and what they are (`needs`)."""
+    """Returns tasks whose files are missing, with the reason and the files' source (`needs`)."""
     missing = {}
     for index, task in enumerate(config.tasks):
         try:

@@ -132,7 +132,7 @@ def _environment(folder: Path) -> dict[str, Any]:
 
 
 def _records(folder: Path, task: str) -> list[Record]:
-    """The records of a task; lines that are not records are reported on stderr and skipped."""
+    """Reads the records of a task; lines that are not records are reported and skipped."""
     path = records_file(folder, task)
     costs = costs_file(folder, task)
     records, damaged = parse(path.read_bytes(), costs) if path.exists() else ({}, [])
@@ -191,7 +191,7 @@ def score(
     }
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(out)))
     settings = draccus.encode(config)
-    if "trainings" in run.settings:  # the config only names them by file
+    if "trainings" in run.settings:  # the config has only their files' names
         settings["trainings"] = run.settings["trainings"]
     for task, records in tasks.items():
         results, costs = split_costs(records)
@@ -206,7 +206,7 @@ def score(
 
 
 def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
-    """Raises InputError for changed settings other than those of scores."""
+    """Raises InputError if a changed setting affects more than the scores."""
     others = dataclasses.replace(config, tasks=before.tasks, run=before.run)
     if changed := _changed_fields(before, others):
         raise InputError(f"{changed[0]} affects the prompts; `score` can change only --tasks.*")
@@ -225,13 +225,13 @@ def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
 
 
 def _changed_fields(old: Any, new: Any) -> list[str]:
-    """Names of the fields that differ between two dataclasses."""
+    """Returns the names of the fields that differ between two dataclasses."""
     names = [field.name for field in dataclasses.fields(old)]
     return [name for name in names if getattr(old, name) != getattr(new, name, None)]
 
 
 def _tokenizers(run: Results, load: Callable[[str], Any]) -> Callable[[Record], Any]:
-    """Returns a function that gives the tokenizer of a record; None for one without an answer."""
+    """Returns a function from a record to its tokenizer, or to None without an answer."""
     model_sections, loaded = run.models, {}
 
     def tokenizer(record: Record) -> Any:

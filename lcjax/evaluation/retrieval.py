@@ -1,4 +1,4 @@
-"""Methods that read what a retriever finds, and kNN-LM: their sections of a config."""
+"""Config sections of methods that read retrieved passages, and of kNN-LM."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -22,16 +22,16 @@ class RetrieverSection:
 
     folder: str = ""  # the datastore
     kind: str | None = None  # sparse, dense or hybrid; null: what the datastore has
-    encoder: str | None = None  # of queries; null: the one that made the vectors
-    index: str = "exact"  # of the vectors
-    k: int | None = None  # most hits of a search; null: 100, but 4 where a method reads them all
-    name: str = ""  # row of a table; empty: the kind
+    encoder: str | None = None  # encoder of queries; null: the one that made the vectors
+    index: str = "exact"  # index of the vectors: exact, or one that was built
+    k: int | None = None  # maximum hits of a search; null: 100, or 4 if a method reads all of them
+    name: str = ""  # row of a table; empty: the kind, or else the name of the folder
 
     def check(self, key: str) -> None:
         """Raises an InputError for settings or a datastore that cannot be searched.
 
         Args:
-          key: the section's place in the config.
+          key: The section's place in the config, for messages.
         """
         from lcjax.retrieval.datastore import WHY_MAPPED
 
@@ -50,20 +50,20 @@ class RetrieverSection:
 
     def open(self) -> Retriever:
         """Opens the datastore."""
-        from lcjax.retrieval.retriever import Retriever  # with its extras, only where it is used
+        from lcjax.retrieval.retriever import Retriever  # needs optional packages
 
         options = {"kind": self.kind, "encoder": self.encoder, "index": self.index}
         return Retriever.open(self.folder, **options)
 
     @property
     def fingerprint(self) -> str:
-        """The content of the datastore as a digest."""
+        """A digest of the datastore's content."""
         from lcjax.retrieval.datastore import Datastore
 
         return Datastore(self.folder).fingerprint
 
     def search(self, queries: Sequence[str], k: int | None = None) -> list[list[Any]]:
-        """Opens the datastore, and returns the best hits of each query: `self.k`, at most `k`."""
+        """Opens the datastore and returns the best hits of each query, at most `self.k` and `k`."""
         most = self.k or 100
         most = most if k is None else min(most, k)
         return self.open().search(list(queries), most) if len(queries) else []
@@ -80,11 +80,11 @@ class RetrievalMethod:
     retriever: RetrieverSection = dataclasses.field(default_factory=RetrieverSection)
     how: str = "input"  # input, context, fid, mixture, rag_token, rag_sequence
     stride: int | None = None  # tokens from one search to the next; null: one search
-    query_tokens: int | None = None  # at the end of the text; null: all of it, or 32 with a stride
+    query_tokens: int | None = None  # tokens at the text's end; null: all, or 32 with a stride
     temperature: float = 1.0  # of scores, for mixture
     passage_tokens: int | None = None  # longer passages are cut; null: whole
     decoder: int | None = None  # tokens at the end of a window that are read; null: all
-    # own, or foreign as a control: what is found for a window of another document. It needs
+    # own, or foreign as a control: passages retrieved for a window of another document. It needs
     # `decoder`, and windows twice as long
     source: str = "own"
 
@@ -103,7 +103,7 @@ class RetrievalMethod:
         return self.retriever.fingerprint
 
     def reader(self, lm: LanguageModel, length: int, *, prompts: bool = False) -> Scorer:
-        """`lm` as a reader of windows, or prompts, of `length` tokens (`config.apply_method`)."""
+        """Returns a reader of windows, or prompts, of `length` tokens (`config.apply_method`)."""
         decoder = min(self.decoder or length, length)
         reader = self._reader(lm.with_method(length=None if prompts else decoder), decoder)
         return (
@@ -122,8 +122,8 @@ class RetrievalMethod:
 class RetrievalWindowReader(WrappedScorer):
     """Reads the last `decoder` tokens of a window with the passages retrieved for them.
 
-    With source=foreign the tokens before are the end of a window of another document, and passages
-    are those that are found for it.
+    With source=foreign, the `decoder` tokens before them are the end of a window of another
+    document, and the passages are retrieved for these.
     """
 
     lm: RetrievalReader
@@ -131,7 +131,7 @@ class RetrievalWindowReader(WrappedScorer):
     source: str = "own"
 
     def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
-        """As `RetrievalReader.nll`, for the tokens of the decoder."""
+        """Returns losses as `RetrievalReader.nll` does, for the tokens of the decoder."""
         width = tokens.shape[1]
         self.check_scored(width, first, np.min(lengths))
         start = width - self.decoder
@@ -190,14 +190,14 @@ class Knn:
     The fields are those of `lcjax.retrieval.KnnLM`.
     """
 
-    folder: str = ""  # of python -m lcjax.retrieval build-tokens, with the model of this method
+    folder: str = ""  # made by python -m lcjax.retrieval build-tokens with this method's model
     k: int = 1024  # nearest keys
-    weight: float = 0.25  # of their tokens, lambda of the paper; 0: the model alone
+    weight: float = 0.25  # of their tokens (lambda of the paper); 0: the model alone
     temperature: float = 1.0  # squared distances are divided by it
     index: str = "exact"  # or the approximate index of the datastore: ivf or ivf_pq
 
     def check(self, key: str) -> None:
-        """Raises an InputError for invalid settings; `key` is the section's place."""
+        """Raises an InputError for invalid settings; `key` is the section's place in the config."""
         from lcjax.retrieval.knn_lm import TokenStore, check_settings
 
         check_settings(key, self)
@@ -208,13 +208,13 @@ class Knn:
 
     @property
     def fingerprint(self) -> str:
-        """The content of the datastore as a digest."""
+        """A digest of the datastore's content."""
         from lcjax.retrieval.knn_lm import TokenStore
 
         return TokenStore(self.folder).fingerprint
 
     def reader(self, lm: LanguageModel, length: int, *, prompts: bool = False) -> Scorer:
-        """`lm` with the datastore, for windows, or prompts, of `length` tokens."""
+        """Returns `lm` with the datastore, for windows, or prompts, of `length` tokens."""
         from lcjax.retrieval.knn_lm import KnnLM, TokenStore
 
         lm = lm.with_method(length=None if prompts else length)

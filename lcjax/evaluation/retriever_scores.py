@@ -39,7 +39,7 @@ class RetrievalConfig:
     retrievers: tuple[RetrieverSection, ...] = ()  # rows of the table
     path: str = ""  # the questions
     k: tuple[int, ...] = (1, 5, 10, 20, 50, 100)  # columns of the table
-    max_examples: int | None = None  # questions, the first ones; null: all
+    max_examples: int | None = None  # maximum number of questions, the first ones; null: all
     out: str | None = None  # folder for the table, its numbers and the curves; null: printed only
 
 
@@ -70,7 +70,7 @@ class Question:
         return cls(row["question"].strip(), answers, relevant)
 
     def scores(self, hits: Sequence[Any], ks: Sequence[int]) -> Record:
-        """The scores of the hits of this question by name."""
+        """Returns the scores of this question's hits by name."""
         scores = {}
         gains = [self.relevant.get(str(hit.passage.id), 0.0) for hit in hits]
         if self.answers:
@@ -129,7 +129,7 @@ def _record(section: RetrieverSection, questions: Sequence[Question], ks: list[i
 
 
 def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
-    """Evaluates retrievers: returns the tables as Markdown, and the files that were written."""
+    """Evaluates retrievers; returns the tables as Markdown, and the written files."""
     if config.out is not None:
         try:
             to_path(config.out).mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ from lcjax.storage import to_path
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
-# Tables and figures of a report that are of no single task, whose files have the task's name.
+# Names of tables and figures that belong to no single task; the files of a task have its name.
 _REPORT_FILES = ("cost", "differences", "perplexity_accuracy", "published", "training")
 
 
@@ -56,14 +56,14 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
 
     Args:
       config: The config of eval.py.
-      load: Loads the model of a model section; None is `LanguageModel.load` on the mesh of
+      load: Loads the model of a model section; None for `LanguageModel.load` on the mesh of
         `config`.
 
     Returns:
       The report; None in other processes than the first, or if a training was stopped by a signal.
 
     Raises:
-      InputError: A setting, a path or the run folder does not fit.
+      InputError: A setting, a path or the run folder is invalid.
     """
     check(config)
     trainings = study.trainings(config)
@@ -114,7 +114,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
 
 
 def limits_of(config: EvalConfig, task: Task) -> Limits:
-    """Returns the settings that the planning of a task depends on."""
+    """Returns the settings on which the planning of a task depends."""
     return Limits(
         tuple(sorted(task.lengths or config.lengths)),
         config.stride,
@@ -125,10 +125,10 @@ def limits_of(config: EvalConfig, task: Task) -> Limits:
 
 
 def check(config: EvalConfig) -> None:
-    """Checks everything that needs no model.
+    """Checks all settings that can be checked before a model is loaded.
 
     Raises:
-      InputError: A setting does not fit.
+      InputError: A setting is invalid.
     """
     for key, names in (
         ("methods", [method.name for method in config.methods]),
@@ -194,8 +194,8 @@ def _check_splits(config: EvalConfig, methods: Sequence[Method]) -> None:
         longest = limits_of(config, task).lengths[-1]
         if not PROTOCOLS[protocol].ends and (split.decoder or 0) < longest:
             raise InputError(
-                f"{key}.protocol={protocol} scores tokens that the method {method.name} reads"
-                " beside its decoder's; use last_k"
+                f"{key}.protocol={protocol} scores tokens that the decoder of the method"
+                f" {method.name} does not read; use last_k"
             )
 
 
@@ -205,7 +205,7 @@ def _labels(config: EvalConfig) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Cell:
-    """A task at one length, as a method scores it."""
+    """One task, method and length: the units to score, and the model that scores them."""
 
     task: Task
     model: Scorer  # with the settings of the method
@@ -227,13 +227,13 @@ class _Runner:
         self.models: dict[str, Any] = {}  # configs of the methods, for the summary
 
     def records(self) -> dict[Task, list[Record]]:
-        """All records of the run, by task; those of a batch are written before the next batch."""
+        """Returns all records by task; those of a batch are written before the next batch runs."""
         for task in self._config.tasks:
-            if task.needs_data:  # fails before a large model is loaded if its corpus has no text
+            if task.needs_data:  # a corpus without text fails before a large model is loaded
                 next(texts(corpus_of(task, self._config)))
         model_sections = sections(self._config)
         pairs = list(zip(self._config.methods, model_sections, strict=True))
-        # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
+        # The progress bar counts tokens instead of windows, whose lengths differ a hundredfold.
         quiet = not distributed.is_main_process()
         with tqdm(unit="tok", unit_scale=True, dynamic_ncols=True, disable=quiet) as bar:
             remaining = list(self._config.methods)
@@ -279,7 +279,7 @@ class _Runner:
         return model
 
     def _num_tokens(self, methods: Sequence[Method], plan: Plan) -> int:
-        """Tokens of all units without a record."""
+        """Returns the number of tokens of all units without a record."""
         return sum(
             unit.fields["size"]
             for (label, length), units in plan.items()
@@ -290,7 +290,7 @@ class _Runner:
     def _memory_line(
         self, section: ModelSection, methods: Sequence[Method], model: LanguageModel
     ) -> str | None:
-        """The memory that the largest batch needs per device, and the number of filler rows."""
+        """Returns a line on the memory per device of the largest batch, and on filler rows."""
         batch, length = self._config.batch_size, self._lengths[-1]
         splits = [split_of(method, model) for method in methods]
         generates = any(task.generates for task in self._config.tasks)
@@ -318,7 +318,7 @@ class _Runner:
         return line
 
     def _plan(self, tokenizer, bar: tqdm | None = None) -> Plan:
-        """All units for a tokenizer; `bar` shows the progress."""
+        """Returns all units for a tokenizer; `bar` shows the progress."""
         name = self._plan_key(tokenizer)
         if name not in self._plans:
             by_task, plan = corpora(self._config, tokenizer), {}
@@ -345,7 +345,7 @@ class _Runner:
             )
 
     def _plan_key(self, tokenizer) -> tuple:
-        """The properties of a tokenizer that windows and prompts depend on."""
+        """Returns the properties of a tokenizer on which windows and prompts depend."""
         key = [tokenizer.fingerprint, getattr(tokenizer, "add_bos", None), tokenizer.bos_id]
         if any(getattr(task, "template", "none") == "chat" for task in self._config.tasks):
             key.append(tokenizer.render_chat([{"role": "user", "content": "text"}]))
@@ -369,12 +369,12 @@ class _Runner:
                     task.check_model(subject_of(prompts=task.generates), units)
 
     def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
-        """The cells of a method that lack records; the longest first, as memory may run out."""
+        """Yields the cells of a method that lack records, the longest first: memory may run out."""
         plan = self._plan(model.tokenizer)
         for length in reversed(self._lengths):
             fields = {"method": method.name, "length": length, "trained": model.config.max_length}
             fields["tokenizer"] = model.tokenizer.fingerprint
-            # One for windows, one for prompts: a reader may open a datastore.
+            # Cached, once for windows and once for prompts, as a reader may open a datastore.
             subject_of = functools.cache(functools.partial(apply_method, model, method, length))
             for task in self._config.tasks:
                 units = plan.get((task.label, length), ())
@@ -387,7 +387,11 @@ class _Runner:
                 yield _Cell(task, subject, fields, missing, units)
 
     def _units_without_record(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
-        """Keeps the records of the other units; raises InputError if their tokens changed."""
+        """Returns the units without a record, and keeps the records of the others.
+
+        Raises:
+          InputError: The tokens of a unit with a record have changed.
+        """
         missing = []
         for unit in units:
             key: Key = method, unit.fields["length"], unit.index
@@ -436,7 +440,7 @@ class _Runner:
 
 
 def _batches(task: Task, model: Scorer, units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
-    """Batches of units of one shape, the longest first.
+    """Yields batches of units of one shape, the longest first.
 
     Prompts with a common prefix share a batch if `model` can reuse the prefix.
     """
@@ -446,7 +450,7 @@ def _batches(task: Task, model: Scorer, units: Sequence[Unit], size: int) -> Ite
 
 
 def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:
-    """The unit to score; for source=foreign it has context of other documents of `units`."""
+    """Returns the unit to score; for source=foreign its context is of other documents."""
     document = unit.fields.get("document")
     others = (other.tokens for other in units if other.fields.get("document") != document)
     passages = None if unit.prompt is None else unit.prompt.passages
@@ -455,7 +459,7 @@ def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed
 
 
 def _decoder_passages(model: Scorer, unit: Unit) -> Record:
-    """How many retrieved passages the decoder of a model with a context reads itself."""
+    """Returns the field with the number of passages that the decoder reads beside a context."""
     passages = () if unit.prompt is None else unit.prompt.passages
     if model.decoder is None or all(passage.rank is None for passage in passages):
         return {}
@@ -463,7 +467,7 @@ def _decoder_passages(model: Scorer, unit: Unit) -> Record:
 
 
 def _num_read(model: Scorer, unit: Unit) -> int:
-    """Tokens of a unit that the model reads or generates."""
+    """Returns the number of tokens of a unit that the model reads or generates."""
     size = unit.fields["size"]
     if unit.prompt is not None:
         return size - model.num_unread(size, unit.prompt.movable, unit.prompt.passages)

@@ -1,9 +1,9 @@
 """Splits windows into the decoder's text, and a context in chunks for a memory or REPLUG.
 
-Of a prompt only documents and demonstrations move to the context, the earliest first. Instruction,
-question and answer prefix stay with the decoder. Of a prompt with retrieved passages only these
-move, each one whole, and demonstrations stay too: a memory reads all but the best ones, REPLUG all
-of them.
+In a prompt, only documents and demonstrations move to the context, the earliest first; the decoder
+reads instruction, question and answer prefix. In a prompt with retrieved passages, only the
+passages move, each as a whole, and the decoder also reads the demonstrations. A memory reads all
+passages but the best ones (`decoder_passages`), and REPLUG reads all of them.
 
 In CEPE's Table 1 (arXiv 2402.16617) the decoder reads the last 2,048 of 4,096 tokens and the last
 4,096 of longer windows; the encoder reads the tokens before in chunks of 256.
@@ -31,7 +31,7 @@ from lcjax.memory import Policy
 from lcjax.models.memory import Memory, check_memory
 
 SOURCES = ("own", "foreign")
-# The memory that has each setting of `ContextSplit`, and the field that it changes.
+# The memory class to which a setting of `ContextSplit` applies, and the field that it replaces.
 _MEMORY_SETTINGS = {
     "trained_context": ("Cepe", "trained_context"),
     "policy": ("SharedLlm", "policy"),
@@ -61,42 +61,45 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
-        """`model` for windows, or prompts, of `length` tokens (`config.apply_method`)."""
+        """Returns a reader of windows, or prompts, of `length` tokens (`config.apply_method`)."""
 
     @abc.abstractmethod
     def context(self, model, length: int) -> tuple[int, int] | None:
-        """(chunks, tokens of a chunk) whose memory is stored for a window, or None."""
+        """Returns (chunks, tokens per chunk) of the memory stored for a window, or None."""
 
     @abc.abstractmethod
     def tokens(self, model, length: int) -> int:
-        """Tokens of the decoder in windows of `length` tokens."""
+        """Returns the number of tokens that the decoder reads in windows of `length` tokens."""
 
     def shape(self, model, length: int) -> tuple[int, int]:
-        """(rows of one prompt in a batch, tokens of a row)."""
+        """Returns (rows that one prompt takes in a batch, tokens per row)."""
         return 1, self.tokens(model, length)
 
     @abc.abstractmethod
     def context_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
-        """The passages of `passages` that the decoder does not read."""
+        """Returns those of `passages` that move to the context."""
 
     @abc.abstractmethod
     def scorer(
         self, model: LanguageModel, passages: list, scores: list, chunk: int
     ) -> tuple[Scorer, dict[str, Any]]:
-        """The scorer of the text, and its options for `passages` and `scores` of each row."""
+        """Returns the scorer of the text, and its options for each row's passages and scores."""
 
     @abc.abstractmethod
     def build_prompts(
         self, model: LanguageModel, parts: list["Part"], passages: list
     ) -> tuple[list, list]:
-        """The prompts and the passages of each row, where the prompts are split into `parts`."""
+        """Returns the prompts and the passages of each row; `parts` are the split prompts."""
 
     def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
         """Splits the context into chunks; the first one may be shorter."""
         return self.last_chunks(chunks_of(context, chunk))
 
     def best_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
-        """The `self.chunks` best of `passages` (of equal ones the last), or all, in order."""
+        """Returns the `self.chunks` best passages (None: all), in the order of the prompt.
+
+        Equal scores are ordered by rank; passages without a rank by position, the last first.
+        """
 
         def order(passage: PassageSpan):
             rank = -passage.start if passage.rank is None else passage.rank
@@ -105,7 +108,7 @@ class Split(abc.ABC):
         return sorted(sorted(passages, key=order)[: self.chunks])
 
     def last_chunks(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
-        """The last `self.chunks` of `chunks`, or all."""
+        """Returns the last `self.chunks` of `chunks` (None: all)."""
         return chunks if self.chunks is None else chunks[max(len(chunks) - self.chunks, 0) :]
 
 
@@ -148,7 +151,7 @@ class ContextSplit(Split):
         return SplitModel(subject, self, decoder, self.size(model))
 
     def _memory(self, model) -> Memory:
-        """The memory of the model with these settings."""
+        """Returns the memory of the model with these settings."""
         memory = model.config.memory
         check_memory(memory)
         for name, (kind, field) in _MEMORY_SETTINGS.items():
@@ -165,7 +168,7 @@ class ContextSplit(Split):
         return memory
 
     def size(self, model) -> int:
-        """Tokens per chunk."""
+        """Returns the number of tokens per chunk."""
         return context_chunk_size(self._memory(model), self.chunk)
 
     def context(self, model, length: int) -> tuple[int, int] | None:
@@ -173,7 +176,7 @@ class ContextSplit(Split):
             return None
         size = self.size(model)
         chunks = -(-(length - self.tokens(model, length)) // size)
-        chunks *= 1 + self.sentences  # two neighbours have more than `size` tokens
+        chunks *= 1 + self.sentences  # two neighbours together exceed `size` tokens
         return chunks if self.chunks is None else min(chunks, self.chunks), size
 
     def tokens(self, model, length: int) -> int:
@@ -195,7 +198,7 @@ class ContextSplit(Split):
     def build_prompts(
         self, model: LanguageModel, parts: list["Part"], passages: list
     ) -> tuple[list, list]:
-        """Prompts and contexts; for memories of earlier windows BOS moves to the first chunk."""
+        """Returns prompts and contexts; a prefix memory reads BOS in its first chunk."""
         prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
         for row, (part, chunks) in enumerate(zip(parts, passages, strict=True)):
             has_bos = [*part.head[:1]] == [model.tokenizer.bos_id]
@@ -209,14 +212,14 @@ class ContextSplit(Split):
 class ReplugSplit(Split):
     """Context for REPLUG, which mixes probabilities of the decoder's text after each chunk.
 
-    Retrieved passages have the weights softmax(score / temperature), chunks of other texts equal
-    ones. If `decoder` is null, decoder and chunk fill half of the window.
+    Retrieved passages have the weights softmax(score / temperature); other chunks have equal
+    weights. If `decoder` is null, decoder and chunk fill half of the window.
     """
 
     key: ClassVar[str] = "replug"
 
     chunk: int = 256
-    temperature: float = 1.0  # of the scores
+    temperature: float = 1.0  # temperature of the scores
     marginal: str = "token"  # what is mixed (`Replug.marginal`): token or sequence
 
     def __post_init__(self):
@@ -247,7 +250,7 @@ class ReplugSplit(Split):
         return max(passages, 1), decoder + self.chunk
 
     def context(self, model, length: int) -> None:
-        """None, as no memory is stored."""
+        """Returns None, as no memory is stored."""
 
     def context_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         return list(passages)
@@ -261,7 +264,7 @@ class ReplugSplit(Split):
     def build_prompts(
         self, model: LanguageModel, parts: list["Part"], passages: list
     ) -> tuple[list, list]:
-        """Prompts and contexts; the head of a prompt (BOS, instruction) precedes each passage."""
+        """Returns prompts and contexts; each passage follows the head (BOS, instruction)."""
         context = [
             [np.concatenate([part.head, passage]) for passage in row]
             for part, row in zip(parts, passages, strict=True)
@@ -294,10 +297,10 @@ class SplitModel(WrappedScorer):
         self._retrieved: Sequence[Sequence[PassageSpan]] | None = None
 
     def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
-        """As `LanguageModel.nll`, for the tokens of the decoder.
+        """Returns losses as `LanguageModel.nll` does, for the tokens that the decoder reads.
 
-        Windows with passages begin with them, equally long ones in all rows, and the decoder reads
-        the rest.
+        Windows with passages begin with them, and the decoder reads the rest; the passages of all
+        rows end at the same token.
         """
         if self._retrieved is None:
             start = tokens.shape[1] - self.decoder
@@ -328,29 +331,29 @@ class SplitModel(WrappedScorer):
         spans: Sequence[Spans],
         passages: Sequence[Sequence[PassageSpan]] | None = None,
     ) -> "SplitModel":
-        """This model for prompts of which only `spans`, or their `passages`, may be context.
+        """Returns a copy for prompts in which only `spans`, or `passages`, may move to the context.
 
-        By default all tokens but the last one of a prompt may.
+        By default, all tokens of a prompt but the last one may.
         """
         other = copy.copy(self)
         other._movable, other._retrieved = spans, passages
         return other
 
     def generate(self, prompts: Sequence[Ids], sampling: Sampling) -> list[GeneratedText]:
-        """As `LanguageModel.generate`; new tokens count towards the decoder's."""
+        """Generates as `LanguageModel.generate` does; the decoder also reads the new tokens."""
         prompts, scorer, options = self._prompts(prompts, sampling.max_new_tokens)
         return scorer.generate(prompts, sampling, **options)
 
     def continuations(
         self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     ) -> list[list[Continuation]]:
-        """As `LanguageModel.continuations`; continuations count towards the decoder's tokens."""
+        """Scores as `LanguageModel.continuations` does; the decoder also reads `continuations`."""
         longest = max(len(ids) for row in continuations for ids in row)
         prompts, scorer, options = self._prompts(prompts, longest)
         return scorer.continuations(prompts, continuations, **options)
 
     def _prompts(self, prompts: Sequence[Ids], new: int) -> tuple[list, Scorer, dict[str, Any]]:
-        """The decoder's prompts, with `new` tokens after them, their scorer and its options."""
+        """Returns the decoder's prompts (`new` tokens follow), their scorer and its options."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         spans = self._movable
         if spans is None:
@@ -364,7 +367,7 @@ class SplitModel(WrappedScorer):
         return prompts, *self._scorer(context, scores)
 
     def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):
-        """The `Part` of one prompt."""
+        """Returns the `Part` of one prompt, which `new` tokens follow."""
         moved = self._moved(len(row) + new, spans, passages)
         if sum(span[1] - span[0] for span in moved) < len(row) + new - self.decoder:
             raise InputError(
@@ -387,7 +390,7 @@ class SplitModel(WrappedScorer):
     def _chunks(
         self, row: np.ndarray, moved: Sequence, passages: Sequence[PassageSpan]
     ) -> tuple[list[np.ndarray], list[float]]:
-        """The chunks of the tokens of `moved` that are read, and their scores."""
+        """Returns the chunks that are read of the tokens in `moved`, and their scores."""
         if not passages:
             pieces = [chunk for a, b in moved for chunk in self._passages(row[a:b])]
             chunks = self._split.last_chunks(pieces)
@@ -398,11 +401,11 @@ class SplitModel(WrappedScorer):
         return [row[passage.start : passage.stop] for passage in best], scores
 
     def _moved(self, size: int, spans: Spans, passages: Sequence[PassageSpan]) -> list:
-        """The parts of a prompt that are read as context.
+        """Returns the parts of a prompt that are read as context.
 
-        These are the passages for the context, and if the decoder lacks space the worst of its own;
-        of a prompt without passages the earliest of `spans`, as many tokens as `size` exceeds the
-        decoder's.
+        With passages, these are the ones of `context_passages`, and as many of the worst others as
+        the decoder lacks space for. Without passages, these are the first tokens of `spans`, as
+        many as `size` exceeds the tokens of the decoder.
         """
         moved, over = [], size - self.decoder
         if passages:
@@ -447,7 +450,7 @@ class SplitModel(WrappedScorer):
         seed: Sequence[int],
         passages: Sequence[PassageSpan] | None = None,
     ) -> np.ndarray:
-        """Returns `tokens`; for source=foreign with chunks of `others` as context."""
+        """Returns `tokens`; with source=foreign, chunks of `others` replace the context."""
         start = len(tokens) - self.decoder
         if passages is not None:
             start = passages[-1].stop if passages else 0
@@ -464,14 +467,14 @@ class SplitModel(WrappedScorer):
 
 
 def check_scored(key: str, decoder: int, length: int, first: int, size: int) -> None:
-    """Raises InputError unless the last `decoder` tokens of a window have `first : size` and more.
+    """Raises InputError unless the decoder reads tokens `first - 1 : size` of a window.
 
     Args:
-      key: of the method, in the error.
-      decoder: tokens that are read at the end of a window.
-      length: tokens of a window.
-      first: token from which on the protocol scores.
-      size: tokens of this window that are text, not padding.
+      key: Field of the method's settings, for the message.
+      decoder: Number of tokens that are read at the end of a window.
+      length: Number of tokens of a window.
+      first: Index of the first scored token.
+      size: Number of tokens of this window that are text, not padding.
     """
     start = length - decoder
     if first <= start or size <= start + 1:
@@ -482,12 +485,12 @@ def check_scored(key: str, decoder: int, length: int, first: int, size: int) -> 
 
 
 def windows_of_others(others: Iterable[np.ndarray], size: int, key: str) -> list[np.ndarray]:
-    """Returns those of `others` with `size` tokens; raises an InputError if there are none.
+    """Returns the windows of at least `size` tokens; raises an InputError if there are none.
 
     Args:
-      others: tokens of windows of other documents.
-      size: their least number of tokens.
-      key: field of a method's settings, for the message.
+      others: Tokens of windows of other documents.
+      size: Minimum number of tokens.
+      key: Field of a method's settings, for the message.
     """
     if not (others := [other for other in others if len(other) >= size]):
         raise InputError(
@@ -508,7 +511,7 @@ def continuations(model: Scorer, prompts: Sequence[Prompt], options) -> list[lis
 
 
 def with_movable(model: Scorer, prompts: Sequence[Prompt]) -> Scorer:
-    """The model that is told which spans of these prompts may move to a context."""
+    """Returns the model for these prompts, whose documents and passages may move to a context."""
     spans, passages = ([getattr(p, name) for p in prompts] for name in ("movable", "passages"))
     return model.with_movable(spans, passages)
 

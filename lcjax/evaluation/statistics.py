@@ -34,7 +34,7 @@ def group_by(items: Iterable[T], key: str | Callable[[T], K]) -> dict[K, list[T]
 
 
 def at_longest(items: Records) -> list[Record]:
-    """The cells or records of the longest length."""
+    """Returns the cells or records of the longest length."""
     longest = max(item["length"] for item in items)
     return [item for item in items if item["length"] == longest]
 
@@ -80,7 +80,7 @@ def _central_interval(means: np.ndarray) -> tuple[float, float]:
 
 
 def _means(values, weights, clusters) -> np.ndarray | None:
-    """Weighted means of resampled clusters, float64 [DRAWS]; None for fewer than two clusters."""
+    """Returns weighted means of resampled clusters, float64 [DRAWS]; None below two clusters."""
     values = np.asarray(values, np.float64)
     weights = np.ones_like(values) if weights is None else np.asarray(weights, np.float64)
     names = range(len(values)) if clusters is None else clusters
@@ -122,7 +122,7 @@ def paired(
     weights: Sequence[float] | None = None,
     clusters: Sequence[object] | None = None,
 ) -> Difference:
-    """Paired bootstrap (Efron and Tibshirani 1993, chapters 13 and 15) of `other - base`.
+    """Computes the paired bootstrap of `other - base` (Efron and Tibshirani 1993, ch. 13 and 15).
 
     p is twice the smaller share of resampled means on one side of 0. It is at least 1 / DRAWS, the
     resolution of the bootstrap. It is also at least 2 / 2**n for n clusters, the smallest p of a

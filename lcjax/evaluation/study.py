@@ -98,7 +98,7 @@ def _parse(file: str, overrides: tuple[str, ...], key: str, folder: Path | None)
 def _from_model(
     extension: TrainConfig, source: str | None, config: EvalConfig, key: str
 ) -> TrainConfig:
-    """The training of a method from the model of its own config, or from that of the study."""
+    """Returns the training of a method from the model of its own config, or of the study."""
     model, has_base = extension.model, config.study.base is not None
     if model.path is not None and not has_base:
         return extension
@@ -117,16 +117,16 @@ def _from_model(
 
 
 def _folder(config: EvalConfig, method: Method | None) -> Path:
-    own = to_path(config.run.folder)
+    run_folder = to_path(config.run.folder)
     if method is None:
-        return own / _BASE
+        return run_folder / _BASE
     shared = config.study and config.study.folder
-    folder = to_path(shared) if shared else own / "trained"
+    folder = to_path(shared) if shared else run_folder / "trained"
     return folder / folder_name(_first_of(config, method).name)
 
 
 def _first_of(config: EvalConfig, method: Method) -> Method:
-    """The first method with the training of `method`, which all of them share."""
+    """Returns the first method with the training of `method`, which all of them share."""
     return next(other for other in config.methods if other.train == method.train)
 
 
@@ -142,7 +142,7 @@ def _check_folders(trainings: Trainings) -> None:
 
 
 def settings(trainings: Trainings) -> dict[str, Any]:
-    """The settings that determine the trained models, for the hash of the run."""
+    """Returns the settings that determine the trained models, for the hash of the run."""
     return {
         name or _BASE: folder_lib.hashed_settings(training) for name, training in trainings.items()
     }
@@ -163,7 +163,7 @@ def with_trained(config: EvalConfig) -> EvalConfig:
 
 
 def by_path(trainings: Trainings) -> dict[str, TrainConfig]:
-    """The trainings by path of a model: their run folders, and models and steps in them."""
+    """Returns trainings by path of a model: their run folders, and models and steps in these."""
     by_path = {}
     for training in trainings.values():
         folder, train = to_path(training.run.folder), training.train
@@ -174,7 +174,7 @@ def by_path(trainings: Trainings) -> dict[str, TrainConfig]:
 
 
 def has_memory(section: ModelSection, trainings: Trainings) -> bool:
-    """Whether the model of a section, also one that is not trained yet, has a memory."""
+    """Returns whether the model of a section has a memory, also if it is not trained yet."""
     remaining = by_path(trainings)
     while section.memory is None and section.path in remaining:
         section = remaining.pop(section.path).model
@@ -187,7 +187,7 @@ def has_memory(section: ModelSection, trainings: Trainings) -> bool:
 
 
 def check_paths(config: EvalConfig, trainings: Trainings) -> None:
-    """Raises InputError if the folder of a training holds something else, or it has no text."""
+    """Raises InputError if a training's folder holds something else, or it has no text."""
     if trainings and "" not in trainings and config.model.path not in by_path(trainings):
         check_source(config.model)
     for training in _with_existing(config, trainings).values():
@@ -203,7 +203,7 @@ def check_paths(config: EvalConfig, trainings: Trainings) -> None:
 
 
 def _with_existing(config: EvalConfig, trainings: Trainings) -> Trainings:
-    """The trainings with the evaluation's `run.existing`, or `resume` outside of its folder.
+    """Returns trainings with the evaluation's `run.existing`, or `resume` outside its folder.
 
     Trainings elsewhere (stages, rows of `study.folder`) also serve other studies, and may have
     taken hours: `overwrite` of an evaluation does not replace them.
@@ -233,7 +233,7 @@ def run(config: EvalConfig, trainings: Trainings) -> bool:
 
 
 def table(trainings: Trainings) -> str:
-    """Markdown table of the trainings: sizes, seed, time of the steps, and last loss."""
+    """Returns a Markdown table of the trainings: sizes, seed, time of the steps, last loss."""
     rows = [["trained", "rows x tokens x steps", "seed", "minutes", "last loss"]]
     for name, training in trainings.items():
         section = training.train
@@ -247,7 +247,7 @@ def table(trainings: Trainings) -> str:
 
 
 def _seconds(log: list[dict[str, Any]]) -> float:
-    """Seconds of all steps after the first one."""
+    """Returns the seconds of all steps after the first one."""
     total, previous = 0.0, 0
     for row in log:
         for unit in ("tokens", "queries"):

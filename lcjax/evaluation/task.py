@@ -42,7 +42,7 @@ class Unit:
     tokens: np.ndarray  # int32 [n]
     fields: Record
     prompt: Prompt | None = None
-    harness_document: Any = None  # and its requests, of lm-evaluation-harness
+    harness_document: Any = None  # document of lm-evaluation-harness, with its requests
 
     @property
     def digest(self) -> str:
@@ -51,7 +51,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """Name and format of a task's number."""
+    """Name and format of the number that a task reports."""
 
     name: str
     title: str
@@ -60,7 +60,7 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """The title with a capital."""
+        """The title with its first letter capitalized."""
         return self.title[0].upper() + self.title[1:]
 
 
@@ -68,19 +68,20 @@ class Metric:
 class Task(draccus.ChoiceRegistry, abc.ABC):
     """A benchmark. Units do not depend on the method, so all methods have the same examples."""
 
-    # Whether units are prompts of their own lengths, not windows of text: `score` fills a cache, to
-    # generate or to score several continuations.
+    # Whether units are prompts with individual lengths instead of windows of text. `score` then
+    # fills a KV cache, to generate or to score several continuations.
     generates: ClassVar[bool] = False
     ranks_options: ClassVar[bool] = False  # scores several continuations of one prompt
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
-    # Settings of the scores of answers; `eval.py score` may change only these.
+    # Settings that affect only the scores of answers; `eval.py score` may change only these.
     scoring_settings: ClassVar[tuple[str, ...]] = ()
-    # Settings of prompts and scores together: not for `score`, but `compare` parts them as well.
+    # Settings that affect prompts and scores. `score` may not change them, and `compare` separates
+    # tasks that differ in them.
     table_settings: ClassVar[tuple[str, ...]] = ()
 
-    name: str = ""  # name of its files; empty: derived from the settings
-    corpus: str = ""  # path of its own text, read as `data` says; empty: that of `data`
-    lengths: tuple[int, ...] = ()  # its own context lengths; empty: those of the run
+    name: str = ""  # name of the task's files; empty: derived from the settings
+    corpus: str = ""  # path of the task's own text, read with the settings of `data`; empty: `data`
+    lengths: tuple[int, ...] = ()  # context lengths of this task; empty: those of the run
 
     @property
     def label(self) -> str:
@@ -90,7 +91,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     @property
     @abc.abstractmethod
     def metric(self) -> Metric:
-        """The number that tables show."""
+        """Name and format of the number that tables show."""
 
     @property
     def heading(self) -> str:
@@ -106,13 +107,13 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
-        """Returns the units of one length; none if the data has no text of that length."""
+        """Returns the units of one length; an empty list if the data has no text of that length."""
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         """Raises InputError if `model` cannot score some of `units`."""
 
     def prompts(self, unit: Unit) -> Sequence[Sequence[int] | np.ndarray]:
-        """The prompts of `unit`, whose common prefix with other units may be read once."""
+        """Returns the prompts of `unit`; a prefix shared with other units may be read once."""
         return ()
 
     @abc.abstractmethod
@@ -131,37 +132,39 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """Returns `value` and further numbers from all records of one method at one length."""
 
     def example(self, record: Record) -> float | None:
-        """The value of one record whose mean is the task's number, for intervals and differences.
+        """Returns the value of one record; the mean of these values is the task's number.
 
-        None if the record has no value, such as a loss of NaN.
+        Intervals and paired differences use it. It is None if the record has no value, for example
+        if its loss is NaN.
         """
         correct = record.get("correct")
         return None if correct is None else float(correct)
 
     def values(self, records: Records) -> list[float | None]:
-        """The values of records whose weighted mean is the task's number for these records.
+        """Returns the values of records whose weighted mean is the task's number for the records.
 
-        Tasks whose number is no mean of `example` override it with the shares of the records.
+        Tasks whose number is not a mean of `example` override it with the contribution of each
+        record to the number.
         """
         return [self.example(record) for record in records]
 
     def weights(self, records: Records) -> list[float]:
-        """The weight of each record in the task's number, up to a common factor."""
+        """Returns the weight of each record in the task's number, up to a common factor."""
         return [record.get("weight", 1.0) for record in records]
 
     def cluster(self, record: Record) -> object:
-        """The cluster of a record; records of one cluster, as of a document, are dependent."""
+        """Returns the cluster of a record; records of one cluster (a document) are dependent."""
         return record.get("document", ("window", record["window"]))
 
     def part(self, record: Record) -> str:
-        """The part of the task that a record belongs to, for differences by part."""
+        """Returns the part of the task that a record belongs to, for differences by part."""
         return ""
 
     def interval(self, records: Records) -> tuple[float, float]:
-        """95 % interval of `value`, or NaN.
+        """Returns the 95 % interval of `value`, or NaN.
 
-        Wilson's interval for shares of independent 0s and 1s, else a bootstrap of the weighted
-        clusters.
+        It is Wilson's interval if the values are independent 0s and 1s of equal weight, else a
+        bootstrap over weighted clusters.
         """
         records = [record for record in records if self.example(record) is not None]
         values, weights = self.values(records), self.weights(records)
@@ -172,38 +175,38 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return bootstrap(values, weights=weights, clusters=clusters)
 
     def references(self, record: Record) -> list[str]:
-        """The reference answers of a record or of the fields of a unit."""
+        """Returns the reference answers of a record or of the fields of a unit."""
         return [str(item) for item in record.get("references", ())]
 
     def rescore(self, record: Record, tokenizer) -> Record:
-        """The record with its answer scored again by these settings, without a model."""
+        """Scores the answer of a record again with these settings, without a model."""
         return record
 
     def overall(self, cells: Records) -> float | None:
-        """The one number of a method from its cells: by default that of the longest length."""
+        """Returns one number of a method from its cells: by default that of the longest length."""
         return max(cells, key=lambda cell: cell["length"])["value"]
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """Numbers over all lengths, by method."""
+        """Returns numbers over all lengths, by method."""
         return {}
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
-        """Draws the figures of the task, by default its number by length; returns the files."""
+        """Draws the figures of the task (by default its number by length); returns the files."""
         return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
     def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
-        """The longest length that the data allows, and the reason, for the error message."""
+        """Returns the longest length that the data allows, and the reason for the error message."""
         return 0, "choose shorter lengths"
 
 
 def mean_by(records: Records, field: str) -> dict[str, float]:
-    """The mean of `correct` by the value of a field."""
+    """Returns the mean of `correct` for each value of a field."""
     groups = group_by(records, field)
     return {name: float(np.mean([r["correct"] for r in group])) for name, group in groups.items()}
 
 
 def equal_weights(records: Records, field: str) -> list[float]:
-    """Weights with an equal sum for every value of a field."""
+    """Returns weights with an equal sum for every value of a field."""
     sizes = collections.Counter(record[field] for record in records)
     return [1 / sizes[record[field]] for record in records]
 

@@ -1,7 +1,7 @@
-"""Many processes as one program: how they find each other, agree, and end together.
+"""Jobs of several processes: connecting them, collective checks, and a clean end.
 
-Every process runs the same script on the same config and holds a part of the devices (of a TPU pod,
-of a cluster with GPUs). What one of them alone may do, such as writing a log, process 0 does.
+Every process runs the same script on the same config and holds a part of the devices of a TPU pod
+or GPU cluster. Process 0 does what only one process may do, such as writing a log.
 """
 
 import ctypes
@@ -36,10 +36,10 @@ _GRACE = 10  # seconds that a process which fails waits for the others to fail a
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """The processes of a job; null: as the cluster's environment says, or a single process."""
+    """Processes of a job; fields that are null come from the cluster's environment, if any."""
 
     coordinator: str | None = None  # host:port of process 0, reachable by all
-    processes: int | None = None  # number of processes; 1: this one alone, also in a cluster
+    processes: int | None = None  # number of processes; 1: a single process, also in a cluster
     process: int | None = None  # index of this process, from 0
     timeout: int = 300  # seconds that processes wait for each other at the start
     heartbeat: int = 100  # seconds without a heartbeat after which a process counts as dead
@@ -68,13 +68,15 @@ def main(
     parse: Callable[[Sequence[str] | None], Any] | None = None,
     agreed_stop: bool = False,
 ) -> int:
-    """`lcjax.config.main` for a script that may be one of many processes; ends them cleanly.
+    """Runs a script as `lcjax.config.main` does, in one or several processes.
+
+    Connects the processes before `run`, and ends all of them if one fails.
 
     Args:
       cls: the config, with a field `distributed`.
       run: the script's body, which takes the config.
-      argv: words of the command line; None: those of the process.
-      parse: makes the config of the words; None: `lcjax.config.parse`.
+      argv: command-line arguments; None: `sys.argv[1:]`.
+      parse: returns the config for these arguments; None: `lcjax.config.parse`.
       agreed_stop: see `start`.
     """
     report = config_lib.ErrorReport()
@@ -100,10 +102,10 @@ def main(
 def cache_compiled_programs() -> None:
     """Turns on JAX's persistent compilation cache for a script of a single process.
 
-    Nothing changes where the user has set `JAX_COMPILATION_CACHE_DIR`, also to nothing, or the
-    option of JAX. The folder is of one host: programs for CPUs depend on the CPU's instructions,
-    and a home folder may serve many kinds. Processes of one job would need a folder that they
-    share, which only the user knows.
+    Does nothing if the user has set `JAX_COMPILATION_CACHE_DIR` (also to an empty string) or JAX's
+    option. Each host has its own folder, because programs for CPUs depend on the CPU's instructions
+    and a home folder may be shared by different CPUs. Jobs of several processes have no cache by
+    default: they need a folder that all of them share.
     """
     variable = "JAX_COMPILATION_CACHE_DIR"
     if variable in os.environ or jax.config.jax_compilation_cache_dir is not None:
@@ -127,19 +129,19 @@ def _failure(index: int, count: int) -> str:
 
 
 def start(section: Distributed, *, agreed_stop: bool = False) -> None:
-    """Connects the processes of the job; does nothing where there is only one.
+    """Connects the processes of the job; does nothing for a single process.
 
-    Must be called before anything asks JAX for devices. What `section` leaves open,
-    `jax.distributed.initialize` finds in the environment: SLURM, Open MPI, Cloud TPU, Kubernetes.
+    Call it before anything initialises JAX's devices. `jax.distributed.initialize` reads the fields
+    that are null from the environment: SLURM, Open MPI, Cloud TPU, Kubernetes.
 
     Args:
       section: the config section.
-      agreed_stop: SIGTERM to any process only makes `multihost_utils.reached_preemption_sync_point`
-        true in all of them, at the same step. Otherwise it ends the process at once, as usual.
+      agreed_stop: whether a SIGTERM to any process only makes
+        `multihost_utils.reached_preemption_sync_point` true in all of them, at the same step.
+        Otherwise SIGTERM ends the process at once, as usual.
 
     Raises:
-      InputError: the environment does not say which processes there are, or the coordinator's port
-        is taken.
+      InputError: the environment does not name the processes, or the coordinator's port is taken.
     """
     arguments = section.coordinator, section.processes, section.process
     if jax.distributed.is_initialized() or section.processes == 1:
@@ -174,7 +176,7 @@ def start(section: Distributed, *, agreed_stop: bool = False) -> None:
 def _check_port(section: Distributed) -> None:
     """Raises an InputError if process 0 cannot listen on the port of its coordinator.
 
-    JAX would fail as well, but jaxlib 0.10 crashes in doing so while other threads run.
+    JAX itself would fail too, but jaxlib 0.10 then crashes while other threads run.
     """
     if section.process == 0 and section.coordinator is not None:
         try:
@@ -187,7 +189,7 @@ def _check_port(section: Distributed) -> None:
 
 
 def _exit_at_timeout(section: Distributed) -> None:
-    """Ends the process, whose main thread waits in JAX, with one line."""
+    """Prints one line and ends the process, whose main thread is blocked in JAX."""
     fields = ("coordinator", "processes", "process")
     settings = [
         f"{name}={getattr(section, name)}" for name in fields if getattr(section, name) is not None
@@ -204,10 +206,10 @@ def _exit_at_timeout(section: Distributed) -> None:
 
 
 def _exit_at_abort() -> None:
-    """Makes this process end with a line of its own where JAX aborts it.
+    """Makes this process end with one line, without a stack trace, when JAX aborts it.
 
-    JAX does so when another process has died: in a thread of C++, with a stack trace. Handlers of
-    Python's own `signal` would never run. `libc` calls this one in the thread that aborts.
+    JAX aborts in a C++ thread when another process has died. Handlers of Python's `signal` module
+    would never run there; a handler that is registered with libc runs in the aborting thread.
     """
     if os.name != "posix":
         return
@@ -227,9 +229,9 @@ def _exit_at_abort() -> None:
 
 
 def _is_cluster() -> bool:
-    """Returns whether the environment names several processes.
+    """Returns whether the environment describes a job of several processes.
 
-    JAX itself takes every pod of Kubernetes and every SLURM allocation for a part of a job.
+    JAX's own check is true in every Kubernetes pod and SLURM allocation, also for single processes.
     """
     env = os.environ
     several = any(
@@ -251,7 +253,10 @@ def _is_cluster() -> bool:
 
 
 def _check_same_config(config: Any) -> None:
-    """Every process must have the same settings but its own number, and the same kernels."""
+    """Raises an InputError unless all processes have equal configs and kernel measurements.
+
+    `distributed.process` may differ.
+    """
     plain = dataclasses.replace(config, distributed=Distributed())
     if not equal_on_all_processes(repr(plain)):
         raise InputError(
@@ -269,25 +274,25 @@ def _check_same_config(config: Any) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that writes what all have in common."""
+    """Returns whether this is process 0, which writes the files of a job."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Returns when all processes have come here."""
+    """Blocks until all processes have called it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"lcjax: {name}")
 
 
 def max_over_processes(code: int) -> int:
-    """The largest `code` of all processes."""
+    """Returns the largest `code` of all processes; a collective."""
     if jax.process_count() == 1:
         return code
     return int(multihost_utils.process_allgather(np.int32(code)).max())
 
 
 def equal_on_all_processes(value: str) -> bool:
-    """Whether all processes have the same `value`."""
+    """Returns whether `value` is equal on all processes; a collective."""
     if jax.process_count() == 1:
         return True
     digests = multihost_utils.process_allgather(np.uint32(zlib.crc32(value.encode())))
@@ -295,9 +300,9 @@ def equal_on_all_processes(value: str) -> bool:
 
 
 def from_main(make: Callable[[], Any]) -> Any:
-    """What `make` gives the first process (values of JSON), in all; its InputError likewise.
+    """Calls `make` in process 0 and broadcasts its JSON result, or its InputError, to all.
 
-    For what depends on a network, or on chance: only the first process makes it.
+    Use it for results that depend on a network or on chance. A collective.
     """
     if jax.process_count() == 1:
         return make()
@@ -317,9 +322,9 @@ def from_main(make: Callable[[], Any]) -> Any:
 
 
 def gather(x: Any) -> np.ndarray:
-    """The whole array on this host, also where its parts lie with several processes.
+    """Returns the full array as NumPy, also if its shards are on several processes.
 
-    All of them have to ask.
+    A collective in that case: all processes must call it.
     """
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
@@ -327,18 +332,18 @@ def gather(x: Any) -> np.ndarray:
 
 
 def _leave(code: int) -> None:
-    """Ends the connection: all together, or at once where this process has failed."""
+    """Disconnects from the job: together with the others, or at once if this process failed."""
     if not jax.distributed.is_initialized():
         return
     if code == 0:
         jax.distributed.shutdown()
         return
-    # What one process meets, the others often meet at the same moment: a wrong path. Each gets the
-    # time to say it. But where they wait for this one, they must learn that it has ended.
+    # Several processes often fail alike, for example at a wrong path. Wait so that each can print
+    # its error, then exit so that none waits for this process in a collective.
     try:
         runtime.global_state.client.wait_at_barrier("lcjax: failed", _GRACE * 1000)
     except jax.errors.JaxRuntimeError:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # Python's own way out would wait for them again
+        os._exit(code)  # a normal exit of Python would wait for the others again
     jax.distributed.shutdown()

@@ -1,8 +1,8 @@
 """A lock on a run folder: two runs that write into one folder would corrupt each other.
 
-The lock is a file in the folder that names the process which holds it and is refreshed while it
-runs. A process that was killed leaves the file behind. On the same machine its end is seen at once.
-Elsewhere, a lock that nobody refreshes for a minute is stale.
+The lock is a file in the folder. It names the process that holds it, which refreshes the file
+while it runs. A process that was killed leaves the file behind. The same machine detects at once
+that the process has ended; on other machines a lock is stale after a minute without a refresh.
 
 A folder at a URL is locked in the same way. Stores that can create an object only if it is absent
 (gs, s3) let one run of several that start at the same moment take the lock.
@@ -28,7 +28,7 @@ GUARD = "lock.json.guard"
 
 _REFRESH = 15.0  # seconds between two refreshes of a lock
 _STALE = 60.0  # seconds without a refresh after which a lock of another machine is stale
-_PAUSE = 0.05  # seconds between two looks at a lock
+_PAUSE = 0.05  # seconds between two reads of a lock
 
 
 class RunLock:
@@ -77,7 +77,7 @@ class RunLock:
             ) from None
 
     def _create(self) -> bool:
-        """Creates the lock; returns False if there is one."""
+        """Creates the lock; returns False if it exists already."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             _create_file(self._file, json.dumps(self._owner))
@@ -89,15 +89,14 @@ class RunLock:
         """Removes the lock if it is stale; raises an InputError if its process runs.
 
         Args:
-          last_refresh: the time at which a lock of another machine was last refreshed, as the call
-            before has seen it; None: no call before.
+          last_refresh: return value of the previous call; None: this is the first call.
 
         Returns:
-          That time as seen now, if it is not decided yet.
+          The time of the lock's last refresh, if it is not known yet whether its process runs.
         """
         with self._guard() as now:
             owner, refresh = _read(self._file), _modified(self._file)
-            if now is None or refresh is None:  # another start is looking, or it was released
+            if now is None or refresh is None:  # another process is here, or it was released
                 return last_refresh
             if _is_local(owner):
                 is_stale = owner["started"] != _start_time(owner["pid"])
@@ -126,10 +125,10 @@ class RunLock:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[float | None]:
-        """Lets only one start at a time look at the lock and remove it.
+        """Lets only one process at a time check the lock and remove it.
 
-        A second one could otherwise remove the new lock of the first. Yields the current time on
-        the clock of the file system; None if another start is looking.
+        A second process could otherwise remove the new lock of the first. Yields the current time
+        on the clock of the file system; None if another process holds the guard.
         """
         try:
             _create_file(self._guard_file, "")
@@ -166,10 +165,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """Identifies a boot of a machine, and the namespace of process numbers within (containers).
-
-    None where this is not known (no /proc).
-    """
+    """Returns an id of the machine's boot and PID namespace (container); None without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -178,9 +174,9 @@ def _machine() -> str | None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Returns when a process started, which tells apart processes of the same number.
+    """Returns the start time of a process in clock ticks from boot; None if it does not run.
 
-    In clock ticks from boot; None if it does not run.
+    It distinguishes processes that were given the same number one after the other.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -191,7 +187,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """Returns the owner in a lock file; None if it is not there, or incomplete."""
+    """Returns the owner in a lock file; None if the file is missing or incomplete."""
     try:
         owner = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -215,7 +211,7 @@ def _create_file(path: Path | URLPath, text: str) -> None:
 
 
 def _touch(path: Path | URLPath) -> None:
-    """Makes now the time at which a small file was written."""
+    """Sets the modification time of a small file to now."""
     try:
         if not isinstance(path, URLPath):
             os.utime(path)
@@ -226,7 +222,7 @@ def _touch(path: Path | URLPath) -> None:
 
 
 def _modified(file: Path | URLPath) -> float | None:
-    """When a file was written, in seconds on the clock of its file system; None if it is gone."""
+    """Returns a file's modification time in seconds of the file system's clock; None if missing."""
     try:
         return file.modified() if isinstance(file, URLPath) else file.stat().st_mtime
     except OSError:
@@ -234,5 +230,5 @@ def _modified(file: Path | URLPath) -> float | None:
 
 
 def _is_local(owner: dict[str, Any] | None) -> bool:
-    """Returns whether the processes of this machine include the owner, if it runs."""
+    """Returns whether the owner is a process of this machine and PID namespace."""
     return owner is not None and owner["machine"] is not None and owner["machine"] == _machine()

@@ -1,4 +1,4 @@
-"""Which axis of which array lies on which axis of the machine: one table.
+"""Mesh axes, and the table of rules by which parameters and batches are sharded over them.
 
 Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (ZeRO,
 Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019),
@@ -24,10 +24,10 @@ AXES = ("data", "fsdp", "tensor", "context", "expert")
 ROWS = ("data", "fsdp", "expert")  # the axes over which the rows of a batch are spread
 LENGTH = "context"  # the axis over which the tokens of a row are spread
 
-# (pattern at the end of a parameter's path, mesh axis of each array axis). The first match counts;
-# stacked layers have one more axis in front, which is never split. What `fsdp` splits is split over
-# `context` as well, and over `expert` if no other axis is: these devices need the same weights at
-# the same time.
+# (pattern at the end of a parameter's path, mesh axis of each array axis). The first match counts.
+# Stacked layers have one more axis in front, which is never split. An array axis of the rule `fsdp`
+# is also split over `context`, and over `expert` if no other array axis is: devices along these
+# axes need the same weights at the same time.
 _RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
     (r"position/embedding", (None, "fsdp")),
@@ -53,12 +53,12 @@ _RULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """How many devices lie along each axis; -1 (one axis at most) takes what is left."""
+    """Number of devices along each mesh axis; -1 (at most one axis) takes the remaining ones."""
 
     data: int = 1  # copies of the model, each reading its own part of the batch
     fsdp: int = -1  # parameters, optimizer state and batch split
     tensor: int = 1  # heads and feed-forward width split
-    context: int = 1  # every text cut in so many parts, for rows too long for one device
+    context: int = 1  # number of parts of each text, for rows too long for one device
     expert: int = 1  # experts of a mixture and batch split
 
     def __post_init__(self):
@@ -71,7 +71,7 @@ class Mesh:
 
 
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of all devices (or of `devices`) with the axes `AXES`."""
+    """Returns a mesh with the axes `AXES` of `devices`; None: of all devices."""
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(mesh_sizes(shape, len(devices)), axis) for axis in AXES]
     kinds = (AxisType.Auto,) * len(AXES)
@@ -83,7 +83,11 @@ def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> 
 
 
 def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
-    """`shape` with a number in place of -1, for so many devices."""
+    """Returns `shape` with -1 replaced by its size for this number of devices.
+
+    Raises:
+      InputError: the product of the sizes does not divide, or equal, the number of devices.
+    """
     sizes = [getattr(shape, axis) for axis in AXES]
     fixed = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and devices % fixed == 0:
@@ -101,7 +105,7 @@ def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
 
 
 def _fitting(axis_sizes: dict[str, int], rest: bool, devices: int) -> str:
-    """What to set in place of `axis_sizes`; with `rest` an axis takes the other devices."""
+    """Returns options that fit in place of `axis_sizes`; with `rest`, one axis has size -1."""
     changes = {} if rest else {"fsdp": -1}
     for axis, size in axis_sizes.items():
         if axis not in changes:
@@ -112,14 +116,14 @@ def _fitting(axis_sizes: dict[str, int], rest: bool, devices: int) -> str:
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:
-    """The partition of one parameter; an axis that the mesh does not divide stays whole."""
+    """Returns the partition of a parameter; an axis that the mesh does not divide stays whole."""
     axes = _rule(path, len(shape))
     together = _together(mesh, axes)
     return PartitionSpec(*(_over(mesh, axis, size, together) for axis, size in zip(axes, shape)))
 
 
 def _rule(path: str, dimensions: int) -> tuple[str | None, ...]:
-    """The axis of the table for each axis of a parameter; none at all where no rule matches."""
+    """Returns the rule's axis for each axis of a parameter; empty if no rule matches."""
     for pattern, axes in _RULES:
         if re.search(rf"(^|/){pattern}$", path):
             return (None,) * (dimensions - len(axes)) + axes
@@ -129,9 +133,10 @@ def _rule(path: str, dimensions: int) -> tuple[str | None, ...]:
 def replicated_bytes(
     mesh: jax.sharding.Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, int]:
-    """By path, the bytes that each device holds of a parameter because sizes do not divide.
+    """Returns the extra bytes on each device, by path, of parameters that axes do not divide.
 
-    Beyond those that it would hold if the table of rules could be followed; others are left out.
+    That is the difference to the bytes that a device would hold if the rule applied. Parameters
+    that are split as their rule says are left out.
     """
     excess = {}
     for path, leaf in shapes.items():
@@ -148,7 +153,7 @@ def replicated_bytes(
 
 
 def _together(mesh: jax.sharding.Mesh, axes: tuple[str | None, ...]) -> tuple[str, ...]:
-    """The mesh axes over which a rule with `axes` splits what it gives to `fsdp`."""
+    """Returns the mesh axes over which an array axis of the rule `fsdp` is split."""
     others = (axis for axis in (LENGTH, "expert") if axis not in axes and mesh.shape[axis] > 1)
     return "fsdp", *others
 
@@ -156,7 +161,7 @@ def _together(mesh: jax.sharding.Mesh, axes: tuple[str | None, ...]) -> tuple[st
 def _over(
     mesh: jax.sharding.Mesh, axis: str | None, size: int, together: tuple[str, ...]
 ) -> str | tuple[str, ...] | None:
-    """The mesh axes over which `size` numbers are split by a rule that says `axis`."""
+    """Returns the mesh axes that shard a dimension of `size` under the rule `axis`; None: none."""
     if axis == "fsdp":
         for count in range(len(together), 1, -1):
             if size % _devices(mesh, together[:count]) == 0:
@@ -169,14 +174,14 @@ def _devices(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """`layers/mlp/up/kernel` for a path of `jax.tree_util` keys."""
+    """Returns a path of `jax.tree_util` keys as a string such as `layers/mlp/up/kernel`."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in keys)
 
 
 def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Shardings for a tree of arrays or shapes whose paths end in parameter names.
+    """Returns the shardings of a tree of arrays or shapes whose paths end in parameter names.
 
-    Optimizer states repeat the parameter tree below their own names, so they match as well.
+    Optimizer states contain the parameter tree below their own names, so they match as well.
     """
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: NamedSharding(mesh, spec_of(path_of(keys), leaf.shape, mesh)), tree
@@ -184,15 +189,23 @@ def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows of a batch [B, ...] lie over `ROWS`, each whole on all devices of a text."""
+    """Returns the sharding of a batch [B, ...]: rows over `ROWS`, other axes whole."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None) -> list[int]:
-    """Rows of a batch of `rows` that the devices of a process hold (of this one by default).
+    """Returns the indices of the rows of a batch that the devices of a process hold.
 
-    Processes that share a tensor-parallel group hold the same rows, and a mesh may scatter those of
-    a process; in this order `jax.make_array_from_process_local_data` expects them.
+    Processes that share a tensor-parallel group hold the same rows, and the rows of a process need
+    not be consecutive. The order is the one that `jax.make_array_from_process_local_data` expects.
+
+    Args:
+      mesh: of all devices.
+      rows: number of rows of the batch.
+      process: index of the process; None: this one.
+
+    Raises:
+      InputError: the devices along `ROWS` cannot share the rows equally.
     """
     process = jax.process_index() if process is None else process
     parts = _devices(mesh, ROWS)
@@ -213,40 +226,40 @@ def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None)
 
 
 def row_axes(sizes: Mapping[str, int]) -> str:
-    """The axes of `ROWS` for an error, without that of experts where there is none."""
+    """Returns the axes of `ROWS` for an error message; `expert` only if its size is above 1."""
     return " x ".join(f"mesh.{axis}" for axis in ROWS if axis != "expert" or sizes[axis] > 1)
 
 
 def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
-    """Devices that the `rows` of a batch are spread over: 1 without a mesh that divides them."""
+    """Returns the number of devices that share `rows`; 1 without a mesh that divides them."""
     devices = 1 if mesh is None else _devices(mesh, ROWS)
     return devices if rows % devices == 0 else 1
 
 
 def padding_rows(mesh: jax.sharding.Mesh | None, rows: int) -> int:
-    """Rows that a batch lacks until every device of `ROWS` has equally many."""
+    """Returns the number of rows to add so that all devices along `ROWS` hold equally many."""
     return 0 if mesh is None else -rows % _devices(mesh, ROWS)
 
 
 def tokens_spec(mesh: jax.sharding.Mesh | None, rows: int, length: int) -> PartitionSpec:
-    """Of [B, T, ...]: rows over `ROWS`, tokens over `context`, where these divide."""
+    """Returns the partition of [B, T, ...]: rows over `ROWS`, tokens over `context`."""
     spread = ROWS if rows_over(mesh, rows) > 1 else None
     cut = mesh is not None and mesh.shape[LENGTH] > 1 and length % mesh.shape[LENGTH] == 0
     return PartitionSpec(spread, LENGTH if cut else None)
 
 
 def keep_rows(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """`x` [B, ...] with its rows over `ROWS`, and nothing else split."""
+    """Constrains `x` [B, ...] to be sharded by rows over `ROWS` only."""
     if rows_over(mesh, x.shape[0]) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def keep_tokens(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """`x` [B, T, ...] with its tokens where `tokens_spec` says, and nothing else split.
+    """Constrains `x` [B, T, ...] to the partition of `tokens_spec`.
 
-    Left alone, XLA follows the split of the embedding's width over `fsdp` instead of the batch, and
-    every device then carries the hidden states of all rows.
+    Without it XLA propagates the embedding's sharding by width over `fsdp`, and every device holds
+    the hidden states of all rows.
     """
     spec = tokens_spec(mesh, *x.shape[:2])
     if spec == PartitionSpec(None, None):
@@ -255,7 +268,7 @@ def keep_tokens(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
 
 
 def spread_over(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes of a partition."""
+    """Returns the mesh axes in a partition."""
     each = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
     return tuple(axis for cut in each for axis in cut)
 
@@ -263,9 +276,13 @@ def spread_over(spec: PartitionSpec) -> tuple[str, ...]:
 def attention_layout(
     mesh: jax.sharding.Mesh | None, method: str = "ring", tokens: int | None = None
 ) -> Layout | None:
-    """How attention runs on `mesh`; None on one device. `method` as in `pallas_kernels.sharded`.
+    """Returns the layout of attention on `mesh`; None for a single device.
 
-    The `tokens` of a text lie as `tokens_spec` has them; without, queries and keys stay whole.
+    Args:
+      mesh: the devices.
+      method: ring or all_to_all, as in `pallas_kernels.sharded`.
+      tokens: length of the texts, which are split over `context` if it divides them; None: queries
+        and keys are not split.
     """
     if mesh is None or mesh.size == 1:
         return None
@@ -274,4 +291,5 @@ def attention_layout(
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns the sharding of an array that every device holds as a whole."""
     return NamedSharding(mesh, PartitionSpec())

@@ -205,7 +205,7 @@ def test_make_data_writes_the_prompts_of_a_run(config, tmp_path):
     with pytest.raises(InputError, match=r"model\.path is not set"):
         make_data(config, tmp_path)
     only = dataclasses.replace(config, model=path, tasks=TASKS[:1])
-    with pytest.raises(InputError, match="none of them asks for an answer"):
+    with pytest.raises(InputError, match="none of them generates answers"):
         make_data(only, tmp_path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluation_support import ByteTokenizer, records, texts
+from tiny_lm import ids, sharp_lm
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump
@@ -445,7 +446,7 @@ def test_cells_state_the_number_of_passages_of_the_decoder(config, score, tmp_pa
         ),
         (
             lambda: {"methods": (Method("a", context=ContextSplit()),), "tasks": (Perplexity(),)},
-            "protocol=slide_press scores tokens that the method a reads beside",
+            "protocol=slide_press scores tokens that the decoder of the method a does",
         ),
         (
             lambda: {
@@ -489,7 +490,7 @@ def test_a_memory_is_seen_before_a_model_is_read(config, lm, monkeypatch, tmp_pa
         dump(lm.config, tmp_path / "run" / "model.yaml")
         config = dataclasses.replace(config, model=ModelSection(path=str(tmp_path / "run")))
     monkeypatch.setattr(LanguageModel, "load", lambda *_, **more: pytest.fail("it was read"))
-    with pytest.raises(InputError, match="protocol=slide_press scores tokens that the method base"):
+    with pytest.raises(InputError, match="slide_press scores .* the decoder of the method base"):
         run(dataclasses.replace(config, tasks=(Perplexity(),)))
 
 
@@ -526,3 +527,52 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
     assert "(cache 2.0)" in said(Icl())
     assert "cache" not in said(Perplexity())
     assert calls == [(12, 48), (12, 48), (2, 48)]
+
+
+# Continuations of prompts whose beginning is read beside the decoder
+
+PROMPTS = [ids(1, 60), ids(2, 20)]
+OPTIONS = [[ids(3, 4), ids(4, 1)], [ids(5, 4), ids(6, 2)]]
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    return sharp_lm(memory=TINY.memory)
+
+
+def assert_same_scores(found, wanted):
+    for row, other in zip(found, wanted, strict=True):
+        for one, two in zip(row, other, strict=True):
+            np.testing.assert_allclose(one.nll, two.nll, atol=2e-5)
+            assert one.greedy == two.greedy
+
+
+@pytest.mark.slow
+def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(sharp):
+    split = ContextSplit(decoder=32, chunk=16)
+    # 32 tokens less four new ones are left: BOS stays, and so does what is not movable.
+    split = split.reader(sharp, 128).with_movable([[(1, 59)], [(1, 19)]])
+    found = split.continuations(PROMPTS, OPTIONS)
+    beside, read = PROMPTS[0][1:33], [PROMPTS[0][:1] + PROMPTS[0][33:], PROMPTS[1]]
+    context = sharp.encode_contexts([[beside[:16], beside[16:]], []], chunk=16)
+    assert_same_scores(
+        found, sharp.with_method(length=32).continuations(read, OPTIONS, context=context)
+    )
+
+
+@pytest.mark.slow
+def test_replug_reads_the_same_prompt_once_behind_every_chunk(sharp):
+    split = (
+        ReplugSplit(decoder=32, chunk=16).reader(sharp, 128).with_movable([[(1, 59)], [(1, 19)]])
+    )
+    found = split.continuations(PROMPTS, OPTIONS)
+    bos, rest, beside = PROMPTS[0][:1], PROMPTS[0][33:], PROMPTS[0][1:33]
+    replug = Replug(sharp.with_method(length=48))
+    context = [[bos + beside[:16], bos + beside[16:]], []]
+    assert_same_scores(found, replug.continuations([rest, PROMPTS[1]], OPTIONS, context=context))
+
+
+def test_continuations_that_leave_the_decoder_no_prompt_raise_input_error(sharp):
+    split = ContextSplit(decoder=8, chunk=16).reader(sharp, 128)
+    with pytest.raises(InputError, match="8 leaves no room for a prompt beside 8 new tokens"):
+        split.continuations(PROMPTS[:1], [[ids(3, 8)]])

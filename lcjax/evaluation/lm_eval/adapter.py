@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         return self._encoder.tokenizer.fingerprint
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The chat template applied to one question, which identifies the format in results."""
+        """Returns the chat template applied to one question, to identify the format in results."""
         if chat_template is False or chat_template is None:
             return None
         return self.apply_chat_template([{"role": "user", "content": "text"}])
@@ -116,7 +116,7 @@ class HarnessModel(TemplateLM):
     def _respond(
         self, kind: str, requests: Sequence[Request], names: Sequence[Any], quiet: bool
     ) -> list[Any]:
-        """Answers in order; each is added to the harness's cache (`use_cache`) when it is known."""
+        """Returns the answers in order, and adds each one to the harness's cache (`use_cache`)."""
         if not distributed.equal_on_all_processes(repr(requests)):
             raise InputError(
                 "processes received different requests; use the same tasks, data and seeds on all,"

@@ -19,7 +19,7 @@ from lcjax.errors import InputError, install_command, suggestion
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Records
 
-OWN = "own"  # an aggregation that is no named function but part of the task
+OWN = "own"  # an aggregation function of the task itself, without a registered name
 Answers = Sequence[Sequence[Any]]  # by request of a document and repetition
 # Aggregates the values of (task of the harness, metric) by the task's own function.
 TaskAggregation = Callable[[str, str, Sequence[Any]], float]
@@ -61,8 +61,8 @@ class Suite:
         """Loads tasks.
 
         Args:
-          names: Names of tasks, groups or tags.
-          metrics: The metric to show for some of `names`, for every task of that name.
+          names: Names of tasks, groups or tags of the harness.
+          metrics: The metric to show, for some of `names`; it applies to all tasks of a group.
           include_path: Folder with more tasks as YAML files.
           num_fewshot: Examples before each question; None keeps the number of each task.
           max_examples: Documents of each task, the first ones; None for all.
@@ -169,7 +169,7 @@ class Suite:
         return documents
 
     def _record_fields(self, dataset: str, task) -> dict[str, Any]:
-        """The fields of records that aggregation needs."""
+        """Returns the fields of records that aggregation needs."""
         from lm_eval.api.registry import AGGREGATION_REGISTRY
 
         names = {function: name for name, function in AGGREGATION_REGISTRY.items()}
@@ -209,7 +209,7 @@ class Suite:
 
 
 def _target(task, doc: Any) -> str:
-    """The right answer as text; an index into choices becomes the choice."""
+    """Returns the right answer as text; an index into choices becomes the choice."""
     target = task.doc_to_target(doc)
     if isinstance(target, int) and task.get_config("doc_to_choice") is not None:
         choices = task.doc_to_choice(doc)
@@ -227,7 +227,7 @@ def _check_allowed(name: str, task, unsafe_code: bool) -> None:
 
 
 def _set_shots(task, num_fewshot: int | None) -> None:
-    """As `simple_evaluate`: a task that sets num_fewshot=0 stays zero-shot."""
+    """Sets the examples as `simple_evaluate`: a task with num_fewshot=0 stays zero-shot."""
     default = task.get_config("num_fewshot")
     if num_fewshot is not None and default != 0:
         task.set_config(key="num_fewshot", value=num_fewshot)
@@ -255,13 +255,13 @@ def aggregate(rule: str, values: Sequence[Any]) -> float:
 
 
 def _ratio(pairs: Sequence[Sequence[float]]) -> float:
-    """Sum of log-likelihoods divided by the sum of words or bytes."""
+    """Returns the sum of log-likelihoods divided by the sum of words or bytes."""
     log_likelihoods, counts = zip(*pairs, strict=True)
     return math.fsum(_floats(log_likelihoods)) / math.fsum(counts)
 
 
 def _floats(values: Sequence[Any]) -> np.ndarray:
-    """float64; records hold null for NaN."""
+    """Converts to float64; records hold null for NaN."""
     return np.array([math.nan if value is None else value for value in values], np.float64)
 
 
@@ -303,7 +303,7 @@ def dataset_numbers(
 def task_numbers(
     records: Records, task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
-    """`dataset_numbers` by row of the table; a group has the weighted mean over its tasks."""
+    """Returns the numbers of each row of the table; a group has a weighted mean over its tasks."""
     parents = {record["dataset"]: record["task"] for record in records}
     counts = {name: sum(r["dataset"] == name for r in records) for name in parents}
     by_size = {record["task"]: record["by_size"] for record in records}

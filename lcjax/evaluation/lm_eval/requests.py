@@ -74,7 +74,7 @@ class Encoder:
 
     tokenizer: Tokenizer
     length: int
-    new_tokens: int = 256  # of tasks that do not set it
+    new_tokens: int = 256  # for tasks that do not set it
     seed: int = 0  # of sampled answers
 
     @property
@@ -82,13 +82,13 @@ class Encoder:
         return prefix_token(self.tokenizer)
 
     def ids(self, text: str, bos: bool | None = None) -> list[int]:
-        """Token ids of a text with special tokens; `bos` None adds BOS if the model expects it."""
+        """Returns the token ids of a text; `bos` None adds BOS if the model expects it."""
         ids = self.tokenizer.encode(text, allow_special=True)
         add_bos = self.tokenizer.add_bos and ids[:1] != [self.prefix] if bos is None else bos
         return [self.prefix, *ids] if add_bos else ids
 
     def request(self, kind: str, arguments: Sequence[Any], repeat: int = 0) -> Request:
-        """The request of one of `KINDS` with its arguments; `repeat` counts its repetitions."""
+        """Returns the request of one of `KINDS`; `repeat` is the number of its repetition."""
         if kind == "loglikelihood":
             return self.choice(*self.pair(*arguments))
         if kind == "loglikelihood_rolling":
@@ -98,7 +98,7 @@ class Encoder:
         raise InputError(f"requests of kind {kind} are unknown; known: {', '.join(KINDS)}")
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of a context and its continuation; blanks between them go to the latter."""
+        """Returns the ids of a context and its continuation, which gets the blanks between them."""
         stripped = context.rstrip()
         if not stripped:
             ids = self.ids(context + continuation, bos=False)
@@ -118,7 +118,7 @@ class Encoder:
         return Loglikelihood(tuple(prompt[over:]), tuple(continuation), over)
 
     def rolling(self, text: str) -> LoglikelihoodRolling:
-        """Consecutive blocks of `length` tokens; the last one has as much context as fits."""
+        """Splits a text into blocks of `length` tokens; the last has as much context as fits."""
         ids, windows = self.ids(text), []
         for start in range(0, len(ids), self.length):
             block = ids[start : start + self.length]
@@ -201,8 +201,8 @@ def check(model, requests: Sequence[Request]) -> None:
     texts = [request for request in requests if isinstance(request, LoglikelihoodRolling)]
     if texts and model.decoder is not None:
         raise InputError(
-            "tasks: one asks for the likelihood of whole texts, which this method reads in part"
-            " beside its decoder; leave it out, or use type=perplexity with protocol=last_k"
+            "tasks: one needs the likelihood of whole texts, of which the decoder of this method"
+            " reads only a part; leave it out, or use type=perplexity with protocol=last_k"
         )
     if not all(isinstance(r, GenerateUntil) for r in requests):
         model.config.check_scores()
@@ -249,7 +249,7 @@ def respond(
 
 
 def prompts_of(requests: Sequence[Request]) -> list[tuple[int, ...]]:
-    """The prompts that fill a cache, once for all choices of one prompt."""
+    """Returns the prompts that fill a KV cache, once for all choices of one prompt."""
     choices = dict.fromkeys(r.prompt for r in requests if isinstance(r, Loglikelihood))
     return [*choices, *(r.prompt for r in requests if isinstance(r, GenerateUntil))]
 
@@ -297,7 +297,7 @@ def _rolling(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
 
 
 def _generations(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
-    """Generates for all prompts of equal sampling settings together."""
+    """Generates the answers, for all prompts with equal sampling settings together."""
     for sampling, requests in group_by(indexed, lambda pair: pair[1].sampling).items():
         for pairs in model.batches(requests, batch, _prompt):
             prompts = [request.prompt for _, request in pad_batch(pairs, batch)]
@@ -311,7 +311,7 @@ def _prompt(pair: tuple[int, Loglikelihood | GenerateUntil]) -> tuple[int, ...]:
 
 
 def _with_movable(model: Scorer, prompts: Sequence[Sequence[int]]) -> Scorer:
-    """`model`, which may read all of a prompt but BOS and the last token as context."""
+    """Returns a model that may read all of a prompt but BOS and the last token as context."""
     bos = model.tokenizer.bos_id
     starts = [int(bos is not None and prompt[0] == bos) for prompt in prompts]
     return model.with_movable(

@@ -64,8 +64,8 @@ class LmEval(Task):
     tasks: tuple[str, ...] = ()  # names of tasks or groups, with an optional :METRIC
     include_path: str | None = None  # folder with more tasks as YAML files
     num_fewshot: int | None = None  # examples before each question; null: each task's own
-    max_examples: int | None = None  # of every task, the first ones; null: all
-    max_new_tokens: int = 256  # of tasks that do not set it
+    max_examples: int | None = None  # per task, the first ones; null: all
+    max_new_tokens: int = 256  # for tasks that do not set it
     template: str = "none"  # chat: the tokenizer's chat template around the prompts
     system: str | None = None  # system message before each prompt
     multiturn: bool = True  # with chat, examples become turns of the conversation
@@ -101,7 +101,7 @@ class LmEval(Task):
         distributed.from_main(load)
 
     def _suite(self, seed: int = 0) -> harness.Suite:
-        """The harness's tasks, loaded once and only in the first process."""
+        """Returns the harness's tasks, loaded once; only the first process calls it."""
         if "suite" not in self._cache:
             self._cache["suite"] = harness.Suite(
                 [name.partition(":")[0] for name in self.tasks],
@@ -125,7 +125,7 @@ class LmEval(Task):
         units = [
             self._unit(index, document, encoder, length) for index, document in enumerate(documents)
         ]
-        # Batches then have similar lengths, and running out of memory shows at once.
+        # Batches then have similar lengths, and a lack of memory shows in the first one.
         return sorted(units, key=lambda unit: -max(r.size for r in unit.harness_document.requests))
 
     def _documents(self, tokenizer, seed: int) -> list[harness.HarnessDocument]:
@@ -215,7 +215,7 @@ class LmEval(Task):
         return {**record, "scores": scores, "correct": correct}
 
     def summarise(self, records: Records) -> Record:
-        """The mean, and every number of every task and group as `task:metric`."""
+        """Returns the mean, and every number of every task and group as `task:metric`."""
         by_task = harness.task_numbers(records, self._task_aggregation)
         values = [value for _, value, counts in self._numbers(records, by_task) if counts]
         numbers = {
@@ -231,7 +231,7 @@ class LmEval(Task):
         return self._suite().aggregate(dataset, metric, values)
 
     def _numbers(self, records, by_task) -> list[tuple[str, float, bool]]:
-        """`task (metric)`, the number, and whether it counts in the mean, for every task."""
+        """Returns `task (metric)`, the number, and whether the mean includes it, for every task."""
         fields = {record["task"]: record for record in records}
         numbers = []
         for task, values in by_task.items():
@@ -245,14 +245,14 @@ class LmEval(Task):
         return numbers
 
     def interval(self, records: Records) -> tuple[float, float]:
-        """Interval over documents with their weights in the value, or NaN."""
+        """Returns the interval over documents with their weights in the value, or NaN."""
         records = [r for r in records if self._counts(r)]
         if not records or any(record["correct"] is None for record in records):
             return math.nan, math.nan
         return super().interval(records)
 
     def weights(self, records: Records) -> list[float]:
-        """Equal weights of tasks, in a group by its own rule; 0 for tasks outside the mean."""
+        """Returns equal weights of tasks, by a group's own rule inside it; 0 outside the mean."""
         sizes = collections.Counter(record["dataset"] for record in records)
         parents = {record["dataset"]: record["task"] for record in records}
         members = collections.Counter(parents.values())
@@ -268,14 +268,14 @@ class LmEval(Task):
         return (record["metric"] in record["lower"]) == self.metric.lower_is_better
 
     def cluster(self, record: Record) -> object:
-        """A document of a task; numbers of documents repeat across tasks."""
+        """Returns the document and its task; numbers of documents repeat across tasks."""
         return record["dataset"], record["document"]
 
     def part(self, record: Record) -> str:
         return record["task"]
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """Methods by tasks at the longest length."""
+        """Returns the numbers of each method and task at the longest length."""
         longest, rows = max(cell["length"] for cell in cells), {}
         for cell in cells:
             if cell["length"] == longest:
@@ -289,7 +289,7 @@ class LmEval(Task):
 
 
 def _key(scores, metric: str) -> str | None:
-    """The key of a metric with its first filter, such as `exact_match,strict-match`."""
+    """Returns the key of a metric with its first filter, such as `exact_match,strict-match`."""
     return next((key for key in scores if key.partition(",")[0] == metric), None)
 
 
@@ -301,14 +301,14 @@ def _ids(request: Request) -> list[int]:
 
 
 def _num_tokens(requests: Sequence[Request]) -> int:
-    """Tokens that a model reads or generates for a document; a shared prompt counts once."""
+    """Returns the number of tokens read or generated; a shared prompt counts once."""
     prompts = {r.prompt for r in requests if isinstance(r, Loglikelihood)}
     sizes = [len(r.continuation) if isinstance(r, Loglikelihood) else r.size for r in requests]
     return sum(map(len, prompts)) + sum(sizes)
 
 
 def _answer(requests: Sequence[Request], answers: Sequence[Answer], tokenizer) -> Record:
-    """The answer to show: the most likely continuation, or the generated text."""
+    """Returns the answer to show: the most likely continuation, or the generated text."""
     if isinstance(requests[0], GenerateUntil):
         return {"answer": answers[0]}
     if isinstance(requests[0], Loglikelihood) and len(requests) > 1:

@@ -33,17 +33,17 @@ def labels(answer, options: Sequence[str]) -> list[str]:
 
 
 def digits(prediction: str, label) -> float:
-    """1 if the first run of digits equals the label (Retrieve.PassKey, Retrieve.Number)."""
+    """Returns 1 if the first run of digits is the label (Retrieve.PassKey, Retrieve.Number)."""
     return float(first_digits(prediction) == _first(label))
 
 
 def kv_retrieval(prediction: str, label) -> float:
-    """1 if the label is a word of the prediction, with some punctuation replaced by blanks."""
+    """Returns 1 if the label is a word of the prediction; some punctuation becomes blanks."""
     return float(_first(label) in _replace_marks(prediction, "\n:\"'.,?!{}").split())
 
 
 def code_run(prediction: str, label) -> float:
-    """1 if the last word is an integer equal to the label."""
+    """Returns 1 if the last word is an integer equal to the label, else 0."""
     words = _replace_marks(prediction, "\n.`'\":").split()
     try:
         return float(int(words[-1]) == _first(label)) if words else 0.0
@@ -52,9 +52,10 @@ def code_run(prediction: str, label) -> float:
 
 
 def code_debug(prediction: str, label: Sequence[str]) -> float:
-    """1 if the prediction starts with "B." or "B:", or the letter or name follows the first cue.
+    """Returns 1 if the prediction starts with "B." or "B:", or a cue precedes the letter or name.
 
-    `label` is [name, letter]. The official scorer counts a bare "B" as wrong.
+    `label` is [name, letter]. Only the first cue that occurs counts. The official scorer counts a
+    bare "B" as wrong.
     """
     name, letter = label
     text = prediction.strip()
@@ -67,12 +68,12 @@ def code_debug(prediction: str, label: Sequence[str]) -> float:
 
 
 def option_letter(prediction: str, label: Sequence[str]) -> float:
-    """`code_debug`, but a bare letter also counts."""
+    """Returns `code_debug`, or 1 if the prediction is the bare letter."""
     return max(code_debug(prediction, label), float(prediction.strip() == label[1]))
 
 
 def choice(prediction: str, label: Sequence[str]) -> float:
-    """En.MC: compares the first letter if it is A to D, the whole text, or what follows a cue.
+    """Scores En.MC: compares the first letter if it is A to D, the text, or what follows a cue.
 
     Otherwise the first word that is part of "ABCD" decides.
     """
@@ -92,14 +93,14 @@ def choice(prediction: str, label: Sequence[str]) -> float:
 
 
 def dialogue(prediction: str, label: Sequence[str]) -> float:
-    """1 if the first name of the label is a word of the prediction in upper case."""
+    """Returns 1 if the label's first name is a word of the prediction in upper case."""
     return float(
         label[0] in [w.upper() for w in _replace_marks(prediction, "\n:\"'.,?!{}").split()]
     )
 
 
 def math_find(prediction: str, label, *, parity: bool = True) -> float:
-    """1 if the first number equals the label.
+    """Returns 1 if the first number equals the label, else 0.
 
     The official scorer ignores minus signs, and raises a ValueError if the label is an integer and
     the first number has decimals. `parity=False` compares the numbers themselves.
@@ -114,7 +115,7 @@ def math_find(prediction: str, label, *, parity: bool = True) -> float:
 
 
 def math_calc(prediction: str, label: Sequence) -> float:
-    """The share of the label's numbers that are right before the first mistake.
+    """Returns the share of the label's numbers that are right before the first mistake.
 
     Minus signs are ignored, so a negative value is never right.
     """
@@ -141,7 +142,7 @@ def _squeeze_blanks(text: str) -> str:
 
 
 def _after_cue(text: str, cues: Sequence[str]) -> str | None:
-    """The text after the first cue of `cues` that occurs and one more character, or None."""
+    """Returns the text after the first of `cues` that occurs and one character, or None."""
     text = _squeeze_blanks(text)
     for cue in cues:
         _, match, rest = text.partition(cue)

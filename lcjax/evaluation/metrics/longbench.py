@@ -12,11 +12,11 @@ _COMMENTS = ("`", "#", "//")
 def classification(
     prediction: str, reference: str, classes: Sequence[str], *, parity: bool = True
 ) -> float:
-    """1 / n if the right class is one of the n classes that the prediction contains, else 0.
+    """Returns 1 / n if the right class is among the n classes in the prediction, else 0.
 
-    Classes whose name is part of the right class's name do not count. With `parity` they are
-    removed from the list during the iteration over it, as in the official scorer, so the class
-    after each of them is skipped.
+    Classes whose name is part of the right class's name do not count. With `parity`, they are
+    removed from the list while it is iterated, as in the official scorer, so the class after each
+    of them is skipped.
     """
     matches = [name for name in classes if name in prediction]
     if not parity:
@@ -30,31 +30,31 @@ def classification(
 
 
 def count(prediction: str, reference: str) -> float:
-    """The share of numbers in the prediction that equal the reference as text."""
+    """Returns the share of numbers in the prediction that equal the reference as text."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str, word: str = "Paragraph ") -> float:
-    """The share of numbers in the prediction that equal the right paragraph's number."""
+    """Returns the share of numbers in the prediction that equal the right paragraph's number."""
     return count(prediction, re.findall(word + r"(\d+)", reference)[0])
 
 
 def retrieval_zh(prediction: str, reference: str) -> float:
-    """`retrieval` for Chinese."""
+    """Returns `retrieval` for Chinese."""
     return retrieval(prediction, reference, "段落")
 
 
 def code_line(prediction: str) -> str:
-    """The first line without a comment or Markdown mark, or an empty string."""
+    """Returns the first line without a comment or Markdown mark, or an empty string."""
     lines = prediction.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in _COMMENTS)), "")
 
 
 def code_indel(prediction: str, reference: str) -> float:
-    """Similarity of the first line of code: 2 LCS / (n + m), rounded to whole percent.
+    """Returns the similarity of the first line of code: 2 LCS / (n + m), in whole percent.
 
-    Equals fuzzywuzzy with python-Levenshtein installed.
+    It equals fuzzywuzzy with python-Levenshtein installed.
     """
     line = code_line(prediction)
     size = len(line) + len(reference)
@@ -62,9 +62,9 @@ def code_indel(prediction: str, reference: str) -> float:
 
 
 def code_difflib(prediction: str, reference: str) -> float:
-    """Similarity of the first line of code by Python's difflib; never above `code_indel`.
+    """Returns the similarity of the first line of code by difflib; never above `code_indel`.
 
-    Equals fuzzywuzzy without python-Levenshtein.
+    It equals fuzzywuzzy without python-Levenshtein.
     """
     line = code_line(prediction)
     ratio = difflib.SequenceMatcher(None, line, reference).ratio()

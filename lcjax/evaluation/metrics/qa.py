@@ -94,14 +94,14 @@ def first_digits(text: str) -> str:
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """F1 of words after SQuAD's normalisation; "yes, it is" scores 0.5 for the reference "yes"."""
+    """Computes the F1 of words after SQuAD's normalisation; "yes, it is" scores 0.5 for "yes"."""
     return overlap_f1(normalise(prediction).split(), normalise(reference).split())
 
 
 def qa_f1_verdict(prediction: str, reference: str) -> float:
-    """`qa_f1`, but a prediction or reference of yes, no or noanswer must match exactly.
+    """Computes `qa_f1`, but a prediction or reference of yes, no or noanswer must match exactly.
 
-    HotpotQA (arXiv 1809.09600) defines it; CEPE scores open-domain QA, NarrativeQA and Qasper so.
+    HotpotQA (arXiv 1809.09600) defines it. CEPE uses it for open-domain QA, NarrativeQA and Qasper.
     """
     answer, label = normalise(prediction), normalise(reference)
     if answer != label and (answer in _VERDICTS or label in _VERDICTS):
@@ -110,7 +110,7 @@ def qa_f1_verdict(prediction: str, reference: str) -> float:
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """LongBench's F1 for Chinese: words of jieba, each normalised; empty words are dropped."""
+    """Computes LongBench's F1 for Chinese, of normalised, non-empty words of jieba."""
     answer, label = (
         [word for word in map(normalise_zh, words_zh(text)) if word]
         for text in (prediction, reference)
@@ -119,24 +119,25 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 
 def qa_f1_characters(prediction: str, reference: str) -> float:
-    """InfiniteBench's F1 for Chinese: characters."""
+    """Computes InfiniteBench's F1 for Chinese, of characters."""
     return overlap_f1(normalise_zh(prediction), normalise_zh(reference))
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 if both are equal after SQuAD's normalisation."""
+    """Returns 1 if both are equal after SQuAD's normalisation, else 0."""
     return float(normalise(prediction) == normalise(reference))
 
 
 def substring_match(prediction: str, reference: str) -> float:
-    """1 if the normalised prediction contains the normalised reference, also inside a word."""
+    """Returns 1 if the normalised prediction contains the reference, also inside a word."""
     return float(normalise(reference) in normalise(prediction))
 
 
 def letter_match(prediction: str, reference: str) -> float:
-    """1 if the answer is the letter, such as "(B)", "B." or "b"; articles are kept, as A is one.
+    """Returns 1 if the answer is the letter, such as "(B)", "B." or "b", else 0.
 
-    CEPE's code deletes articles, so an empty answer or "the" is right for A: `letter_match_cepe`.
+    Articles are kept, because the letter A is one. CEPE's code deletes articles, so an empty answer
+    or "the" is right for A: `letter_match_cepe`.
     """
     return float(normalise(prediction, articles=True) == normalise(reference, articles=True))
 
@@ -145,7 +146,7 @@ letter_match_cepe = exact_match
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """The share of references that the prediction contains, ignoring case (RULER, 2404.06654).
+    """Returns the share of references in the prediction, ignoring case (RULER, 2404.06654).
 
     A match may lie inside a word: "category" contains "cat".
     """
@@ -154,21 +155,22 @@ def string_match_all(prediction: str, references: Sequence[str]) -> float:
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """1 if the prediction contains any of the references (RULER's QA tasks)."""
+    """Returns 1 if the prediction contains any of the references (RULER's QA tasks), else 0."""
     text = prediction.lower()
     return float(any(reference.lower() in text for reference in references))
 
 
 def value_match(prediction: str, references: Sequence[str]) -> float:
-    """1 if the prediction contains every reference."""
+    """Returns 1 if the prediction contains every reference, else 0."""
     return float(string_match_all(prediction, references) == 1)
 
 
 def word_recall(prediction: str, expected: str, *, distinct: bool = True) -> float:
-    """The share of the words of the expected answer in the prediction, in lower case, unstripped.
+    """Returns the share of the expected answer's words that the prediction contains.
 
-    LCEG's heat map counts each distinct match once but divides by all words of the expected answer,
-    so an answer with a word that stands twice cannot reach 1: `distinct=False`.
+    Words are in lower case, and their punctuation is kept. With `distinct=False`, as in LCEG's heat
+    map, each distinct match counts once but the divisor is the number of all expected words, so an
+    expected answer with a repeated word cannot reach 1.
     """
     words = expected.lower().split()
     matches = set(words) & set(prediction.lower().split())

@@ -9,26 +9,26 @@ from collections.abc import Sequence
 
 
 def hit(gains: Sequence[float], k: int) -> float:
-    """1 if one of the first `k` hits is relevant (has a gain above 0)."""
+    """Returns 1 if one of the first `k` hits is relevant (has a gain above 0), else 0."""
     return float(any(gain > 0 for gain in gains[:k]))
 
 
 def recall(gains: Sequence[float], k: int, num_relevant: int) -> float:
-    """The share of the `num_relevant` relevant passages that are among the first `k` hits."""
+    """Returns the share of the `num_relevant` relevant passages among the first `k` hits."""
     return sum(gain > 0 for gain in gains[:k]) / num_relevant
 
 
 def reciprocal_rank(gains: Sequence[float]) -> float:
-    """1 / rank of the first relevant hit, counted from 1; 0 without one."""
+    """Returns 1 / rank of the first relevant hit, counted from 1; 0 without one."""
     ranks = (rank for rank, gain in enumerate(gains, 1) if gain > 0)
     return 1 / next(ranks, math.inf)
 
 
 def ndcg(gains: Sequence[float], k: int, relevant: Sequence[float]) -> float:
-    """Normalised discounted cumulative gain of the first `k` hits.
+    """Computes the normalised discounted cumulative gain of the first `k` hits.
 
-    DCG = sum over ranks i of gain_i / log2(i + 1), with gains as they are (trec_eval), over that of
-    the best order of the gains of all `relevant` passages.
+    DCG = sum over ranks i of gain_i / log2(i + 1), with linear gains (trec_eval). It is divided by
+    the DCG of the best order of `relevant`, the gains of all relevant passages.
     """
 
     def dcg(values: Sequence[float]) -> float:

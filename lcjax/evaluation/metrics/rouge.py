@@ -1,4 +1,4 @@
-"""ROUGE in the two forms that benchmarks use, with the stemmer and the subsequences they need.
+"""ROUGE in the two forms that benchmarks use, with their stemmer and common subsequences.
 
 `rouge_n`, `rouge_l` and `rouge_lsum` equal rouge-score 0.1.2 (Lin, ROUGE: A Package for Automatic
 Evaluation of Summaries, 2004), which ZeroSCROLLS, CEPE, InfiniteBench and needle-in-a-haystack use.
@@ -46,7 +46,7 @@ def words(text: str, *, stem: bool) -> list[str]:
 
 
 def rouge_n(prediction: str, reference: str, size: int, *, stem: bool) -> float:
-    """F1 of the bags of n-grams of `size` words."""
+    """Computes the F1 of the bags of n-grams of `size` words."""
     bags = []
     for text in (prediction, reference):
         tokens = words(text, stem=stem)
@@ -55,15 +55,15 @@ def rouge_n(prediction: str, reference: str, size: int, *, stem: bool) -> float:
 
 
 def rouge_l(prediction: str, reference: str, *, stem: bool) -> float:
-    """F1 of the longest common subsequence of words."""
+    """Computes the F1 of the longest common subsequence of words."""
     answer, label = words(prediction, stem=stem), words(reference, stem=stem)
     return f1(lcs_length(answer, label), len(answer), len(label))
 
 
 def rouge_lsum(prediction: str, reference: str, *, stem: bool) -> float:
-    """F1 of the union of longest common subsequences over pairs of lines, no word counted twice.
+    """Computes the F1 of the union of longest common subsequences over pairs of lines.
 
-    rouge-score treats lines as sentences. InfiniteBench uses it without stems.
+    No word counts twice. rouge-score treats lines as sentences. InfiniteBench uses it unstemmed.
     """
     answer, label = (
         [words(line, stem=stem) for line in text.split("\n") if line]
@@ -84,7 +84,7 @@ def rouge_lsum(prediction: str, reference: str, *, stem: bool) -> float:
 
 
 def rouge1_f(prediction: str, needle: str) -> float:
-    """ROUGE-1 with stems against the needle; needle scripts store ten times this number.
+    """Computes ROUGE-1 with stems against the needle; needle scripts store ten times this.
 
     A right answer that is shorter than the needle's sentence does not reach 1.
     """
@@ -92,11 +92,12 @@ def rouge1_f(prediction: str, needle: str) -> float:
 
 
 def rouge_l_sets(prediction: str, reference: str) -> float:
-    """F1 of the distinct words in the union of longest common subsequences of sentences.
+    """Computes the F1 of distinct words in the union of sentences' common subsequences.
 
-    Sentences end at full stops and words at blanks; case and punctuation count. The package `rouge`
-    backtracks by recursion, and LongBench scores 0 where the recursion is too deep (sentences of
-    about a thousand words, such as repetitions). This implementation scores them.
+    The subsequences are the longest ones of pairs of sentences. Sentences end at full stops and
+    words at blanks; case and punctuation count. The package `rouge` backtracks by recursion, and
+    LongBench scores 0 where the recursion is too deep (sentences of about a thousand words, such as
+    repetitions). This implementation scores them.
     """
     answer, label = _sentences(prediction), _sentences(reference)
     if not answer or not label:  # the package refuses empty texts, which LongBench scores as 0
@@ -111,7 +112,7 @@ def rouge_l_sets(prediction: str, reference: str) -> float:
 
 
 def rouge_l_sets_zh(prediction: str, reference: str) -> float:
-    """`rouge_l_sets` of Chinese text that jieba splits into words."""
+    """Computes `rouge_l_sets` of Chinese text that jieba splits into words."""
     return rouge_l_sets(*(" ".join(words_zh(text)) for text in (prediction, reference)))
 
 
@@ -121,14 +122,14 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def lcs_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Length of the longest common subsequence."""
+    """Returns the length of the longest common subsequence."""
     if not first or not second:
         return 0
     return len(first) - _lcs_columns(first, second)[-1].bit_count()
 
 
 def lcs_pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Index pairs (in `first`, in `second`) of one longest common subsequence.
+    """Returns index pairs (in `first`, in `second`) of one longest common subsequence.
 
     Scorers differ in which of several longest subsequences they choose, and so in their union over
     sentences. This one backtracks from the end: it takes equal items; otherwise it steps back in
@@ -148,7 +149,7 @@ def lcs_pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tup
 
 
 def _lcs_columns(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[int]:
-    """Columns of the dynamic program as integers of len(first) bits.
+    """Returns the columns of the dynamic program as integers of len(first) bits.
 
     Bit i of column j is 0 where item i increases the length (Hyyrö, Bit-parallel LCS-length
     computation revisited, 2004).
@@ -184,7 +185,7 @@ def stem_word(word: str) -> str:
 
 
 def _is_consonant(word: str) -> list[bool]:
-    """Whether each letter is a consonant; y is one unless it follows a consonant."""
+    """Returns whether each letter is a consonant; y is one unless it follows a consonant."""
     flags: list[bool] = []
     for letter in word:
         after_consonant = bool(flags) and flags[-1]
@@ -193,13 +194,13 @@ def _is_consonant(word: str) -> list[bool]:
 
 
 def _measure(word: str) -> int:
-    """Number of vowels that a consonant follows."""
+    """Returns the number of vowels that a consonant follows."""
     flags = _is_consonant(word)
     return sum(not first and second for first, second in zip(flags, flags[1:]))
 
 
 def _ends_short(word: str) -> bool:
-    """Whether `word` is vowel, consonant, or ends in consonant, vowel, consonant except w, x, y."""
+    """Returns whether `word` is VC, or ends in CVC whose last consonant is not w, x or y."""
     flags = _is_consonant(word)
     if len(word) == 2:
         return flags == [False, True]

@@ -74,7 +74,7 @@ def of_records(task: Task, base: Records, other: Records) -> Difference:
 
 
 def lines(task: Task, gaps: Sequence[Gap]) -> list[Record]:
-    """Rows of differences.csv."""
+    """Returns the rows of differences.csv."""
     return [
         {
             "task": task.label,
@@ -98,7 +98,7 @@ def table(gaps: Sequence[Gap]) -> tuple[list[int], dict[Key, list[Difference | N
 
 
 def text(task: Task, gaps: Sequence[Gap]) -> list[str]:
-    """Markdown of the differences with intervals and numbers of examples; empty without gaps."""
+    """Returns Markdown of the differences, with intervals and counts; empty without gaps."""
     if not gaps:
         return []
     lengths, rows = table(gaps)
@@ -121,7 +121,7 @@ def _cell(task: Task, difference: Difference | None) -> str:
 
 
 def _numbers(task: Task, difference: Difference) -> tuple[str, str, str]:
-    """The texts of the mean with its mark of significance, and of both ends of the interval."""
+    """Returns the mean with its mark of significance, and both ends of the interval, as text."""
     digits = max(task.metric.decimals, 3)
     mean, low, high = (
         f"{value:+.{digits}f}" for value in (difference.mean, difference.low, difference.high)
@@ -130,14 +130,14 @@ def _numbers(task: Task, difference: Difference) -> tuple[str, str, str]:
 
 
 def unit(task: Task) -> str:
-    """The unit of a difference."""
+    """Returns the unit of a difference."""
     if task.metric.name == "perplexity":
         return "Difference in nats a token"
     return f"Difference in {task.metric.name}"
 
 
 def template_variables(task: Task, gaps: Sequence[Gap]) -> dict[str, Any]:
-    """Variables of the page's templates for the differences of a task."""
+    """Returns the variables of the page's templates for the differences of a task."""
     lengths, rows = table(gaps)
     entries = {
         name: [None if difference is None else _entry(task, difference) for difference in row]

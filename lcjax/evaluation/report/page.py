@@ -145,7 +145,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _lead(sections: Sequence[Section]) -> str:
-    """The sentence below the title."""
+    """Returns the sentence below the title."""
     cells = [cell for section in sections for cell in section.cells]
     methods = len({cell["method"] for cell in cells})
     lengths = sorted({cell["length"] for cell in cells})
@@ -165,7 +165,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _overview(sections: Sequence[Section]) -> dict[str, Any]:
-    """The table of methods by tasks at the longest length."""
+    """Returns the table of methods by tasks at the longest length."""
     cells = at_longest([cell for section in sections for cell in section.cells])
     methods = dict.fromkeys(cell["method"] for s in sections for cell in s.cells)
     rows: dict[str, list] = {method: [] for method in methods}
@@ -190,7 +190,7 @@ def _arrow(task: Task) -> str:
 
 
 def task_part(section: Section) -> dict[str, Any]:
-    """Variables of the templates for one task."""
+    """Returns the variables of the templates for one task."""
     task, cells, first = section.task, section.cells, section.cells[0]
     examples = examples_of(task, section.records)
     details = [f"BOS {first['bos']}", f"n = {_range([cell['windows'] for cell in cells])} a cell"]
@@ -235,7 +235,7 @@ def _aggregates(by_method: Mapping[str, Record]) -> dict[str, Any] | None:
 
 
 def figures_of(paths: Sequence[Path], name: str) -> list[dict[str, str]]:
-    """SVG and caption of each figure; figures without an SVG file are left out."""
+    """Returns the SVG and caption of each figure; figures without an SVG file are left out."""
     figures = []
     for index, path in enumerate(paths):
         svg = inline_svg(path, f"{name}-{index}")
@@ -251,7 +251,7 @@ def _names(key: str, path: Path) -> bool:
 
 
 def _caption_over_lengths(svg: str) -> str:
-    """The caption of a figure of `plots.over_lengths`."""
+    """Returns the caption of a figure of `plots.over_lengths`."""
     if "context length in tokens" not in svg:
         return "A dot a method, with its 95 % interval where one is known."
     line = "; the dashed line stands at the trained length" * ("trained length" in svg)
@@ -259,7 +259,7 @@ def _caption_over_lengths(svg: str) -> str:
 
 
 def costs(cells: Records) -> list[dict[str, Any]]:
-    """One row per method and length: tokens per second and peak memory over all tasks."""
+    """Returns a row per method and length: tokens per second and peak memory over all tasks."""
     rows = []
     for (method, length), group in group_by(cells, itemgetter("method", "length")).items():
         seconds = sum(cell["seconds"] for cell in group)
@@ -300,7 +300,7 @@ def _run_details(summary: Mapping[str, Any], cells: Records) -> list[tuple[str, 
 
 
 def _notes(text: str) -> list[list[str]]:
-    """The rows of a Markdown table."""
+    """Returns the rows of a Markdown table."""
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")]
         for line in text.splitlines()
@@ -310,12 +310,12 @@ def _notes(text: str) -> list[list[str]]:
 
 
 def anchor(*words: object) -> str:
-    """The id of an element of the page."""
+    """Returns the id of an element of the page."""
     return re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
 
 
 def examples_of(task: Task, records: Records) -> Examples:
-    """Wrong answers of every cell, or the windows of highest loss if the task has no answers."""
+    """Returns wrong answers of every cell, or the windows of highest loss without answers."""
     has_answers = any("answer" in record for record in records)
     heads = _columns(records)
     longest, groups = max((record["length"] for record in records), default=0), []
@@ -344,7 +344,7 @@ def examples_of(task: Task, records: Records) -> Examples:
 
 
 def _wrong_answers(task: Task, records: Records) -> list[Record]:
-    """Records below a score of 1, or below the best score of metrics such as BLEU; worst first."""
+    """Returns records below the best score (at least 1; more for BLEU), the worst first."""
     scores = [task.example(record) for record in records]
     best = max(1.0, *(score for score in scores if score is not None), 0.0)
     wrong = sorted((s, i) for i, s in enumerate(scores) if s is not None and s < best)
@@ -352,7 +352,7 @@ def _wrong_answers(task: Task, records: Records) -> list[Record]:
 
 
 def _high_losses(task: Task, records: Records) -> list[Record]:
-    """The five records of highest loss, NaN first; none of a single record."""
+    """Returns the five records of highest loss, NaN first; none of a single record."""
     if len(records) < 2:
         return []
     losses = {id(r): math.inf if (v := task.example(r)) is None else v for r in records}
@@ -360,7 +360,7 @@ def _high_losses(task: Task, records: Records) -> list[Record]:
 
 
 def _columns(records: Records) -> list[str]:
-    """At most five fields with short values that differ between records."""
+    """Returns at most five fields with short values that differ between records."""
     values: dict[str, set] = {}
     for record in records:
         for key, value in record.items():
@@ -394,7 +394,7 @@ def _cut(text: str) -> str:
 
 
 def inline_svg(path: Path, name: str) -> str | None:
-    """The SVG of a figure, in the colours of the page; None if the figure has no SVG file.
+    """Returns the SVG of a figure in the colours of the page; None if it has no SVG file.
 
     `name` prefixes the ids of the figure, which must be unique in the page.
     """

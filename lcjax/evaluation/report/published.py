@@ -39,16 +39,16 @@ class Published:
     source: str  # such as LCEG (arXiv 2409.12181), table 2
     lengths: tuple[int, ...]  # of the columns, in tokens; with `fields` only one
     rows: tuple[Row, ...]
-    # Lengths of the run that stand for them, such as twice as many for a model that was trained on
-    # twice as many tokens; null: the column has none. Empty: the same lengths.
+    # Lengths of the run that correspond to `lengths`, such as twice as many tokens for a model with
+    # twice the trained length; null: the column has none. Empty: the same lengths.
     run_lengths: tuple[int | None, ...] = ()
-    mean_over: tuple[str, ...] = ()  # further tasks: of their numbers and `task`'s, the mean
-    field: str = "value"  # of the task's numbers in its CSV file
-    # Fields, each of them a column: data sets of a benchmark such as narrativeqa, its categories,
-    # seconds, or numbers over all lengths such as mean. Empty: columns are lengths.
+    mean_over: tuple[str, ...] = ()  # further tasks: numbers are means over these and `task`
+    field: str = "value"  # field of the task's numbers in its CSV file
+    # Fields, one per column: data sets of a benchmark such as narrativeqa, its categories, seconds,
+    # or numbers over all lengths such as mean. Empty: columns are lengths.
     fields: tuple[str, ...] = ()
-    percent: bool = False  # whether 100 is published for a 1 of the task
-    unit: float = 1.0  # of the run's numbers that is 1 in the paper, such as 1e9 bytes
+    percent: bool = False  # whether published numbers are percent: 100 for a 1 of the task
+    unit: float = 1.0  # number of the run that is 1 in the paper, such as 1e9 bytes
     # Method whose number of the same column is the unit, for speeds that are ratios; empty: none
     relative_to: str = ""
 
@@ -80,7 +80,7 @@ class Published:
         return [Column(*pair, self.field, _length_heading(*pair)) for pair in pairs]
 
     def check(self, tasks: Sequence[Task], methods: Sequence[str], key: str) -> None:
-        """Raises an InputError for names that the config lacks; `key` is the place of this."""
+        """Raises an InputError for names that the config lacks; `key` is the table's place."""
         labels = [task.label for task in tasks]
         for name, task in (("task", self.task), *(("mean_over", t) for t in self.mean_over)):
             if task not in labels:
@@ -100,7 +100,7 @@ def _length_heading(published: int, run: int | None) -> str:
 
 
 def _mean_cell(table: Published, cells: Records) -> Record:
-    """The numbers of a table: the cell of its task, or the mean over several."""
+    """Returns the numbers of a table: the cell of its task, or the mean over several."""
     if len(cells) <= len(table.mean_over):  # a task is not scored yet
         return {}
     fields = {column.field for column in table.columns} & set.intersection(*map(set, cells))
@@ -115,8 +115,8 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
     """Returns one record for each published number, with that of the run if there is one.
 
     Args:
-      table: what is published.
-      cells: of the task (`report.cell_of`), and of those of `mean_over`.
+      table: The published table.
+      cells: Cells (`report.cell_of`) of its task and of the tasks in `mean_over`.
     """
     groups = group_by(cells, lambda cell: (cell["method"], cell["length"]))
     by_key = {key: _mean_cell(table, group) for key, group in groups.items()}
@@ -148,7 +148,7 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
 def same_order(records: Records) -> tuple[int, int]:
     """Counts pairs of methods in a column, and those that the run orders as the paper does.
 
-    Pairs that either of them has as equal do not count.
+    Pairs with equal numbers in the run or in the paper do not count.
     """
     count = agreed = 0
     for one, other in itertools.combinations(records, 2):
@@ -163,7 +163,7 @@ def same_order(records: Records) -> tuple[int, int]:
 
 
 def grid(table: Published, records: Records) -> list[list[str]]:
-    """A header and one row for each method: `published → run` for each length."""
+    """Returns a header and one row for each method: `published → run` in each column."""
     numbers = [repr(value) for row in table.rows for value in row.values if value is not None]
     decimals = max((len(text.partition(".")[2]) for text in numbers), default=0)
     by_key = {(r["method"], r["published_length"], r["field"]): r for r in records}

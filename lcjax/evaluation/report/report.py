@@ -1,4 +1,4 @@
-"""Makes summary, tables, figures and page from records."""
+"""Writes summary, tables, figures and page from records."""
 
 import dataclasses
 import importlib.metadata
@@ -30,7 +30,7 @@ _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"
 _MEASURED = ("tokens_per_second", *COST)  # fields of a cell
 _COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
-# Of tasks with prompts, of methods that split windows, of prompts with retrieved passages
+# Fields of tasks with prompts, methods that split windows, and prompts with retrieved passages
 _OPTIONAL = ("budget", "decoder", "decoder_passages")
 
 
@@ -60,10 +60,10 @@ def cell_of(task: Task, method: str, length: int, records: Records) -> Record:
 
 
 def _cost(records: Records) -> Record:
-    """Tokens per second without compilation, and peak memory.
+    """Returns tokens per second without compilation, and peak memory.
 
-    `peak_bytes` is None if memory did not exceed an earlier peak of the process. The cell then
-    needed at most `peak_bytes_at_most`.
+    `peak_bytes` is None if memory did not exceed an earlier peak of the process. The peak of the
+    cell is then at most `peak_bytes_at_most`.
     """
     seconds = sum(record["seconds"] for record in records)
     peaks = [record["peak_bytes"] for record in records if record["peak_bytes"] is not None]
@@ -152,7 +152,7 @@ def write(
 def _section(
     folder: Path, task: Task, records: Records, order: Sequence[str]
 ) -> tuple[page.Section, str, list[Path]]:
-    """Results of one task, the text of its tables, and the files of the tables."""
+    """Returns the results of one task, the text of its tables, and the files of the tables."""
     groups = by_cell(records, order)
     records = [record for group in groups.values() for record in group]
     cells = [cell_of(task, *key, group) for key, group in groups.items()]
@@ -172,7 +172,7 @@ def _section(
 
 
 def _is_exact(model: Mapping[str, Any] | None) -> bool:
-    """Whether every layer of a model, a config as plain values, sees all tokens before its own."""
+    """Returns whether all layers of a config (plain values) have full causal attention."""
     if model is None:
         return True
     patterns = [model["pattern"], *(kind.get("pattern") for kind in model.get("layers") or ())]
@@ -181,7 +181,7 @@ def _is_exact(model: Mapping[str, Any] | None) -> bool:
 
 
 def _entry(section: page.Section) -> Record:
-    """The entry of a task in summary.json."""
+    """Returns the entry of a task in summary.json."""
     return {
         "task": section.task.label,
         "metric": dataclasses.asdict(section.task.metric),
@@ -191,13 +191,13 @@ def _entry(section: page.Section) -> Record:
 
 
 def current_environment() -> dict[str, Any]:
-    """Versions, commit and device of this process."""
+    """Returns the versions, commit and device of this process."""
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     return {"versions": versions(), "commit": _commit(), "device": device}
 
 
 def _commit() -> str | None:
-    """The commit of the checkout, with `-dirty` if it has changes; None without a checkout."""
+    """Returns the commit, with `-dirty` if the checkout has changes; None without a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
@@ -210,7 +210,7 @@ def _commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that compute the numbers."""
+    """Returns the versions of Python and of the packages that compute the numbers."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -221,7 +221,7 @@ def versions() -> dict[str, str]:
 
 
 def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
-    """Markdown: the number, and the numbers that explain it."""
+    """Returns Markdown with the number of a task, and the numbers that explain it."""
     first = cells[0]
     details = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
     if first["stride"] is not None:
@@ -243,7 +243,7 @@ def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
 
 
 def _cost_text(cells: Records) -> str:
-    """Markdown: speed and memory."""
+    """Returns Markdown with speed and memory."""
     parts = ["Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n"]
     parts.append(markdown(_cost_grid(cells)))
     if any(cell["peak_bytes"] is None for cell in cells):
@@ -267,7 +267,7 @@ def _cost_grid(cells: Records) -> list[list[str]]:
 
 
 def _memory(cell: Record) -> str:
-    """The cell's peak in GB, or the bound on it."""
+    """Returns the cell's peak in GB, or its bound."""
     if cell["peak_bytes"] is not None:
         return f"{cell['peak_bytes'] / 1e9:,.2f}"
     bound = cell["peak_bytes_at_most"]

@@ -45,7 +45,7 @@ def table_entries(
 
 
 def grid(cells: Records, key: str, metric: Metric) -> list[list[str]]:
-    """A header and one row per method, one column per length, with Markdown marks."""
+    """Returns a header and one row per method, one column per length, with Markdown marks."""
     lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: "**{}**", 2: "_{}_"}
     return [
@@ -55,13 +55,13 @@ def grid(cells: Records, key: str, metric: Metric) -> list[list[str]]:
 
 
 def interval_text(cell: Record, metric: Metric) -> str:
-    """`5.91 – 6.32`, or an empty string without an interval."""
+    """Returns `5.91 – 6.32`, or an empty string without an interval."""
     low, high = cell.get("ci_low"), cell.get("ci_high")
     return f"{_text(low, metric)} – {_text(high, metric)}" if is_finite(low) else ""
 
 
 def _places(column: Sequence[float | None], metric: Metric) -> dict[str, int]:
-    """Places by printed number, so that equal texts share one; none for a single method."""
+    """Returns places by printed number, so equal texts share one; none for a single method."""
     values = sorted(filter(is_finite, column), reverse=not metric.lower_is_better)
     texts = list(dict.fromkeys(_text(value, metric) for value in values))
     num_places = min(2, len(column) - 1)  # the second of two is the last

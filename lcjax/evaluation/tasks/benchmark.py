@@ -25,7 +25,10 @@ BUDGETS = ("official", "total")
 
 
 def best_of(metric: Callable[[str, str], float], *, strip: bool = False) -> Score:
-    """The highest score over all references; with `strip` the answer is stripped before."""
+    """Returns the score that is the maximum of `metric` over all references.
+
+    With `strip` the answer is stripped first.
+    """
     return lambda answer, fields: qa.best(
         metric, answer.strip() if strip else answer, fields["references"]
     )
@@ -44,11 +47,11 @@ class DataSet:
     stop: tuple[str, ...] = ()
 
     def with_main_score(self, name: str) -> "DataSet":
-        """The data set with another score in the tables."""
+        """Returns the data set with the score `name` first, which tables show."""
         return dataclasses.replace(self, scores={name: self.scores[name], **self.scores})
 
     def score(self, answer: str, fields: Record) -> dict[str, float]:
-        """All scores of an answer; `score` is the one that tables show."""
+        """Returns all scores of an answer; `score` is the one that tables show."""
         text = qa.first_line(answer) if self.first_line else answer
         scores = {name: float(score(text, fields)) for name, score in self.scores.items()}
         return {"score": next(iter(scores.values())), **scores}
@@ -69,7 +72,7 @@ class FileBenchmark(PromptTask):
 
     path: str = ""  # folder with the official files
     tasks: tuple[str, ...] = ()  # data sets, categories, or names of several; empty: all
-    max_examples: int | None = None  # of every data set, the first ones; null: all
+    max_examples: int | None = None  # per data set, the first ones; null: all
     aggregate: str = "flat"  # flat: mean over data sets; category_macro: over means of categories
 
     @abc.abstractmethod
@@ -88,13 +91,13 @@ class FileBenchmark(PromptTask):
         return Metric("score", f"{self.title}, {text}", False, 4)
 
     def selection(self) -> list[DataSet]:
-        """The data sets of `tasks`, in the benchmark's order."""
+        """Returns the data sets of `tasks`, in the benchmark's order."""
         groups = self._groups()
         names = {n for name in self.tasks for n in groups.get(name, (name,))}
         return [data for name, data in self.datasets.items() if name in names or not self.tasks]
 
     def _groups(self) -> dict[str, Sequence[str]]:
-        """Data sets by the names of categories and selections."""
+        """Returns data sets by the names of categories and selections."""
         names = group_by(self.datasets, lambda name: self.datasets[name].group)
         return {**names, **self.selections}
 
@@ -109,7 +112,7 @@ class FileBenchmark(PromptTask):
             find(self.path, self.files(data.name), key, self.source)
 
     def has_file(self, data: DataSet) -> bool:
-        """Whether a data set is read from a file; False if it is generated."""
+        """Returns whether a data set is read from a file; False if it is generated."""
         return True
 
     def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
@@ -134,7 +137,7 @@ class FileBenchmark(PromptTask):
         return dataclasses.replace(example, fields=fields, max_new_tokens=new_tokens)
 
     def weights(self, records: Records) -> list[float]:
-        """Data sets or categories have equal weight."""
+        """Returns weights that are equal for all data sets, or for all categories."""
         sizes = collections.Counter(record["dataset"] for record in records)
         groups = collections.Counter(self.datasets[name].group for name in sizes)
 
@@ -147,7 +150,7 @@ class FileBenchmark(PromptTask):
         return [weight(record["dataset"]) for record in records]
 
     def summarise(self, records: Records) -> Record:
-        """The value, its rule, both means, and the mean of each category and data set."""
+        """Returns the value, its rule, both means, and the mean of each category and data set."""
         scores = self.scores_by_set(records)
         groups = group_by(scores, lambda name: self.datasets[name].group)
         by_group = {g: float(np.mean([scores[n] for n in names])) for g, names in groups.items()}
@@ -165,9 +168,9 @@ class FileBenchmark(PromptTask):
         }
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """The paper's table at the longest length, in percent: categories, data sets, means.
+        """Returns the paper's table at the longest length in percent: categories, data sets, means.
 
-        None where a method has no such cell.
+        A number is None if the cell of a method lacks it.
         """
         cells = at_longest(cells)
         names = [name for name in self.datasets if any(name in cell for cell in cells)]
@@ -186,7 +189,7 @@ class FileBenchmark(PromptTask):
         }
 
     def further_means(self, records: Records, names: Sequence[str]) -> Record:
-        """Means of scores that tables do not show: of each data set, and over these."""
+        """Returns means of scores that tables do not show: per data set, and over data sets."""
         means = {}
         for name in names:
             values = [{**record, "correct": record["scores"][name]} for record in records]
@@ -196,7 +199,7 @@ class FileBenchmark(PromptTask):
         return means
 
     def scores_by_set(self, records: Records) -> dict[str, float]:
-        """Mean score of each data set."""
+        """Returns the mean score of each data set."""
         means = mean_by(records, "dataset")
         return {name: means[name] for name in self.datasets if name in means}
 
@@ -211,7 +214,7 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
     budget_rule: str = "total"  # total: everything counts; official: the template and answer do not
 
     def scoring(self, data: DataSet) -> DataSet:
-        """A data set with the scores that the settings of the task select."""
+        """Returns the data set with the scores that the settings of the task select."""
         return data
 
     def check(self, limits: Limits, key: str) -> None:
@@ -234,7 +237,7 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
         return self._mark_cut(example, tokenizer, length) if example.cut_mark else example
 
     def _mark_cut(self, example: Example, tokenizer, length: int) -> Example:
-        """The example with its mark before the question if the end of its text will be cut."""
+        """Inserts the mark of an example before its question if the text's end will be cut."""
         prompt = PromptEncoder(tokenizer, example.template or self.template).prompt(
             example.segments
         )
@@ -250,7 +253,7 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
 
 @dataclasses.dataclass(frozen=True)
 class TextCutBenchmark(AnswerBenchmark):
-    """Prompts that lose their middle, by the official rule or by the library's own.
+    """Prompts whose middle is cut, by the official rule or by the library's own.
 
     `budget_rule=official`: the whole prompt is cut as text to the length less `reserve` tokens, and
     tokenised again; a chat template and the answer are not counted.
@@ -261,7 +264,7 @@ class TextCutBenchmark(AnswerBenchmark):
 
     # official: the prompt is cut as text, template and answer come on top; total: everything counts
     budget_rule: str = "official"
-    reserve: int = 0  # tokens of the length that prompts leave free, with the official budget
+    reserve: int = 0  # tokens of the length that prompts leave unused, with the official budget
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -273,7 +276,7 @@ class TextCutBenchmark(AnswerBenchmark):
             )
 
     def cut_length(self, length: int) -> int:
-        """The number of tokens that prompts are cut to, with the official budget."""
+        """Returns the number of tokens to which prompts are cut, with the official budget."""
         return length - self.reserve
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:

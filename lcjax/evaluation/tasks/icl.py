@@ -7,12 +7,12 @@ and the option with the highest score:
     acc_norm    that / tokens of the option       acc_calib_norm  that / tokens of the option
 
 where the end of a document replaces BOS if the tokenizer has none (`bare_prefix` of a record).
-Each set shows the score that CEPE's table chose by Llama-2 with two demonstrations. Options are
-tokenised after a blank, as inside a text. The first demonstrations that do not fit the decoder of a
-model with a memory are its context. CEPE's tables 3 and 8 fix which part reads which
-demonstrations: `shots: 2` in every decoder, and `context_shots: 18` or 38 more that a memory reads,
-each as one chunk; models that read all with the decoder have 20 or 40 there. The decoder's own are
-those of the same task without `context_shots`.
+Each set shows the score that CEPE's table uses for it, which was chosen by Llama-2 with two
+demonstrations. Options are tokenised after a blank, as inside a text. If a prompt does not fit the
+decoder of a model with a memory, its first demonstrations move to the context. CEPE's tables 3 and
+8 fix what reads which demonstrations: every decoder reads `shots: 2`, and a memory reads
+`context_shots: 18` or 38 more, each as one chunk. Models whose decoder reads all of them have 20 or
+40. The decoder's demonstrations are those of the same task without `context_shots`.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class Icl(FileBenchmark):
 
     max_examples: int | None = 250
     shots: int = 2
-    context_shots: int = 0  # further demonstrations, for the context of models that have one
+    context_shots: int = 0  # further demonstrations, for the context of models with a memory
     # Which texts are used: drawn with the seed, or the first ones (CEPE; in sorted files these
     # have one class)
     order: str = "shuffled"
@@ -99,7 +99,7 @@ class Icl(FileBenchmark):
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 
     def cluster(self, record: Record) -> object:
-        """A question, which every seed reads again with other demonstrations."""
+        """Returns the question of a record; records of other seeds share it."""
         return record["dataset"], record["line"]
 
     def read_wording(self, key: str) -> Wording:
@@ -207,7 +207,7 @@ class Icl(FileBenchmark):
     def _option_record(
         self, unit: Unit, losses: np.ndarray, options: Sequence[Sequence[int]], bare: np.ndarray
     ) -> Record:
-        """The record of the options with the best value of each score."""
+        """Returns the record of a unit: the option with the best value of each score."""
         sizes = list(map(len, options))
         names = unit.fields["options"]
         gains = bare - losses
@@ -227,7 +227,7 @@ class Icl(FileBenchmark):
         }
 
     def summarise(self, records: Records) -> Record:
-        """Adds the mean over sets of each score, and the standard deviation over seeds."""
+        """Adds the mean over sets of each score, and its standard deviation over seeds."""
         summary = {**super().summarise(records), **self.further_means(records, SCORES)}
         by_seed = [
             self.scores_by_set(group)
@@ -248,7 +248,7 @@ def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]
 
 
 def option_ids(tokenizer, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of options, each after a blank."""
+    """Returns the token ids of options, each after a blank."""
     return tuple(tuple(encode_mid_text(tokenizer, f" {name}")) for name in names)
 
 

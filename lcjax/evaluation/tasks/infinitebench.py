@@ -28,9 +28,9 @@ from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
 
-# The official files of four tasks are generated; `GENERATED` generates such rows in this library's
-# own text. PassKey and Number hide digits between equal lines, KV asks for a value among many pairs
-# of UUIDs, and Math.Find for a rank in a list of numbers.
+# The official files of four tasks are generated; `GENERATED` makes such rows with this library's
+# own text. The answers are digits between equal lines (PassKey, Number), the value of a key among
+# many pairs of UUIDs (KV), and a rank in a list of numbers (Math.Find).
 _NUM_DEPTHS = 59  # one every 90 of 5,220 lines
 _FILLER = "The road is long. The hill is steep. The wind is cold. Off we go. Up and down again."
 _NEEDLE = "The {thing} is {key}. Keep it in mind: {key} is the {thing}."
@@ -58,7 +58,7 @@ def _five_digits(rng: random.Random) -> str:
 
 
 def _ten_digits(rng: random.Random) -> str:
-    """Five random digits, and five copies inserted beside random ones."""
+    """Returns five random digits, with five copies inserted beside random ones."""
     digits = _five_digits(rng)
     while len(digits) < 10:
         index = rng.randrange(len(digits))
@@ -76,7 +76,7 @@ def _pairs(rng: random.Random, units: int, index: int, count: int) -> dict:
 
 
 def _numbers(rng: random.Random, units: int, index: int, count: int) -> dict:
-    """Numbers from 0 to 99; the bound on the side of the question is random."""
+    """Returns a row of numbers from 0 to 99; the bound that the question concerns is random."""
     name, rank = list(_RANKS.items())[index % len(_RANKS)]
     low, high = rng.randint(0, 19), rng.randint(79, 99)
     upper = rank < 0 if rank is not None else rng.random() < 0.5
@@ -103,7 +103,7 @@ class GeneratedSet:
     min_units: int = 10
 
     def max_units(self, fits: Callable[[int], bool]) -> int:
-        """The largest number of units that fits, up to the official one, or `min_units`."""
+        """Returns the largest number of units that fits, up to the official one, or `min_units`."""
         if fits(self.units):
             return self.units
         numbers = range(self.min_units + 1, self.units)
@@ -174,8 +174,8 @@ _SETS = (
 class InfiniteBench(TextCutBenchmark):
     """InfiniteBench's tasks; the official length of prompts is 131,072 tokens.
 
-    Generated ones have the official number of questions, lines, pairs and numbers, or of the latter
-    three as many as the length holds uncut.
+    Generated tasks have the official number of questions. Their contexts have the official number
+    of lines, pairs or numbers, or as many as fit the length uncut.
     """
 
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
@@ -229,7 +229,7 @@ class InfiniteBench(TextCutBenchmark):
         count = self.max_examples or generated.count
 
         def whole_example(index: int, units: int) -> Example | None:
-            """The prepared example, or None if it would be cut."""
+            """Returns the prepared example, or None if it would be cut."""
             rng = random.Random(f"infinitebench {limits.seed} {data.name} {index}")
             row = generated.row(rng, units, index, count)
             fields = {"source": f"generated, {PROMPTS_VERSION}", "units": units}
@@ -280,7 +280,7 @@ def _example(row: dict, name: str, template: str, source: str, fields: Record) -
 
 
 def _template_values(row: dict, name: str) -> dict[str, str]:
-    """The fields of a template; raises ValueError for what a row lacks."""
+    """Returns the fields of a template; raises ValueError for what a row lacks."""
     if not isinstance(row["context"], str) or not isinstance(row["input"], str):
         raise ValueError("has a context or input that is no text")
     values = {"context": row["context"], "input": row["input"], "question": row["input"]}
@@ -303,7 +303,7 @@ def _template_values(row: dict, name: str) -> dict[str, str]:
 
 
 def _label(row: dict, name: str) -> Sequence:
-    """The references; raises ValueError if they have another type."""
+    """Returns the references; raises ValueError if they have another type."""
     answer = row["answer"]
     label = answer if isinstance(answer, list) else [answer]
     if label and isinstance(label[0], list):

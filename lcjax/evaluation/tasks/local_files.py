@@ -33,7 +33,7 @@ WORDINGS = ("auto", "folder", "lm_eval")
 
 
 def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
-    """Returns the first file of `names` in a folder; `source` tells the user where to get it."""
+    """Returns the first file of `names` in a folder; `source` is its origin, for messages."""
     root = to_data_path(folder)
     if not folder or not root.is_dir():
         raise InputError(f"{key}.path={folder!r} is no folder; name the one with {source}")
@@ -96,7 +96,11 @@ def warn_skipped(path: Path, number: int, reason: str) -> None:
 
 
 def parse_score(score: object) -> float | None:
-    """The score of a passage, a number or its digits; None without one, ValueError otherwise."""
+    """Converts a passage's score, a number or its text, to float; None stays None.
+
+    Raises:
+      ValueError: The score is not a finite number.
+    """
     try:
         value = None if score is None else float(score)
     except TypeError:
@@ -107,21 +111,21 @@ def parse_score(score: object) -> float | None:
 
 
 def is_text_list(value: object) -> bool:
-    """Whether `value` is a list of texts that is not empty."""
+    """Returns whether `value` is a list of texts that is not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> list[Segment]:
     """Splits a template at its field `context` into segments, and fills in `values`.
 
-    The end of the template belongs to the question, so that a chat template surrounds all of it, as
-    in the official scripts.
+    The text after the context is the segment of the question, also if it begins the answer. So a
+    chat template surrounds the whole prompt, as in the official scripts.
     """
     matches = list(_FIELD.finditer(template))
     for match in matches:
         if match.group(1) not in values:
             raise InputError(
-                f"prompt template {template[:40]!r} asks for {match.group(1)}, no field here"
+                f"prompt template {template[:40]!r} has the unknown field {match.group(1)}"
             )
     context = next((match for match in matches if match.group(1) == "context"), None)
     if context is None:
@@ -143,7 +147,7 @@ class Wording:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The texts as a file has them: names with a dot are in sections."""
+        """The texts in the form of a file, where a dot in a name separates section and key."""
         section: dict[str, Any] = {}
         for name, text in self.texts.items():
             part, _, rest = name.rpartition(".")
@@ -151,7 +155,7 @@ class Wording:
         return section
 
     def fill(self, name: str, **values: str) -> str:
-        """The text `name` with values in the place of its placeholders."""
+        """Returns the text `name` with `values` in place of its placeholders."""
         return _fill(self.texts[name], values)
 
     @property
@@ -174,7 +178,7 @@ def read_wording(
       file: The file, or a recipe `lcjax:NAME`; None gives this library's own texts.
       library: This library's own texts by name, or by data set and name.
       placeholders: For each text the names between braces that it may have, separated by blanks.
-        Those without a question mark must be there; None checks nothing. Names in sections are
+        Those without a question mark are required; None checks nothing. Names in sections are
         joined by a dot.
       key: The place of the task in the config, for messages.
       needed: Texts that the file must have; None for all.
@@ -198,8 +202,8 @@ def read_wording(
         for unknown in sorted(present - {*known}):
             rule = f"it may have {{{'}, {'.join(known)}}}" if known else "it has no placeholders"
             raise InputError(f"{place}: {name} has the unknown placeholder {{{unknown}}}; {rule}")
-        for lacking in (n for n in names if not n.endswith("?") and n not in present):
-            raise InputError(f"{place}: {name} lacks the placeholder {{{lacking}}}")
+        for missing in (n for n in names if not n.endswith("?") and n not in present):
+            raise InputError(f"{place}: {name} lacks the placeholder {{{missing}}}")
     for name in placeholders if needed is None else needed:
         if name not in texts:
             raise InputError(
@@ -210,7 +214,7 @@ def read_wording(
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections, with their names joined by dots."""
+    """Returns the values of nested sections, with their names joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in section.items():
         is_section = isinstance(value, Mapping)
@@ -220,13 +224,13 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @functools.cache
 def library_prompts(benchmark: str) -> dict[str, Any]:
-    """This library's own prompts of a benchmark, by data set (`prompts.yaml`)."""
+    """Returns this library's own prompts of a benchmark, by data set (`prompts.yaml`)."""
     text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)[benchmark]
 
 
 def template_fields(template: str, source: str) -> dict[str, str]:
-    """The fields of records about a template: its source and hash."""
+    """Returns the fields of records about a template: its source and hash."""
     digest = hashlib.sha256(template.encode()).hexdigest()[:12]
     return {"wording": source, "wording_hash": digest}
 
@@ -244,7 +248,8 @@ def choose_template(
 
     Args:
       rule: auto: the official template in the user's folder, that of an installed lm-eval, or the
-        library's own; folder: not lm-eval's; lm_eval: no other. Else the file of `read_wording`.
+        library's own; folder: not that of lm-eval; lm_eval: only that of lm-eval. Else a YAML file
+        for `read_wording`.
       benchmark: The benchmark, which is also the folder of its tasks in lm-eval.
       name: The data set.
       official: Returns the official templates by data set, empty without a file, and their source.
@@ -296,7 +301,7 @@ def python_templates(
 
 
 def _files(folder: str, names: Sequence[str]) -> list[Path]:
-    """The files of `names` that exist in a folder; none without a folder."""
+    """Returns the files of `names` that exist in a folder; none without a folder."""
     paths = [to_data_path(folder) / name for name in names if folder]
     return [path for path in paths if path.is_file()]
 
@@ -314,7 +319,7 @@ def assigned_values(path: Path, name: str) -> Iterator[ast.expr]:
 
 
 def _string(node: ast.expr) -> str:
-    """A string literal, or several joined by +."""
+    """Returns the value of a string literal, or of several joined by +."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _string(node.left) + _string(node.right)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -93,8 +93,8 @@ _E = (
 class LongBench(TextCutBenchmark):
     """LongBench's data sets; `length` is the window, which official prompts do not fill.
 
-    Aggregations as papers print them: LCEG is `tasks=[en]` flat, LongBench's README
-    `aggregate=category_macro`, SharedLLM the categories of `tasks=[en_without_synthetic]`.
+    Papers aggregate differently: LCEG prints the flat mean of `tasks=[en]`, LongBench's README
+    `aggregate=category_macro`, and SharedLLM the categories of `tasks=[en_without_synthetic]`.
     """
 
     scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
@@ -143,7 +143,7 @@ class LongBench(TextCutBenchmark):
             qa.words_zh("")  # raises before a model is loaded if jieba is missing
 
     def cut_length(self, length: int) -> int:
-        # model2maxlen.json: 500 less than a thousand tokens for each 1,024 of the window.
+        # model2maxlen.json: 1,000 tokens for each 1,024 of the window, less 500.
         return length * 1000 // 1024 - 500 if self.reserve is None else length - self.reserve
 
     def wording_texts(self) -> Record:
@@ -170,7 +170,7 @@ class LongBench(TextCutBenchmark):
 
 
 def by_band(records: Records) -> dict[str, list[Record]]:
-    """Records of LongBench-E by the number of words of their prompts, if the file has it."""
+    """Groups records of LongBench-E by the number of words of their prompts, if known."""
     counted = [record for record in records if record.get("words") is not None]
     return {
         band: [record for record in counted if low <= record["words"] < high]

@@ -61,7 +61,7 @@ class ManyShot(TextCutBenchmark):
     budget_rule: str = "total"
     balanced: bool = False
     options: bool = False  # also rank the classes: by sum of log p, and by that over their tokens
-    wording: str = "auto"  # whose prompt, as LongBench's tasks have it
+    wording: str = "auto"  # source of the prompt: as for LongBench's tasks
     seed: int = 0
 
     @property
@@ -92,7 +92,7 @@ class ManyShot(TextCutBenchmark):
         return self._draw(SHOTS[list(self.datasets).index(data.name)], *files)
 
     def cluster(self, record: Record) -> object:
-        """A question, which is asked once for each number of demonstrations."""
+        """Returns the question of a record; records of other numbers of demonstrations share it."""
         return record["line"] if "shots" in record else super().cluster(record)
 
     def _template(self, key: str = "tasks") -> tuple[str, str]:
@@ -120,7 +120,7 @@ class ManyShot(TextCutBenchmark):
         order = rng.permutation(len(train))
         if self.balanced:
             counts: dict[str, int] = collections.Counter()
-            rounds = []  # the number of earlier rows of the same class
+            rounds = []  # number of earlier rows of the same class
             for _, _, name in (train[index] for index in order):
                 rounds.append(counts[name])
                 counts[name] += 1
@@ -174,7 +174,7 @@ class ManyShot(TextCutBenchmark):
         return {**super().summarise(records), **self.further_means(records, names)}
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
-        """The number by length, and the curve over the demonstrations at the longest length."""
+        """Draws the number by length, and at the longest length by number of demonstrations."""
         files, cells = super().figures(cells, records, folder), at_longest(cells)
         counts = zip(self.datasets, SHOTS)
         shots = {name: n for name, n in counts if any(name in cell for cell in cells)}
@@ -188,7 +188,7 @@ class ManyShot(TextCutBenchmark):
 
 
 def _option_scores(fields: Record) -> dict[str, float]:
-    """Whether the likeliest class is the right one, if `fields` has the losses of the classes."""
+    """Returns whether the likeliest class is right, if `fields` has the losses of the classes."""
     if "option_nll" not in fields:
         return {}
     losses, names = np.asarray(fields["option_nll"]), fields["all_classes"]

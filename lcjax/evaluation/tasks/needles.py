@@ -1,6 +1,6 @@
 """Retrieval of something that is hidden at a depth of a generated text, over lengths and depths.
 
-passkey: a number in repetitive text has to be repeated. The task of Landmark attention (arXiv
+passkey: the answer is a number hidden in repetitive text. The task of Landmark attention (arXiv
   2305.16300, section 4.2), also of Position Interpolation, LongLoRA and YaRN.
 kv_retrieval: the value of one key in a JSON object of random UUIDs. Liu et al., Lost in the Middle
   (arXiv 2307.03172, section 3). InfiniteBench's Retrieve.KV has 2,500 pairs and the same score.
@@ -51,7 +51,7 @@ class Placement:
 class DepthTask(GenerationTask):
     """A text hidden at evenly spaced depths, with a number of questions for each depth."""
 
-    depths: int = 10  # places of what is hidden, from the very beginning to the very end
+    depths: int = 10  # number of depths, evenly spaced from the context's beginning to its end
     trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
     wording: str | None = None  # YAML file with the texts of prompts; null: this library's own
 
@@ -68,7 +68,7 @@ class DepthTask(GenerationTask):
         self.read_wording(key)
 
     def library_texts(self) -> Mapping[str, Any]:
-        """This library's own texts."""
+        """Returns this library's own texts."""
         return local_files.library_prompts(self.get_choice_name(type(self)))
 
     def read_wording(self, key: str) -> Wording:
@@ -78,7 +78,7 @@ class DepthTask(GenerationTask):
         return self.read_wording(self.label).section
 
     def cached_wording(self, corpus: TokenizedCorpus) -> Wording:
-        """The texts, read once for all examples."""
+        """Returns the texts, which are read once for all examples."""
         return corpus.once((DepthTask, self), lambda: self.read_wording(self.label))
 
     def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
@@ -105,7 +105,7 @@ class DepthTask(GenerationTask):
           prompt_encoder: The encoder of prompts.
           frame: Returns the segments of the prompt for the token ids of its context.
           needle: Token ids of the hidden text.
-          haystack: Returns so many token ids, and the index of the needle among them.
+          haystack: Returns n token ids for a number n, and the index of the needle among them.
           min_tokens: The minimum number of tokens of the haystack.
           length: The tokens of the prompt and its answer.
 
@@ -125,7 +125,7 @@ class DepthTask(GenerationTask):
         return frame(context), bare.start("context_doc") + index
 
     def overall(self, cells: Records) -> float:
-        """The mean over the lengths, as LCEG's table 1 seems to have it."""
+        """Returns the mean over the lengths, as LCEG's table 1 appears to do."""
         return float(np.mean([cell["value"] for cell in cells]))
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
@@ -175,8 +175,8 @@ class Passkey(DepthTask):
         filler = wording.texts["filler"]
         first = int(rng.integers(len(filler)))
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        line, again = (wording.fill(name, key=key) for name in ("key_line", "key_repeat"))
-        text = line + again * (self.repeat - 1)
+        line, repeat_line = (wording.fill(name, key=key) for name in ("key_line", "key_repeat"))
+        text = line + repeat_line * (self.repeat - 1)
         needle = [
             *encode_mid_text(prompt_encoder.tokenizer, text),
             *encode_mid_text(prompt_encoder.tokenizer, "\n"),
@@ -184,7 +184,7 @@ class Passkey(DepthTask):
         sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in filler]
 
         def haystack(num_tokens: int) -> tuple[list[int], int]:
-            """Filler, whose last sentence may be cut, and the sentence's end next to the depth."""
+            """Returns filler, whose last sentence may be cut, and the sentence end by the depth."""
             ids, ends = [], [0]
             while len(ids) < num_tokens:
                 ids += sentences[(first + len(ends) - 1) % len(sentences)]
@@ -206,7 +206,10 @@ class Passkey(DepthTask):
         return {**super().rescore(record, tokenizer), "protocol": f"passkey_{self.match}"}
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """k_max, the effective window of Position Interpolation: the longest length that works."""
+        """Returns k_max, the effective window of Position Interpolation, at 20 and 90 % accuracy.
+
+        It is the longest length with at least that accuracy; 0 if there is none.
+        """
         aggregates: Record = {}
         for method, group in group_by(cells, "method").items():
             aggregates[method] = {
@@ -235,7 +238,7 @@ def _frame(prompts: Mapping[str, str]) -> Callable[[Sequence[int]], list[Segment
 def key_scores(
     answer: str, key: str, tokenizer, ids: Sequence[int] | None = None
 ) -> dict[str, bool]:
-    """Whether an answer is right, by each of the published rules.
+    """Returns whether an answer is right, by each of the published rules.
 
     Args:
       answer: The text of the answer.
@@ -256,9 +259,9 @@ def key_scores(
 @Task.register_subclass("kv_retrieval")
 @dataclasses.dataclass(frozen=True)
 class KvRetrieval(DepthTask):
-    """A prompt is filled with as many pairs as it holds.
+    """The value of one key among as many pairs as fit a length.
 
-    An answer is right if the value is a word of it; `substring` counts the value anywhere.
+    An answer is right if one of its words is the value; `substring` accepts the value anywhere.
     """
 
     metric: ClassVar[Metric] = Metric("accuracy", "Key-value retrieval, accuracy", False, 2)
@@ -340,7 +343,7 @@ class Haystack:
     def _documents(
         self, corpus: TokenizedCorpus, tokens: int, limit: int | None
     ) -> list[TokenizedDocument]:
-        """Tokenises no more documents than needed."""
+        """Returns the first 1, 2, 4, ... documents with `tokens` tokens in all, or all of them."""
         count = 1
         while True:
             num_documents = count if limit is None else min(count, limit)
@@ -351,14 +354,14 @@ class Haystack:
             count *= 2
 
     def first(self, tokens: int) -> list[int]:
-        """The first `tokens` ids."""
+        """Returns the first `tokens` ids."""
         rounds = -(-tokens // len(self._ids))
         return (self._ids * rounds)[:tokens]
 
     def sentence_end(self, ids: list[int], depth: float) -> int:
-        """The index for a needle: the share `depth` of `ids`, moved back to the end of a sentence.
+        """Returns the index for a needle at `depth` of `ids`, moved back to the end of a sentence.
 
-        It is len(ids) at depth 1, and 0 if no sentence ends before.
+        It is len(ids) at depth 1, and 0 if no sentence ends before the depth.
         """
         if depth >= 1:
             return len(ids)
@@ -383,10 +386,10 @@ class Niah(DepthTask):
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence.
     # A file of `wording` replaces it, with {key} and {value} where those belong.
     needle: str = "random"
-    # What tables show. value_match: the value stands in the answer; rouge1_f: how much of the
-    # needle's sentence does; word_recall: how many words of the expected answer do, which is the
-    # part of the sentence that answers the question; word_recall_lceg: as LCEG counts words that
-    # stand twice
+    # The score in tables. value_match: whether the answer contains the value; rouge1_f: ROUGE-1 F1
+    # with the needle's sentence; word_recall: the share of words of the expected answer (the part
+    # of the sentence that answers the question) in the answer; word_recall_lceg: the same with
+    # LCEG's count of repeated words
     measure: str = "value_match"
 
     placeholders: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -440,7 +443,7 @@ class Niah(DepthTask):
         return {"instruction": library["instruction"], **library[self.needle]}
 
     def _prompts(self, wording: Wording, rng: random.Random) -> dict[str, str]:
-        """The texts of a prompt, with the hidden sentence, and the value of a right answer."""
+        """Returns the texts of a prompt by name, filled with a random key and value."""
         library = local_files.library_prompts("niah")
         key = f"{rng.choice(library['colours'])} {rng.choice(library['places'])}"
         value = str(rng.randint(1_000_000, 9_999_999))
@@ -456,7 +459,7 @@ class Niah(DepthTask):
         }
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """The mean over all cells, and over those within the trained length."""
+        """Returns the mean over all cells, and over those within the trained length."""
         aggregates = {}
         for method, group in group_by(cells, "method").items():
             values = [cell["value"] for cell in group]

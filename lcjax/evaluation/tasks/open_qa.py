@@ -1,16 +1,17 @@
-"""Open-domain questions with retrieved passages: NQ, TriviaQA and PopQA, over passages read.
+"""Open-domain questions with retrieved passages: NQ, TriviaQA and PopQA, by number of passages.
 
 CEPE (arXiv 2402.16617, section 4.2): two demonstrations, each with its best passage, then k
 passages, the question and the beginning of the answer; 25 tokens, up to a newline; exact match over
 all aliases. Files are those of CEPE or Contriever: JSONL with `question`, `answer` and `ctxs`, the
 passages with the best first, with or without a `score`. `wording` names a file with other prompts.
 
-The decoder of a model with a memory reads the demonstrations and the first ten passages, the memory
-each of the others as one chunk (`context: {decoder_passages: 10}` of a method). REPLUG reads the
-demonstrations and one passage in every pass, with the weights softmax(score / temperature).
+The decoder of a model with a memory reads the demonstrations and the first ten passages; the memory
+reads each of the other passages as one chunk (`context: {decoder_passages: 10}` of a method).
+REPLUG reads the demonstrations and one passage in every pass, with the weights
+softmax(score / temperature).
 
-With a `retriever` passages are those that it finds for the questions, and files need no `ctxs`. The
-sets `own_1` to `own_60`, and those without passages (`nq_0`, closed book), run where `tasks` names
+With a `retriever`, passages are retrieved for the questions, and files need no `ctxs`. The sets
+`own_1` to `own_60`, and those without passages (`nq_0`, closed book), run only if `tasks` names
 them.
 """
 
@@ -78,7 +79,7 @@ class _Row:
     passages: list[tuple[Any, float | None]]  # with title and text, and their scores
 
     def text(self, wording: Wording, count: int = 0, *, answered: bool = False) -> str:
-        """The question after its best `count` passages, with its first answer if `answered`."""
+        """Returns the question after its best `count` passages; `answered` adds an answer."""
         passages = [_titled(wording, passage) for passage, _ in self.passages[:count]]
         text = "\n\n".join([*passages, wording.fill("question", question=self.question)])
         return f"{text} {self.answers[0]}\n\n" if answered else text
@@ -87,7 +88,7 @@ class _Row:
 @Task.register_subclass("open_qa")
 @dataclasses.dataclass(frozen=True)
 class OpenQa(AnswerBenchmark):
-    """Data sets are `nq_10` and so on; the end of the last passages is cut, never the question."""
+    """Data sets such as `nq_10`; the end of the last passages may be cut, never the question."""
 
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "Open-domain QA"
@@ -146,7 +147,7 @@ class OpenQa(AnswerBenchmark):
             yield Example(segments, row.answers, fields, cut_mark=mark)
 
     def cluster(self, record: Record) -> object:
-        """A question, which is asked once for each number of passages."""
+        """Returns the question of a record; records of other numbers of passages share it."""
         return self.datasets[record["dataset"]].group, record["line"]
 
     def summarise(self, records: Records) -> Record:
@@ -154,7 +155,7 @@ class OpenQa(AnswerBenchmark):
         return {**super().summarise(records), **self.further_means(records, further)}
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """As `FileBenchmark.aggregates`, with the means of the other scores."""
+        """Adds the means of the other scores to `FileBenchmark.aggregates`."""
         rows = super().aggregates(cells, records)
         for cell in at_longest(cells):
             means = {key: cell[key] for key in cell if key.startswith("all:")}
@@ -162,7 +163,7 @@ class OpenQa(AnswerBenchmark):
         return rows
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
-        """The number by length, and the curve of each set over its numbers of passages."""
+        """Draws the number by length, and the curve of each set by its number of passages."""
         files, cells = super().figures(cells, records, folder), at_longest(cells)
         panels: dict[str, dict[str, int]] = {}
         for name, data in self.datasets.items():
@@ -177,7 +178,7 @@ class OpenQa(AnswerBenchmark):
     def _rows(self, group: str, path: Path) -> tuple[list[_Row], list[_Row]]:
         """Returns the questions, and questions with answers to draw demonstrations from.
 
-        The latter do not contain the questions, except for PopQA, which has one file.
+        The latter do not include the former, except for PopQA, which has one file.
         """
         train = path.with_name(_FILES[group][2])
         counts = [_num_passages(data) for data in self.selection() if data.group == group]
@@ -198,7 +199,7 @@ class OpenQa(AnswerBenchmark):
         return rows, pool
 
     def _search(self, rows: Sequence[_Row], count: int) -> list[_Row]:
-        """`rows` with the passages that the retriever finds."""
+        """Returns `rows` with the passages that the retriever finds."""
         results = self.retriever.search([row.question for row in rows], count)
         return [
             dataclasses.replace(row, passages=[(hit.passage, hit.score) for hit in hits])
@@ -214,12 +215,12 @@ class OpenQa(AnswerBenchmark):
 
 
 def _num_passages(data: DataSet) -> int:
-    """The number of passages of a data set such as nq_10."""
+    """Returns the number of passages of a data set such as nq_10."""
     return int(data.name.rpartition("_")[2])
 
 
 def _rows(path: Path, num_passages: int | None) -> list[_Row]:
-    """Reads the questions of a file with their first passages; None: files need not have any."""
+    """Reads the questions of a file with their first passages; None reads no passages."""
 
     def parse(number: int, row: dict) -> _Row:
         answers = [answer for answer in qa.flat(row["answer"]) if isinstance(answer, str)]
@@ -241,13 +242,13 @@ def _has_text(passage) -> bool:
 
 
 def _passage(passage: dict) -> tuple[SimpleNamespace, float | None]:
-    """A passage with title and text, and its score."""
+    """Returns a passage with title and text, and its score."""
     text = SimpleNamespace(title=passage.get("title"), text=passage["text"])
     return text, local_files.parse_score(passage.get("score"))
 
 
 def _titled(wording: Wording, passage: Any) -> str:
-    """The text of a passage after its title."""
+    """Returns the text of a passage after its title."""
     if not passage.title:
         return wording.fill("untitled", text=passage.text)
     return wording.fill("passage", title=str(passage.title), text=passage.text)

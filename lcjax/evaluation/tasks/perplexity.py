@@ -11,7 +11,7 @@ model and text, because they choose and weight windows differently. Here each ch
 | `last_k`         | document: start at 0, S, ..., less end | last k     | windows   | document |
 | `last_k_n100`    | 100 of them; at 128K 10, one each      | last k     | windows   | document |
 | `prefix_yarn`    | the beginning of each document         | all        | windows   | document |
-| `stream_sink`    | the same, by a cache that forgets      | last k/all | tokens    | document |
+| `stream_sink`    | the same, with a rolling cache         | last k/all | tokens    | document |
 | `rolling_lmeval` | document: blocks one after another     | new tokens | words     | prefix   |
 
 `slide_press` is Press et al. 2021 (Shortformer), the text of PI and E2-LLM; `slide_yarn` and
@@ -20,10 +20,10 @@ of LongLoRA, of the LCEG study and of Dual Chunk Attention computes, with 2.7182
 CEPE's code, and `last_k_n100` the first of its windows, as in SharedLLM: their loop leaves out the
 window that ends with its document. (Only a document of exactly L tokens, to which `max_tokens` may
 cut it, has that window here, and none there.) `stream_sink` is StreamingLLM's stream (all scored),
-or CEPE's (the last 256); the method's pattern defines what the cache forgets. `rolling_lmeval` is
-lm-eval's: blocks of L new tokens, the last of which reads back to be as long; the prefix is BOS, or
-else the end of a text. (A rotation that depends on the length is there that of L + 1 tokens, as the
-last token is predicted and not read.)
+or CEPE's (the last 256); the method's pattern defines which tokens the cache keeps.
+`rolling_lmeval` is lm-eval's: blocks of L new tokens, where the last block gets earlier tokens as
+context, to be as long as the others. The prefix is BOS, or else the end-of-text token. (A
+length-dependent rotation is that of L + 1 tokens, as the last token is predicted and not read.)
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Window:
     start: int
     size: int
     first: int
-    weight: float  # of its mean loss in the mean over all windows
+    weight: float  # weight of its mean loss in the mean over all windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +121,12 @@ class Protocol:
     spans: Callable[[int, int, WindowOptions], Iterator[Span]]
     mean_over: str  # tokens, windows, words
     base: float = math.e
-    bos: str = "document"  # before each document or window, or prefix, which is never omitted
+    bos: str = "document"  # place of BOS: document, window, or prefix (BOS or end-of-text token)
     stream: bool = False  # whether the documents are joined
     strided: bool = True
     whole: bool = False  # whether documents of any length are scored to their end
     ends: bool = False  # whether only the last tokens of a window may be scored
-    max_windows: Callable[[int], int] | None = None  # of a length, the first ones; None: all
+    max_windows: Callable[[int], int] | None = None  # by length, the first ones; None: all
     by_position: bool = False  # whether every position is scored
 
 
@@ -214,9 +214,9 @@ class Perplexity(Task):
     first_documents: int | None = None
     # last_k: number of windows of each document (CEPE at 128K: 1); null: all
     windows_per_document: int | None = None
-    drop_last_window: bool = True  # slide_full: as the published loop does
+    drop_last_window: bool = True  # slide_full: drop the last window, as the published loop
     select: str = "spread"  # which windows max_windows keeps: spread evenly, first, or random
-    position_bins: str = "linear"  # loss by position: bins of 128 tokens, or log: 4 an octave
+    position_bins: str = "linear"  # loss by position: linear, bins of 128 tokens; log, 4 an octave
 
     @property
     def label(self) -> str:
@@ -281,7 +281,7 @@ class Perplexity(Task):
         shortest = 1 if rules.whole else max(limits.lengths)
         minimum = 2 if rules.stream else self.min_tokens or shortest
         counts = [n for n in (self.first_documents, limits.max_documents) if n is not None]
-        # YaRN's windows have one place for BOS; the other protocols count it as a token of text.
+        # In YaRN's windows BOS replaces the first token; other protocols count it as text.
         documents = corpus.documents(minimum - (bos is not None), min(counts, default=None))
         documents = [document.with_first(bos).cut(self.max_tokens) for document in documents]
         if rules.stream and documents:
@@ -318,7 +318,7 @@ class Perplexity(Task):
         return units
 
     def _start(self, tokenizer) -> int | None:
-        """The token before a text, or None."""
+        """Returns the token before a text, or None."""
         if self._rules.bos == "prefix" and self.bos != "never":
             return prefix_token(tokenizer)
         return start_token(tokenizer, self.bos)
@@ -328,9 +328,9 @@ class Perplexity(Task):
             pattern.cache_window() for pattern in model.config.patterns
         ):
             raise InputError(
-                f"tasks: {self.label} reads texts by a cache that forgets (stream_sink), and one of"
-                " the methods keeps every key; give it a pattern, such as {type: streaming, sinks:"
-                " 4, recent: 2044}, or use protocol=prefix_yarn"
+                f"tasks: {self.label} reads texts with a cache that evicts keys (stream_sink), and"
+                " one of the methods keeps every key; give it a pattern, such as {type: streaming,"
+                " sinks: 4, recent: 2044}, or use protocol=prefix_yarn"
             )
         for unit in units:
             model.check_scored(*unit.shape, unit.fields["size"])
@@ -381,9 +381,10 @@ class Perplexity(Task):
         return record
 
     def summarise(self, records: Records) -> Record:
-        """Perplexity base ** (sum of weight * window mean / sum of weights), and bits per byte.
+        """Returns perplexity base ** (sum of weight * window mean / sum of weights), and details.
 
-        `value` is NaN if one loss is; `value_without_nan` ignores the windows with such losses.
+        `value` is NaN if one loss is NaN; `value_without_nan` ignores the windows with such losses.
+        `bits_per_byte` is NaN if the tokenizer does not preserve the text.
         """
         clean = [record for record in records if not record["nan"]]
         scored = sum(record["scored"] for record in records)
@@ -409,11 +410,11 @@ class Perplexity(Task):
         }
 
     def example(self, record: Record) -> float | None:
-        """Nats per token of a window, or per word."""
+        """Returns nats per token of a window, or per word; None if a loss is NaN."""
         return None if record["nan"] else record["nll"] / record[self._per]
 
     def interval(self, records: Records) -> tuple[float, float]:
-        """Bootstrap over documents."""
+        """Returns the bootstrap interval over documents, or NaN."""
         if any(record["nan"] for record in records):
             return math.nan, math.nan
         low, high = bootstrap(
@@ -433,7 +434,7 @@ class Perplexity(Task):
         return files
 
     def curves(self, records: Records) -> list[Record]:
-        """Mean loss by position, one curve per method, from its longest length."""
+        """Returns the mean loss by position: one curve per method, from its longest length."""
         curves = []
         for method, group in group_by(records, "method").items():
             group = at_longest(group)
@@ -465,7 +466,7 @@ class Perplexity(Task):
 
 
 def bin_edges(length: int, how: str) -> np.ndarray:
-    """Edges of the position bins of a window, int64; position 0 is never predicted."""
+    """Returns the edges of the position bins, int64; position 0 is never predicted."""
     if how == "linear":
         return np.append(np.arange(0, length, 128), length)
     steps = np.round(2.0 ** np.arange(0, math.log2(length), 0.25)).astype(np.int64)
@@ -473,14 +474,14 @@ def bin_edges(length: int, how: str) -> np.ndarray:
 
 
 def _position_counts(record: Record, edges: np.ndarray) -> np.ndarray | list[int]:
-    """Scored tokens of a window in each position bin."""
+    """Returns the number of scored tokens of a window in each position bin."""
     if "position_count" in record:
         return record["position_count"]
     return np.diff(np.clip(edges, record["first"], record["size"]))
 
 
 def _mean_loss(records: Records, per: str) -> float:
-    """Weighted mean of window means, in nats per token or word."""
+    """Returns the weighted mean of window means, in nats per token or word."""
     if not records:
         return math.nan
     total = math.fsum(r["weight"] * (r["nll"] / r[per]) for r in records)
@@ -488,7 +489,7 @@ def _mean_loss(records: Records, per: str) -> float:
 
 
 def _standard_error(records: Records, per: str) -> float:
-    """The standard error of the mean loss over documents, as their windows are not independent.
+    """Returns the standard error of the mean loss over documents: windows are not independent.
 
     Ratio estimator: sqrt(n / (n - 1) * sum_d (t_d - w_d m)^2) / sum_d w_d.
     """

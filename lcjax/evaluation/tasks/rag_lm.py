@@ -1,15 +1,17 @@
-"""Language modelling with retrieved chunks: perplexity of a text over the number of chunks read.
+"""Language modelling with retrieved chunks: perplexity of a text by number of chunks.
 
 CEPE (arXiv 2402.16617, table 2): 2,048 tokens of text and k chunks of 256 that were retrieved for
 the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
 2,048, 4,096, 7,168 and 14,848. Tables show the mean over domains of their perplexities.
 
-The chunks precede the text, the best one next to it (in-context RALM), or with `best: first`
-farthest from it, as in CEPE's code. That matters to a decoder alone. A memory reads each of them as
-one chunk. REPLUG reads the text after each of them with the weights softmax(score / temperature),
-equal ones where a chunk has no score. With a `retriever` chunks are those that it finds for the
-beginning of the text, up to the first scored token; its datastore has passages of `chunk` tokens of
-this model's tokenizer, of other documents than the texts.
+The chunks precede the text, with the best one next to it (in-context RALM), or with `best: first`
+farthest from it, as in CEPE's code. The order matters only if the decoder reads the chunks. A
+memory reads each retrieved chunk as one chunk of its context. REPLUG reads the text after each of
+them, with the weights softmax(score / temperature), or equal weights if a chunk has no score.
+
+With a `retriever`, chunks are retrieved for the beginning of the text, up to the first scored
+token. Its datastore must hold passages of `chunk` tokens (of this model's tokenizer), from other
+documents than the texts.
 """
 
 import dataclasses
@@ -54,7 +56,8 @@ class RagLm(Task):
 
     Rows hold `input_ids` (of this model's tokenizer) or `text`; `chunks`, each with `ids` or `text`
     and an optional `score` (without scores the best one comes first); and an optional `domain`.
-    There is no BOS, as texts are from the middle of documents.
+    A length leaves out the rows with too few chunks for it. There is no BOS, as texts are from the
+    middle of documents.
     """
 
     metric: ClassVar[Metric] = Metric(
@@ -63,12 +66,12 @@ class RagLm(Task):
 
     path: str = ""  # the JSONL file; empty, with a retriever: beginnings of the run's `data`
     decoder: int = 2048  # tokens of the text
-    scored: int = 1792  # of these at the end
-    chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
-    # Place of the best chunk: last, next to the text, or first. A method that reads only some of
-    # them (its `chunks`) takes the last ones if they have no scores.
+    scored: int = 1792  # scored tokens, at the end of the text
+    chunk: int = 256  # tokens of a chunk: longer chunks are cut, shorter ones left out
+    # Place of the best chunk: last, next to the text, or first. A method that reads only some
+    # chunks (its `chunks`) reads the last ones if they have no scores.
     best: str = "last"
-    max_examples: int | None = None  # texts, the first ones; null: all
+    max_examples: int | None = None  # maximum number of texts, the first ones; null: all
     retriever: RetrieverSection | None = None  # finds the chunks; null: those of the file
 
     @property
@@ -163,7 +166,7 @@ class RagLm(Task):
             yield number, "text", document.tokens[: self.decoder], []
 
     def _whole(self, chunks: list, tokenizer) -> list[Chunk]:
-        """The first tokens of `chunks` that have enough, the best last."""
+        """Returns the first tokens of those `chunks` that have enough, the best last."""
         pairs = _best_last(_chunk(chunk, tokenizer) for chunk in chunks)
         return [(ids[: self.chunk], score) for ids, score in pairs if len(ids) >= self.chunk]
 
@@ -174,7 +177,7 @@ class RagLm(Task):
         return [record | decoder for record in records]
 
     def summarise(self, records: Records) -> Record:
-        """The mean over domains of exp(mean of window means), and that of every domain."""
+        """Returns the mean over domains of exp(mean of window means), and that of each domain."""
         domains = group_by(records, "domain")
         values = {name: self._windows.summarise(group)["value"] for name, group in domains.items()}
         summary = {
@@ -191,18 +194,18 @@ class RagLm(Task):
         return self._windows.example(record)
 
     def weights(self, records: Records) -> list[float]:
-        """Domains have equal weight."""
+        """Returns weights that are equal for all domains."""
         return equal_weights(records, "domain")
 
     def interval(self, records: Records) -> tuple[float, float]:
-        """Bootstrap over the texts of one domain; NaN for a mean over several."""
+        """Returns the bootstrap interval over texts of one domain; NaN for several domains."""
         if len({record["domain"] for record in records}) > 1:
             return math.nan, math.nan
         return self._windows.interval(records)
 
 
 def _ids(row, name: str, tokenizer) -> np.ndarray:
-    """The token ids of a row or of its text; raises ValueError if it has neither."""
+    """Returns the token ids of a row or of its text; raises ValueError if it has neither."""
     if not isinstance(row, dict):
         raise ValueError("has a chunk that is no object")
     if isinstance(row.get(name), list) and all(isinstance(i, int) for i in row[name]):

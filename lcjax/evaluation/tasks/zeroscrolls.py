@@ -1,13 +1,16 @@
-"""ZeroSCROLLS (arXiv 2305.14196), six of its tasks, as CEPE's Table 4 has them.
+"""Six tasks of ZeroSCROLLS (arXiv 2305.14196), those of CEPE's Table 4.
 
-Rows may be ZeroSCROLLS' own, whose `input` is the official prompt with the indices of its parts, or
-those of SCROLLS, which has references for all of validation: a query, an empty line and the text.
-The latter get this library's own wording, with the text first, or that of the file `wording`. The
-end of a text that is too long is cut and replaced by the official line; CEPE cuts the beginning.
-With the beginning its code cuts BOS and the heading of the text from the decoder's part, and puts
-an empty line (models with an encoder) or the official line before the instruction. Here prompts are
-the same for all methods, so BOS and heading stay, and nothing is put there.
-Generation is greedy, but CEPE's GovReport is drawn three times (`draws`).
+Rows are ZeroSCROLLS' own or those of SCROLLS. The `input` of ZeroSCROLLS is the official prompt,
+with the indices of its parts. The `input` of SCROLLS, which has references for all of its
+validation split, is a query, an empty line and the text. Its prompts have this library's own
+wording, with the text first, or that of the file `wording`.
+
+The end of a text that is too long is cut and replaced by the official line; CEPE cuts the
+beginning. With it, CEPE's code cuts BOS and the heading of the text from the decoder's part, and
+inserts an empty line (models with an encoder) or the official line before the instruction. Here
+prompts are the same for all methods, so BOS and heading remain, and nothing is inserted.
+
+Generation is greedy; CEPE samples three answers to each report of GovReport (`draws`).
 """
 
 import dataclasses
@@ -73,7 +76,7 @@ _QA = {
 _LETTER = {"letter": _best(qa.letter_match), "letter_cepe": _best(qa.letter_match_cepe)}
 _NEW_TOKENS = 1024  # of ZeroSCROLLS' own run_hf_model.py, for every task
 _NUCLEUS = Sampling(min_new_tokens=10, temperature=1.0, top_p=0.95)  # CEPE's GovReport
-# What CEPE's table shows instead of the first one.
+# The score that CEPE's table shows instead of the first one.
 _CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
 _SETS = (  # with CEPE's numbers of new tokens, and its stops
     DataSet("narrative_qa", "qa", 50, _QA, stop=("\n",)),
@@ -99,9 +102,9 @@ class ZeroScrolls(AnswerBenchmark):
     source: ClassVar[str] = SOURCE
 
     split: str = "validation"  # references of the official test split are private
-    keep: str = "head"  # of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
-    # Answers to each report of GovReport, drawn from the nucleus of 0.95 at temperature 1, of which
-    # the mean counts; 0: one greedy answer
+    keep: str = "head"  # part kept of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
+    # Number of answers to each report of GovReport, whose mean counts; they are sampled from the
+    # nucleus of 0.95 at temperature 1. 0: one greedy answer
     draws: int = 0
     # Whose rules. zeroscrolls: 1,024 new tokens in every task, and no stop at a newline; cepe: for
     # questions 50 and a stop, one reference each but in NarrativeQA, F1 with its rule, and ROUGE-L
@@ -134,7 +137,7 @@ class ZeroScrolls(AnswerBenchmark):
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         """Yields one example per id; rows with the same id hold several references.
 
-        CEPE has one example per row, but for NarrativeQA, which it takes from the original release.
+        CEPE has one example per row, except in NarrativeQA, which is from the original release.
         """
         merges = self.flavour != "cepe" or data.name == "narrative_qa"
         examples: dict[object, Example] = {}
@@ -176,7 +179,7 @@ class ZeroScrolls(AnswerBenchmark):
                 yield dataclasses.replace(example, fields=fields, sampling=sampling)
 
     def cluster(self, record: Record) -> object:
-        """A question, which several rows of CEPE's or several draws answer."""
+        """Returns the question of a record; several rows of CEPE's, or draws, may share it."""
         return record["dataset"], record["id"]
 
     def scoring(self, data: DataSet) -> DataSet:
@@ -184,14 +187,15 @@ class ZeroScrolls(AnswerBenchmark):
         return data.with_main_score(_CEPE[main_score]) if self.flavour == "cepe" else data
 
     def scores_by_set(self, records: Records) -> dict[str, float]:
-        """Mean score of each data set; of summaries the geometric mean of three means (SCROLLS)."""
+        """Returns each data set's mean score; for summaries, the geometric mean of three means."""
         means = {name: _geometric_mean(m) for name, m in self._rouge_means(records).items()}
         return super().scores_by_set(records) | means
 
     def values(self, records: Records) -> list[float | None]:
-        """Summaries have their shares in the geometric mean of three means, to the first order.
+        """Returns the values of records; for summaries, to first order.
 
-        With the means m of the scores x the share is (m1 m2 m3)^(1/3) mean(x1/m1, x2/m2, x3/m3).
+        The number of summaries is the geometric mean of three means (SCROLLS). With the means m of
+        the scores x, a record contributes (m1 m2 m3)^(1/3) mean(x1/m1, x2/m2, x3/m3) to it.
         """
         values, means = super().values(records), self._rouge_means(records)
         for index, record in enumerate(records):
@@ -201,7 +205,7 @@ class ZeroScrolls(AnswerBenchmark):
         return values
 
     def _rouge_means(self, records: Records) -> dict[str, np.ndarray]:
-        """Means of the three ROUGE of each data set whose number is made of them."""
+        """Returns the three mean ROUGE scores of each data set whose number combines them."""
         return {
             name: np.mean([_rouges(record) for record in group], axis=0)
             for name, group in group_by(records, "dataset").items()
@@ -237,7 +241,7 @@ def _example(name: str, wording: Wording, line: int, row: dict) -> Example:
 
 
 def _template_values(row: dict, name: str) -> tuple[dict[str, str], str]:
-    """The fields of a template, and the reference, of a row of SCROLLS."""
+    """Returns the fields of a template, and the reference, of a row of SCROLLS."""
     text, answer = row["input"], row["output"].strip()
     if name in ("gov_report", "summ_screen_fd"):
         return {"context": text.strip()}, answer

@@ -175,7 +175,7 @@ def test_methods_that_read_beside_the_decoder_answer_all_but_whole_texts(lm, tas
         load=lambda section: lm,
     )
     assert [cell["windows"] for cell in report.cells] == [4, 4]
-    with pytest.raises(InputError, match="which this method reads in part"):
+    with pytest.raises(InputError, match="of which the decoder of this method reads only"):
         run(
             config(tasks, tmp_path / "b", tasks=("tiny_texts:bits_per_byte",), methods=methods[1:]),
             load=lambda section: lm,

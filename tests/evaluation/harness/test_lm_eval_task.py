@@ -242,7 +242,7 @@ def test_scoring_whole_texts_raises_input_error_for_methods_with_a_context():
         encoder.request("loglikelihood_rolling", ["some words"]),
     ]
     split = SplitModel(model, ReplugSplit(decoder=20, chunk=8), 20, 8)
-    with pytest.raises(InputError, match="which this method reads in part"):
+    with pytest.raises(InputError, match="of which the decoder of this method reads only"):
         respond(split, asked, 2)
     assert not model.log
 

@@ -5,9 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
-from lcjax.checkpoints.build import ModelSection
 from lcjax.evaluation import EvalConfig, LmEval, RunSection, run
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
@@ -45,7 +44,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def lm():
-    return sharper(LanguageModel.load(ModelSection(preset="tiny"))).with_method(length=LENGTH)
+    return sharp_lm().with_method(length=LENGTH)
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 The number of units is the median, over random questions, of the largest number that fits.
 Upstream's binary search draws one random question for each number of units that it tries. A single
-short question then sets a number that most samples exceed, and each of those gives up a whole step:
-25 of the 47 lines of `niah_multikey_3` at 4,096 tokens. The median is what most of upstream's seeds
-give.
+short question can then set a number with which most samples are too long, and each of these is
+shortened by a whole step: 25 of the 47 lines of `niah_multikey_3` at 4,096 tokens. The median is
+the result of most of upstream's seeds.
 """
 
 import abc
@@ -47,7 +47,7 @@ class Sources:
 
     wording: RulerTemplates
     tokenizer: Tokenizer
-    fixed: bool  # whether all samples have upstream's shuffles, which are the same for all
+    fixed: bool  # whether all samples have the same shuffles, those of upstream
     words: WordList | None = None
     essays: Essays | None = None
     questions: Sequence[Question] = ()
@@ -67,20 +67,20 @@ class Generator(abc.ABC):
 
     @abc.abstractmethod
     def step(self, length: int) -> int:
-        """The number of units by which a sample that is too long is shortened at a time."""
+        """Returns the number of units that are removed at a time from a sample that is too long."""
 
     @abc.abstractmethod
     def draw(self, rng: random.Random, units: int, index: int) -> Example:
         """Draws the `index`-th sample."""
 
     def min_units_of(self, index: int) -> int:
-        """`min_units` of one question."""
+        """Returns the minimum number of units for one question."""
         return self.min_units
 
     def num_units(
         self, prompt_encoder: PromptEncoder, budget: Budget, seeds: Sequence[int | str]
     ) -> int:
-        """The median over `seeds` of the largest number of units that fits the budget.
+        """Returns the median over `seeds` of the largest number of units that fits the budget.
 
         As in upstream's search, every seed draws a sample of the task's first question.
         """
@@ -128,12 +128,12 @@ class Generator(abc.ABC):
         (random.Random(FIXED_SEED) if self._sources.fixed else rng).shuffle(items)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` inside a longer text."""
+        """Returns the token ids of `text` inside a longer text."""
         return encode_mid_text(self._sources.tokenizer, text)
 
 
 def probe_seeds(name: str) -> list[str]:
-    """Seeds of the questions that set a task's number of units, the same in every run."""
+    """Returns seeds of the questions that set a task's number of units; fixed for all runs."""
     return [f"ruler {name} probe {index}" for index in range(_NUM_PROBES)]
 
 
@@ -144,7 +144,7 @@ def median_maximum(
     max_number: int | None,
     step: int,
 ) -> int:
-    """The median over seeds of the largest number for which `fits(seed, number)` holds.
+    """Returns the median over seeds of the largest number for which `fits(seed, number)` holds.
 
     Args:
       fits: A test that holds for all numbers up to a limit that depends on the seed.
@@ -164,7 +164,7 @@ def median_maximum(
 def _maximum(
     fits: Callable[[int], bool], min_number: int, max_number: int | None, start: int, stride: int
 ) -> int:
-    """The largest number that fits: searched in doubling strides from `start`, then by halving."""
+    """Returns the largest number that fits: doubles strides from `start`, then bisects."""
     low, high = min_number, (max_number or 1 << 40) + 1  # low fits, high does not
     number = min(max(start, min_number), high - 1)
     while high - low > 1:
@@ -255,7 +255,7 @@ class Needles(Generator):
         return Example(template.segments(context), answers, {"depths": depths, "query": query})
 
     def _in_essay(self, rng, units: int, needles: list[str]) -> tuple[list[int], list[int]]:
-        """Token ids of the context, and the depths of the needles in percent."""
+        """Returns the token ids of the context, and the depths of the needles in percent."""
         sentences = self._sources.essays.first(units)
         depths = sorted(rng.sample(DEPTHS, len(needles)))
         context, last = [], 0
@@ -266,7 +266,7 @@ class Needles(Generator):
         return context + _flatten(sentences[last:]), depths
 
     def _between_lines(self, rng, units: int, needles: list[str]) -> tuple[list[int], list[float]]:
-        """Token ids of the context, and the depths of the needles in percent."""
+        """Returns the token ids of the context, and the depths of the needles in percent."""
         if self.kind.haystack == "noise":
             lines = [self._noise] * units
         else:
@@ -335,7 +335,10 @@ class VariableTracking(_Chain):
         self._example_lines = sorted(rng.sample(range(self._example_units), _NUM_HOPS + 1))
 
     def draw(self, rng: random.Random, units: int, index: int) -> Example:
-        """The example's lines are the same in all samples, its names and value are not."""
+        """Draws a sample; the places of the example's lines are the same in all samples.
+
+        The names and the value of the example differ between samples.
+        """
         example = self._example.at_lines(rng, self._example_units, self._example_lines)
         prompt = self._prompt_encoder.prompt(example.segments)
         ids = prompt.ids[prompt.tokens("bos") :].tolist()
@@ -350,8 +353,8 @@ class CommonWords(Generator):
 
     Units are distinct words: ten occur thirty times and the others three times.
 
-    The example is inside the user's turn of a chat template; upstream's has the template around it
-    once more, so it is a turn and an answer of its own.
+    With a chat template, the example is inside the user's turn. Upstream applies the template to
+    the example as well, so that it is a turn and an answer of its own.
     """
 
     new_tokens = 120
@@ -372,7 +375,7 @@ class CommonWords(Generator):
     def _list(
         self, rng: random.Random, units: int, common: int, rare: int
     ) -> tuple[str, list[str]]:
-        """The numbered list, and its common words."""
+        """Returns the numbered list, and its common words."""
         words = rng.sample(self._words, units)
         entries = words[:_NUM_COMMON] * common + words[_NUM_COMMON:] * rare
         self.shuffle(rng, entries)
@@ -393,8 +396,9 @@ def _numbered(words: list[str]) -> str:
 
 
 class FrequentWords(Generator):
-    """A text of coded words by a zeta law; the most frequent one is dots, the next three answers.
+    """A text of coded words with zeta-law frequencies; the answers are the most frequent words.
 
+    The most frequent word of all is dots; the next three are the answers.
     Units are the entries of the text.
     """
 
@@ -412,7 +416,7 @@ class FrequentWords(Generator):
     def num_units(
         self, prompt_encoder: PromptEncoder, budget: Budget, seeds: Sequence[int | str]
     ) -> int:
-        """As in upstream a sixth of the budget plus a number of steps, the median over `seeds`."""
+        """Returns a sixth of the budget plus a median number of steps, as in upstream."""
         first, step = self._num_tokens // _CODE_LETTERS, self.step(budget.length)
 
         def fits(seed: int | str, steps: int) -> bool:

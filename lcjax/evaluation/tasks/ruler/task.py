@@ -70,15 +70,15 @@ def _needs_essays(name: str) -> bool:
 class Ruler(GenerationTask):
     """The thirteen tasks of RULER (arXiv 2404.06654), generated to fill each length.
 
-    A length counts everything, BOS too, which upstream leaves out. Essays come from the run's
-    `data`, collapsed to single blanks, in the order of its files.
+    A length counts everything, also BOS, which upstream does not count. Essays are the run's
+    `data` in the order of its files, with runs of whitespace collapsed to single blanks.
     """
 
     main_score: ClassVar[str] = "string_match"
 
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
-    samples: int = 100  # questions of each; the paper has 500
+    samples: int = 100  # questions of each task; the paper has 500
     # fixed: upstream's shuffles, the same for all samples; random: another one for each
     shuffles: str = "random"
     benchmark: str | None = None  # copy of NVIDIA/RULER with its wording; null: this library's own
@@ -138,7 +138,7 @@ class Ruler(GenerationTask):
     def generator(
         self, name: str, corpus: TokenizedCorpus, length: int, limits: Limits
     ) -> Generator:
-        """The generator of a task; the texts of the corpus and of files are read once."""
+        """Returns the generator of a task; texts of the corpus and of files are read once."""
         tokenizer, field = corpus.tokenizer, _DATA.get(name)
         sources = Sources(self._wording(corpus), tokenizer, self.shuffles == "fixed")
         if _needs_words(name):
@@ -168,7 +168,7 @@ class Ruler(GenerationTask):
         return corpus.once(("words", self.words), lambda: read_words(self.words, "words"))
 
     def _source_fields(self, name: str, corpus: TokenizedCorpus) -> Record:
-        """The fields of records about the sources of a task's texts."""
+        """Returns the fields of records about the sources of a task's texts."""
         words = {"wordlist": self._words(corpus).source} if _needs_words(name) else {}
         essays = {"splitter": SPLITTER} if _needs_essays(name) else {}
         return {**self._wording(corpus).fields, **words, **essays}
@@ -183,7 +183,7 @@ class Ruler(GenerationTask):
         return {"string_match": scores[rule], **scores}
 
     def summarise(self, records: Records) -> Record:
-        """The plain mean of the tasks, each task's score, and those of the four groups of tasks."""
+        """Returns the plain mean over tasks, and the scores of each task and group of tasks."""
         means = mean_by(records, "task")
         scores = {name: means[name] for name in self.task_names if name in means}
         groups = {
@@ -191,15 +191,15 @@ class Ruler(GenerationTask):
             for name, tasks in GROUPS.items()
             if any(task in scores for task in tasks)
         }
-        value = float(np.mean(list(scores.values())))  # however many questions each has
+        value = float(np.mean(list(scores.values())))  # not weighted by numbers of questions
         return {"value": value, **counts(records), **groups, **scores}
 
     def weights(self, records: Records) -> list[float]:
-        """All tasks have equal weight."""
+        """Returns weights that are equal for all tasks."""
         return equal_weights(records, "task")
 
     def aggregates(self, cells: Records, records: Records) -> Record:
-        """By method: means over the lengths, plain and weighted, and the effective length.
+        """Returns by method the plain and weighted means over lengths, and the effective length.
 
         The effective length is the longest with a score of at least 0.856; 0 if there is none.
         """
@@ -218,7 +218,7 @@ class Ruler(GenerationTask):
         return aggregates
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
-        """The number by length, and every task's score by length."""
+        """Draws the number by length, and every task's score by length."""
         files = super().figures(cells, records, folder)
         if len(self.task_names) == 1:
             return files
@@ -228,5 +228,5 @@ class Ruler(GenerationTask):
 
 
 def clean_answer(answer: str) -> str:
-    """The answer as upstream scores it: stripped, with control characters as newlines."""
+    """Returns the answer as upstream scores it: stripped, control characters as newlines."""
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip()

@@ -1,7 +1,7 @@
 """Texts of RULER's prompts: templates, words, essays, and questions with their documents.
 
 Templates are this library's own, or those of the user's copy of RULER, which is read and never
-executed. The library's own ones are about as long as RULER's, so that as much text fits beside.
+executed. The library's own ones are about as long as RULER's, so that as much haystack fits.
 """
 
 import ast
@@ -47,7 +47,7 @@ class Template(NamedTuple):
     answer: str  # the beginning of the answer
 
     def segments(self, *context: Sequence[int]) -> list[Segment]:
-        """The prompt with the token ids of the documents of its context."""
+        """Returns the segments of the prompt for the token ids of each document of its context."""
         return [
             Segment("instruction", self.instruction),
             *(Segment("context_doc", ids=ids) for ids in context),
@@ -111,7 +111,7 @@ def read_templates(benchmark: str | None, key: str) -> RulerTemplates:
 
 
 def _literal(path: Path, name: str, key: str):
-    """The first literal that a Python file assigns to a name."""
+    """Returns the first literal that a Python file assigns to a name."""
     for value in assigned_values(path, name):
         try:
             return ast.literal_eval(value)
@@ -122,7 +122,7 @@ def _literal(path: Path, name: str, key: str):
 
 @dataclasses.dataclass(frozen=True)
 class WordList:
-    """English words: pairs of them are keys, all of them the vocabulary of common words."""
+    """English words: pairs of them are keys, and all of them are a vocabulary (`CommonWords`)."""
 
     adjectives: tuple[str, ...]
     nouns: tuple[str, ...]
@@ -177,7 +177,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 
 def random_number(rng: random.Random) -> str:
-    """A number of seven digits."""
+    """Returns a number of seven digits."""
     return str(rng.randint(1_000_000, 9_999_999))
 
 
@@ -198,7 +198,7 @@ class Essays:
         self._ends = np.cumsum([len(sentence.split(" ")) for sentence in self.sentences])
 
     def first(self, num_words: int) -> list[list[int]]:
-        """Token ids of the sentences of the first words, each with a blank before it.
+        """Returns the token ids of each sentence of the first words, with a blank before it.
 
         The text is repeated if it has fewer words. The last sentence may be cut.
         """
