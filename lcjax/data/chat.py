@@ -1,8 +1,8 @@
 """Sources of type chat: conversations, of which only the answers are learned.
 
-A conversation is rendered as the model reads it, by the tokenizer's chat template or by the prompt
-of the source, into pieces of text that are learned or not. Each piece is tokenised separately, so
-no token belongs to both kinds. When the model generates, its answer begins at a new token as well.
+The tokenizer's chat template, or the prompt of the source, renders a conversation as pieces of text
+that are learned or not. Each piece is tokenised separately, so no token belongs to both kinds. When
+the model generates, its answer begins at a new token as well.
 """
 
 import string
@@ -16,7 +16,7 @@ from lcjax.data.readers import Document, RecordFiles, field_value
 from lcjax.errors import InputError
 
 Message = dict[str, str]
-# ShareGPT's names and the usual ones.
+# ShareGPT's names of roles, and the usual ones.
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 
 
@@ -28,7 +28,7 @@ class PromptAnswer(NamedTuple):
 
 
 class ChatFiles(RecordFiles):
-    """Records that hold messages, or the fields of a prompt and an answer."""
+    """Files of records that hold messages, or the fields of a prompt and an answer."""
 
     source: ChatSource
 
@@ -52,13 +52,16 @@ class ChatFiles(RecordFiles):
 
 
 class ChatTokenise:
-    """Messages, or a prompt and an answer -> token ids, and which of them are learned."""
+    """Tokenises messages, or a prompt and an answer, and marks the tokens that are learned."""
 
     def __init__(self, tokenizer: Any, source: ChatSource):
         self._tokenizer, self._learn_all = tokenizer, source.learn == "all"
 
     def __call__(self, name: str, value: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 ids [n] and bool [n]; `name` is for error messages."""
+        """Returns int32 ids [n] and bool [n], which tokens are learned.
+
+        `name` is for error messages.
+        """
         if isinstance(value, PromptAnswer):
             parts = [(value.prompt, self._learn_all), (value.answer, True)]
             return _join([(self._ids(text), is_learned) for text, is_learned in parts])
@@ -87,7 +90,7 @@ def _join(pieces: list[tuple[list[int], Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turns(render: Callable[..., str], messages: list[Message], name: str) -> list[tuple[str, bool]]:
-    """Renders a conversation and cuts it into pieces at the answers.
+    """Renders a conversation, and cuts the text into pieces at the answers.
 
     Args:
       render: the tokenizer's `render_chat`.
@@ -95,7 +98,7 @@ def turns(render: Callable[..., str], messages: list[Message], name: str) -> lis
       name: name of the document, for error messages.
 
     Returns:
-      (text, whether it is an answer) of every piece.
+      Pairs (text, whether it is an answer) of every piece.
 
     Raises:
       InputError: the template changes earlier turns when a message is added.
@@ -140,7 +143,7 @@ def _field_names(template: str) -> list[str]:
 
 
 def _fill(template: str, record: dict, location: str) -> str:
-    # Not str.format_map: names such as "a.b" are fields of nested mappings, and None is empty.
+    # Not str.format_map: "a.b" names a field of a nested mapping, and None becomes an empty text.
     pieces = []
     for text, name, _, _ in string.Formatter().parse(template):
         value = "" if name is None else field_value(record, name, location, "prompt")

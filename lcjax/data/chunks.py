@@ -1,9 +1,9 @@
-"""Rows split into chunks of context for an encoder, and the tokens that the decoder reads.
+"""Splits rows into chunks of context for an encoder and the tokens that the decoder reads.
 
 CEPE (Yen et al. 2024, arXiv 2402.16617, sec. 3.1) reads consecutive tokens in two parts. The
 decoder reads and learns the last ones. The tokens before them are cut into chunks of equal length,
-which the encoder reads in parallel. Chunks contain the tokens of the text only: BOS and EOS stand
-where documents begin and end, not at the beginning of a chunk.
+which the encoder reads in parallel. Chunks contain only tokens of the text: BOS and EOS are where
+documents begin and end, not at the beginning of each chunk.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Noise:
     """`data.chunks.noise`: hides parts of the context in training (CEPE, sec. 3.2).
 
     Each chunk is selected with probability `rate`. A share `whole` of the selected chunks is hidden
-    entirely. Of the others the last n tokens are hidden, with n uniform in 1 ... P - `leave` for
-    chunks of P tokens.
+    entirely. The others lose their last n tokens, with n uniform in 1 ... P - `leave` for chunks of
+    P tokens.
     """
 
     rate: float = 0.3
@@ -45,8 +45,8 @@ class Chunks:
     count: int = 16  # chunks in a row
     length: int = 256  # tokens in a chunk
     # Text in the chunks. before: the tokens before the decoder's. same: the decoder's tokens, which
-    # it learns to copy (the warm-up of CEPE). beginning: the first full chunks of a document, in a
-    # conversation those of the question (SharedLLM); see `cut_context`. retrieved: passages of a
+    # it learns to copy (the warm-up of CEPE). beginning: the first full chunks of a document, or of
+    # the question in a conversation (SharedLLM); see `cut_context`. retrieved: passages of a
     # datastore, stored with the rows by `python -m lcjax.retrieval chunks`
     text: str = "before"
     noise: Noise | None = None  # hides parts of the context in training, not in validation
@@ -55,8 +55,8 @@ class Chunks:
     # Learn to predict the tokens of chunks, too: for memories whose chunks the decoder reads one
     # after the other (beacon, auto_compressor)
     learned: bool = False
-    # text=retrieved: tokens of a document from one search to the next, each for an equal share of
-    # the chunks (RETRO); null: one search for the row
+    # text=retrieved: tokens of a document from one search to the next; each search fills an equal
+    # share of the chunks (RETRO). null: one search for the row
     stride: int | None = None
 
     def __post_init__(self):
@@ -110,7 +110,7 @@ class Chunks:
     def decoder_length(self, length: int) -> int:
         """Number of tokens that the decoder reads in a row of `length` tokens."""
         if self.text == "retrieved":
-            self.num_passages(length)  # refuses a count that does not fit
+            self.num_passages(length)  # raises an InputError for a count that does not fit
             return length
         shape = f"data.chunks of {self.count} x {self.length} = {self.tokens} tokens"
         if self.text == "same":
@@ -141,8 +141,8 @@ def split_context(
     """Splits consecutive tokens into chunks of context and the decoder's tokens.
 
     The decoder's tokens are the last `decoder_length` ones, or all if there are fewer. The context
-    is the text right before them, up to the capacity of the chunks. It is padded on its left side,
-    so the last chunk ends where the decoder's tokens begin.
+    is the text right before them, up to the capacity of the chunks. It is padded on the left, so
+    the last chunk ends where the decoder's tokens begin.
 
     Args:
       tokens: int32 [n].
@@ -167,15 +167,14 @@ def split_context(
 def cut_context(row: Row, config: Chunks, decoder_length: int) -> Row:
     """Splits a row into `chunks`, `chunk_mask` and the decoder's part of all fields.
 
-    The targets were attached before any cut, so the last place of a row keeps its target.
+    The targets were attached before any cut, so the last token of a row keeps its target.
 
-    For `chunks.text` "beginning", SharedLLM is tuned on instructions in this way ("Two are better
-    than one: context window extension with multi-grained self-injection", sec. 4.1 and its released
-    code): the first max(q // P - 1, 1) chunks of P tokens of a question of q tokens are context.
-    The decoder reads the rest of the question and the answer, and only the answer is learned. A
-    text without a question is cut in the same way, and the text after its context is learned.
-    Chunks of context are full; chunks before them are padding. Documents must come from
-    `fit_document`.
+    `chunks.text` "beginning" is the instruction tuning of SharedLLM ("Two are better than one:
+    context window extension with multi-grained self-injection", sec. 4.1 and its released code).
+    The first max(q // P - 1, 1) chunks of P tokens of a question of q tokens are context. The
+    decoder reads the rest of the question and the answer, and only the answer is learned. A text
+    without a question is cut in the same way, and the text after its context is learned. Chunks of
+    context are full, and chunks before them are padding. Documents must come from `fit_document`.
 
     Args:
       row: the fields of a training batch, each [T].
@@ -199,12 +198,12 @@ def cut_context(row: Row, config: Chunks, decoder_length: int) -> Row:
 
 
 def num_context_chunks(config: Chunks, question: int, tokens: int) -> int:
-    """Computes how many chunks of a document are context, for `chunks.text` "beginning".
+    """Returns the number of context chunks of a document, for `chunks.text` "beginning".
 
-    SharedLLM's rule gives max(question // length - 1, 1), with the tokens of a chunk as length. The
-    number exceeds it where the decoder could not hold the rest. At least one
-    token of a question, or two of a text, remain for the decoder. So a question of up to one chunk
-    has no context, whereas the released code would put the answer there.
+    SharedLLM's rule is max(question // length - 1, 1), with the tokens of a chunk as length. The
+    number is larger if the decoder cannot hold the rest. At least one token of a question, or two
+    of a text, remain for the decoder. So a question of up to one chunk has no context, whereas the
+    released code would put the answer there.
 
     Args:
       config: the section `data.chunks`.
@@ -222,14 +221,14 @@ def num_context_chunks(config: Chunks, question: int, tokens: int) -> int:
 def fit_document(pair: np.ndarray, config: Chunks, length: int, *, drop: bool) -> np.ndarray | None:
     """Shortens a document so that a row of `chunks.text` "beginning" holds all of it.
 
-    A question that is too long loses its middle, a text its end. An answer that exceeds the decoder
-    loses its end.
+    A question that is too long loses its middle, and a text its end. An answer that exceeds the
+    decoder loses its end.
 
     Args:
       pair: int32 [n, 2], tokens and their targets.
       config: the section `data.chunks`.
       length: maximum number of tokens.
-      drop: return None for texts and answers that are too long.
+      drop: whether to return None for texts and answers that are too long.
 
     Returns:
       int32 [m, 2] with m <= length, or None.
@@ -250,12 +249,12 @@ def fit_document(pair: np.ndarray, config: Chunks, length: int, *, drop: bool) -
 
 
 def _question_length(is_learned: np.ndarray) -> int:
-    """Number of tokens before the first learned target of [n], plus 1; n if all are learned."""
+    """Returns the index of the first learned target of [n], plus 1; n if all are learned."""
     return len(is_learned) if is_learned[0] else int(np.argmax(is_learned)) + 1
 
 
 def _chunk_targets(row: Row, end: int, config: Chunks) -> Row:
-    """Targets of the context that ends at `end`: `chunk_targets` int32 [K, Tc], `chunk_weights`."""
+    """Returns `chunk_targets` and `chunk_weights` [K, Tc] of the context that ends at `end`."""
     if not config.learned:
         return {}
     start, shape = max(end - config.tokens, 0), (config.count, config.length)
@@ -267,7 +266,7 @@ def _chunk_targets(row: Row, end: int, config: Chunks) -> Row:
 
 
 def _decoder_row(row: Row, start: int, end: int, length: int) -> Row:
-    """Places `start` to `end` of a row, padded to `length`; segments are numbered from 1 again."""
+    """Returns tokens `start` to `end` of a row, padded to `length`; segments begin at 1 again."""
     missing = length - (end - start)
     row = {name: np.pad(value[start:end], (0, missing)) for name, value in row.items()}
     segments = row["segments"]
@@ -276,7 +275,7 @@ def _decoder_row(row: Row, start: int, end: int, length: int) -> Row:
 
 
 def hide_context(row: Row, random: np.random.Generator, noise: Noise) -> Row:
-    """Sets `chunk_mask` to false, and `chunk_weights` to 0, where `noise` hides the context."""
+    """Hides context by `noise`: sets `chunk_mask` to False and `chunk_weights` to 0 there."""
     count, length = row["chunk_mask"].shape
     # One random number per chunk decides between none, all and a prefix, as in the released code.
     uniform = random.random(count)
@@ -291,7 +290,10 @@ def hide_context(row: Row, random: np.random.Generator, noise: Noise) -> Row:
 
 
 def segment_positions(segments: np.ndarray) -> np.ndarray:
-    """Positions int32 [T] that start at 0 in every run of equal `segments` [T]; 0 on padding."""
+    """Returns int32 positions [T] that count from 0 in each run of equal `segments` [T].
+
+    They are 0 on padding.
+    """
     indices = np.arange(len(segments), dtype=np.int32)
     is_first = np.append(True, segments[1:] != segments[:-1])
     positions = indices - np.maximum.accumulate(np.where(is_first, indices, 0))

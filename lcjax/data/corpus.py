@@ -1,7 +1,7 @@
 """The documents of the sources in `data:`, by index or as a stream, and their validation split.
 
 `Corpus` indexes all files of a source and gives random access. `Stream` reads one file after the
-other and holds the index of one file only. `open_split` chooses between them for every source.
+other, and holds the index of one file only. `open_split` chooses one of them for each source.
 """
 
 import abc
@@ -37,11 +37,10 @@ from lcjax.storage import to_path
 
 
 class Corpus:
-    """All documents of one source as a sequence of (name, value) in a fixed order.
+    """The documents of one source as a sequence of (name, value) in a fixed order.
 
-    A value is a text, token ids, a conversation, or a stored row.
-
-    `indices` selects some of them, such as one side of the validation split.
+    A value is a text, token ids, a conversation, or a stored row. `indices` selects a subset of the
+    documents, such as one side of the validation split; None: all documents.
     """
 
     is_mixture = False
@@ -70,8 +69,8 @@ class Corpus:
     def split(self, holdout: float, split: str) -> "Corpus":
         """Returns the documents of the `train` or the `validation` split.
 
-        A document belongs to the validation split when the hash of its name, a number in [0, 1),
-        is below `holdout`. So the split does not depend on the seed, file order or machine.
+        A document belongs to the validation split if the hash of its name, a number in [0, 1), is
+        below `holdout`. So the split does not depend on the seed, file order or machine.
         """
         if holdout == 0.0 and split == "train":
             return self
@@ -91,10 +90,10 @@ Tokenise = Callable[[tuple[str, Any]], Any]  # (name, value) to an element of a 
 
 
 class StreamedCorpus(abc.ABC):
-    """The documents of one source, or of one split of it, which can only be read in order."""
+    """The documents of one source, or of one of its splits, which can only be read in order."""
 
-    count = None  # known only after reading everything
-    is_mixture = False  # whether it mixes sources at rates that hold for endless streams only
+    count = None  # unknown until everything is read
+    is_mixture = False  # whether it mixes sources at rates that hold only for endless streams
     files: SourceFiles | None = None
     source: Source
     start: dict[str, Any]  # the state before the first document
@@ -107,7 +106,7 @@ class StreamedCorpus(abc.ABC):
         return corpus
 
     def in_split(self, split_hash: float) -> bool:
-        """Whether the document with this hash belongs to the split."""
+        """Returns whether the document with this hash belongs to the split."""
         return (split_hash < self._holdout) == (self._split == "validation")
 
     @abc.abstractmethod
@@ -118,10 +117,10 @@ class StreamedCorpus(abc.ABC):
     def read_elements(
         self, tokenise: Tokenise, state: dict[str, Any], **order: Any
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yields `tokenise(document)` from `state` on, and the state after each.
+        """Yields `tokenise(document)` from `state` on, with the state after each document.
 
-        `order` may have `shuffle: bool`, `seed: int`, and `repeat: int | None`, the epochs; without
-        them documents are read once and in order.
+        The options of `order` are `shuffle: bool`, `seed: int`, and `repeat: int | None`, the
+        number of epochs. Without options, documents are read once and in order.
         """
 
     def elements(self, tokenise: Tokenise, **order: Any) -> grain.IterDataset:
@@ -130,10 +129,10 @@ class StreamedCorpus(abc.ABC):
 
 
 class StreamedDataset(grain.IterDataset):
-    """Elements that are read in order, with a restorable position.
+    """A grain dataset of elements that are read in order, with a restorable position.
 
-    `read(state)` yields (element, or None to leave it out; the state after it), and `start` is the
-    state before the first one.
+    `read(state)` yields pairs of an element and the state after it; an element that is None is left
+    out. `start` is the state before the first element.
     """
 
     def __init__(self, read: Callable[[dict], Iterator[tuple[Any, dict]]], start: dict[str, Any]):
@@ -166,7 +165,7 @@ class _StreamedIterator(grain.DatasetIterator):
 
 
 class StreamPosition(NamedTuple):
-    """Position of a stream: before document `document` of the `file`-th file of an epoch."""
+    """Position of a stream: before the `document`-th document of the `file`-th file of an epoch."""
 
     epoch: int = 0
     file: int = 0
@@ -174,11 +173,11 @@ class StreamPosition(NamedTuple):
 
 
 class Stream(StreamedCorpus):
-    """The documents of one source, or of one split of it, file after file.
+    """The documents of one source, or of one of its splits, file after file.
 
-    In an epoch the files come in random order, and the documents of a file in random order.
-    Documents are up-sampled by length in this order. Nothing is indexed before the first document,
-    and memory holds the index of one file, whatever the size of the corpus.
+    With `shuffle`, an epoch reads the files in random order, and the documents of each file in
+    random order. Up-sampling by length selects documents in this order. Reading begins without
+    indexing the corpus, and memory holds the index of one file only.
     """
 
     def __init__(self, files: SourceFiles):
@@ -210,7 +209,7 @@ class Stream(StreamedCorpus):
         upsample = self.source.upsample if self._split == "train" else None
         while repeat is None or position.epoch < repeat:
             selection = Selection(upsample, position.epoch) if upsample else None
-            # A position within an epoch proves that the epoch has a document.
+            # A position inside an epoch implies that the epoch has a document.
             has_documents = position != StreamPosition(position.epoch)
             if selection and has_documents:
                 selection.set_state(selection_state)
@@ -249,12 +248,12 @@ class Stream(StreamedCorpus):
 
 
 def order(count: int, *seeds: int) -> np.ndarray:
-    """Returns a permutation of `count`; NumPy keeps the numbers of RandomState stable for ever."""
+    """Returns a random permutation of `count`; RandomState is stable across NumPy versions."""
     return np.random.RandomState(list(seeds)).permutation(count)
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Returns a seed for a source; seeds lie far apart, since grain adds the epoch to them."""
+    """Returns a seed for source `index`; seeds are far apart, because grain adds the epoch."""
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) >> 1
 
 
@@ -266,7 +265,8 @@ def source_files(
 ) -> SourceFiles:
     """Finds the files of a source without opening them.
 
-    Checks token ids against `tokenizer`, and the shape of stored rows against `config`.
+    Checks the tokenizer of stored token ids against `tokenizer`, and the shape of stored rows
+    against `config`.
     """
     match source:
         case TokenSource():
@@ -285,9 +285,9 @@ def source_files(
 
 
 def check_sources(config: TextConfig) -> None:
-    """Raises an `InputError` for sources without files, before a model is read.
+    """Raises an `InputError` for sources without files; called before a model is loaded.
 
-    No file is opened. Sources of type seqio are not checked, since that would import TensorFlow.
+    It opens no file. Sources of type seqio are not checked, because that would import TensorFlow.
     """
     for source in config.resolved_sources():
         if not isinstance(source, SeqioSource):
@@ -295,13 +295,13 @@ def check_sources(config: TextConfig) -> None:
 
 
 def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
-    """Raises an InputError if `folder`, where results are written, lies in a folder of the data.
+    """Raises an InputError if `folder`, the destination of results, is inside a data folder.
 
-    Its files would become documents, so the data would have changed when the run is resumed.
+    Its files would become documents, so a resumed run would find other data.
     """
     for source in config.resolved_sources() if config.sources or config.path else ():
         if not isinstance(source, TextSource | ChatSource):
-            continue  # others read the files in their index alone
+            continue  # other sources read only the files in their index
         data = to_path(source.path).expanduser()
         if type(data) is not type(folder) or not data.is_dir():
             continue
@@ -318,8 +318,8 @@ def open_corpus(
     """Opens a source.
 
     Returns:
-      A Corpus, which indexes the files that hold many documents; a Stream for sources that are
-      streamed or up-sampled; a SeqioCorpus for tasks of seqio.
+      A SeqioCorpus for sources of type seqio, a Stream for sources that are streamed or up-sampled,
+      and otherwise a Corpus, which indexes the files that hold many documents.
     """
     if isinstance(source, SeqioSource):
         from lcjax.data.seqio_source import SeqioCorpus
@@ -358,7 +358,7 @@ def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) 
 
 
 def scan(config: TextConfig) -> int:
-    """Reads every document of all sources, so that a bad record is found before a training.
+    """Reads every document of all sources, to find bad records before a training.
 
     Returns:
       The number of documents.
@@ -379,8 +379,8 @@ def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[st
     """Yields (name, text) of every document that is not empty, in the order of the files.
 
     Args:
-      data: a data section, or just a path as in `data.path`.
-      split: `train` (everything when nothing is held out) or `validation`.
+      data: a data section, or a path as in `data.path`.
+      split: `train` (all documents if nothing is held out) or `validation`.
 
     Raises:
       InputError: no document has text, or a source holds token ids.
@@ -416,8 +416,8 @@ def all_empty(corpora: list[Documents], reason: str = "empty or skipped") -> Inp
 
 
 def corpus_identity(corpora: list[Documents]) -> dict[str, Any]:
-    """Returns what identifies the text; a saved position is valid for an equal text only."""
-    # The files of a seqio task are not known.
+    """Returns fields that identify the text; a saved position is valid only for equal fields."""
+    # The files of a seqio task are unknown.
     files = [corpus.files and corpus.files.paths for corpus in corpora]
     return {
         "data text fields": [corpus.source.reads for corpus in corpora],

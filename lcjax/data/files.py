@@ -1,4 +1,4 @@
-"""The files of a source, and random access to the bytes of plain, gzip and zstd files."""
+"""Finds the files of a source, and gives random access to plain, gzip and zstd content."""
 
 import collections
 import glob
@@ -37,9 +37,9 @@ READABLE = ", ".join(TEXT + LINES + BINARY) + " (text formats also as .gz and .z
 
 LARGEST_FRAME = 1 << 28  # bytes of an unpacked zstd frame; each thread holds one in memory
 
-# Folders of tests hold files that are broken on purpose; site-packages is not the standard library.
+# Folders of tests hold deliberately broken files; site-packages is not the standard library.
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-_FINGERPRINT_FILES = 32  # number of files whose first and last bytes enter the fingerprint
+_FINGERPRINT_FILES = 32  # approximate number of files whose ends enter the fingerprint
 _FINGERPRINT_BYTES = 1 << 12  # bytes at each end of such a file
 _NUM_REQUESTS = 16  # requests to a store at the same time
 _MAX_OPEN = 64  # files open at the same time; systems allow 256 to 1024 for a process
@@ -51,14 +51,14 @@ _CONTENT_SIZE = (0, 2, 4, 8)  # bytes of the field that holds the content size, 
 
 
 def import_pyarrow(what: str) -> ModuleType:
-    """Returns pyarrow, which Parquet, Arrow and zstd files need; `what` names one in the error."""
+    """Imports pyarrow, for Parquet, Arrow and zstd files; `what` names the file in the error."""
     for module in ("pyarrow", "pyarrow.parquet"):
         import_package(module, what, "parquet")
     return sys.modules["pyarrow"]
 
 
 def kind(path: Path) -> str | None:
-    """Returns the suffix that decides how a file is read, without compression; None: unreadable."""
+    """Returns the suffix, without compression, that selects the reader; None if unreadable."""
     suffix = path.suffix.lower()
     inner = Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
     if inner in TEXT + LINES or (suffix not in COMPRESSED and inner in BINARY):
@@ -71,8 +71,8 @@ def kind(path: Path) -> str | None:
 def find_files(source: str) -> list[tuple[str, Path]]:
     """Lists (name, path) of every readable file of a source, sorted by name.
 
-    Names are relative to the source, so they are the same on every machine. The validation split
-    depends on them.
+    Names are relative to the source, so they are the same on every machine. They determine the
+    validation split.
 
     Args:
       source: a file, a folder or a glob, each as a path or URL; `python:stdlib`, or
@@ -111,7 +111,7 @@ def _files_at(source: str, path: Path) -> list[tuple[str, Path]]:
 
 
 def _glob_url(source: str, path: URLPath) -> tuple[list[URLPath], URLPath]:
-    """The files of a glob at a URL, and the folder above its first pattern."""
+    """Returns the files of a glob at a URL, and the folder above its first pattern."""
     if not glob.has_magic(str(path)):
         raise InputError(f"data.path={source} does not exist: give a file, a folder or a glob")
     root = path
@@ -170,15 +170,15 @@ class FileList(list):
 
     def __init__(self, files: list[tuple[str, Path]]):
         super().__init__(files)
-        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:  # at a URL each is a request
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:  # `stat` of a URL is a request
             self.sizes = list(pool.map(lambda file: file[1].stat().st_size, files))
         self.size = sum(self.sizes)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the names and sizes of all files, and of both ends of some of them.
+        """Hash of the names and sizes of all files, and of the first and last bytes of some files.
 
-        Hashing all bytes would read the whole corpus before the first batch.
+        A hash of all bytes would read the whole corpus before the first batch.
         """
         digest = hashlib.blake2b(digest_size=8)
         for (name, _), size in zip(self, self.sizes, strict=True):
@@ -193,10 +193,10 @@ class FileList(list):
 
 
 class LRUCache:
-    """The values used last, up to a total size of `limit`, but at least one.
+    """A cache of the last used values, up to a total size of `limit`, but at least one value.
 
-    A thread may still read a value that was evicted; its resources are freed after that.
-    `functools.lru_cache` counts values, and this cache sums their sizes.
+    `functools.lru_cache` limits the number of values; this cache limits the sum of their sizes. A
+    thread may still use an evicted value, whose resources are freed afterwards.
     """
 
     def __init__(self, limit: int, size: Callable[[Any], int] = lambda value: 1):
@@ -205,12 +205,12 @@ class LRUCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the value of `key`, made by `make()` where it is missing."""
+        """Returns the value of `key`, and calls `make()` if it is missing."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key]
-        value = make()  # not under the lock: threads unpack different blocks at the same time
+        value = make()  # not under the lock, so that threads can unpack blocks in parallel
         with self._lock:
             if key not in self._values:
                 self._values[key] = value
@@ -224,8 +224,8 @@ class LRUCache:
 class FileCache:
     """Open files and unpacked blocks, shared by the readers of one source.
 
-    With it thousands of files need few file handles. Of a file at a URL, which cannot be mapped, a
-    temporary file holds a copy: reading each document by a request of its own would be slow.
+    It limits the number of open files for sources of thousands of files. Files at a URL cannot be
+    mapped, so they are copied to a temporary file; a request for each document would be slow.
     """
 
     def __init__(self):
@@ -233,11 +233,11 @@ class FileCache:
         self.blocks = LRUCache(_CACHE_BYTES, lambda block: block.nbytes)
         self._spool = None
         self._spool_map: mmap.mmap | None = None
-        self._copies: dict[URLPath, tuple[int, int]] = {}  # places of files in the spool
+        self._copies: dict[URLPath, tuple[int, int]] = {}  # (start, end) of files in the spool
         self._lock, self._copying = threading.Lock(), threading.Lock()
 
     def map(self, path: Path) -> mmap.mmap | memoryview:
-        """Maps a file that is not empty; many threads can read the map at once."""
+        """Maps a non-empty file into memory; many threads can read the map at once."""
         if not isinstance(path, URLPath):
             return self.handles.get(path, lambda: _map(path))
         with self._copying:
@@ -246,7 +246,7 @@ class FileCache:
         return self._view_spool(*self._copies[path])
 
     def copy(self, path: URLPath) -> Iterator[bytes]:
-        """Yields the bytes of a file in order, and copies them for `map`."""
+        """Yields the bytes of a file in order, and copies them to the temporary file for `map`."""
         start = self.spool.seek(0, 2)
         for chunk in plain_chunks(path):
             self.spool.write(chunk)
@@ -255,7 +255,7 @@ class FileCache:
 
     @property
     def spool(self):
-        """One temporary file, deleted when closed: the content of all .gz files, and of URLs."""
+        """The temporary file for unpacked .gz files and copies of URLs; deleted when closed."""
         if self._spool is None:
             self._spool = tempfile.TemporaryFile(prefix="lcjax-")  # noqa: SIM115
         return self._spool
@@ -272,13 +272,13 @@ class FileCache:
 
 
 class PlainContent:
-    """The bytes of an uncompressed file."""
+    """Random access to the bytes of an uncompressed file."""
 
     def __init__(self, path: Path, cache: FileCache):
         self._path, self._cache = path, cache
 
     def chunks(self) -> Iterator[bytes]:
-        """Yields all bytes in order; an index is built from them."""
+        """Yields all bytes in order, from which readers build their index."""
         is_url = isinstance(self._path, URLPath)
         return self._cache.copy(self._path) if is_url else plain_chunks(self._path)
 
@@ -287,9 +287,9 @@ class PlainContent:
 
 
 class GzipContent(PlainContent):
-    """The unpacked bytes of a .gz file, which `chunks` writes to a temporary file for `read`."""
+    """Random access to a .gz file; `chunks` unpacks it into the temporary file for `read`."""
 
-    _start = 0  # of this file in the temporary file
+    _start = 0  # offset of this file in the temporary file
 
     def chunks(self) -> Iterator[bytes]:
         spool = self._cache.spool
@@ -303,12 +303,12 @@ class GzipContent(PlainContent):
 
 
 class ZstdContent(PlainContent):
-    """The unpacked bytes of a .zst file; `read` unpacks only the frames that it needs.
+    """Random access to a .zst file; `read` unpacks only the frames that it needs.
 
-    A zstd file is a sequence of frames (RFC 8878), each compressed on its own. Within a frame no
-    byte can be read without all bytes before it. The headers alone give the ends of the frames.
-    `chunks` must run once before `read`. Memory: 16 bytes a frame, and the frames used last, up to
-    1 GiB for all files of a source.
+    A zstd file is a sequence of frames (RFC 8878) that are compressed independently. A byte can be
+    read only after all bytes before it in its frame. The ends of the frames follow from the headers
+    alone. `chunks` must run once before `read`. Memory: 16 bytes per frame, and the last used
+    frames, up to 1 GiB for all files of a source.
     """
 
     _bounds: np.ndarray  # int64 [frames, 2]: start and end of each frame in the file
@@ -377,7 +377,7 @@ class ZstdContent(PlainContent):
 
 
 def frame_bounds(data: bytes) -> list[tuple[int, int]]:
-    """Lists (start, end) of all zstd frames with content, from the sizes in the headers."""
+    """Returns (start, end) of all zstd frames with content, from the sizes in the headers."""
     bounds, start = [], 0
     while start < len(data):
         (magic,) = struct.unpack_from("<I", data, start)
@@ -435,10 +435,10 @@ def gzip_chunks(path: Path) -> Iterator[bytes]:
 
 
 def open_file(path: Path):
-    """Opens a file for reading bytes; raises `InputError` where it cannot."""
+    """Opens a file for reading bytes; raises an `InputError` if this fails."""
     try:
         return path.open("rb")
-    except InputError:  # of a store
+    except InputError:  # raised by a remote store
         raise
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None

@@ -1,8 +1,8 @@
-"""Long work on the files of sources, divided into jobs that any number of processes can do.
+"""Jobs: divide long work on the files of sources among any number of processes.
 
-Jobs depend on the text and the settings only. Each writes one shard of a folder atomically. After a
-kill the same command does the missing jobs, and the folder is the one that an undisturbed run
-writes. `lcjax.data.prepare` (token ids) and `lcjax.retrieval.build_store` (passages) work so.
+The jobs depend only on the text and the settings. Each writes one shard of a folder atomically.
+After a kill, the same command does the missing jobs, and the folder equals that of an uninterrupted
+run. `lcjax.data.prepare` (token ids) and `lcjax.retrieval.build_store` (passages) use jobs.
 """
 
 import collections
@@ -28,11 +28,11 @@ from lcjax.data.readers import Reader, SourceFiles
 from lcjax.errors import InputError
 from lcjax.files import read_json, write_json
 
-# Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
+# Minimum and maximum bytes of a job, and the target number of jobs within these limits
 _MIN_JOB_BYTES, _MAX_JOB_BYTES, _NUM_JOBS = 1 << 20, 1 << 26, 64
 
-# Returns the order int [count] in which `count` files of a source are read: order(count, source),
-# or the records of a file: order(count, source, file).
+# order(count, source) returns the permutation int [count] in which `count` files of a source are
+# read, and order(count, source, file) that of the records of a file.
 Order = Callable[..., np.ndarray]
 
 
@@ -40,7 +40,10 @@ WHY_LOCAL = "copy the folder when it is complete; it can be read from there"
 
 
 class Job(NamedTuple):
-    """Part `part` of `parts` of some files of a source; files are indices in reading order."""
+    """Part `part` of `parts` of some files of a source.
+
+    `files` are indices of files in reading order. A job of several files has a single part.
+    """
 
     number: int
     source: int
@@ -67,7 +70,7 @@ def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[st
     Raises:
       InputError: the folder has another identity, or holds other files.
     """
-    # Listed before the plan is looked for, which another process may write at any moment.
+    # Listed before the test for the plan, because another process may write it at any moment.
     drafts = f"{plan}."
     others = [f for f in out.iterdir() if not f.name.startswith(drafts)] if out.is_dir() else []
     for file in (index, plan):
@@ -150,13 +153,16 @@ class JobReader:
 
 
 def read_shard(out: Path, number: int) -> dict[str, Any] | None:
-    """Reads the description of a shard; None where the shard is incomplete."""
+    """Reads the description of a shard; returns None if the shard is incomplete."""
     file = out / f"{number:06d}.json"
     return read_json(file) if file.is_file() else None
 
 
 def worker_pool(num_workers: int, start: Callable[..., None], *args: Any) -> Executor:
-    """Returns an executor whose processes call `start(*args)` first; a thread for one worker."""
+    """Returns a process pool whose processes call `start(*args)` first.
+
+    For a single worker it calls `start(*args)` itself, and returns a pool of one thread.
+    """
     if num_workers == 1:
         start(*args)
         return ThreadPoolExecutor(1)
@@ -174,7 +180,7 @@ def _start_worker(start: Callable[..., None], args: tuple) -> None:
     start(*args)
     if (parent := multiprocessing.parent_process()) is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
-        # A killed parent cannot end its workers, which would wait for work for ever.
+        # A killed parent cannot end its workers, which would wait for work forever.
         watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
         watch.start()
 
@@ -184,7 +190,7 @@ def map_ahead(
 ) -> Iterator[tuple[Job, Any]]:
     """Yields results in the order of the tasks, and runs up to `depth` tasks ahead.
 
-    Unlike `Executor.map` it draws the tasks lazily.
+    Unlike `Executor.map`, it draws the tasks lazily.
     """
     queue: collections.deque = collections.deque()
     for job, argument in tasks:
@@ -198,7 +204,7 @@ def map_ahead(
 
 
 class Progress:
-    """A progress bar over jobs, and the one line of an interrupted or broken run."""
+    """A progress bar over jobs, and the error message of an interrupted or broken run."""
 
     def __init__(self, jobs: Sequence[Job], label: str, out: Path):
         # In a log file one line a minute is enough.
@@ -208,16 +214,17 @@ class Progress:
         self._num_jobs, self._num_done, self._out = len(jobs), 0, out
 
     def update(self, job: Job, note: str) -> None:
-        """Counts a finished job; `note` stands behind the bar."""
+        """Counts a finished job, and shows `note` after the bar."""
         self._num_done += 1
         self._bar.update(job.size)
         self._bar.set_postfix_str(note, refresh=False)
 
     @contextlib.contextmanager
     def run(self, pool: Executor | None) -> Iterator[None]:
-        """Ends the pool with the block; says how many shards are written if it ends early.
+        """Shuts the pool down at the end of the block.
 
-        None is a pool that belongs to the caller.
+        Errors of an interrupted block state how many shards are written. Pass None for an executor
+        that belongs to the caller, which is not shut down.
         """
         done = f"of {self._num_jobs} shards are"
         try:

@@ -1,7 +1,7 @@
 """`python -m lcjax.data prepare`: tokenises text once, for many trainings.
 
-Each job (`lcjax.data.jobs`) writes one shard (`lcjax.data.token_files`). So any number of processes
-writes the same folder, and after a kill the same command writes the missing shards.
+Each job (`lcjax.data.jobs`) writes one shard (`lcjax.data.token_files`). So the folder does not
+depend on the number of processes, and after a kill the same command writes the missing shards.
 """
 
 import dataclasses
@@ -45,16 +45,16 @@ TOKENIZER = "tokenizer"  # folder beside the shards
 class PrepareConfig:
     """Settings of `python -m lcjax.data prepare`."""
 
-    path: str = ""  # one source, as data.path; for labels or up-sampling: sources
+    path: str = ""  # one source, as data.path; use `sources` for labels or up-sampling
     sources: list[Source] = field(default_factory=list)  # of type text; weights are ignored
     tokenizer: str = ""  # tokenizer of the model, as model.path
     out: str = ""  # folder to write
     shuffle: bool = True  # write files, and the documents of each, in random order
-    seed: int = 0  # of that order; data.seed gives the order of a stream with this seed
+    seed: int = 0  # seed of that order, which equals that of a stream with this data.seed
     min_document_tokens: int = 1  # shorter documents are left out
     on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
-    dtype: str = "auto"  # of the ids; auto: uint16 where the vocabulary fits, else uint32
-    workers: int = 0  # processes; 0: one for each core
+    dtype: str = "auto"  # dtype of the ids; auto: uint16 if the vocabulary fits, else uint32
+    workers: int = 0  # number of processes; 0: one for each core
 
     def __post_init__(self):
         check_one_of("dtype", self.dtype, ("auto", *DTYPES))
@@ -86,10 +86,10 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Writes the missing shards of a token folder.
 
     Returns:
-      The index of the folder, the content of `index.json`.
+      The index of the folder, which is the content of `index.json`.
 
     Raises:
-      InputError: the folder belongs to other text or settings, or no document remains.
+      InputError: the folder was written from other text or settings, or no document remains.
     """
     tokenizer, out = open_tokenizer(config.tokenizer), config.folder
     config = dataclasses.replace(config, dtype=_dtype(config.dtype, tokenizer))
@@ -108,7 +108,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
 
 
 def open_tokenizer(name: str) -> Any:
-    """Loads the tokenizer that the setting `tokenizer` names."""
+    """Loads the tokenizer of the setting `tokenizer`."""
     try:
         return load_tokenizer(name)
     except InputError as error:
@@ -126,7 +126,7 @@ def _dtype(dtype: str, tokenizer: Any) -> str:
 
 
 def _identity(config: PrepareConfig, tokenizer: str, text: list[str]) -> dict[str, Any]:
-    """Returns everything that determines the shards."""
+    """Returns all settings and fingerprints that determine the shards."""
     fields = dataclasses.asdict(config)
     sources = [dataclasses.asdict(source) for source in config.text_sources()]
     names = ("shuffle", "seed", "min_document_tokens", "on_bad_text", "dtype")
@@ -140,7 +140,7 @@ def _identity(config: PrepareConfig, tokenizer: str, text: list[str]) -> dict[st
 
 
 def _order(config: PrepareConfig, count: int, source: int, *tags: int) -> np.ndarray:
-    """The order of the first epoch of a stream with the same seed."""
+    """Returns the order of the first epoch of a stream with the same seed."""
     if not config.shuffle:
         return np.arange(count)
     return order(count, derived_seed(config.seed, source), 0, *tags)
@@ -160,9 +160,9 @@ def _run(config: PrepareConfig, tokenizer: Any, jobs: list[Job]) -> None:
 def _select_documents(
     pool: Executor, config: PrepareConfig, jobs: list[Job]
 ) -> Iterator[tuple[Job, np.ndarray | None]]:
-    """Yields each job with the mask of its selected documents (None: all).
+    """Yields each job with the mask of its selected documents; None selects all.
 
-    Ends the jobs of a source once its up-sampled epoch is full.
+    The jobs of a source end when its up-sampled epoch is full.
     """
     for number, source in enumerate(config.text_sources()):
         source_jobs = [job for job in jobs if job.source == number]
@@ -192,25 +192,25 @@ def _start_worker(config: PrepareConfig, tokenizer: Any) -> None:
 
 
 def _scan(job: Job, _: None) -> tuple[np.ndarray, list[str]]:
-    """Returns characters and labels of the documents of a job, for the up-sampling."""
+    """Returns the lengths in characters, int64 [n], and labels of a job's documents."""
     documents = [(d.characters, d.label) for d, _ in _worker.documents(job)]
     return np.array([c for c, _ in documents], np.int64), [label for _, label in documents]
 
 
 def _tokenise(job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
-    """Writes the shard of a job where it is missing, and returns its description."""
+    """Writes the shard of a job if it is missing, and returns its description."""
     return read_shard(_worker.config.folder, job.number) or _worker.write(job, is_selected)
 
 
 class Worker:
-    """The state of a process between jobs."""
+    """The tokenizer and open files that a worker process keeps between jobs."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Any):
         self.config, self._tokenizer = config, tokenizer
         self._reader = JobReader(config.open_sources(), functools.partial(_order, config))
 
     def documents(self, job: Job) -> Iterator[tuple[Document, float]]:
-        """Yields (document, hash of its name) in reading order."""
+        """Yields pairs (document, hash of its name) in reading order."""
         for files, reader, index in self._reader.records(job):
             yield files.document(reader, index), reader.split_hash(index)
 
@@ -244,7 +244,7 @@ class Worker:
 def _finish(
     config: PrepareConfig, tokenizer: Any, identity: dict[str, Any], num_jobs: int
 ) -> dict[str, Any]:
-    """Writes the report, and last the index over all shards."""
+    """Writes the report, and at last the index of all shards."""
     out = config.folder
     shards = [shard for i in range(num_jobs) if (shard := read_shard(out, i))]
     index = {
@@ -268,7 +268,7 @@ def _finish(
     tokenizer.save(out / TOKENIZER)
     try:
         plot_lengths(index, out / "lengths.png")
-    except InputError as error:  # the tokens do not need a figure
+    except InputError as error:  # the figure is optional
         print(error, file=sys.stderr)
     (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
     write_json(out / INDEX["prepare"], index)
@@ -279,7 +279,7 @@ def _finish(
 
 _BINS = 40  # length bin b holds documents of 2**b ... 2**(b + 1) - 1 tokens
 _LONG = (4096, 32768)  # document lengths in the reports of long-context studies
-_MAX_LABELS = 12  # labels with a line of their own in a report, those with the most tokens
+_MAX_LABELS = 12  # labels with a separate line in a report, those with the most tokens
 _BAR_WIDTH = 30  # characters of the longest bar
 
 
@@ -299,7 +299,7 @@ def lengths_by_label(
 
 
 def total_lengths(shards: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """Sums the counts of all shards."""
+    """Sums the counts of all shards by label."""
     lengths = [shard["lengths"] for shard in shards]
     labels = sorted({label for counts in lengths for label in counts})
     return {label: _sum(counts[label] for counts in lengths if label in counts) for label in labels}
@@ -314,7 +314,7 @@ def _sum(counts: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
 
 
 def length_table(index: dict[str, Any]) -> str:
-    """Returns the tokens of every label, and a histogram of document lengths, as Markdown."""
+    """Returns Markdown tables of the tokens of every label and of the document lengths."""
     rows = [(name, *_sums(counts)) for name, counts in _largest(index["lengths"]).items()]
     everything = _sum(index["lengths"].values())
     if len(rows) > 1:
@@ -336,7 +336,7 @@ def length_table(index: dict[str, Any]) -> str:
 
 
 def _largest(lengths: dict[str, dict]) -> dict[str, dict]:
-    """Returns the labels with the most tokens, and the sum of all others."""
+    """Returns the counts of the labels with the most tokens, and the sum of all others."""
     names = sorted(lengths, key=lambda name: -sum(lengths[name]["tokens"]))
     if len(names) <= _MAX_LABELS + 1:
         return lengths
@@ -352,7 +352,7 @@ def _sums(counts: dict[str, list[int]]) -> tuple[int, ...]:
 
 
 def _histogram(tokens: Sequence[int]) -> list[str]:
-    """Returns a table of the share of tokens by document length."""
+    """Returns the lines of a table of the share of tokens by document length."""
     bins = [b for b, count in enumerate(tokens) if count]
     total, largest = max(1, sum(tokens)), max([1, *tokens])
     lines = ["| tokens of a document | share of all tokens | |", "|---:|---:|---|"]

@@ -1,7 +1,7 @@
 """Random access to the records of one file: text, lines of JSON, Parquet, Arrow, ArrayRecord.
 
 A record is a str, which is the document, or a mapping of fields, one of which holds the document.
-Names of records are the same on every machine. Locations are for error messages.
+The name of a record is the same on every machine. Its location is for error messages.
 """
 
 import abc
@@ -49,10 +49,10 @@ def decode(data: bytes, *, location: str, offset: int = 0, on_bad_text: str = "e
       data: the bytes.
       location: file and record, for error messages.
       offset: offset of `data` in the file, for error messages.
-      on_bad_text: for invalid bytes: error, skip (returns an empty text) or replace.
+      on_bad_text: what to do with invalid bytes: error, skip (return an empty text) or replace.
 
     Raises:
-      InputError: the bytes are not UTF-8 and `on_bad_text` is error.
+      InputError: the bytes are not UTF-8, and `on_bad_text` is error.
     """
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
@@ -70,17 +70,17 @@ def decode(data: bytes, *, location: str, offset: int = 0, on_bad_text: str = "e
 
 
 def unit_hash(data: bytes) -> float:
-    """Hashes `data` to a number in [0, 1) that is the same on every machine."""
+    """Returns a hash of `data` in [0, 1) that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
 class Document(NamedTuple):
-    """A document, and the fields that decide whether it is read."""
+    """A document, and the fields by which up-sampling selects it."""
 
     name: str
     value: Any  # text, token ids, a conversation, or a stored row
-    label: str = ""  # names a share of an up-sampling
-    characters: int = 0  # length of the text, for an up-sampling
+    label: str = ""  # label of its share in an up-sampling
+    characters: int = 0  # length of its text, for an up-sampling
 
     @property
     def pair(self) -> tuple[str, Any]:
@@ -88,12 +88,12 @@ class Document(NamedTuple):
 
 
 class Reader(abc.ABC):
-    """Base class of the readers of one file."""
+    """Base class of readers, which give random access to the records of one file."""
 
     _separator = ":"  # between the path and the number of a record, in error messages
 
     def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
-        """Opens file `index` of `files`; `cache` is that of the source."""
+        """Opens file `index` of `files`; `cache` is shared by all readers of the source."""
         self._files, self._cache = files, cache
         self._name, self._path = files.paths[index]
 
@@ -106,7 +106,7 @@ class Reader(abc.ABC):
         """Returns one record: a str, a mapping of fields, or token ids."""
 
     def document(self, index: int) -> Document:
-        """Returns a record that is a document as it is stored."""
+        """Returns a record as a document, without interpreting its fields."""
         return Document(self.name(index), self.record(index))
 
     def name(self, index: int) -> str:
@@ -116,7 +116,7 @@ class Reader(abc.ABC):
         return f"{self._path}{self._separator}{index + 1}"
 
     def title(self, index: int, field: str) -> str:
-        """Returns the text in a field of a record; the name of a file that is one document."""
+        """Returns the text in `field` of a record, or the name of a file that is one document."""
         record = self.record(index) if field else None
         if not isinstance(record, Mapping):
             return ""
@@ -124,7 +124,7 @@ class Reader(abc.ABC):
         return "" if value is None else str(value)
 
     def split_hash(self, index: int) -> float:
-        """The hash in [0, 1) that decides about the validation split."""
+        """Returns the hash in [0, 1) of a record that selects the validation split."""
         return unit_hash(self.name(index).encode())
 
     def _decode(self, data: bytes, index: int, offset: int = 0) -> str:
@@ -133,27 +133,27 @@ class Reader(abc.ABC):
 
 
 class SourceFiles(abc.ABC):
-    """The files of one source, and how documents are read from them."""
+    """The files of one source, with the rules to read documents from them."""
 
     source: Source
     paths: FileList
 
     @abc.abstractmethod
     def reader_class(self, path: Path) -> type[Reader]:
-        """Returns the class that reads a file."""
+        """Returns the reader class for a file."""
 
     def open(self, index: int, cache: FileCache) -> Reader:
-        """Opens one file."""
+        """Opens file `index` and returns its reader."""
         _, path = self.paths[index]
         return self.reader_class(path)(self, index, cache)
 
     def document(self, reader: Reader, index: int) -> Document:
-        """Returns the document in a record."""
+        """Returns record `index` of a reader as a document."""
         return reader.document(index)
 
 
 class TextReader(Reader):
-    """A file that is one document."""
+    """Reads a file that is one document."""
 
     def __len__(self) -> int:
         return 1
@@ -168,7 +168,7 @@ class TextReader(Reader):
         return str(self._path)
 
     def record(self, index: int) -> str:
-        suffix = self._path.suffix.lower()  # read at once, without the temporary file
+        suffix = self._path.suffix.lower()  # a single read needs no temporary file
         if suffix == ".zst":
             parts = content(self._path, self._cache).chunks()
         else:
@@ -177,7 +177,7 @@ class TextReader(Reader):
 
 
 class JsonLinesReader(Reader):
-    """A file with one JSON object per line, indexed by byte offset (8 bytes of memory a line)."""
+    """Reads a file with one JSON object per line by byte offsets (8 bytes of memory per line)."""
 
     def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
         super().__init__(files, index, cache)
@@ -198,7 +198,7 @@ class JsonLinesReader(Reader):
 def _parse_json(line: str, location: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
-    except ValueError as error:  # also for numbers with more digits than Python reads
+    except ValueError as error:  # also raised for integers with too many digits for Python
         reason = error
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg} at column {error.colno}"
@@ -212,7 +212,7 @@ def _parse_json(line: str, location: str) -> dict[str, Any]:
 
 
 def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
-    """Finds the byte offsets of the lines of a content, and of its end.
+    """Returns the byte offsets of the lines of a content, and of its end.
 
     Args:
       chunks: the content in order.
@@ -223,7 +223,7 @@ def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
       int64 [lines + 1].
     """
     starts, num_bytes, ends_with_newline = [np.zeros(1, np.int64)], 0, True
-    # None shows the bar on a terminal only.
+    # With disable=None, tqdm shows the bar on a terminal only.
     disable = True if size < _PROGRESS_BYTES else None
     with tqdm(unit="B", unit_scale=True, desc=f"index {label}", disable=disable) as bar:
         for chunk in chunks:
@@ -236,7 +236,7 @@ def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
 
 
 class OpenFileReader(Reader):
-    """Base class of the readers whose file stays open, held by the cache of the source."""
+    """Base class of readers whose file stays open in the cache of the source."""
 
     def _handle(self) -> Any:
         return self._cache.handles.get(self._path, self._open)
@@ -247,7 +247,7 @@ class OpenFileReader(Reader):
 
 
 class ParquetReader(OpenFileReader):
-    """The rows of a Parquet file, read by row groups, which the cache of the source holds."""
+    """Reads the rows of a Parquet file; row groups are cached by the cache of the source."""
 
     _separator = ": row "
 
@@ -272,7 +272,7 @@ class ParquetReader(OpenFileReader):
     def _open(self) -> "pyarrow.parquet.ParquetFile":
         pyarrow = import_pyarrow(str(self._path))
         try:
-            if isinstance(self._path, URLPath):  # reads its end, and then row groups
+            if isinstance(self._path, URLPath):  # reads the footer, and then single row groups
                 return pyarrow.parquet.ParquetFile(self._path.open("rb"))
             return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
         except StorageError:
@@ -291,9 +291,9 @@ class ParquetReader(OpenFileReader):
 
 
 class ArrowReader(OpenFileReader):
-    """The rows of an Arrow file (stream or file format), as Hugging Face `datasets` writes them.
+    """Reads the rows of an Arrow file (stream or file format), as Hugging Face `datasets` writes.
 
-    The file is mapped into memory through pyarrow; the package `datasets` is not needed.
+    pyarrow maps the file into memory; the package `datasets` is not needed.
     """
 
     _separator = ": row "
@@ -335,7 +335,7 @@ def _row(table: "pyarrow.Table", index: int) -> dict[str, Any]:
 
 
 def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> list[str]:
-    """Returns the columns that hold `fields` {setting: field}; `a.b` lies in column a."""
+    """Returns the columns that hold `fields` {setting: field}; a field `a.b` is in column a."""
     columns = []
     for setting, name in fields.items():
         column = name if name in names else name.split(".")[0]
@@ -346,10 +346,10 @@ def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> lis
 
 
 class ArrayRecordReader(OpenFileReader):
-    """The records of an ArrayRecord file, through grain.
+    """Reads the records of an ArrayRecord file through grain.
 
-    A record is bytes without a type. The first record decides for the whole file: a
-    `tf.train.Example` (TFDS and MaxText write these), a JSON object, or a document in UTF-8.
+    A record is bytes without a type. The first record determines the type of all records of the
+    file: a `tf.train.Example` (written by TFDS and MaxText), a JSON object, or a document in UTF-8.
     """
 
     _separator = ": record "
@@ -411,10 +411,10 @@ def _record_kind(data: bytes) -> str:
 
 
 def parse_example(data: bytes) -> dict[str, list] | None:
-    """Parses a `tf.train.Example` into {feature: values}; None for other bytes.
+    """Parses a `tf.train.Example` into {feature: values}; returns None for other bytes.
 
-    Example{1: Features{1: entries {1: name, 2: Feature{1: bytes | 2: floats | 3: ints}}}},
-    where the three kinds of list hold their values as field 1.
+    The message is Example{1: Features{1: entries {1: name, 2: Feature{1: bytes | 2: floats |
+    3: ints}}}}, where the three kinds of list hold their values as field 1.
     """
     try:
         features = {}
@@ -449,7 +449,11 @@ def _values(kind: int, data: bytes) -> list:
 
 
 def _fields(data: bytes, only: int | None = None) -> Iterator[tuple[int, Any]]:
-    """Yields (number, value) of the fields of a protocol buffer message; lengths must match."""
+    """Yields (number, value) of the fields of a protocol buffer message.
+
+    Raises a ValueError if the bytes are not a message, or if a field has another number than
+    `only`.
+    """
     offset = 0
     while offset < len(data):
         key, offset = _varint(data, offset)
@@ -497,7 +501,7 @@ class RecordFiles(SourceFiles):
     """The files of a source of records."""
 
     def __init__(self, source: Source, config: TextConfig, fields: Mapping[str, str]):
-        """`fields` maps fields of `source` to the fields of a record that they name."""
+        """Finds the files; `fields` maps settings of `source` to the record fields they name."""
         self.source, self.config, self.fields = source, config, fields
         self.paths, self._num_skipped = FileList(find_files(source.path)), 0
 
@@ -505,16 +509,19 @@ class RecordFiles(SourceFiles):
         return _READERS.get(kind(path), TextReader)
 
     def document(self, reader: Reader, index: int) -> Document:
-        """Returns the document in a record; one without text for a bad record to be skipped."""
+        """Returns record `index` of a reader as a document.
+
+        With `on_bad_record: skip` it returns an empty document for a bad record.
+        """
         try:
             return self._document(reader.record(index), reader.location(index), reader.name(index))
         except InputError as error:
-            # Rows would depend on the network if a failure of the store skipped documents.
+            # A failure of the store must not skip a document: rows would depend on the network.
             if self.config.on_bad_record == "error" or is_storage_failure(error):
                 raise
             self._num_skipped += 1
             count = self._num_skipped
-            # Names the first bad records, then only those whose number is a power of 10.
+            # Prints the first bad records, and then only those whose count is a power of 10.
             if count <= _MAX_NAMED or str(count).strip("0") == "1":
                 name = self.source.name
                 print(f"skipped bad record {count:,} of {name}: {error}", file=sys.stderr)
@@ -522,11 +529,11 @@ class RecordFiles(SourceFiles):
 
     @abc.abstractmethod
     def _document(self, record: dict | str, location: str, name: str) -> Document:
-        """Returns the document in a record, or raises an InputError."""
+        """Converts a record to a document; raises an InputError for a bad record."""
 
 
 class TextFiles(RecordFiles):
-    """Sources of type text: a document is one field of a record, or a whole file."""
+    """The files of a source of type text: a document is a field of a record, or a whole file."""
 
     source: TextSource
 
@@ -543,7 +550,7 @@ class TextFiles(RecordFiles):
         if field and isinstance(record, dict):
             return str(field_value(record, field, location, "label_field"))
         folder, separator, _ = name.partition("/")
-        # A top-level file of many documents is a label of its own; single documents share ".".
+        # A top-level file of many documents is a label; files of one document share the label ".".
         return folder if separator else folder.split(".")[0] if ":" in folder else "."
 
 
@@ -552,9 +559,9 @@ def field_value(record: Any, name: str, location: str, setting: str = "text_fiel
 
     Args:
       record: mapping of fields.
-      name: the field.
+      name: name of the field.
       location: file and record, for error messages.
-      setting: the field of the source that holds `name`, for error messages.
+      setting: setting of the source that has the value `name`, for error messages.
     """
     value = record
     for part in [name] if name in record else name.split("."):

@@ -1,6 +1,6 @@
 """Sources of type seqio: documents, or rows with context chunks, of a Task or Mixture.
 
-seqio and TensorFlow are imported only when such a source is opened, or a converter is made.
+seqio and TensorFlow are imported only when such a source is opened or a converter is created.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.data.readers import decode, unit_hash
 from lcjax.errors import InputError, check_one_of, install_command
 
-# Equal ids for these words, digits, spaces, scripts and code show that two tokenizers are equal.
+# Two tokenizers count as equal if they give equal ids to these words, digits, scripts and code.
 _PROBES = (
     "The quick brown fox doesn't jump over 1234567890 lazy dogs; it's 3.14 times too slow.",
     "Naïve café, Straße, Привет мир, 日本語のテキスト, 🙂 and \t two  spaces.",
@@ -34,11 +34,11 @@ class SeqioCorpus(StreamedCorpus):
     """The documents of one split of a Task or Mixture of seqio, as a stream.
 
     A task is a TensorFlow pipeline, which can only be read in order. Its shuffling and mixing are
-    deterministic for a seed, so the number of examples is the whole position. To resume, the
-    pipeline is built again and skips that many examples, at the cost of reading them again.
+    deterministic for a seed, so the number of examples determines the position. A resumed run
+    builds the pipeline again and skips that many examples, at the cost of reading them again.
 
-    Examples have no names that are the same in every order. So a document belongs to the validation
-    split when the hash of its content, a number in [0, 1), is below `holdout`.
+    Examples have no names that are independent of their order. So a document belongs to the
+    validation split if the hash of its content, a number in [0, 1), is below `holdout`.
     """
 
     def __init__(self, source: SeqioSource, config: TextConfig = TextConfig(), tokenizer=None):
@@ -57,13 +57,13 @@ class SeqioCorpus(StreamedCorpus):
         return (document for document, _ in elements if document is not None)
 
     def elements(self, tokenise: Tokenise, **order: Any) -> grain.IterDataset:
-        self._pipeline(**order)  # raises its errors here, not in a thread
+        self._pipeline(**order)  # raises errors here, not in a thread
         return super().elements(tokenise, **order)
 
     def read_elements(
         self, tokenise: Tokenise, state: dict[str, int], **order: Any
     ) -> Iterator[tuple[Any, dict[str, int]]]:
-        """Yields `tokenise(document)`, None for documents of the other split, and the state."""
+        """Yields `tokenise(document)` (None for documents of the other split) and the state."""
         keys = self._keys
         examples = self._pipeline(**order).map(lambda example: tuple(example[key] for key in keys))
         for features, after in self._numbered(examples, state):
@@ -76,10 +76,10 @@ class SeqioCorpus(StreamedCorpus):
     def rows(
         self, chunks: Chunks, length: int, bos_id: int | None, eos_id: int | None, **order: Any
     ) -> grain.IterDataset:
-        """Returns the rows of the source's feature converter; arguments as of `context_chunks`."""
+        """Returns the rows of the source's feature converter; arguments as in `context_chunks`."""
         features = {"context": self.source.context or None, "targets": self.source.feature}
         converter = context_chunks(chunks, length, bos_id=bos_id, eos_id=eos_id, **features)
-        self._pipeline(**order)  # raises its errors here, not in a thread
+        self._pipeline(**order)  # raises errors here, not in a thread
 
         def read(state: dict[str, int]) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int]]]:
             examples = self._filter_split(self._pipeline(**order)).map(self._converter_features)
@@ -89,7 +89,7 @@ class SeqioCorpus(StreamedCorpus):
         return StreamedDataset(read, self.start)
 
     def _check_vocabulary(self, tokenizer) -> None:
-        """Raises an `InputError` where the ids of the task are not those of the tokenizer."""
+        """Raises an `InputError` if the ids of the task are not those of the tokenizer."""
         for feature in self._features if self._reads_ids else ():
             vocabulary = self._provider.output_features[feature].vocabulary
             if not _same_ids(vocabulary, tokenizer):
@@ -112,7 +112,7 @@ class SeqioCorpus(StreamedCorpus):
         return value.astype(np.int32)
 
     def _filter_split(self, examples: Any) -> Any:
-        """Filters a `tf.data.Dataset` of examples by the split."""
+        """Returns the examples of a `tf.data.Dataset` that belong to the split."""
         import tensorflow as tf
 
         def in_split(ids: np.ndarray) -> np.bool_:
@@ -126,7 +126,7 @@ class SeqioCorpus(StreamedCorpus):
         )
 
     def _converter_features(self, example: dict) -> dict:
-        """Selects the features of a converter, as int32."""
+        """Returns the features that the converter reads, as int32."""
         import tensorflow as tf
 
         named = zip(self._features, self._keys, strict=True)
@@ -137,7 +137,7 @@ class SeqioCorpus(StreamedCorpus):
     ) -> Iterator[tuple[Any, dict[str, int]]]:
         """Yields the elements after `state` as NumPy arrays, each with the state after it.
 
-        Their order depends on the seed only.
+        Their order depends only on the seed.
         """
         import tensorflow as tf
 
@@ -157,7 +157,7 @@ class SeqioCorpus(StreamedCorpus):
     def _pipeline(self, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1) -> Any:
         """Builds the task's `tf.data.Dataset`.
 
-        Each reading needs a new one: a dataset has another order when it is read again.
+        Each iteration needs a new one, because a second iteration of a dataset has another order.
         """
         features, length = self._provider.output_features, self.source.task_length
         # Mixtures drop the pretokenized text by default.
@@ -177,7 +177,7 @@ class SeqioCorpus(StreamedCorpus):
             raise InputError(f"{self.source.name}: seqio raises: {_one_line(error)}") from error
 
     def _find_key(self, name: str, specs: dict[str, Any]) -> str:
-        """Returns the key of a feature: that of its ids, or of its pretokenized text."""
+        """Returns the key of a feature's ids, or of its pretokenized text if text is read."""
         reads_ids = self._reads_ids
         keys = [name] if reads_ids else [f"{name}_pretokenized", name]
         for key in keys:
@@ -204,8 +204,9 @@ def _content_hash(document: str | np.ndarray) -> float:
 
 
 def _same_ids(vocabulary: Any, tokenizer: Any) -> bool:
-    """Whether a vocabulary gives the same ids as the tokenizer, on `_PROBES`."""
-    if isinstance(vocabulary, import_seqio()[0].PassThroughVocabulary):  # of an unknown tokenizer
+    """Returns whether a vocabulary gives the same ids as the tokenizer, tested on `_PROBES`."""
+    # A PassThroughVocabulary has ids of an unknown tokenizer, so only its size can be compared.
+    if isinstance(vocabulary, import_seqio()[0].PassThroughVocabulary):
         return vocabulary.vocab_size == tokenizer.vocab_size
     return vocabulary.vocab_size <= tokenizer.vocab_size and all(
         list(vocabulary.encode(text)) == tokenizer.encode(text) for text in _PROBES
@@ -213,7 +214,7 @@ def _same_ids(vocabulary: Any, tokenizer: Any) -> bool:
 
 
 def _provider(source: SeqioSource) -> Any:
-    """Returns the Task or Mixture that the source names."""
+    """Returns the registered Task or Mixture of a source."""
     seqio, _ = import_seqio()
     if source.module:
         try:
@@ -263,22 +264,22 @@ def context_chunks(
                                     feature_converter=converter, dataset_split="train")
 
     The text of an example is its feature `context`, followed by its feature `targets`. Each row has
-    `length` tokens of the targets for the decoder, and as chunks the tokens right before them. So
+    `length` tokens of the targets for the decoder, and the tokens right before them as chunks. So
     an example of up to `length` tokens is one row, and no token of a longer one is lost. All target
-    tokens but the first are learned; with `bos_id` the first one, too.
+    tokens except the first are learned; with `bos_id` the first one is learned, too.
 
     Args:
       chunks: number, length and text of the chunks.
-      length: tokens that the decoder reads in a row.
+      length: number of tokens that the decoder reads in a row.
       targets: feature that the decoder reads.
       context: feature whose text precedes the targets; None: the first row has no context.
-      bos_id: token to put before the targets unless they begin with it.
-      eos_id: token to put after the targets unless they end with it.
+      bos_id: token to put before the targets unless they begin with it; None: no token.
+      eos_id: token to put after the targets unless they end with it; None: no token.
 
     Returns:
       The converter. Its rows have these fields, with ids of one vocabulary:
         tokens, targets, segments, positions: int32 [length]; weights: float32 [length].
-        chunks: int32 [K, Tc]; chunk_mask: bool [K, Tc], as of `lcjax.data.chunks.split_context`.
+        chunks: int32 [K, Tc]; chunk_mask: bool [K, Tc], as in `lcjax.data.chunks.split_context`.
 
     Raises:
       InputError: seqio is not installed.
@@ -315,7 +316,7 @@ def context_chunks(
 
 
 class _Rows:
-    """Example -> its rows, as a `tf.data.Dataset`."""
+    """Converts an example to a `tf.data.Dataset` of its rows."""
 
     def __init__(
         self, tf: Any, chunks: Chunks, length: int, bos_id: int | None, eos_id: int | None
@@ -327,7 +328,7 @@ class _Rows:
         tf, length = self._tf, self._length
         context = tf.zeros([0], tf.int32) if context is None else context
         ids = self._with_special(targets)
-        # The last token has no target, so it needs no row of its own.
+        # The last token has no target, so it does not begin another row.
         count = (tf.maximum(tf.size(ids) - 1, 0) + length - 1) // length
 
         def row(start):
@@ -344,7 +345,7 @@ class _Rows:
         return tf.data.Dataset.from_tensor_slices(tf.range(count) * length).map(row)
 
     def _with_special(self, ids: Any) -> Any:
-        """Adds BOS and EOS where they are missing."""
+        """Adds BOS and EOS if they are missing."""
         tf = self._tf
         for token, is_bos in ((self._bos_id, True), (self._eos_id, False)):
             if token is None:

@@ -1,9 +1,10 @@
-"""Rows that are stored as batches have them: sources of types teacher and retrieved.
+"""Rows that are stored with all fields of a batch: sources of types teacher and retrieved.
 
 A folder has an index (`teacher.json`, `retrieved.json`) and `.bin` shards of rows of equal size
-(`row_type`). A row holds the decoder's tokens and their targets and the chunks of context; that of
-a teacher also, for every token, the distribution of the next one. `write_rows` makes such a folder
-from the rows of a loader, shard by shard. After a kill it goes on after the last complete shard.
+(`row_type`). A row holds the decoder's tokens, their targets and the chunks of context. A row of a
+teacher also holds the distribution of the next token at every token. `write_rows` writes such a
+folder from the rows of a loader, shard by shard. After a kill it resumes after the last complete
+shard.
 """
 
 import re
@@ -37,12 +38,12 @@ from lcjax.storage import local_path, to_path
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The rows that a command stores."""
+    """Options of the commands that store rows."""
 
-    data: DataConfig = field(default_factory=DataConfig)  # rows as the training will read them
+    data: DataConfig = field(default_factory=DataConfig)  # the data section of the training
     out: str = ""  # folder to write
     rows: int | None = None  # number of rows; null: to the end of the text (data.repeat)
-    batch_size: int = 8  # rows at once, over all devices
+    batch_size: int = 8  # rows of a batch, over all devices
     save_every: int = 16  # batches in a shard; a kill loses at most one shard
 
     def __post_init__(self):
@@ -81,8 +82,8 @@ def row_type(count: int, length: int, decoder: int, top: int | None, ids: str) -
 
     Args:
       count: number of chunks.
-      length: tokens in a chunk.
-      decoder: tokens of the decoder.
+      length: number of tokens in a chunk.
+      decoder: number of tokens that the decoder reads.
       top: number of a teacher's probabilities; the probability of all other tokens is stored after
         them. None: no teacher.
       ids: dtype of token ids, a key of `DTYPES`.
@@ -121,7 +122,7 @@ class StoredFiles(SourceFiles):
         self.paths = list_shards(folder, counts, self.row_type.itemsize, kind)
 
     def check_rows(self, config: DataConfig) -> None:
-        """Raises an `InputError` where the settings give rows of another shape."""
+        """Raises an `InputError` if the stored rows have another shape than those of `config`."""
         index, chunks, path = self.index, config.chunks, self.source.path
         fields = {"count": index["count"], "length": index["length"]}
         if self.source.kind == "retrieved":
@@ -150,7 +151,7 @@ def _describe(chunks: Chunks) -> str:
 
 
 class StoredReader(Reader):
-    """The rows of one shard."""
+    """Reads the rows of one shard."""
 
     def __len__(self) -> int:
         return len(self._map())
@@ -185,15 +186,16 @@ def write_rows(
     fields: dict[str, Any],
     part: tuple[int, int] | None = (0, 1),
 ) -> dict[str, Any] | None:
-    """Writes the missing shards of a folder that `lcjax.data.jobs.begin` began, and its index.
+    """Writes the missing shards and the index of a folder that `lcjax.data.jobs.begin` created.
 
     Args:
-      config: the folder, and how many rows.
+      config: folder, number of rows, and batches of a shard.
       kind: key of `COMMANDS`.
       shape: arguments of `row_type`.
       loader: yields batches.
-      complete: adds the fields of a row that the loader does not give; on every process.
-      fields: further fields of the index, equal whenever `begin` accepts the folder.
+      complete: adds the fields of a batch that the loader lacks; every process calls it.
+      fields: further fields of the index. They must be equal in all runs whose identity `begin`
+        accepts.
       part: (i, n) with n > 1 writes only the shards i, i + n, ... and no index; the rows of other
         shards are read, but not completed. None writes only the index.
 
@@ -201,7 +203,7 @@ def write_rows(
       The index; None for a part.
 
     Raises:
-      InputError: with `part=None` if a shard is missing.
+      InputError: `part` is None and a shard is missing, or the disk is too small.
     """
     _ShardWriter(config, kind, shape, loader, complete, part).run()
     distributed.barrier("rows written")
@@ -241,7 +243,7 @@ class _ShardWriter:
         self._config, self._kind, self._out, self._part = config, kind, config.folder, part
         self._loader, self._complete, self._type = loader, complete, row_type(**shape)
         self._shards = _read_shards(self._out)
-        self._num_rows, self._data_ended = 0, False  # up to the shard that is next
+        self._num_rows, self._data_ended = 0, False  # before the next shard
         self._num_stored = sum(shard["rows"] for shard in self._shards.values())
         if not distributed.equal_on_all_processes(str(sorted(self._shards))):
             raise InputError(
@@ -316,12 +318,12 @@ class _ShardWriter:
         self._num_stored += count * is_written
 
     def _num_missing(self, num_pending: int) -> int | None:
-        """Returns the rows to write after `num_pending` further ones; None without a limit."""
+        """Returns the number of rows missing after `num_pending` further ones; None: no limit."""
         rows = self._config.rows
         return None if rows is None else rows - self._num_rows - num_pending
 
     def _to_disk_rows(self, batch: Row) -> np.ndarray:
-        """Converts a batch to the dtype on disk, without rows of padding."""
+        """Converts a batch to the dtype on disk, without padding rows."""
         rows = np.zeros(len(batch["tokens"]), self._type)
         for name in self._type.names:
             rows[name] = batch[name]
@@ -329,11 +331,11 @@ class _ShardWriter:
 
 
 def _text_rows(batch: Row) -> np.ndarray:
-    """Returns the rows of a batch that are no padding."""
+    """Returns the indices of the rows of a batch that are not padding."""
     return np.flatnonzero((batch["segments"] > 0).any(1))
 
 
 def _read_shards(out: Path) -> dict[int, dict[str, Any]]:
-    """Reads the descriptions of the complete shards by number, in order."""
+    """Returns the descriptions of the complete shards by number, in order."""
     numbers = sorted(int(f.stem) for f in out.iterdir() if re.fullmatch(r"\d{6}\.json", f.name))
     return {number: read_shard(out, number) for number in numbers}

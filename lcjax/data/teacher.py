@@ -1,8 +1,8 @@
 """`python -m lcjax.data teacher`: stores a model's next-token probabilities, to train a student.
 
 CEPED (Yen et al. 2024, arXiv 2402.16617, sec. 4): the original decoder reads the context and the
-tokens of a row as one text. For each of these tokens the largest next-token probabilities are
-stored. Rows come from `data:` as in training, in the same order (`lcjax.data.stored_rows`).
+tokens of a row as one text. For each token after the context, the largest next-token probabilities
+are stored. Rows come from `data:` as in training, in the same order (`lcjax.data.stored_rows`).
 """
 
 import functools
@@ -37,7 +37,7 @@ class TeacherConfig(RowsConfig):
     """Settings of `python -m lcjax.data teacher`."""
 
     model: ModelSection = field(default_factory=ModelSection)  # the teacher: a plain decoder
-    top: int = 50  # largest probabilities of each distribution that are stored
+    top: int = 50  # number of the largest probabilities of each distribution to store
     mesh: Mesh = field(default_factory=Mesh)
     distributed: Distributed = field(default_factory=Distributed)
 
@@ -59,10 +59,11 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
     """Writes the missing shards of a folder of teacher rows.
 
     Returns:
-      The index of the folder, the content of `teacher.json`.
+      The index of the folder, which is the content of `teacher.json`.
 
     Raises:
-      InputError: the folder belongs to other text, weights or settings, or the model is no decoder.
+      InputError: the folder was written from other text, weights or settings, or the model is not
+        a decoder.
     """
     mesh = make_mesh(config.mesh)
     rows = process_rows(mesh, config.batch_size)  # checks that the devices divide the batch
@@ -112,7 +113,7 @@ def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
 def _identity(
     config: TeacherConfig, model: Decoder, params: dict, loader: Loader
 ) -> dict[str, Any]:
-    """Returns everything that determines the rows."""
+    """Returns all settings and fingerprints that determine the rows."""
     fields = {
         f"model.{name}": draccus.encode(getattr(model.config, name)) for name in ("rope", "pattern")
     }
@@ -124,9 +125,9 @@ def _identity(
 def _add_probabilities(
     model: Decoder, params: dict, config: TeacherConfig, rows: list[int], batch: Row
 ) -> Row:
-    """Adds the teacher's probabilities to a global batch, on every process.
+    """Adds the teacher's probabilities to a global batch; every process must call it.
 
-    `rows` are the rows that the devices of this process compute.
+    `rows` are the indices of the rows that the devices of this process compute.
     """
     context, mask = (
         batch[name].reshape(config.batch_size, -1) for name in ("chunks", "chunk_mask")
@@ -150,7 +151,7 @@ def _add_probabilities(
 def _probabilities(
     model: Decoder, params: dict, tokens, is_text, context: int, top: int
 ) -> Teacher:
-    """Computes the largest probabilities after the first `context` places of rows [B, T].
+    """Returns the largest next-token probabilities of rows [B, T] after the first `context` tokens.
 
     `is_text` int32 [B, T] is 0 on padding.
     """

@@ -1,9 +1,10 @@
-"""Sources of type tokens: ids that were computed before, read from memory maps.
+"""Sources of type tokens: token ids that were computed before, read from memory maps.
 
 `python -m lcjax.data prepare` writes a folder: `index.json`, and for every shard a `.bin` file with
 the ids of its documents, concatenated without special tokens, and a `.npy` file with one entry per
-document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are separated by the token
-that they begin or end with (LongLoRA, LCEG: the first token of the file begins each document).
+document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are separated by a token
+with which each of them begins or ends (in LongLoRA and LCEG, the first token of the file begins
+each document).
 """
 
 from pathlib import Path
@@ -20,10 +21,10 @@ from lcjax.storage import URLPath, read_range, to_path
 
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-# Offset of a document in the .bin file, characters of its text, the hash of its name in [0, 1) that
-# decides about the validation split, and the index of its label in the labels of the shard.
+# Offset of a document in the .bin file (in ids), characters of its text, the hash of its name in
+# [0, 1) that selects the validation split, and the index of its label in the labels of the shard.
 DOCUMENT = np.dtype([("start", "<i8"), ("characters", "<i8"), ("unit", "<f8"), ("label", "<i4")])
-_SCAN = 1 << 24  # tokens searched at once for the starts of documents
+_SCAN = 1 << 24  # tokens that are searched at once for the starts of documents
 
 
 class TokenFolder(SourceFiles):
@@ -81,27 +82,27 @@ class BareFiles(SourceFiles):
 
 
 def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
-    """Opens a folder of shards or bare files; checks the ids against `tokenizer`."""
+    """Finds the files of a folder of shards, or bare files; checks the ids against `tokenizer`."""
     is_folder = (to_path(source.path).expanduser() / INDEX["prepare"]).is_file()
     return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
 class _TokenReader(Reader):
-    """Documents as slices of a memory map of ids."""
+    """Base class of readers whose documents are slices of a memory map of ids."""
 
-    starts: np.ndarray  # int64 [n]: places of the documents in the file
+    starts: np.ndarray  # int64 [n]: offsets of the documents in the file, in ids
     lengths: np.ndarray  # int64 [n]
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def record(self, index: int) -> np.ndarray:
-        """int32 ids."""
+        """Returns the int32 ids of a document."""
         start = int(self.starts[index])
         return self._map()[start : start + int(self.lengths[index])].astype(np.int32)
 
     def num_special(self, bos: int | None, eos: int | None) -> np.ndarray:
-        """Counts for each document whether it begins with `bos` and ends with `eos`: int64 [n]."""
+        """Returns int64 [n], the number of special tokens of each document: first bos, last eos."""
         return np.zeros(len(self), np.int64)
 
     def _map(self) -> np.ndarray:
@@ -109,7 +110,10 @@ class _TokenReader(Reader):
 
 
 class ShardReader(_TokenReader):
-    """A shard that `prepare` wrote: its documents with the labels of the source, all if empty."""
+    """Reads a shard that `prepare` wrote.
+
+    It has only the documents whose label is in `labels` of the source; empty `labels` select all.
+    """
 
     def __init__(self, files: TokenFolder, index: int, cache: FileCache):
         super().__init__(files, index, cache)
@@ -132,7 +136,7 @@ class ShardReader(_TokenReader):
 
 
 class BareReader(_TokenReader):
-    """A `.bin` file without an index."""
+    """Reads a `.bin` file without an index."""
 
     def __init__(self, files: BareFiles, index: int, cache: FileCache):
         super().__init__(files, index, cache)
@@ -165,14 +169,14 @@ class BareReader(_TokenReader):
 
 
 def _read_table(path: Path) -> np.ndarray:
-    """Maps the table of a shard's documents: [n] of `DOCUMENT`."""
+    """Returns the table of a shard's documents, `DOCUMENT` [n]; a local file is mapped."""
     try:
         if isinstance(path, URLPath):
             with path.open("rb") as file:
                 table = np.load(file, allow_pickle=False)
         else:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except InputError:  # of a store
+    except InputError:  # raised by a remote store
         raise
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read ({error}): prepare the text again") from None
@@ -201,11 +205,11 @@ def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
 
 
 def read_index(folder: Path, kind: str) -> dict[str, Any]:
-    """Reads the index of a folder of one of `COMMANDS`."""
+    """Reads the index of a folder; `kind` is a key of `COMMANDS`."""
     path, way_out = folder / INDEX[kind], f"write it again with `{COMMANDS[kind]}`"
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
-    except InputError:  # of a store
+    except InputError:  # raised by a remote store
         raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; {way_out}") from None
@@ -226,7 +230,7 @@ def _check_fields(index: dict[str, Any], folder: Path) -> None:
     """Raises an InputError unless the index has the fields that `prepare` writes."""
     shards = index.get("shards")
     is_valid = (
-        index.get("dtype") in list(DTYPES)  # of any type
+        index.get("dtype") in list(DTYPES)  # a list, since the value may not be hashable
         and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
         and isinstance(shards, list)
         and all(map(_is_shard, shards))
@@ -250,7 +254,7 @@ def _is_shard(shard: Any) -> bool:
 def check_tokenizer(
     source: TokenSource | StoredSource, index: dict[str, Any], name: str, tokenizer: Any
 ) -> None:
-    """Raises an `InputError` where stored ids are those of another tokenizer."""
+    """Raises an `InputError` if stored ids are from another tokenizer, that of model `name`."""
     if tokenizer is not None and index["tokenizer"] != tokenizer.fingerprint:
         raise InputError(
             f"{source.path} was made with the tokenizer of {name} ({index['tokenizer']}), the"
@@ -267,10 +271,17 @@ def _check_labels(source: TokenSource, labels: list[str]) -> None:
 
 
 def list_shards(folder: Path, counts: dict[str, int], size: int, kind: str) -> FileList:
-    """Lists the shards of a folder: `counts` entries of `size` bytes each, by name."""
+    """Lists the `.bin` files of a folder, and checks their sizes.
+
+    Args:
+      folder: the folder.
+      counts: number of entries of each shard, by its name.
+      size: bytes of an entry.
+      kind: key of `COMMANDS`, for error messages.
+    """
     files = [(name, folder / f"{name}.bin") for name in counts]
     for name, path in files:
-        if Path(name).name != name:  # would read a file outside of the folder
+        if Path(name).name != name:  # a path could name a file outside of the folder
             raise InputError(f"{folder}: the shard {name!r} must be a file of this folder")
         num_bytes, expected = path.stat().st_size if path.is_file() else 0, counts[name] * size
         if num_bytes != expected:

@@ -2,8 +2,9 @@
 
 Fu et al. 2024 (arXiv 2402.10171, sec. 3): within a token budget per source of the corpus, nine of
 ten documents below 4,096 tokens are dropped. The shares of the sources are preserved; the share of
-long documents in each source grows. Lengths are estimated from characters, so dropped documents
-need not be tokenised. For documents in the same order the selection equals the authors' program.
+long documents in each source grows. Lengths are estimated from characters, so that dropped
+documents need not be tokenised. For documents in the same order, the selection equals that of the
+authors' program.
 """
 
 import math
@@ -19,7 +20,7 @@ _DRAWS = 1 << 20  # random numbers drawn at once when a position is restored
 
 @dataclass(frozen=True)
 class Share:
-    """The share of the tokens of a label."""
+    """The share of a label in the tokens."""
 
     label: str
     share: float
@@ -35,7 +36,7 @@ SLIMPAJAMA = (
     Share("RedPajamaArXiv", 0.04290379),
     Share("RedPajamaBook", 0.0414836),
 )
-# The share of each is 0.6 in mode code_arxiv_book.
+# In mode code_arxiv_book the share of each is 0.6, before normalisation.
 _LONG_LABELS = ("RedPajamaGithub", "RedPajamaArXiv", "RedPajamaBook")
 
 
@@ -43,10 +44,10 @@ _LONG_LABELS = ("RedPajamaGithub", "RedPajamaArXiv", "RedPajamaBook")
 class Upsample:
     """Settings of the selection of documents in an epoch."""
 
-    # per_source: a budget for each label. code_arxiv_book: the same with more of these labels.
-    # global: no budgets by label. none: all documents, up to `tokens`
+    # per_source: a token budget for each label. code_arxiv_book: the same, with larger shares for
+    # code, arXiv and books. global: no budgets by label. none: all documents, up to `tokens`
     mode: str = "per_source"
-    tokens: int = 5_000_000_000  # of an epoch, estimated from characters
+    tokens: int = 5_000_000_000  # tokens of an epoch, estimated from characters
     ratio: float = 0.1  # fraction of the short documents that is kept
     below: int = 4096  # estimated tokens below which a document is short
     characters_per_token: float = 3.68  # Llama-2's on SlimPajama
@@ -81,7 +82,7 @@ class Upsample:
             )
 
     def budgets(self) -> dict[str, float] | None:
-        """Returns the estimated tokens of each label in an epoch; None for modes without labels."""
+        """Returns the estimated tokens of each label in an epoch; None in modes without labels."""
         if self.mode in ("global", "none"):
             return None
         shares = {share.label: share.share for share in self.shares or SLIMPAJAMA}
@@ -92,7 +93,7 @@ class Upsample:
 
 
 class Selection:
-    """Selects the documents of one epoch, in the order in which they are read."""
+    """Selects the documents of one epoch, in reading order."""
 
     def __init__(self, config: Upsample, epoch: int = 0):
         self._config, self._budgets = config, config.budgets()
@@ -108,12 +109,12 @@ class Selection:
         return all(self.used[label] >= budget for label, budget in self._budgets.items())
 
     def keep(self, characters: int, label: str, location: str) -> bool:
-        """Decides whether the next document is selected.
+        """Returns whether the next document is selected, and counts its tokens if it is.
 
         Args:
-          characters: length of its text.
-          label: its label.
-          location: its name or path, for error messages.
+          characters: number of characters of the document.
+          label: label of the document.
+          location: name or path of the document, for error messages.
         """
         length = characters / self._config.characters_per_token
         if self._budgets is None:

@@ -1,4 +1,4 @@
-"""Retrieval: passages of a datastore, found by words or by vectors, for models that read them."""
+"""Retrieval: searches a datastore of passages by words or by vectors, and trains encoders."""
 
 from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.chunks import ChunksConfig, finish_chunks, write_chunks

@@ -1,7 +1,7 @@
 """`python -m lcjax.retrieval build`: cuts text into passages and encodes them, shard by shard.
 
 Each job (`lcjax.data.jobs`) writes the passages of some files and their vectors. The last step
-joins the vectors, counts the words, and writes `index.json` (`lcjax.retrieval.datastore`).
+joins the vectors, builds the index of words, and writes `index.json` (`lcjax.retrieval.datastore`).
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ from lcjax.retrieval.passages import (
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 from lcjax.storage import local_path
 
-_TASKS_AHEAD = 256  # shards given at once to an executor of the caller
+_TASKS_AHEAD = 256  # shards that are submitted ahead to an executor of the caller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +81,11 @@ class BuildConfig:
     sparse: Sparse | None = dataclasses.field(default_factory=Sparse)
     encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
     mesh: Mesh | None = None  # devices that encode; null: one device
-    dtype: str = "float32"  # of the stored vectors: float32 or bfloat16
+    dtype: str = "float32"  # dtype of the stored vectors: float32 or bfloat16
     # An approximate index beside the vectors, built with FAISS: ivf, ivf_pq or hnsw; null: none
     faiss: str | None = None
     out: str = ""  # folder to write
-    workers: int = 0  # processes; 0: one for each core, but one in all with an encoder
+    workers: int = 0  # number of processes; 0: one for each core, or a single one with an encoder
 
     def __post_init__(self):
         check_one_of("dtype", self.dtype, DTYPES)
@@ -100,7 +100,7 @@ class BuildConfig:
 
 
 def check_documents(data: TextConfig) -> None:
-    """Raises an InputError for sources whose records are no documents."""
+    """Raises an InputError for sources whose records are not documents, or that are up-sampled."""
     for i, source in enumerate(data.sources):
         if isinstance(source, StoredSource):
             raise InputError(
@@ -123,17 +123,18 @@ def build(
 
     Args:
       config: settings.
-      executor: any executor, such as Dask's, that writes the shards; its workers share the storage
+      executor: executor that writes the shards, such as Dask's. Its workers must share the storage
         of `config.out`. None: `config.workers` processes of this machine.
       part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the indices to
         `finish`. Parts may run at the same time on machines that share the storage.
-      encoder: in place of the one that `config.encoder` names; sent to the executor with each job.
+      encoder: encoder to use instead of that of `config.encoder`. It is sent to the executor with
+        each job, unless `config.encoder` has a path, which the workers then open.
 
     Returns:
-      The content of `index.json`; None with `part`.
+      The content of `index.json`; None with `part`, unless the datastore is complete.
 
     Raises:
-      InputError: the folder belongs to other text or settings, the text has no passage, or a
+      InputError: the folder was built from other text or settings, the text has no passage, or a
         source cannot be read.
     """
     index, part_of = (0, 1) if part is None else parse_part(part)
@@ -145,7 +146,7 @@ def build(
     sources = _Sources(config)
     content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)
     if content is not None:
-        _remove_drafts(config.folder)  # of a build that was killed after its last step
+        _remove_drafts(config.folder)  # left by a build that was killed after its last step
         return content
     jobs = sources.jobs()
     _write_shards(config, jobs[index::part_of], executor, encoder)
@@ -153,7 +154,7 @@ def build(
 
 
 def finish(config: BuildConfig, *, encoder: Encoder | None = None) -> dict[str, Any]:
-    """Completes a datastore of which all parts are written (`build` with `part`).
+    """Completes a datastore after all of its parts are written (`build` with `part`).
 
     Raises:
       InputError: shards are missing.
@@ -171,14 +172,14 @@ def finish(config: BuildConfig, *, encoder: Encoder | None = None) -> dict[str, 
 
 
 def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
-    """Raises an InputError for settings that do not fit together."""
+    """Raises an InputError for settings that contradict each other."""
     if encoder is None and config.sparse is None:
         raise InputError("sparse=null and no encoder leave nothing to search by: set one of them")
     if encoder is None and config.faiss is not None:
         raise InputError(f"faiss={config.faiss} is an index of vectors: name an encoder")
     if config.faiss is not None:
         check_one_of("faiss", config.faiss, FAISS_KINDS)
-        faiss_module()  # before the long work
+        faiss_module()  # raises the error of a missing package before the long work
     if config.sparse is not None:
         SparseIndex.check(config.sparse)
     _check_length(config.chunking, encoder)
@@ -194,11 +195,11 @@ def _check_length(chunking: Chunking, encoder: Encoder | None) -> None:
 
 
 class _Sources:
-    """The sources of a build, opened."""
+    """The open sources of a build."""
 
     def __init__(self, config: BuildConfig):
         self.config = config
-        # Tasks of seqio have no files: each is read in one job.
+        # A seqio task has no files, and is read in one job.
         self.sources = config.data.resolved_sources()
         self.files = [
             None
@@ -207,7 +208,7 @@ class _Sources:
             for source in self.sources
         ]
         for source in self.sources:
-            if isinstance(source, StoredSource):  # by its path
+            if isinstance(source, StoredSource):  # found only by resolving `data.path`
                 raise InputError(f"data.path={source.path}: {source.kind} rows are no documents")
         self._reader = JobReader(self.files, _in_order)
 
@@ -225,7 +226,10 @@ class _Sources:
         return jobs + [Job(len(jobs) + n, i, (), 0, 1, 1) for n, i in enumerate(without_files)]
 
     def documents(self, job: Job) -> Iterator[Document]:
-        """Yields the documents of a job that are not held out, with names that differ."""
+        """Yields the documents of a job that are not held out.
+
+        Their names are unique: with several sources they begin with the number of the source.
+        """
         config, holdout = self.config, self.config.data.holdout
         if self.files[job.source] is None:
             documents = self._examples(job.source)
@@ -253,7 +257,7 @@ def _in_order(count: int, *_: int) -> np.ndarray:
 
 
 def _identity(config: BuildConfig, sources: _Sources, encoder: Encoder | None) -> dict[str, Any]:
-    """Returns everything that determines the datastore."""
+    """Returns all settings and fingerprints that determine the datastore."""
     data = config.data
     identity = {
         "sources": [source.name for source in sources.sources],
@@ -277,7 +281,7 @@ def _write_shards(
     num_workers = config.workers or (1 if encoder else os.cpu_count() or 1)
     num_workers = max(1, min(num_workers, len(jobs)))
     pool = None if executor else worker_pool(num_workers, int)
-    # Processes open the encoder that the config names, which may be too large to send to them.
+    # Worker processes open the encoder by its path, because it may be too large to send to them.
     send = encoder if not config.encoder.path or (pool and num_workers == 1) else None
     write = functools.partial(_write_shard, config, send)
     depth = 2 * num_workers if pool else _TASKS_AHEAD
@@ -296,7 +300,7 @@ _writer: tuple[str, "_ShardWriter"] | None = None
 def _write_shard(
     config: BuildConfig, encoder: Encoder | None, job: Job, _: None = None
 ) -> dict[str, Any]:
-    """Writes the shard of a job where it is missing, and returns its description."""
+    """Writes the shard of a job if it is missing, and returns its description."""
     global _writer
     if shard := read_shard(config.folder, job.number):
         return shard
@@ -308,7 +312,7 @@ def _write_shard(
 
 
 class _ShardWriter:
-    """The state of a process between jobs."""
+    """The sources and encoder that a worker process keeps open between jobs."""
 
     def __init__(self, config: BuildConfig, encoder: Encoder | None):
         self._config, self._encoder = config, encoder
@@ -334,7 +338,7 @@ class _ShardWriter:
 
 
 def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> dict[str, Any]:
-    """Writes vectors and indices over all shards, and last `index.json`."""
+    """Writes the vectors and indices of all shards, and `index.json` last."""
     out = config.folder
     with RunLock(out, "out"):
         shards = [read_shard(out, job.number) for job in jobs]
@@ -379,7 +383,7 @@ def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> di
 
 
 def _join_vectors(out: Path, index: dict[str, Any], encoder: Encoder) -> None:
-    """Concatenates the vectors of all shards."""
+    """Concatenates the vectors of all shards into one file."""
     fields = index["encoders"][encoder.fingerprint]
     with atomic_file(vector_file(out, encoder.fingerprint), "wb") as file:
         file.write(vector_header(fields))
@@ -389,14 +393,14 @@ def _join_vectors(out: Path, index: dict[str, Any], encoder: Encoder) -> None:
 
 
 def _remove_drafts(out: Path) -> None:
-    """Removes the files of the build itself, which `index.json` makes superfluous."""
+    """Removes the temporary files of the build, which a complete datastore does not need."""
     for file in out.iterdir():
         if re.fullmatch(r"\d{6}\.(json|vec)|.*\.tmp|plan\.json(\..*)?", file.name):
             file.unlink(missing_ok=True)
 
 
 def read_documents(data: TextConfig, chunking: Chunking) -> Iterator[Document]:
-    """Yields the documents of sources, as `build` reads them."""
+    """Yields the documents of sources, in the order and with the names of `build`."""
     sources = _Sources(BuildConfig(data=data, chunking=chunking, out="."))
     for job in sources.jobs():
         yield from sources.documents(job)

@@ -1,14 +1,14 @@
 """`python -m lcjax.retrieval chunks`: stores rows of text with the passages retrieved for them.
 
-Two ways to choose the chunks that a memory reads in training:
+There are two ways to choose the passages, which a memory reads as chunks in training:
 
-- One search for a row (RetDoc in table 5 of CEPE, Yen et al. 2024, arXiv 2402.16617): its first 256
-  tokens are the query, and all tokens of the row read the passages.
-- With `data.chunks.stride` one search for every `stride` tokens of a document (RETRO, Borgeaud et
-  al. 2022, arXiv 2112.04426): the tokens themselves are the query, and what follows reads the
-  passages. RETRO calls them chunks of m tokens, and the passages neighbours.
+- One search for a row (RetDoc in table 5 of CEPE, Yen et al. 2024, arXiv 2402.16617): the first 256
+  tokens of the row are the query, and all tokens of the row read the passages.
+- With `data.chunks.stride`, one search for every `stride` tokens of a document (RETRO, Borgeaud et
+  al. 2022, arXiv 2112.04426): these tokens are the query, and the tokens after them read the
+  passages. RETRO calls the tokens of a query a chunk, and its passages neighbours.
 
-Passages of the documents in a row are left out, since they would hold the text to be predicted.
+Passages of the documents in a row are left out, because they would hold the text to be predicted.
 Rows come from `data:` in the order of a training (`lcjax.data.stored_rows`).
 """
 
@@ -40,13 +40,13 @@ _KIND = "retrieved"
 class ChunksConfig(RowsConfig):
     """Settings of `python -m lcjax.retrieval chunks`."""
 
-    tokenizer: str = ""  # of the model to be trained, as model.path
-    store: str = ""  # the datastore
-    kind: str | None = None  # sparse, dense or hybrid; null: what the datastore has
-    encoder: str | None = None  # of queries; null: the one that made the vectors
-    index: str = "exact"  # of the vectors: exact, or one that was built: ivf, ivf_pq or hnsw
-    query_tokens: int = 256  # first tokens of a row that are its query; with a stride all are
-    # Whether passages may come from the documents of the row. The names of documents tell
+    tokenizer: str = ""  # tokenizer of the model to be trained, as model.path
+    store: str = ""  # folder of the datastore
+    kind: str | None = None  # sparse, dense or hybrid; null: by the indices of the datastore
+    encoder: str | None = None  # encoder of queries; null: the one that made the vectors
+    index: str = "exact"  # search of vectors: exact, or an existing index: ivf, ivf_pq or hnsw
+    query_tokens: int = 256  # first tokens of a row that are its query; not used with a stride
+    # Whether passages may come from the documents of the row. Documents are compared by name
     same_document: bool = False
     mesh: Mesh | None = None  # devices that search vectors; null: one device
 
@@ -73,20 +73,20 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
     Args:
       config: settings.
       part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the index to
-        `finish_chunks`. Every part reads the whole text, and searches for its own rows.
+        `finish_chunks`. Every part reads the whole text, but searches only for its own rows.
 
     Returns:
-      The index of the folder, the content of `retrieved.json`; None with `part`.
+      The index of the folder, which is the content of `retrieved.json`; None with `part`.
 
     Raises:
-      InputError: the folder belongs to other text, passages or settings, the datastore cannot be
-        searched in this way, or it has no passage for the rows.
+      InputError: the folder was written from other text, passages or settings, the datastore does
+        not support the search, or it has no passage for the rows.
     """
     return _write(config, (0, 1) if part is None else parse_part(part))
 
 
 def finish_chunks(config: ChunksConfig) -> dict[str, Any]:
-    """Completes a folder of which all parts are written (`write_chunks` with `part`).
+    """Completes a folder after all of its parts are written (`write_chunks` with `part`).
 
     Raises:
       InputError: shards are missing.
@@ -95,7 +95,7 @@ def finish_chunks(config: ChunksConfig) -> dict[str, Any]:
 
 
 def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any] | None:
-    """Writes a part as `lcjax.data.stored_rows.write_rows` numbers them."""
+    """Writes a part; `part` is an argument of `lcjax.data.stored_rows.write_rows`."""
     check_path("out", config.out)
     # The loader makes the decoder's rows; the passages are added here.
     data = dataclasses.replace(config.data, chunks=None)
@@ -120,7 +120,7 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
             }
             shape = config.row_shape(tokenizer.vocab_size)
             chunks = _RetrievedChunks(config, retriever, tokenizer)
-            # Parts write other shards at the same time.
+            # Several parts may write different shards at the same time, so they take no lock.
             is_alone = part is None or part[1] == 1
             with RunLock(config.folder, "out") if is_alone else contextlib.nullcontext():
                 index = write_rows(config, _KIND, shape, loader, chunks.add, fields, part)
@@ -136,11 +136,11 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
 
 
 def check_named(sources: list[Any], way_out: str = "same_document") -> None:
-    """Raises an InputError for sources whose documents have no names of their own.
+    """Raises an InputError for sources whose documents have no names.
 
     Args:
-      sources: of the rows.
-      way_out: the key which says that passages of the same document are allowed.
+      sources: sources of the rows.
+      way_out: name of the setting that allows passages of the same document, for the message.
     """
     for source in sources:
         if isinstance(source, TokenSource | SeqioSource):
@@ -152,7 +152,7 @@ def check_named(sources: list[Any], way_out: str = "same_document") -> None:
 
 
 def _identity(config: ChunksConfig, store: Datastore) -> dict[str, Any]:
-    """Returns everything that determines the rows, but for the text."""
+    """Returns all settings that determine the rows, except for the text."""
     names = ("kind", "encoder", "index", "query_tokens", "same_document", "rows", "batch_size")
     return {
         "passages of the datastore": store.fingerprint,
@@ -162,7 +162,7 @@ def _identity(config: ChunksConfig, store: Datastore) -> dict[str, Any]:
 
 
 class _RetrievedChunks:
-    """The passages of rows, as tokens."""
+    """Adds the tokens of retrieved passages to batches of rows."""
 
     def __init__(self, config: ChunksConfig, retriever: Retriever, tokenizer: Any):
         self._config, self._retriever, self._tokenizer = config, retriever, tokenizer
@@ -170,7 +170,7 @@ class _RetrievedChunks:
         self._has_hits = False
 
     def add(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Adds `chunks` and `chunk_mask` to a batch of the decoder's rows."""
+        """Adds `chunks` int32 and `chunk_mask` bool, both [B, count, length], to a batch."""
         chunks = self._config.data.chunks
         shape = len(batch["tokens"]), chunks.count, chunks.length
         fields = {"chunks": np.zeros(shape, np.int32), "chunk_mask": np.zeros(shape, bool)}
@@ -196,7 +196,7 @@ class _RetrievedChunks:
         return batch | fields
 
     def _query_parts(self, batch: dict[str, np.ndarray], row: int) -> list[slice]:
-        """Returns the tokens of each query of a row."""
+        """Returns the range of tokens of each query of a row."""
         stride, is_text = self._config.data.chunks.stride, batch["segments"][row] > 0
         if stride is None:
             return [slice(0, min(self._config.query_tokens, int(is_text.sum())))]
@@ -208,13 +208,13 @@ class _RetrievedChunks:
 def search_other_documents(
     retriever: Retriever, queries: list[str], documents: list[set[int]], k: int
 ) -> list[list[Hit]]:
-    """Returns the best `k` passages of each query that are of none of its documents.
+    """Returns the best `k` passages of each query without those of its own documents.
 
     Args:
-      retriever: searches a datastore.
-      queries: the texts.
-      documents: for each query the numbers (`document_number`) of the documents to leave out.
-      k: at most so many passages; fewer where fewer are left.
+      retriever: retriever to search with.
+      queries: texts of the queries.
+      documents: for each query, the numbers (`document_number`) of the documents to leave out.
+      k: number of passages; a query has fewer hits if fewer passages remain.
     """
     num_rows, hits = retriever.store.num_rows, [[] for _ in queries]
     num = min(2 * k, num_rows)
@@ -225,7 +225,7 @@ def search_other_documents(
         for i, result in zip(missing, results):
             others = [hit for hit in result if not _numbers(hit.passage) & documents[i]]
             hits[i] = others[:k]
-            # Fewer passages than `num` are all that fit.
+            # A result of fewer than `num` passages is complete: a larger search finds no more.
             if len(hits[i]) < k and len(result) == num < num_rows:
                 is_short.append(i)
         missing, num = is_short, min(4 * num, num_rows)
@@ -233,10 +233,10 @@ def search_other_documents(
 
 
 def _numbers(passage: Passage) -> set[int]:
-    """Returns the numbers of a passage's document.
+    """Returns the numbers (`document_number`) of all names that the passage's document may have.
 
-    A source that names a folder further down, or is one of several of the datastore, gives its
-    documents names with fewer parts.
+    A source of the training may be a subfolder of that of the datastore, or one of its several
+    sources. The names of its documents then lack the first parts of the path.
     """
     parts = passage.document.split("/")
     return {document_number("/".join(parts[i:])) for i in range(len(parts))}

@@ -1,16 +1,16 @@
-"""A datastore: a folder of passages that are searched by words and by vectors.
+"""A datastore: a folder of passages with indices for searches by words and by vectors.
 
     index.json            what the folder holds: shards, chunking, encoders, checksums
     000000.parquet, ...   passages: id, text, title, source, document, start, end
     vectors-<encoder>.bin a header of 128 bytes, then the vectors of all passages
     sparse-<passages>/    the index of words (`SparseIndex`)
     vectors-<encoder>.ivf-<passages>.faiss  an approximate index of the vectors, if one was built
-    deleted.npy           rows of the passages that were deleted
+    deleted.npy           rows of the deleted passages
 
-`build` writes it shard by shard (`lcjax.data.jobs`). `append` adds shards and vectors behind those
-that exist, and `delete` marks passages. `index.json` is replaced last, so a killed command changes
-nothing. The index of words is made again by `append`, because every passage changes the
-frequencies that all scores depend on.
+`build` writes the folder shard by shard (`lcjax.data.jobs`). `append` adds shards and vectors after
+the existing ones, and `delete` marks passages. `index.json` is replaced last, so a killed command
+changes nothing. `append` builds the index of words again, because every new passage changes the
+word frequencies on which all scores depend.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMAT = 1
-WHY_MAPPED = "its files are mapped from there; copy the folder"  # of local paths
+WHY_MAPPED = "its files are mapped from there; copy the folder"  # reason for `local_path`
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 INDEX, PLAN, _DELETED = INDICES["prepare"], PLANS["prepare"], "deleted.npy"
 _HEADER = 128  # bytes of a vector file before its vectors
 _ROW_GROUP = 1024  # passages that are read at once to return one of them
-_CACHE_BYTES = 1 << 28  # row groups held in memory
-_APPEND_CHARACTERS = 1 << 24  # of the passages of an appended shard
+_CACHE_BYTES = 1 << 28  # bytes of the row groups that are held in memory
+_APPEND_CHARACTERS = 1 << 24  # characters of documents after which `append` begins a new shard
 _COLUMNS = dict.fromkeys(("id", "text", "title", "source", "document"), "string") | dict.fromkeys(
     ("start", "end"), "int64"
 )  # of a Parquet file of passages, with their types
@@ -60,18 +60,18 @@ _COLUMNS = dict.fromkeys(("id", "text", "title", "source", "document"), "string"
 
 @dataclasses.dataclass(frozen=True)
 class EncoderSection:
-    """The encoder of a datastore; null: as its folder says."""
+    """The encoder of a datastore. Fields that are null take the value of the encoder's folder."""
 
     path: str = ""  # folder, hub id or name; empty: search by words only
-    query_folder: str | None = None  # of another encoder for questions (DPR)
-    pooling: str | None = None  # mean, cls or max; of a language model mean or last
+    query_folder: str | None = None  # folder of a separate encoder for questions (DPR)
+    pooling: str | None = None  # mean, cls or max; mean or last for a language model
     normalize: bool | None = None  # whether vectors have unit length
     query_prefix: str | None = None  # text before every question
     passage_prefix: str | None = None  # text before every passage
-    max_tokens: int | None = None  # longest text
-    on_long: str | None = None  # longer texts: truncate (with a warning), or error
-    layer: int | None = None  # of a language model, whose output is the vector; null: the middle
-    dtype: str | None = None  # of its computation: float32 or bfloat16
+    max_tokens: int | None = None  # tokens of the longest text
+    on_long: str | None = None  # what happens to longer texts: truncate (with a warning), or error
+    layer: int | None = None  # layer of a language model that gives the vector; null: the middle
+    dtype: str | None = None  # dtype of the computation: float32 or bfloat16
     batch_tokens: int | None = None  # tokens that are computed at once
     allow_pickle: bool = False  # read .bin weights with a restricted reader
 
@@ -79,13 +79,13 @@ class EncoderSection:
         check_integers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
 
     def open(self, mesh: Mesh | None = None) -> Encoder | None:
-        """Opens the encoder; None without a path.
+        """Opens the encoder; returns None if `path` is empty.
 
         Args:
           mesh: devices that share the texts; None: one device.
 
         Raises:
-          InputError: there is no such encoder, or it gives no vectors.
+          InputError: there is no such encoder, or it is a re-ranker, which has no passage vectors.
         """
         if not self.path:
             return None
@@ -106,7 +106,7 @@ class EncoderSection:
 
 
 def encoder_fields(encoder: Encoder) -> dict[str, Any]:
-    """Returns what `index.json` says of an encoder."""
+    """Returns the name, fingerprint, pooling and dimension of an encoder, as in `index.json`."""
     check_encoder(encoder)
     names = ("name", "fingerprint", "pooling", "dim")
     return {name: getattr(encoder, name) for name in names}
@@ -119,13 +119,13 @@ def check_encoder(encoder: Encoder) -> None:
 
 
 def encoder_entry(encoder: Encoder, section: EncoderSection, dtype: str) -> dict[str, Any]:
-    """Returns the entry of an encoder in `index.json`."""
+    """Returns the whole entry of an encoder in `index.json`, without approximate indices."""
     fields = {"section": dataclasses.asdict(section), "dtype": dtype, "faiss": {}}
     return encoder_fields(encoder) | fields
 
 
 def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, Any]:
-    """Writes a Parquet file, and returns the description of the shard."""
+    """Writes passages to a Parquet file, and returns the entry of the shard in `index.json`."""
     pyarrow = import_pyarrow("a datastore")
     schema = pyarrow.schema(_COLUMNS.items())
     columns = {field: [getattr(p, field) for p in passages] for field in _COLUMNS}
@@ -139,7 +139,7 @@ def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, A
 
 
 def encode_passages(encoder: Encoder, passages: list[Passage], dtype: str) -> bytes:
-    """Returns the bytes of the vectors of passages."""
+    """Encodes passages and returns the bytes of their vectors, row by row in `dtype`."""
     texts, titles = ([getattr(p, name) for p in passages] for name in ("text", "title"))
     vectors = encoder.encode_passages(texts, titles if any(titles) else None)
     vectors = np.asarray(vectors, np.float32)
@@ -162,7 +162,7 @@ def vector_file(out: Path, fingerprint: str) -> Path:
 
 
 def vector_header(fields: dict[str, Any]) -> bytes:
-    """Returns the first bytes of a vector file, for fields of an encoder in `index.json`."""
+    """Returns the 128-byte header of a vector file; `fields` is the entry of its encoder."""
     names = ("fingerprint", "dim", "dtype")
     values = {"format": FORMAT} | {name: fields[name] for name in names}
     return json.dumps(values).encode().ljust(_HEADER - 1)[: _HEADER - 1] + b"\n"
@@ -191,7 +191,7 @@ def open_vectors(out: Path, fields: dict[str, Any], num_rows: int) -> np.ndarray
 
 
 def read_texts(out: Path, shards: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yields (id, title and text) of all passages in order."""
+    """Yields pairs of the id and the joined title and text of all passages, in order."""
     for shard in shards:
         table = _read_table(out / f"{shard['name']}.parquet", None, ["id", "text", "title"])
         for row in table.to_pylist():
@@ -213,7 +213,7 @@ def _read_table(path: Path, group: int | None, columns: list[str]) -> "pyarrow.T
 def write_sparse(
     out: Path, num_rows: int, texts: Iterable[str], settings: Sparse
 ) -> dict[str, Any]:
-    """Builds the index of words in a folder of its own; returns its entry in `index.json`."""
+    """Builds the index of words in `sparse-<passages>`; returns its entry in `index.json`."""
     folder, draft = out / f"sparse-{num_rows}", out / "sparse.tmp"
     index = SparseIndex.build(texts, progress=sys.stderr.isatty(), **dataclasses.asdict(settings))
     for leftover in (folder, draft):
@@ -231,7 +231,7 @@ def _faiss_file(out: Path, fingerprint: str, kind: str, num_rows: int) -> Path:
 def write_faiss(
     out: Path, index: dict[str, Any], fingerprint: str, kind: str, old: Path | None = None
 ) -> dict[str, str]:
-    """Builds or extends an approximate index; returns {kind: checksum}."""
+    """Builds an approximate index, or extends the one in `old`; returns {kind: checksum}."""
     num_rows = index["passages"]
     vectors = open_vectors(out, index["encoders"][fingerprint], num_rows)
     if old is None:
@@ -248,16 +248,21 @@ def write_faiss(
 
 
 class Datastore:
-    """A datastore that is open for searching; `append` and `delete` change the folder.
+    """An open datastore. `append`, `delete`, `encode` and `build_faiss` change its folder.
 
-    Passages are numbered by rows 0, 1, ... in the order in which they were added, for ever.
+    A passage is identified by its row 0, 1, ... in the order of addition. Rows never change.
+
+    Attributes:
+      folder: path of the datastore.
+      index: content of `index.json`.
+      valid: bool [rows], False for deleted passages; None if no passage is deleted.
     """
 
     def __init__(self, folder: str | Path):
-        """Opens a folder, and checks that its files are there and have the right sizes.
+        """Opens a folder, and checks that its files exist and have the right sizes.
 
         Raises:
-          InputError: the folder is no complete datastore, or a file is missing or cut.
+          InputError: the folder is not a complete datastore, or a file is missing or truncated.
         """
         check_path("folder", folder)
         self.folder = local_path("datastore", folder, WHY_MAPPED).expanduser()
@@ -287,7 +292,7 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """What searches depend on, as a digest: passages, vectors, indices and deletions."""
+        """Digest of everything that searches depend on: passages, vectors, indices, deletions."""
         faiss = {name: fields["faiss"] for name, fields in self.index["encoders"].items()}
         content = [self.index["shards"], self.index["sparse"], faiss]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
@@ -300,7 +305,7 @@ class Datastore:
         return self.num_rows if self.valid is None else int(self.valid.sum())
 
     def passages(self, rows: Sequence[int]) -> list[Passage]:
-        """Returns the passages in these rows."""
+        """Returns the passages of `rows`, in the order of `rows`."""
         return [self._passage(int(row)) for row in rows]
 
     def _passage(self, row: int) -> Passage:
@@ -313,11 +318,14 @@ class Datastore:
         return Passage(**table.slice(place, 1).to_pylist()[0])
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yields (id, title and text) of all rows, deleted ones included."""
+        """Yields pairs of the id and the joined title and text of all rows, also deleted ones."""
         return read_texts(self.folder, self.index["shards"])
 
     def rows(self, ids: Iterable[str]) -> dict[str, int]:
-        """Finds the rows of passages that are not deleted, by id; reads the ids of all passages."""
+        """Returns the rows of passages by id, without deleted passages and unknown ids.
+
+        Reads the ids of all passages.
+        """
         ids, rows = set(ids), {}
         for shard, start in zip(self.index["shards"], self._starts):
             table = _read_table(self.folder / f"{shard['name']}.parquet", None, ["id"])
@@ -328,10 +336,11 @@ class Datastore:
         return rows
 
     def encoder_fields(self, encoder: Encoder | None = None) -> dict[str, Any]:
-        """Returns the entry of an encoder in `index.json`; None: of the only one.
+        """Returns the entry of an encoder in `index.json`; None means the only encoder.
 
         Raises:
-          InputError: the datastore has no vectors of this encoder.
+          InputError: the datastore has no vectors of this encoder, or has vectors of several
+            encoders and `encoder` is None.
         """
         encoders = self.index["encoders"]
         if not encoders:
@@ -353,15 +362,17 @@ class Datastore:
         return encoders[encoder.fingerprint]
 
     def open_encoder(self, path: str | Path | None = None, mesh: Mesh | None = None) -> Encoder:
-        """Opens the encoder that made the vectors, with the settings that made them.
+        """Opens the encoder that made the vectors, with the settings of the build.
 
         Args:
-          path: where the encoder lies now, or which one of several it is; None: as in the build.
+          path: path of the encoder: selects one of several encoders, or replaces the path of the
+            only one, which has moved. A path that matches none of several encoders is opened with
+            default settings. None: the path of the build.
           mesh: devices that share the texts; None: one device.
 
         Raises:
-          InputError: there are no vectors, or without a path those of several encoders; or the
-            encoder is not there or another one.
+          InputError: there are no vectors, there are vectors of several encoders and `path` is
+            None, the encoder cannot be opened, or without a `path` its fingerprint has changed.
         """
         if path is None or not self.index["encoders"]:
             return _open_known_encoder(self.folder, self.encoder_fields(), mesh)
@@ -376,7 +387,11 @@ class Datastore:
         return open_vectors(self.folder, self.encoder_fields(encoder), self.num_rows)
 
     def sparse(self) -> SparseIndex:
-        """Opens the index of words."""
+        """Opens the index of words.
+
+        Raises:
+          InputError: the datastore has no index of words, or the index is damaged.
+        """
         if self.index["sparse"] is None:
             raise InputError(
                 f"{self.folder} has no index of words (sparse=null): search by vectors, or build it"
@@ -391,7 +406,13 @@ class Datastore:
         return index
 
     def faiss(self, kind: str, encoder: Encoder | None = None) -> FaissIndex | RefinedIndex:
-        """Opens an approximate index of the vectors: ivf, ivf_pq (with exact scores) or hnsw."""
+        """Opens an approximate index of the vectors: ivf, ivf_pq or hnsw.
+
+        The scores of ivf_pq are exact, because a `RefinedIndex` computes them from the vectors.
+
+        Raises:
+          InputError: the index was not built, or is damaged.
+        """
         fields = self.encoder_fields(encoder)
         if kind not in fields["faiss"]:
             raise InputError(
@@ -411,11 +432,12 @@ class Datastore:
             faiss |= write_faiss(self.folder, index, fingerprint, kind)
 
     def encode(self, encoder: Encoder | EncoderSection, *, dtype: str = "float32") -> None:
-        """Adds the vectors of another encoder.
+        """Encodes all passages with another encoder, and stores the vectors.
 
         Args:
-          encoder: the encoder; a section that names it lets searches open it again.
-          dtype: of the stored vectors: float32 or bfloat16.
+          encoder: the encoder, or a section with its path. Searches can open an encoder by
+            themselves only if it was added by a section.
+          dtype: dtype of the stored vectors: float32 or bfloat16.
         """
         section = encoder if isinstance(encoder, EncoderSection) else EncoderSection()
         encoder = section.open() or encoder
@@ -431,7 +453,10 @@ class Datastore:
             index["encoders"][encoder.fingerprint] = fields
 
     def encoded_shards(self, encoder: Encoder, dtype: str) -> Iterator[bytes]:
-        """Yields the vectors of the passages of each shard, deleted ones included; stores none."""
+        """Yields the bytes of the vectors of each shard, deleted passages included.
+
+        The vectors are not stored.
+        """
         for shard, start in zip(self.index["shards"], self._starts):
             rows = range(int(start), int(start) + shard["passages"])
             yield encode_passages(encoder, self.passages(rows), dtype)
@@ -442,27 +467,28 @@ class Datastore:
         *,
         encoder: Encoder | str | Path | Sequence[Encoder | str | Path] = (),
     ) -> int:
-        """Adds the passages of documents behind all others.
+        """Appends the passages of documents, with their vectors, and extends the indices.
 
         Args:
-          documents: names must be new, or those of deleted passages.
-          encoder: that made the vectors, or the path where it lies now; of a datastore with several
-            any number of them. Those which are left out are opened by the path of the build.
+          documents: the documents. Their passages must have new ids, or those of deleted passages.
+          encoder: the encoders that made the vectors, or their paths if they have moved. Encoders
+            that are not listed are opened by the path of the build.
 
         Returns:
           The number of passages added.
 
         Raises:
-          InputError: an id exists, or an encoder is another one.
+          InputError: a passage with such an id exists, or the datastore has no vectors of one of
+            the encoders.
         """
         with self._changing() as index:
             is_one = isinstance(encoder, str | Path) or not isinstance(encoder, Sequence)
-            opened = [
+            encoders = [
                 self.open_encoder(one) if isinstance(one, str | Path) else one
                 for one in ([encoder] if is_one else encoder)
             ]
-            by_fingerprint = {self.encoder_fields(one)["fingerprint"]: one for one in opened}
-            opened = [
+            by_fingerprint = {self.encoder_fields(one)["fingerprint"]: one for one in encoders}
+            encoders = [
                 by_fingerprint.get(fingerprint) or _open_known_encoder(self.folder, fields)
                 for fingerprint, fields in index["encoders"].items()
             ]
@@ -472,7 +498,7 @@ class Datastore:
                 self._check_new(passages, ids)
                 name = f"{int(index['shards'][-1]['name']) + 1:06d}"
                 shard = write_passages(self.folder, name, passages)
-                for encoder in opened:
+                for encoder in encoders:
                     fields = index["encoders"][encoder.fingerprint]
                     vectors = encode_passages(encoder, passages, fields["dtype"])
                     self._append_vectors(fields, index["passages"], vectors)
@@ -486,7 +512,7 @@ class Datastore:
         return added
 
     def _check_new(self, passages: list[Passage], ids: set[str]) -> None:
-        """Raises an InputError for ids that exist; adds those of `passages` to `ids`."""
+        """Raises an InputError for ids that exist; adds the ids of `passages` to `ids`."""
         exists = self.rows(passage.id for passage in passages)
         for passage in passages:
             if passage.id in exists or passage.id in ids:
@@ -499,13 +525,13 @@ class Datastore:
     def _append_vectors(self, fields: dict[str, Any], num_rows: int, vectors: bytes) -> None:
         with vector_file(self.folder, fields["fingerprint"]).open("r+b") as file:
             offset = _HEADER + num_rows * fields["dim"] * DTYPES[fields["dtype"]].itemsize
-            file.truncate(offset)  # what a killed append left
+            file.truncate(offset)  # drops vectors that a killed append has written
             file.seek(offset)
             file.write(vectors)
             sync_file(file)
 
     def _extend_indices(self, index: dict[str, Any]) -> None:
-        """Makes the indices of more passages; the old ones stay until `index.json` is replaced."""
+        """Writes indices of all passages; the old files stay until `index.json` is replaced."""
         if index["sparse"] is not None:
             settings = Sparse(**index["sparse"]["settings"])
             texts = (text for _, text in read_texts(self.folder, index["shards"]))
@@ -517,9 +543,12 @@ class Datastore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
-        """Locks the folder; yields a copy of the index, which replaces the old one at the end."""
+        """Locks the folder and yields a copy of the index; writes the copy as `index.json` at exit.
+
+        An exception in the block leaves `index.json` as it was.
+        """
         with RunLock(self.folder, "folder"):
-            self._open()  # another process may have changed it
+            self._open()  # another process may have changed the folder
             index = json.loads(json.dumps(self.index))
             old_rows = self.num_rows
             yield index
@@ -534,13 +563,15 @@ class Datastore:
             self._open()
 
     def delete(self, ids: Iterable[str]) -> int:
-        """Marks passages as deleted: no search returns them. Scores of words still count them.
+        """Marks passages as deleted, so that no search returns them.
+
+        The word frequencies of sparse search still include deleted passages.
 
         Returns:
           The number of passages deleted.
 
         Raises:
-          InputError: an id does not exist; nothing is deleted then.
+          InputError: an id does not exist, or no passage would remain. Nothing is deleted then.
         """
         ids = list(dict.fromkeys(ids))
         with RunLock(self.folder, "folder"):
@@ -561,13 +592,13 @@ class Datastore:
         return len(ids)
 
     def check_files(self) -> int:
-        """Compares all files with their checksums.
+        """Compares the SHA-256 sums of all files with those of `index.json`.
 
         Returns:
           The number of checksums compared.
 
         Raises:
-          InputError: names the first file that differs.
+          InputError: a file differs; the message names the first one.
         """
         out, num_sums = self.folder, 0
         sums = {out / f"{s['name']}.parquet": s["sha256"] for s in self.index["shards"]}
@@ -599,7 +630,7 @@ class Datastore:
 
 
 def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None = None) -> Encoder:
-    """Opens the encoder of an entry in `index.json`, and checks that it is the same."""
+    """Opens the encoder of an entry in `index.json`, and checks that its fingerprint is equal."""
     section = EncoderSection(**fields["section"])
     if not section.path:
         raise InputError(
@@ -623,7 +654,7 @@ def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None 
 def _append_groups(
     documents: Iterable[Document], chunking: Chunking
 ) -> Iterator[tuple[list[Passage], int]]:
-    """Yields the passages of each appended shard, and the number of their documents."""
+    """Yields the passages of each appended shard, and the number of documents that have some."""
     passages, num_documents, size = [], 0, 0
     for document in documents:
         if not isinstance(document, Document):
@@ -657,7 +688,10 @@ def _read_index(out: Path) -> dict[str, Any]:
 
 
 def _is_index(index: dict[str, Any]) -> bool:
-    """Whether the fields are those that `build` writes; file names are made of them."""
+    """Returns whether the fields have the types and formats of `build`.
+
+    File names are made of them, so an unchecked index could name files outside the folder.
+    """
     try:
         Chunking(**index["chunking"])
         if index["sparse"] is not None:
@@ -699,7 +733,7 @@ def _is_shard(shard: dict[str, Any]) -> bool:
 
 
 def _read_deleted(out: Path, num_rows: int) -> np.ndarray | None:
-    """Returns bool [rows]: whether a passage is not deleted; None: all of them are."""
+    """Returns bool [rows], False for deleted passages; None if no passage is deleted."""
     path = out / _DELETED
     if not path.is_file():
         return None

@@ -1,11 +1,11 @@
-"""Encoders: texts in, vectors out, whose products are the scores of queries and passages.
+"""Encoders: map texts to vectors; the score of a query and a passage is their product.
 
     encoder = open_encoder("path/to/all-MiniLM-L6-v2")
     scores = encoder.encode_queries(["what is a dog?"]) @ encoder.encode_passages(texts).T
 
-`BertEncoder` reads the checkpoints of dense retrievers, `DecoderEncoder` uses the hidden states of
-a language model, `StaticEncoder` looks words up in a table. `CrossEncoder` and `LateInteraction`
-(ColBERT, both in `lcjax.retrieval.pairs`) score pairs of a query and a passage.
+`BertEncoder` reads the checkpoints of dense retrievers, `DecoderEncoder` pools the hidden states of
+a language model, and `StaticEncoder` averages the vectors of a table. `CrossEncoder` and
+`LateInteraction` (ColBERT), both in `lcjax.retrieval.pairs`, score pairs of a query and a passage.
 """
 
 import abc
@@ -51,20 +51,22 @@ from lcjax.retrieval.token_batches import (
 )
 from lcjax.rope import Rotation
 
-with_title = functools.partial(join_title, separator=" ")  # as Contriever and BEIR read passages
+# Contriever and BEIR join the title and the text of a passage with a blank.
+with_title = functools.partial(join_title, separator=" ")
 
 
 class Encoder(abc.ABC):
-    """Maps queries and passages to vectors; the product of two vectors is their score.
+    """Maps queries and passages to vectors; the score of two texts is the product of their vectors.
 
     A subclass defines `encode` and the attributes.
 
     Attributes:
-      dim: numbers of a vector.
-      name: of the checkpoint, for people.
-      fingerprint: changes with everything that changes vectors, but for rounding.
+      dim: size of a vector.
+      name: name of the checkpoint in messages and tables.
+      fingerprint: digest of everything that changes vectors, except for rounding: weights,
+        tokenizer and settings.
       max_tokens: tokens of the longest text, special tokens included; None: no limit.
-      pooling: how token vectors become one vector.
+      pooling: method that reduces token vectors to one vector, such as mean or cls.
     """
 
     dim: int
@@ -74,17 +76,18 @@ class Encoder(abc.ABC):
     pooling: str
 
     def encode_queries(self, texts: Sequence[str]) -> Float[np.ndarray, "n D"]:
-        """Returns the vectors of queries, float32, in their order."""
+        """Returns float32 vectors [n, D] of queries, in the order of `texts`."""
         return self.encode(check_texts("texts", texts), None, is_query=True)
 
     def encode_passages(
         self, texts: Sequence[str], titles: Sequence[str] | None = None
     ) -> Float[np.ndarray, "n D"]:
-        """Returns the vectors of passages, float32, in their order.
+        """Returns float32 vectors [n, D] of passages, in the order of `texts`.
 
         Args:
           texts: the passages.
-          titles: read before each passage, as the encoder was trained; None: none.
+          titles: a title for each passage, which the encoder reads before the text in the format of
+            its training; None: no titles.
         """
         texts = check_texts("texts", texts)
         if titles is not None and len(check_texts("titles", titles)) != len(texts):
@@ -95,14 +98,14 @@ class Encoder(abc.ABC):
     def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool
     ) -> np.ndarray:
-        """Returns float32 [n, dim] for texts that are checked; n may be 0."""
+        """Returns float32 vectors [n, dim] of texts that `check_texts` has accepted; n may be 0."""
 
 
 class BertEncoder(Encoder):
-    """A BERT whose token vectors are pooled: DPR, Contriever, MiniLM, GTE, BGE, E5.
+    """An encoder that pools the token vectors of a BERT: DPR, Contriever, MiniLM, GTE, BGE, E5.
 
-    Pooling and normalisation belong to a checkpoint; the table in docs/retrieval.md lists them for
-    known families.
+    Pooling and normalisation are properties of a checkpoint. The table in docs/retrieval.md lists
+    them for known families.
     """
 
     def __init__(
@@ -117,12 +120,12 @@ class BertEncoder(Encoder):
         on_long: str,
         batch_tokens: int | None,
     ):
-        """Use `load`; this takes its parts."""
+        """Combines loaded parts; use `load` to open a checkpoint."""
         self.query, self.passage, self.pool, self.prefixes = query, passage, pool, prefixes
         self.dim, self.name = passage.model.config.width, name
         self.pooling, self.normalize, self.max_tokens = pool.pooling, pool.normalize, max_tokens
         # DPR reads a title as the first text of a pair, with one token type for both, and a text
-        # without a title alone; for others it precedes the text.
+        # without a title as a single text. Other encoders read the title and the text as one text.
         self.reads_pairs = passage.folder.is_dpr
         self._limit = LengthLimit(max_tokens, on_long, name)
         self._batching = Batching(max_tokens, batch_tokens, passage.model.mesh)
@@ -153,26 +156,29 @@ class BertEncoder(Encoder):
         batch_tokens: int | None = None,
         allow_pickle: bool = False,
     ) -> "BertEncoder":
-        """Opens a folder of transformers or sentence-transformers.
+        """Opens a BERT checkpoint of transformers or sentence-transformers.
 
         Args:
-          folder: a path or hub id; of two encoders (DPR) that of passages, or a folder that holds
-            both as `query` and `passage`, as a training writes it.
-          query_folder: of the encoder of queries, if it is another one.
-          pooling: mean, cls or max over the last hidden states; None: as the folder says.
-          normalize: whether vectors have unit length; None: as the folder says, else False.
-          query_prefix: text before every query ("query: " for E5); None: as the folder says.
-          passage_prefix: text before every passage; None: as the folder says.
-          max_tokens: at most what the folder says, which is the value for None.
-          on_long: "truncate" reads the first tokens of longer texts and warns; "error" refuses.
-          dtype: of weights and activations; vectors and their sums are float32.
-          mesh: whose devices share the texts.
-          batch_tokens: tokens that are computed at once; None: a size that suits the platform.
+          folder: path or hub id. With separate encoders (DPR), the encoder of passages, or a folder
+            with the subfolders `query` and `passage`, as a training writes it.
+          query_folder: path or hub id of a separate encoder of queries; None: `folder` encodes
+            queries, too.
+          pooling: mean, cls or max over the last hidden states; None: the setting of the folder.
+          normalize: whether vectors have unit length; None: the setting of the folder, or False if
+            it has none.
+          query_prefix: text before every query ("query: " for E5); None: the prefix of the folder.
+          passage_prefix: text before every passage; None: the prefix of the folder.
+          max_tokens: tokens of the longest text, at most the limit of the folder; None: this limit.
+          on_long: "truncate" reads the first tokens of longer texts and warns; "error" raises an
+            InputError.
+          dtype: dtype of weights and activations. Pooling and vectors are float32.
+          mesh: mesh whose devices share the texts; None: one device.
+          batch_tokens: tokens of a batch, padding included; None: a size that suits the platform.
           allow_pickle: whether `.bin` files are read (with a restricted reader).
 
         Raises:
-          InputError: the folder is not a BERT encoder, lacks or contradicts a setting, or holds
-            NaN.
+          InputError: the folder is not a BERT encoder, lacks a setting that no argument gives,
+            contradicts an argument, or holds NaN.
         """
         mesh = device_mesh(mesh)
         path = resolve_encoder(folder, allow_pickle=allow_pickle)
@@ -237,9 +243,9 @@ class BertEncoder(Encoder):
 
         Args:
           texts: queries or passages.
-          titles: of passages; None: none.
+          titles: titles of passages; None: no titles.
           is_query: whether the texts are queries.
-          limit: cuts long texts.
+          limit: limit to which long texts are cut; counts the texts that it cuts.
         """
         tokenizer = (self.query if is_query else self.passage).folder.tokenizer
         prefix, bodies = self.prefixes[not is_query], list(texts)
@@ -257,12 +263,12 @@ class BertEncoder(Encoder):
 
 
 def holds_two(path: Path) -> bool:
-    """Whether a folder holds an encoder of queries and one of passages."""
+    """Returns whether a folder holds an encoder of queries and an encoder of passages."""
     return all((path / name / "config.json").is_file() for name in ("query", "passage"))
 
 
 def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) -> Pool:
-    """The pooling that the folder says, or the arguments where it says nothing."""
+    """Returns the pooling of the folder, or that of the arguments if the folder has no settings."""
     modules = folder.modules
     if modules is None:
         if pooling is None:
@@ -283,7 +289,7 @@ def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) ->
 
 
 class DecoderEncoder(Encoder):
-    """Hidden states of a language model, pooled: a baseline that needs no other checkpoint."""
+    """An encoder that pools hidden states of a language model; needs no encoder checkpoint."""
 
     def __init__(
         self,
@@ -297,18 +303,18 @@ class DecoderEncoder(Encoder):
         batch_tokens: int | None = None,
         name: str = "decoder",
     ):
-        """Wraps a model; its weights are shared, not copied.
+        """Wraps a language model; its weights are shared, not copied.
 
         Args:
-          lm: the model. What it reads first (BOS) is left out of the mean: its hidden state is
+          lm: the language model. The mean leaves out the BOS token, because its hidden state is
             many times larger than the others.
-          layer: whose output is read, from 1; that of the last layer after the final norm. None:
-            the middle one.
-          pooling: mean or last (the state of the last token).
+          layer: layer whose output is pooled, counted from 1; the output of the last layer is
+            pooled after the final norm. None: the middle layer.
+          pooling: mean, or last (the state of the last token).
           normalize: whether vectors have unit length.
           max_tokens: tokens of the longest text; None: the trained length.
           on_long, batch_tokens: as in `BertEncoder.load`.
-          name: of the encoder, for people.
+          name: name of the encoder in messages and tables.
         """
         config = lm.config
         if layer is None:
@@ -377,7 +383,10 @@ def _apply_decoder(
 
 
 class StaticEncoder(Encoder):
-    """A vector for each token, averaged: model2vec's distilled tables, for hosts without time."""
+    """An encoder that averages a fixed vector of each token: the distilled tables of model2vec.
+
+    It has no layers to compute, so it is fast on a CPU.
+    """
 
     def __init__(self, model: Any, name: str = "model2vec"):
         """Wraps a `model2vec.StaticModel`."""
@@ -391,10 +400,10 @@ class StaticEncoder(Encoder):
 
     @classmethod
     def load(cls, folder: str | Path) -> "StaticEncoder":
-        """Opens a folder of model2vec (extra `retrieval`).
+        """Opens a folder of model2vec, which needs the extra `retrieval`.
 
         Raises:
-          InputError: the package is missing, or the folder is no static model.
+          InputError: model2vec is not installed, or the folder is not a static model.
         """
         try:
             from model2vec import StaticModel
@@ -403,7 +412,7 @@ class StaticEncoder(Encoder):
         path = resolve_encoder(folder)
         try:
             return cls(StaticModel.from_pretrained(path), checkpoint_name(folder))
-        except Exception as error:  # its readers raise whatever their formats do
+        except Exception as error:  # model2vec lets the exceptions of its file readers through
             reason = " ".join(str(error).split())
             raise InputError(f"{path}: not a folder of model2vec ({reason:.200})") from error
 
@@ -414,7 +423,7 @@ class StaticEncoder(Encoder):
             return np.empty((0, self.dim), np.float32)
         if titles is not None:
             texts = [with_title(*pair) for pair in zip(titles, texts)]
-        # An average has no longest text.
+        # An average can read texts of any length.
         options = {"max_length": None, "use_multiprocessing": False}
         return np.asarray(self._model.encode(list(texts), **options), np.float32)
 
@@ -422,17 +431,19 @@ class StaticEncoder(Encoder):
 def open_encoder(
     path_or_name: str | Path, **options: Any
 ) -> Encoder | CrossEncoder | LateInteraction:
-    """Opens an encoder of whatever kind a folder holds.
+    """Opens an encoder or re-ranker; the files of the folder determine its class.
 
-    A folder of model2vec, ColBERT (`linear.weight`), a cross-encoder (`classifier.weight`), another
-    BERT, or a language model (also a `.gguf` file, a run folder, the name of an installed wheel).
+    The folder may hold a model2vec table, ColBERT (`linear.weight`), a cross-encoder
+    (`classifier.weight`), another BERT, or a language model. A language model may also be a `.gguf`
+    file, a run folder, or the name of an installed wheel.
 
     Args:
       path_or_name: a path or hub id.
-      **options: of the `load` of that kind; of a language model those of `DecoderEncoder`.
+      **options: arguments of the class's `load`; for a language model those of `DecoderEncoder`,
+        `mesh` and `allow_pickle`.
 
     Raises:
-      InputError: nothing here can read the folder, or that kind has no such option.
+      InputError: no class can read the folder, or its class has no such option.
     """
     path = resolve_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
     kind = kind_of(path, bool(options.get("allow_pickle")))
@@ -454,10 +465,10 @@ def open_encoder(
 
 
 def kind_of(path: Path, allow_pickle: bool) -> type:
-    """Returns the class that reads an encoder's folder; its weights are not read.
+    """Returns the class that reads an encoder's folder, without reading the weights.
 
     Raises:
-      InputError: nothing here can read the folder.
+      InputError: no class can read the folder.
     """
     if path.is_file() or is_run(path):
         return DecoderEncoder
@@ -468,7 +479,7 @@ def kind_of(path: Path, allow_pickle: bool) -> type:
     file = path / "config.json"
     model_type = read_hf_json(file, {"model_type": "bert"}).get("model_type")
     if model_type not in MODEL_TYPES:
-        # "llama_with_landmark" is a Llama, and a config of CEPE may name no type.
+        # "llama_with_landmark" is a Llama, and a config of CEPE may have no model_type.
         if model_type is None or model_type.startswith(tuple(FAMILIES)):
             return DecoderEncoder
         raise InputError(

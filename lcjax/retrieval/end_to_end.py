@@ -1,7 +1,7 @@
-"""Trains an encoder by what a language model makes of the passages that it finds.
+"""Trains an encoder by the likelihood that a language model assigns to text after its passages.
 
-With x the query, y the text to be predicted, z one of the k best passages, s(z, x) their score, and
-P(z | x) = softmax(s(z, x) / temperature) over these k:
+Let x be the query, y the text to be predicted, z one of the k best passages, s(z, x) the score of z
+and x, and P(z | x) = softmax(s(z, x) / temperature) over these k passages. The losses are:
 
 - REPLUG-LSR (Shi et al. 2023, arXiv 2301.12652, sec. 4): KL(P(z | x) || Q(z | x, y)) with
   Q = softmax(log p_LM(y | z, x) / lm_temperature). The language model is frozen.
@@ -9,9 +9,9 @@ P(z | x) = softmax(s(z, x) / temperature) over these k:
   arXiv 2005.11401): -log sum_z P(z | x) p(y | x, z) of whole texts (RAG-Sequence), or the sum over
   tokens of -log sum_z P(z | x) p(y_t | x, z, y_<t) (RAG-Token). Both models are trained.
 
-`EndToEndTask.prepare` finds the k passages of a batch on the host, in an index of vectors that are
-some steps old (`_Index`). Scores and likelihoods are computed from the current weights, and have
-gradients.
+`EndToEndTask.prepare` searches the k passages of a batch on the host, in an index whose vectors
+come from weights of an earlier step (`_Index`). Scores and likelihoods are computed with gradients
+from the current weights.
 """
 
 import contextlib
@@ -67,8 +67,8 @@ RETRIEVER = "retriever"  # the first part of the paths of the encoder's paramete
 TEXTS = ("tokens", "targets")  # fields of a batch: texts after their passages
 _WHY_LOCAL = "the vectors of a training with a retriever are mapped from there"
 _PASSAGES, _STEP = "passages.json", "step"  # in the folder of the index
-_INDEX_MEMORY = 1 << 30  # bytes of the index on a device; what exceeds it is streamed
-_ABSENT = -1e30  # in place of -inf, whose differences are not finite
+_INDEX_MEMORY = 1 << 30  # bytes of the index on a device; a larger index is streamed
+_ABSENT = -1e30  # used for -inf, because differences of -inf are NaN
 
 
 def lsr_loss(
@@ -80,18 +80,18 @@ def lsr_loss(
     temperature: float,
     lm_temperature: float,
 ) -> Float[Array, " B"]:
-    """Returns KL(P || Q) of REPLUG-LSR for each query; it has no gradient into `nll`.
+    """Returns KL(P || Q) of REPLUG-LSR for each query, without a gradient into `nll`.
 
-    The log-likelihood of a text is the mean over its tokens: a sum would grow with their number,
-    and all of Q would be on one passage.
+    The log-likelihood of a text is the mean over its tokens. A sum would grow with their number,
+    and Q would put all probability on one passage.
 
     Args:
-      scores: of the passages, from the encoder.
-      nll: -log p_LM of every token of the text after each passage.
-      scored: 1 for the tokens of y.
-      has_passage: whether there is a passage; the others have no probability.
-      temperature: of the scores.
-      lm_temperature: of the log-likelihoods.
+      scores: [B, K] scores of the passages, from the encoder.
+      nll: [B, K, T] -log p_LM of every token of the text after each passage.
+      scored: [B, T], 1 for the tokens of y.
+      has_passage: [B, K], whether a passage exists; others have probability 0.
+      temperature: divisor of the scores.
+      lm_temperature: divisor of the log-likelihoods.
     """
     log_p = log_prior(scores, has_passage, temperature)
     mean_nll = (nll * scored[:, None]).sum(-1) / jnp.maximum(scored.sum(-1), 1)[:, None]
@@ -106,13 +106,13 @@ def marginal_nll(
     *,
     marginal: str,
 ) -> Float[Array, " B"]:
-    """Returns -log p(y | x) of each query.
+    """Returns -log p(y | x) of each query, marginalised over its passages.
 
     Args:
-      log_p: log P(z | x), from `log_prior`.
-      nll: -log p of every token of the text after each passage.
-      scored: 1 for the tokens of y.
-      marginal: what is mixed: the probabilities of the whole text ("sequence"), or of each token.
+      log_p: [B, K] log P(z | x), from `log_prior`.
+      nll: [B, K, T] -log p of every token of the text after each passage.
+      scored: [B, T], 1 for the tokens of y.
+      marginal: "sequence" mixes probabilities of the whole text, "token" those of each token.
     """
     nll = nll * scored[:, None]
     if marginal == "sequence":
@@ -123,22 +123,22 @@ def marginal_nll(
 def log_prior(
     scores: Float[Array, "B K"], has_passage: Bool[Array, "B K"], temperature: float
 ) -> Float[Array, "B K"]:
-    """Returns log softmax(scores / temperature) over the passages that there are."""
+    """Returns log P(z | x) = log softmax(scores / temperature) over the existing passages."""
     return jax.nn.log_softmax(jnp.where(has_passage, scores / temperature, _ABSENT), axis=-1)
 
 
 @dataclass(frozen=True)
 class EndToEnd(RetrieverTraining):
-    """What both losses have in common. Tokens are those of the model that reads them."""
+    """Options of both losses. Numbers of tokens are in tokens of the model that reads the text."""
 
     encoder: EncoderSection = field(default_factory=EncoderSection)  # a BERT
-    store: str = ""  # the datastore, which is not changed
-    k: int = 10  # passages of a query
-    query_tokens: int = 128  # of the query; the first tokens of a row without a question
-    passage_tokens: int = 128  # of a passage that the models read; the index holds longer ones
+    store: str = ""  # folder of the datastore, which is not changed
+    k: int = 10  # number of passages of each query
+    query_tokens: int = 128  # of the query; in a row without a question its first tokens
+    passage_tokens: int = 128  # of a passage in training; the index encodes longer ones
     # Steps after which all passages are encoded again with the current weights; null: never
     refresh: int | None = 500
-    passages: str = "trained"  # whether passages are encoded by trained or by frozen weights
+    passages: str = "trained"  # weights that encode passages: trained or frozen
     same_document: bool = False  # whether passages may come from the documents of the row
     unit: ClassVar[str] = "tokens"
 
@@ -164,10 +164,10 @@ class EndToEnd(RetrieverTraining):
 @RetrieverTraining.register_subclass("lsr")
 @dataclass(frozen=True)
 class LSR(EndToEnd):
-    """REPLUG-LSR: the encoder learns what helps the frozen language model of `model`."""
+    """REPLUG-LSR: trains the encoder to prefer passages that help the frozen model of `model`."""
 
-    temperature: float = 0.1  # of the scores
-    lm_temperature: float = 0.1  # of the mean log-likelihoods
+    temperature: float = 0.1  # divides the scores
+    lm_temperature: float = 0.1  # divides the mean log-likelihoods
     unit: ClassVar[str] = "queries"
 
     def __post_init__(self):
@@ -184,10 +184,10 @@ class LSR(EndToEnd):
 @RetrieverTraining.register_subclass("marginal")
 @dataclass(frozen=True)
 class Marginal(EndToEnd):
-    """The likelihood of a text over all passages; `train.trainable` says which model learns."""
+    """Marginal likelihood of a text over its passages; `train.trainable` selects the parameters."""
 
-    marginal: str = "sequence"  # what is mixed: probabilities of the whole text, or of each token
-    temperature: float = 1.0  # of the scores
+    marginal: str = "sequence"  # sequence mixes probabilities of whole texts, token of each token
+    temperature: float = 1.0  # divides the scores
 
     def __post_init__(self):
         super().__post_init__()
@@ -200,10 +200,10 @@ class Marginal(EndToEnd):
 
 
 class EndToEndTask(LanguageModelTask):
-    """The task of `lsr` and `marginal`.
+    """The training task of `lsr` and `marginal`.
 
-    The encoder's parameters are `retriever/...`, those of two encoders `retriever/query/...` and
-    `retriever/passage/...`; all others are those of the language model.
+    The parameters of the encoder are `retriever/...`, or with two encoders `retriever/query/...`
+    and `retriever/passage/...`. All others belong to the language model.
     """
 
     def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh):
@@ -237,7 +237,7 @@ class EndToEndTask(LanguageModelTask):
             check_destination(folder, HF_FOLDER, overwrite=True)
 
     def _check_config(self) -> None:
-        """Raises an InputError for settings that have no meaning here."""
+        """Raises an InputError for settings that do not apply to this task."""
         section, config = self.section, self.config
         if config.data.length <= section.query_tokens:
             raise InputError(
@@ -283,7 +283,7 @@ class EndToEndTask(LanguageModelTask):
             raise InputError(
                 f"model.pattern of landmark tokens does not go with retriever.type={section.kind}"
             )
-        never_trained = {}  # whatever the rules
+        never_trained = {}  # frozen regardless of `train.trainable`
         if is_frozen:
             never_trained[RETRIEVER] = {"passage": retriever.pop("passage")}
         if self._trains_lm:
@@ -303,10 +303,10 @@ class EndToEndTask(LanguageModelTask):
         return trained, frozen
 
     def write_config(self, folder: Path) -> None:
-        """Writes nothing: checkpoints are read by `run` alone, and <run>/model holds the result."""
+        """Writes nothing: only `run` reads the checkpoints, and <run>/model holds the result."""
 
     def _with_rules(self) -> TrainConfig:
-        """The config, whose rules train adapters and the encoder by default."""
+        """Returns the config; with adapters, its default rules train adapters and the encoder."""
         train = self.config.train
         if train.lora is None or train.trainable:
             return self.config
@@ -337,15 +337,16 @@ class EndToEndTask(LanguageModelTask):
     def prepare(
         self, step: int, batch: dict[str, np.ndarray], params: dict
     ) -> dict[str, np.ndarray]:
-        """Adds the passages; returns the fields that the objective reads.
+        """Searches the passages of a batch, and returns the fields that the objective reads.
 
-        - `tokens`, `targets` int32 [B, K, W], `lengths` [B, K]: the text after each passage.
-        - `starts` int32 [B, K]: the place of the text's first token in them.
+        - `tokens`, `targets` int32 [B, K, W], `lengths` [B, K]: each passage and the text after it.
+        - `starts` int32 [B, K]: the index of the text's first token in them.
         - `scored` float32 [B, T]: 1 for the targets of the text that are y.
-        - `has_passage` bool [B, K].
+        - `has_passage` bool [B, K]: whether the k-th passage exists.
         - `query` int32 [B, Q], `query_lengths` [B], `passages` [B, K, P], `passage_lengths` [B, K]:
-          what the encoder reads.
-        - `weights` float32: `scored`, or [B], 1 for queries, if these are the unit of the loss.
+          the token rows of the encoder.
+        - `weights` float32: `scored` [B, T], or [B] with 1 for each query if queries are the unit
+          of the loss.
         """
         batch = self._of_all_processes(batch)
         rows = [
@@ -361,11 +362,14 @@ class EndToEndTask(LanguageModelTask):
             fields["weights"] = fields["scored"]
         if jax.process_count() == 1:
             return fields
-        mine = process_rows(self.mesh, len(rows))
-        return {name: value[mine] for name, value in fields.items()}
+        local_rows = process_rows(self.mesh, len(rows))
+        return {name: value[local_rows] for name, value in fields.items()}
 
     def _of_all_processes(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The rows of all processes, which search together: each holds a part of the index."""
+        """Gathers the rows of all processes.
+
+        All processes search the same queries, because each holds a part of the index.
+        """
         if jax.process_count() == 1:
             return batch
         placed = batches.put(batch, self.mesh)
@@ -374,7 +378,7 @@ class EndToEndTask(LanguageModelTask):
     def _search(
         self, step: int, batch: dict[str, np.ndarray], queries: list[str], params: dict
     ) -> list[list[Hit]]:
-        """Returns the best passages of every query; none of a blank one."""
+        """Returns the best passages of every query; a blank query has none."""
         retriever = union(params.get(RETRIEVER, {}), self._frozen_retriever)
         index = self._index.at(step, self.encoder.with_params(retriever))
         texts = [i for i, query in enumerate(queries) if query.strip()]
@@ -403,7 +407,7 @@ class EndToEndTask(LanguageModelTask):
         separator = encode_mid_text(tokenizer, SEPARATOR)
         shape = len(rows), section.k
         width = section.passage_tokens + len(separator) + length
-        width += -width % (2 * self.mesh.shape[LENGTH])  # devices that share a text
+        width += -width % (2 * self.mesh.shape[LENGTH])  # divisible by the devices of a text
         fields = {name: np.zeros((*shape, width), np.int32) for name in TEXTS}
         fields |= {name: np.zeros(shape, np.int32) for name in ("lengths", "starts")}
         fields["has_passage"] = np.zeros(shape, bool)
@@ -426,7 +430,7 @@ class EndToEndTask(LanguageModelTask):
 
     def _encoder_fields(self, queries: list[str], hits: list[list[Hit]]) -> dict[str, np.ndarray]:
         encoder, section = self.encoder.bert, self.section
-        absent = TokenRow([0], 1)
+        padding_row = TokenRow([0], 1)
 
         def fields(name, rows, width):
             batch = pad_rows(rows, len(rows), width)
@@ -447,8 +451,10 @@ class EndToEndTask(LanguageModelTask):
                 limit,
             )
         )
-        every = [next(rows) if j < len(row) else absent for row in hits for j in range(section.k)]
-        passage = fields("passages", every, width)
+        passage_rows = [
+            next(rows) if j < len(row) else padding_row for row in hits for j in range(section.k)
+        ]
+        passage = fields("passages", passage_rows, width)
         shape = len(hits), section.k
         return query | {
             name: value.reshape(*shape, *value.shape[1:]) for name, value in passage.items()
@@ -471,7 +477,7 @@ class EndToEndTask(LanguageModelTask):
         )
 
     def training_flops(self) -> float:
-        """Returns the FLOPs of an update per query or scored token; rows count as full ones."""
+        """Returns the FLOPs of an update per query or scored token, for rows without padding."""
         section = self.section
         length = self.config.data.length
         width = section.passage_tokens + length
@@ -484,16 +490,16 @@ class EndToEndTask(LanguageModelTask):
 
     def summary(self) -> list[str]:
         refresh = self._index.refresh
-        every = f"encoded again every {refresh:,} steps" if refresh else "encoded once"
+        schedule = f"encoded again every {refresh:,} steps" if refresh else "encoded once"
         name, store = self.encoder.bert.name, self.section.store
-        return [f"{name} searches {len(self._store):,} passages of {store}, which are {every}"]
+        return [f"{name} searches {len(self._store):,} passages of {store}, which are {schedule}"]
 
 
 class _Index:
-    """The vectors of all passages, from the weights of every `refresh` steps.
+    """An index of all passages, whose vectors are computed again every `refresh` steps.
 
-    The files lie in the run folder as long as a checkpoint needs them, so a resumed run finds the
-    same passages. The vectors of step 0 are those of the datastore where it has them.
+    The files of vectors stay in the run folder as long as a checkpoint needs them, so a resumed run
+    retrieves the same passages. The vectors of step 0 are those of the datastore if it has them.
     """
 
     def __init__(
@@ -504,23 +510,23 @@ class _Index:
         self._store, self._mesh, self._save_every = store, mesh, config.train.save_every
         self._run = Path(config.run.folder)
         self._folder = self._run / folder_lib.INDEX
-        self._fingerprint = encoder.fingerprint  # with the weights of step 0
+        self._fingerprint = encoder.fingerprint  # of the weights of step 0
         self._is_stored = self._fingerprint in store.index["encoders"]
-        self._origin: int | None = None  # step whose weights made the open vectors
+        self._origin: int | None = None  # step of the weights that made the open vectors
         self._exact: ExactIndex | None = None
 
     def at(self, step: int, encoder: BertEncoder) -> Retriever:
         """Returns the retriever of a step; all processes must call it.
 
         Args:
-          step: steps that the encoder has seen.
-          encoder: with the weights of that step.
+          step: number of updates of the encoder.
+          encoder: encoder with the weights of that step.
         """
         origin = self._origin_of(step)
         if self._origin is None:
             self._begin(step)
         if origin != self._origin:
-            self._exact = None  # before the next vectors are on the devices
+            self._exact = None  # frees the devices before the next vectors are placed there
             vectors = self._vectors(origin, step, encoder)
             self._exact = ExactIndex(
                 vectors, valid=self._store.valid, mesh=self._mesh, memory=_INDEX_MEMORY
@@ -538,10 +544,10 @@ class _Index:
         return 0 if self.refresh is None else step // self.refresh * self.refresh
 
     def _begin(self, step: int) -> None:
-        """Checks that the passages are those of the run; removes files of steps to come.
+        """Checks that the passages are those of the run; removes files of later steps.
 
-        A killed run may have made these with settings that have changed since. Before the first
-        checkpoint passages and encoder may change, and then all vectors are removed.
+        A killed run may have made the later files with settings that have changed since. Before the
+        first checkpoint, passages and encoder may change; then all vectors are removed.
         """
         digest = hashlib.sha256()
         for shard in self._store.index["shards"]:
@@ -582,7 +588,7 @@ class _Index:
         num_rows = self._store.num_rows
         announce(f"encoding {num_rows:,} passages of {self._store.folder} for {path}")
         with contextlib.ExitStack() as stack:
-            # All processes compute, and the first one writes.
+            # All processes must compute the vectors; the main one writes them.
             is_main, file = distributed.is_main_process(), None
             if is_main:
                 file = stack.enter_context(atomic_file(path, "wb"))
@@ -593,11 +599,12 @@ class _Index:
         distributed.barrier("index written")
 
     def _remove(self, step: int) -> None:
-        """Removes the vectors that no checkpoint needs, nor this step.
+        """Removes the vectors that neither a checkpoint nor this step needs.
 
-        One checkpoint at most is being written now: that of the last multiple of `save_every`, or,
-        in the validation before that one is written, of the multiple before. A non-finite step is
-        noticed after the next one is dispatched, and the run then saves the state of `step - 1`.
+        At most one checkpoint may be in the course of writing, and is not in the folder yet: that
+        of the last multiple of `save_every`, or, during a validation at such a step, that of the
+        multiple before. A non-finite step is detected after the next one is dispatched, and the run
+        then saves the state of `step - 1`.
         """
         if not distributed.is_main_process():
             return
@@ -618,22 +625,22 @@ class _Index:
 
 
 class _Row(NamedTuple):
-    """The query of a row, and which of its targets are y."""
+    """The query of a row, and the mask of its targets that are y."""
 
     query: list[int]
-    length: int  # of the first document; others are not read
-    scored: np.ndarray  # float32 [T]
+    length: int  # tokens of the first document; others are not read
+    scored: np.ndarray  # float32 [T], 1 for y
 
 
 def _split_row(
     tokens: np.ndarray, weights: np.ndarray, segments: np.ndarray, query_tokens: int
 ) -> _Row:
-    """Finds query and y of a row.
+    """Splits a row into its query and y.
 
-    The query is the text before the first target with a weight (a question), of which at most the
-    last `query_tokens` are taken. A row that begins inside an answer has its first question after
-    it. In plain text all targets have weights; then the query is the first `query_tokens`, and y is
-    what follows.
+    The query is the text before the first target with a weight (a question), cut to its last
+    `query_tokens`. If a row begins inside an answer, its query is the first question after that
+    answer. In plain text all targets have weights; then the query is the first `query_tokens`, and
+    y is the text after them.
     """
     place = np.arange(len(tokens))
     length = int((segments == 1).sum())
@@ -652,13 +659,13 @@ def _split_row(
     return _Row(query.tolist(), length, scored)
 
 
-# What the objective computes
+# Parts of the objective
 
 
 def _scores(
     encoder: TrainedEncoder, params: dict, batch: dict[str, jax.Array]
 ) -> Float[Array, "B K"]:
-    """The products of each query and its passages."""
+    """Returns the scores of each query and its passages: products of their vectors."""
 
     def vectors(name: str, *, is_query: bool) -> jax.Array:
         tokens, lengths = batch[name], batch[f"{name}_lengths"]
@@ -671,7 +678,7 @@ def _scores(
 
 
 def _text_rows(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The texts after their passages as rows [B K, W] of a language model."""
+    """Returns the texts after their passages as rows [B K, W] of a language model."""
     tokens, targets = (batch[name].reshape(-1, batch[name].shape[-1]) for name in TEXTS)
     place = jnp.arange(tokens.shape[1])
     is_text = place < batch["lengths"].reshape(-1, 1)
@@ -684,7 +691,7 @@ def _text_rows(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _aligned(nll: Float[Array, "BK W"], batch: dict[str, jax.Array]) -> Float[Array, "B K T"]:
-    """-log p of the same tokens of the text after every passage."""
+    """Returns `nll` of the text alone, so that index t is the same token after every passage."""
     nll = nll.reshape(batch["tokens"].shape)
     places = batch["starts"][..., None] + jnp.arange(batch["scored"].shape[1])
     return jnp.take_along_axis(nll, places, axis=2)

@@ -22,22 +22,22 @@ from lcjax.retrieval.search import (
 
 KINDS = ("ivf", "ivf_pq", "hnsw")
 REFINE_FACTOR = 8  # candidates of an index of codes for each row of the result (docs/retrieval.md)
-_FAISS_ROWS = 1 << 16  # rows that are converted, checked and added at a time
-_CANDIDATE_NUMBERS = 1 << 24  # numbers of candidates' vectors that exist at the same time
+_FAISS_ROWS = 1 << 16  # rows that are converted, checked and added at once
+_CANDIDATE_NUMBERS = 1 << 24  # largest number of elements of candidates' vectors that exist at once
 
 
 class FaissIndex:
     """An approximate index of FAISS on the host. Needs the extra `retrieval`.
 
-    How many lists (`ivf`, `ivf_pq`) or nodes (`hnsw`) a search visits is chosen when the index is
-    built: as few as reach the recall asked for on vectors of the index itself. The same vectors and
-    seed give the same index; the graph of `hnsw` depends on the order of threads as well, unless
+    `build` chooses how many lists (`ivf`, `ivf_pq`) or nodes (`hnsw`) a search visits: about the
+    fewest that reach the target recall on vectors of the index itself. The same vectors and seed
+    give the same index. The graph of `hnsw` also depends on the order of threads, unless
     `faiss.omp_set_num_threads(1)` is called before.
     """
 
     def __init__(self, index: Any):
         self._index = index
-        # recall@10 on 256 rows of the index, where `build` has chosen the width by it
+        # recall@10 on 256 rows of the index; None unless `build` has tuned the width
         self.tuned_recall: float | None = None
 
     @classmethod
@@ -65,17 +65,19 @@ class FaissIndex:
           metric: "dot" or "l2" (the score is the negative squared distance).
           nlist: lists; None: about the square root of N.
           nprobe: lists that a search visits; None: chosen by `target_recall`.
-          m: None: the largest divisor of D up to D / 4 for "ivf_pq", 32 for "hnsw".
-          ef_construction: candidates while the graph is built.
+          m: bytes of a vector ("ivf_pq") or neighbours of a node ("hnsw"); None: the largest
+            divisor of D up to D / 4 for "ivf_pq", 32 for "hnsw".
+          ef_construction: candidates during the construction of the graph.
           ef_search: candidates of a search in the graph; None: chosen by `target_recall`.
-          train_size: rows drawn to train lists and codes; None: 64 a list, 16,384 at least.
-          target_recall: recall@10 on 256 rows of the index as queries, themselves left out, that
-            nprobe or ef_search must reach; that of "ivf_pq" is the recall of `RefinedIndex`. Codes
-            bound what can be reached: then 0.99 of the recall with all lists.
-          seed: draws the training rows and the queries.
+          train_size: rows drawn to train lists and codes; None: 64 for each list, at least 16,384.
+          target_recall: recall@10 that nprobe or ef_search must reach. The queries are 256 rows of
+            the index, and a query itself does not count as a result. For "ivf_pq" it is the recall
+            of `RefinedIndex`, and at most 0.99 of the recall with all lists, because the codes
+            limit the recall that can be reached.
+          seed: seed of the choice of training rows and queries.
 
         Raises:
-          InputError: for arguments that do not fit, numbers that are not finite, or without FAISS.
+          InputError: an argument is invalid, a number is not finite, or FAISS is not installed.
         """
         faiss = faiss_module()
         check_vectors(vectors)
@@ -134,11 +136,11 @@ class FaissIndex:
 
     @property
     def width(self) -> int:
-        """Lists that a search visits (nprobe), or candidates in a graph (efSearch)."""
+        """Number of lists that a search visits (nprobe), or of candidates in a graph (efSearch)."""
         return self._index.hnsw.efSearch if self.kind == "hnsw" else self._index.nprobe
 
     def describe(self) -> str:
-        """Returns what a search visits, and its recall where `build` has measured it."""
+        """Returns a text with the width of a search, and its recall if `build` has measured it."""
         name = "efSearch" if self.kind == "hnsw" else f"nprobe (of {self._index.nlist} lists)"
         recall = "" if self.tuned_recall is None else f", recall@10 {self.tuned_recall:.3f}"
         return f"{self.kind}: {name} {self.width}{recall}"
@@ -152,7 +154,10 @@ class FaissIndex:
     def _tune(
         self, vectors: np.ndarray, most: int, target: float, generator: np.random.Generator
     ) -> None:
-        """Sets the smallest width, of powers of two and those between, of enough recall."""
+        """Sets about the smallest width with the target recall.
+
+        Doubles the width up to the target, and bisects the last interval to 1/8 of its upper end.
+        """
         k = 10
         rows = np.sort(generator.choice(len(vectors), min(256, len(vectors)), replace=False))
         queries = np.asarray(vectors[rows], np.float32)
@@ -181,13 +186,13 @@ class FaissIndex:
         self.tuned_recall = recall_of(high)
 
     def add(self, vectors: np.ndarray) -> None:
-        """Adds rows, which are numbered from `len(self)` on."""
+        """Adds vectors; their rows are numbered from `len(self)` on."""
         check_vectors(vectors, self.dim)
         for first in range(0, len(vectors), _FAISS_ROWS):
             part = finite_rows(vectors, slice(first, first + _FAISS_ROWS))
             if self.kind == "hnsw":
-                # The state of the generator of levels is not saved: seeded here, an index that was
-                # saved and loaded grows as the one in memory.
+                # FAISS does not save the state of the generator of levels. Seeded here, a loaded
+                # index grows like the index in memory.
                 self._index.hnsw.rng = faiss_module().RandomGenerator(len(self))
             self._index.add(part)
 
@@ -199,7 +204,7 @@ class FaissIndex:
         return _best_first(-scores if self.metric == "l2" else scores, rows, k)
 
     def save(self, file: str | os.PathLike) -> None:
-        """Writes the index, whole or not at all."""
+        """Writes the index to a file, atomically."""
         faiss = faiss_module()
         with atomic_file(file, "wb") as stream:
             faiss.write_index(self._index, faiss.PyCallbackIOWriter(stream.write))
@@ -208,15 +213,15 @@ class FaissIndex:
     def load(
         cls, file: str | os.PathLike, *, dim: int | None = None, count: int | None = None
     ) -> "FaissIndex":
-        """Reads what `save` wrote.
+        """Reads an index that `save` has written.
 
         Args:
-          file: of `save`.
-          dim: that the index must have; None: any.
-          count: of rows that the index must have; None: any.
+          file: the file.
+          dim: dimension that the index must have; None: any.
+          count: number of rows that the index must have; None: any.
 
         Raises:
-          InputError: if the file is no such index, or one of another size.
+          InputError: the file is not such an index, or the index has another size.
         """
         faiss = faiss_module()
         try:
@@ -233,18 +238,19 @@ class FaissIndex:
 
 
 class RefinedIndex:
-    """The candidates of an approximate index, scored exactly (as FAISS's IndexRefine).
+    """An approximate index whose candidates are scored exactly, like FAISS's IndexRefine.
 
-    Rows and scores are those of exact search, except for rows that are no candidates.
+    Rows and scores are those of exact search, except that rows which are not candidates are
+    missing.
     """
 
     def __init__(self, index: FaissIndex, vectors: np.ndarray, refine_factor: int = REFINE_FACTOR):
-        """Takes an index and its vectors.
+        """Combines an index with its vectors.
 
         Args:
-          index: that proposes the candidates.
-          vectors: [N, D], the rows of the index; a memory map is read where candidates lie.
-          refine_factor: candidates for each row of the result.
+          index: index that proposes the candidates.
+          vectors: [N, D], the rows of the index. Only the candidates of a memory map are read.
+          refine_factor: number of candidates for each row of the result.
         """
         check_vectors(vectors, index.dim)
         check_integer("refine_factor", refine_factor, 1)
@@ -272,19 +278,19 @@ class RefinedIndex:
 
 
 def _best_first(scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the k best of candidates [Q, C], equal scores by row; rows of -1 are padding."""
+    """Returns the k best of candidates [Q, C], equal scores in the order of rows; -1 is padding."""
     scores = np.where(rows < 0, -np.inf, scores).astype(np.float32)
     order = np.lexsort((rows, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
 
 
 def default_lists(num_rows: int) -> int:
-    """Returns about the square root of N, with at least 39 rows a list, as FAISS asks for."""
+    """Returns about the square root of N, with at least 39 rows in a list, FAISS's minimum."""
     return max(min(2 ** round(math.log2(num_rows) / 2), num_rows // 39), 1)
 
 
 def faiss_module() -> Any:
-    """Imports FAISS; raises an InputError where it is missing."""
+    """Imports FAISS; raises an InputError if it is not installed."""
     try:
         import faiss
     except ImportError as error:
@@ -308,11 +314,11 @@ def _inverted_lists(
 
 
 def recall(index: Any, exact: Any, queries: np.ndarray, k: int) -> float:
-    """Returns the mean share of the k rows of `exact` that `index` returns as well.
+    """Returns the mean share of the k rows of `exact` that `index` returns, too (recall@k).
 
     Args:
       index: an object with `search(queries, k)`.
-      exact: likewise; rows of -1 do not count.
+      exact: the reference, with the same method; its rows of -1 do not count.
       queries: [Q, D], at least one.
       k: rows for each query.
     """

@@ -1,23 +1,26 @@
-"""kNN-LM: the next tokens of similar contexts, mixed with those that a language model predicts.
+"""kNN-LM: mixes the prediction of a language model with the next tokens of similar contexts.
 
 build_tokens(TokenConfig(data=TextConfig(path="text"), model=ModelSection(path=...), out="store"))
 knn = KnnLM(lm, TokenStore("store"), weight=0.25)
 knn.nll(tokens)
 
 Khandelwal et al. 2020 (arXiv 1911.00172): a datastore has a key and a value for each token of a
-text. The value is the token, the key what the last layer's feed-forward reads, after its norm, at
-the token before (the choice of their section 5). With q the same of the text so far,
+text. The value is the token. The key is the input of the last layer's feed-forward, after its norm,
+at the token before (the choice of their section 5). The query q is the same input at the last token
+of the text so far:
 
     p_knn(y) ~ sum of exp(-|q - key|^2 / temperature) over the k nearest keys whose value is y
     p = weight p_knn + (1 - weight) p_lm
+
+The folder of a datastore:
 
     index.json  the model, the number of tokens, the settings of the build, checksums
     keys.bin    float16 or float32 [tokens, D]
     values.bin  uint32 [tokens]
     keys.faiss  an approximate index of the keys, if one was built
 
-While a datastore is built, `progress.json` counts the windows and tokens that the files hold; the
-same command goes on there after a kill.
+During a build, `progress.json` counts the windows and tokens in the files. After a kill, the same
+command resumes from there.
 """
 
 import dataclasses
@@ -63,10 +66,10 @@ DTYPES = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 INDICES = ("ivf", "ivf_pq")
 _INDEX, _PLAN, _PROGRESS = "index.json", "plan.json", "progress.json"
 _KEYS, _VALUES, _FAISS = "keys.bin", "values.bin", "keys.faiss"
-_CODE_BYTES = 64  # of a key under ivf_pq, as in the paper
-_LISTS = 4096  # most lists of an approximate index, as in the paper
-_PROBES = 32  # of them that a search visits, as in the paper
-_QUERIES = 4096  # that are searched at once: k of them take 12 bytes each
+_CODE_BYTES = 64  # bytes of a key's code with ivf_pq, as in the paper
+_LISTS = 4096  # maximum number of lists of an approximate index, as in the paper
+_PROBES = 32  # lists that a search visits, as in the paper
+_QUERIES = 4096  # queries of one search; each takes 12 k bytes for its scores and rows
 
 
 # The datastore
@@ -77,20 +80,20 @@ class TokenConfig:
     """Settings of `python -m lcjax.retrieval build-tokens`."""
 
     data: TextConfig = dataclasses.field(default_factory=TextConfig)  # text of the tokens
-    model: ModelSection = dataclasses.field(default_factory=ModelSection)  # that reads it
-    mesh: Mesh | None = None  # devices that read; null: one device
-    window: int = 1024  # tokens that are read at once
-    overlap: int = 512  # of them, the ones of the window before: context of the others
-    batch_size: int = 4  # windows at a time
-    max_tokens: int | None = None  # the first ones; null: all
-    dtype: str = "float16"  # of the keys: float16 or float32
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)  # gives the keys
+    mesh: Mesh | None = None  # devices of the model; null: one device
+    window: int = 1024  # tokens that the model reads at once
+    overlap: int = 512  # first tokens of a window, from the window before: only context
+    batch_size: int = 4  # windows of a batch
+    max_tokens: int | None = None  # number of tokens to store, from the beginning; null: all
+    dtype: str = "float16"  # dtype of the keys: float16 or float32
     faiss: str | None = None  # an approximate index: ivf or ivf_pq; null: exact search only
     out: str = ""  # folder to write
 
     def __post_init__(self):
         check_one_of("dtype", self.dtype, DTYPES)
         check_integer("window", self.window, 2)
-        check_integer("overlap", self.overlap, 1)  # else no window predicts its first token
+        check_integer("overlap", self.overlap, 1)  # a window cannot predict its first token
         check_integers("", self, 1, "batch_size", "max_tokens")
         if self.overlap >= self.window - 1:
             raise InputError(
@@ -105,14 +108,15 @@ class TokenConfig:
 
 
 def model_fingerprint(lm: LanguageModel) -> str:
-    """Returns what keys depend on, as a digest: weights, tokenizer, positions and pattern.
+    """Returns a digest of everything that determines keys.
 
-    And the length of the model, where it changes the rotation.
+    These are the weights, the tokenizer, the positions, the RoPE method and the pattern, and the
+    length of the model if it changes the rotation.
     """
     config = lm.config
     values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
     values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
-    # The length stands for the rotation, whose last bits may differ between devices.
+    # The length replaces the rotation, whose last bits may differ between devices.
     follows = lm.follows_length and lm.length is not None
     if follows and not lm.rotation(lm.length).equals(config.rotation(1, lm.params.get("rope"))):
         values.append(lm.length)
@@ -120,17 +124,17 @@ def model_fingerprint(lm: LanguageModel) -> str:
 
 
 def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dict[str, Any]:
-    """Writes a datastore of tokens, or goes on with one.
+    """Writes a datastore of tokens, or resumes an incomplete one.
 
     Args:
       config: settings.
-      lm: in place of the model that `config.model` names.
+      lm: model to use instead of that of `config.model`.
 
     Returns:
       The content of `index.json`.
 
     Raises:
-      InputError: the folder belongs to other text, settings or another model, the text has no
+      InputError: the folder was built from other text, settings or another model, the text has no
         token to predict, or a source cannot be read.
     """
     check_path("out", config.out)
@@ -139,9 +143,9 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
     lm = LanguageModel.load(config.model, mesh=config.mesh) if lm is None else lm
     lm.config.check_length(config.window)
     if config.faiss is not None:
-        faiss_module()  # a missing extra is found before the text is read
+        faiss_module()  # raises the error of a missing package before the text is read
     for source in config.data.resolved_sources():
-        if isinstance(source, TeacherSource):  # by its path
+        if isinstance(source, TeacherSource):  # found only by resolving `data.path`
             raise InputError(f"data.path={source.path}: teacher rows are no documents")
     corpora = open_split(config.data, "train", lm.tokenizer)
     names = ("window", "overlap", "max_tokens", "dtype", "faiss")
@@ -190,8 +194,8 @@ def _model_name(config: TokenConfig, lm: LanguageModel) -> str:
 def _windows(
     config: TokenConfig, lm: LanguageModel, corpora: Sequence[Any]
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields (token ids, place of the first one that is a value) of all windows."""
-    rest = config.max_tokens
+    """Yields (token ids, index of the first one that is a value) of all windows."""
+    remaining = config.max_tokens
     for corpus in corpora:
         for name, value in corpus:
             if not isinstance(ids := value, np.ndarray):
@@ -202,18 +206,18 @@ def _windows(
                 window, first = ids[start : start + config.window], config.overlap if start else 1
                 if len(window) <= first:
                     break
-                if rest is not None:
-                    window = window[: first + rest]
-                    rest -= len(window) - first
+                if remaining is not None:
+                    window = window[: first + remaining]
+                    remaining -= len(window) - first
                 yield window, first
-                if rest == 0:
+                if remaining == 0:
                     return
 
 
 def _write_tokens(
     config: TokenConfig, folder: Path, lm: LanguageModel, windows: Iterator[tuple[np.ndarray, int]]
 ) -> int:
-    """Appends keys and values of the windows that are missing; returns the number of tokens."""
+    """Appends the keys and values of the missing windows; returns the number of all tokens."""
     dtype, width = DTYPES[config.dtype], lm.config.width
     progress = read_json(folder / _PROGRESS, {"windows": 0, "tokens": 0})
     num_windows, num_tokens = progress["windows"], progress["tokens"]
@@ -228,7 +232,7 @@ def _write_tokens(
                     f"{file.name} is shorter than {_PROGRESS} says: delete out={config.out}, and"
                     " build it again"
                 )
-            file.truncate(num_tokens * size)  # what a killed build wrote after its last count
+            file.truncate(num_tokens * size)  # drops what a killed build wrote after its last count
         for _ in range(num_windows):
             next(windows)
         while batch := [pair for _, pair in zip(range(config.batch_size), windows)]:
@@ -251,7 +255,7 @@ def _write_tokens(
 def _read_batch(
     lm: LanguageModel, batch: Sequence[tuple[np.ndarray, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns keys float32 [n, D] and values uint32 [n] of windows."""
+    """Returns the keys float32 [n, D] and values uint32 [n] of a batch of windows."""
     lengths = np.array([len(window) for window, _ in batch])
     tokens = np.zeros((len(batch), lengths.max()), np.int32)
     for row, (window, _) in zip(tokens, batch, strict=True):
@@ -264,7 +268,7 @@ def _read_batch(
 
 
 def _keys(states, projection, targets):
-    """A `score` of `LanguageModel.score`: the keys, without logits."""
+    """Returns the keys; a score function for `LanguageModel.score` that computes no logits."""
     del projection, targets
     return states.ffn_input.astype(jnp.float32)
 
@@ -277,8 +281,8 @@ class TokenStore:
     """A datastore of tokens that `build_tokens` wrote, mapped into memory.
 
     Attributes:
-      keys: [n, D].
-      values: uint32 [n].
+      keys: float16 or float32 [n, D].
+      values: uint32 [n], token ids.
       index: the content of `index.json`.
     """
 
@@ -286,7 +290,7 @@ class TokenStore:
         """Opens a folder.
 
         Raises:
-          InputError: it is no datastore of tokens, incomplete, or damaged.
+          InputError: the folder is not a datastore of tokens, is incomplete, or is damaged.
         """
         self.folder = local_path("datastore", folder, WHY_MAPPED).expanduser()
         way_out = "build one with python -m lcjax.retrieval build-tokens"
@@ -306,12 +310,12 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """What searches depend on, as a digest: keys, values and the approximate index."""
+        """Digest of everything that searches depend on: keys, values and approximate index."""
         content = json.dumps(self.index["sha256"], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def check_model(self, lm: LanguageModel) -> None:
-        """Raises an InputError unless the keys are those of `lm`."""
+        """Raises an InputError unless `lm` would compute the same keys (`model_fingerprint`)."""
         fingerprint = model_fingerprint(lm)
         if fingerprint != self.index["fingerprint"]:
             raise InputError(
@@ -328,7 +332,7 @@ class TokenStore:
             )
 
     def check_files(self) -> int:
-        """Compares the SHA-256 sums of all files; returns their number."""
+        """Compares the SHA-256 sums of all files with `index.json`; returns their number."""
         for name, expected in self.index["sha256"].items():
             file = self.folder / name
             if not file.is_file() or sha256(file) != expected:
@@ -338,7 +342,7 @@ class TokenStore:
     def open_index(
         self, kind: str = "exact", mesh: jax.sharding.Mesh | None = None
     ) -> ExactIndex | RefinedIndex:
-        """Opens the search: "exact", or the approximate index that was built."""
+        """Opens an index of the keys: "exact", or the approximate index that was built."""
         check_one_of("index", kind, ("exact", *INDICES))
         if kind == "exact":
             return ExactIndex(self.keys, metric="l2", mesh=mesh)
@@ -348,7 +352,7 @@ class TokenStore:
                 f" --faiss={kind}, or search with index=exact"
             )
         faiss = FaissIndex.load(self.folder / _FAISS, dim=self.index["dim"], count=len(self))
-        # As many candidates as neighbours, as in the paper: the last of 1,024 hardly count.
+        # As many candidates as neighbours, as in the paper: the last of 1,024 have little weight.
         return RefinedIndex(faiss, self.keys, 1)
 
 
@@ -367,8 +371,9 @@ def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
     dim = keys.shape[1]
     most = max(min(_CODE_BYTES, dim // 4), 1)
     m = max(part for part in range(1, most + 1) if dim % part == 0) if kind == "ivf_pq" else None
-    # More lists would leave a search a smaller share of the keys than in the paper. And of few keys
-    # the root: with lists of 39, FAISS's least, a search would visit hardly more than k.
+    # With more lists a search would visit a smaller share of the keys than in the paper. For few
+    # keys it is the square root: with lists of 39 keys, FAISS's minimum, a search would visit
+    # hardly more than k keys.
     nlist = min(_LISTS, default_lists(len(keys)))
     return FaissIndex.build(keys, kind=kind, metric="l2", nlist=nlist, nprobe=_PROBES, m=m)
 
@@ -378,17 +383,17 @@ def _build_faiss(keys: np.ndarray, kind: str) -> FaissIndex:
 
 @dataclasses.dataclass(frozen=True)
 class KnnLM(WrappedScorer):
-    """A language model that also predicts the tokens after similar contexts in a datastore.
+    """A language model mixed with the tokens that follow similar contexts in a datastore.
 
-    With weight 0 it is `lm`, bit by bit.
+    With weight 0 its results equal those of `lm` bit for bit.
     """
 
     lm: LanguageModel
     store: TokenStore
-    k: int = 1024  # nearest keys
-    weight: float = 0.25  # of their tokens: lambda of the paper
-    temperature: float = 1.0  # squared distances are divided by it
-    index: str = "exact"  # or the approximate index of the datastore: ivf or ivf_pq
+    k: int = 1024  # number of nearest keys
+    weight: float = 0.25  # probability mass of their tokens: lambda of the paper
+    temperature: float = 1.0  # divides squared distances
+    index: str = "exact"  # exact, or the approximate index of the datastore: ivf or ivf_pq
 
     def __post_init__(self):
         check_settings("", self)
@@ -397,7 +402,7 @@ class KnnLM(WrappedScorer):
                 f"k={self.k} must be at most {len(self.store)}, the tokens of {self.store.folder}"
             )
         self.store.check_model(self.lm)
-        self._search  # noqa: B018 -- opened here, so that errors come at once
+        self._search  # noqa: B018 -- opened here, so that errors are raised early
 
     @functools.cached_property
     def _search(self) -> ExactIndex | RefinedIndex:
@@ -406,12 +411,12 @@ class KnnLM(WrappedScorer):
     def neighbours(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns log weights float64 [Q, k] and tokens int64 [Q, k] of the nearest keys.
 
-        Weights sum to 1 for each of `queries` float32 [Q, D]. Where an approximate index returns
-        fewer than k keys, the weight of the others is 0.
+        The weights of each of the `queries` float32 [Q, D] sum to 1. If an approximate index
+        returns fewer than k keys, the missing ones have weight 0.
         """
         scores, rows = self._search.search(queries, self.k)
         logits = scores.astype(np.float64) / self.temperature
-        # Without a single key every token has probability 0.
+        # The limits by min and tiny give every token probability 0 if a query has no key at all.
         top = np.maximum(logits.max(1, keepdims=True), np.finfo(np.float64).min)
         total = np.exp(logits - top).sum(1, keepdims=True)
         with np.errstate(divide="ignore"):
@@ -426,7 +431,10 @@ class KnnLM(WrappedScorer):
         lengths: np.ndarray | None = None,
         **options: Any,
     ) -> np.ndarray:
-        """As `LanguageModel.nll`; infinite where weight is 1 and no neighbour has the token."""
+        """Returns -log p as `LanguageModel.nll` does.
+
+        It is infinite if the weight is 1 and no neighbour has the token.
+        """
         if not self.weight:
             return self.lm.nll(tokens, first=first, lengths=lengths, **options)
         options |= {"first": first, "lengths": lengths, "with_ffn_input": True}
@@ -444,7 +452,7 @@ class KnnLM(WrappedScorer):
         return nll
 
     def _mixed(self, log_knn: np.ndarray, log_lm: np.ndarray) -> np.ndarray:
-        """log (weight p_knn + (1 - weight) p_lm)."""
+        """Returns log (weight p_knn + (1 - weight) p_lm)."""
         with np.errstate(divide="ignore"):
             log_weight, log_rest = np.log(self.weight), np.log1p(-self.weight)
         return np.logaddexp(log_knn + log_weight, log_lm + log_rest)
@@ -472,7 +480,7 @@ class KnnLM(WrappedScorer):
         sampling: Sampling = Sampling(),
         **options: Any,
     ) -> list[GeneratedText]:
-        """As `LanguageModel.generate`: the datastore is searched for every token."""
+        """Generates text like `LanguageModel.generate`, with a search for every token."""
         if not self.weight:
             return self.lm.generate(prompts, sampling, **options)
         return join_pieces(self.stream(prompts, sampling, **options), len(prompts))
@@ -483,14 +491,14 @@ class KnnLM(WrappedScorer):
         sampling: Sampling = Sampling(),
         **options: Any,
     ) -> Iterator[Piece]:
-        """Yields the text of `generate` piece by piece."""
+        """Yields the text of `generate` piece by piece, as `LanguageModel.stream` does."""
         mixture = _KnnMixture(len(prompts), knn=self) if self.weight else None
         return self.lm.stream(prompts, sampling, mixture=mixture, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnnMixture(Mixture):
-    """Every prompt is one text, whose next token is that of a `KnnLM`."""
+    """A mixture in which every prompt is one text, with the next-token distribution of `knn`."""
 
     needs_ffn_input: ClassVar[bool] = True
 
@@ -500,7 +508,7 @@ class _KnnMixture(Mixture):
         return self
 
     def logits(self, logits: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """log p [B, V] for logits [B, V] and the inputs of the last feed-forward [B, D]."""
+        """Returns log p [B, V] for logits [B, V] and inputs [B, D] of the last feed-forward."""
         logits, queries = (distributed.gather(x) for x in logits)
         return jnp.asarray(self.knn.next_log_probs(logits, queries.astype(np.float32)))
 

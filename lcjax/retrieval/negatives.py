@@ -1,8 +1,8 @@
-"""`python -m lcjax.retrieval negatives`: pairs for the training of an encoder from questions.
+"""`python -m lcjax.retrieval negatives`: makes training pairs of an encoder from questions.
 
-A search ranks passages for each question. The best one with the answer becomes the positive, and
-the best ones without it the hard negatives, as in DPR (Karpukhin et al. 2020, arXiv 2004.04906,
-sec. 3.2), whose negatives come from BM25.
+A search ranks passages for each question. The best passage with the answer becomes the positive,
+and the best passages without it become the hard negatives, as in DPR (Karpukhin et al. 2020, arXiv
+2004.04906, sec. 3.2), whose negatives come from BM25.
 
     has_answer("... in Nîmes.", ["Nimes", "Nîmes"])        # True
 """
@@ -32,11 +32,11 @@ class _Question(NamedTuple):
 
 
 class MinedPairs(NamedTuple):
-    """What `mine` wrote, and why questions were left out."""
+    """Numbers of pairs that `mine` wrote, and of questions that it left out by reason."""
 
     num_pairs: int
-    num_without_answer: int  # no passage has the answer
-    num_without_negatives: int  # too few passages lack it
+    num_without_answer: int  # questions whose answer is in no passage of the search
+    num_without_negatives: int  # questions with too few passages that lack the answer
 
     def __str__(self) -> str:
         return (
@@ -52,11 +52,11 @@ def mine(
     """Writes a file of records {query, positive, negatives} for `retriever.pairs`.
 
     Args:
-      questions: lines of JSON with `question` and `answer` (a text or a list; also `answers`).
-      retriever: ranks the passages.
-      out: the file, which must not exist.
-      k: passages that are searched for each question.
-      count: hard negatives of each question.
+      questions: file of JSON lines with `question` and `answer` (a text or a list; also `answers`).
+      retriever: retriever that ranks the passages.
+      out: the file to write, which must not exist.
+      k: number of passages of the search for each question.
+      count: number of hard negatives of each question.
 
     Raises:
       InputError: a line has no question or answer, `out` exists, or no question gives a pair.
@@ -88,7 +88,7 @@ def mine(
 def _pair(
     question: _Question, hits: Sequence[Hit], count: int
 ) -> tuple[int, dict[str, Any] | None]:
-    """Returns the field of `MinedPairs` that counts the question, and its record."""
+    """Returns the index of the field of `MinedPairs` that counts the question, and its record."""
     groups: dict[bool, list[dict[str, str]]] = {True: [], False: []}
     for hit in hits:
         passage = {"title": hit.passage.title, "text": hit.passage.text}
@@ -127,25 +127,26 @@ def _read(path: Path) -> Iterator[_Question]:
 
 
 def has_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether `text` contains one of `answers` as whole words, after DPR's normalisation.
+    """Returns whether `text` contains one of `answers` as whole words, after DPR's normalisation.
 
-    Both are decomposed (NFD), split into runs of letters, numbers and marks and into other single
-    characters, and put in lower case (`SimpleTokenizer`, arXiv 2004.04906). So "cat" is not in
-    "category", and "Nîmes" is another word than "Nimes". An answer without a word is in no text.
+    Text and answers are decomposed (NFD), split into words, and put in lower case. A word is a run
+    of letters, numbers and marks, or another single character (`SimpleTokenizer`, arXiv
+    2004.04906). So "cat" is not in "category", and "Nîmes" is another word than "Nimes". An answer
+    without a word is in no text.
     """
     words = _words(text)
     return any(_words(answer).strip() and _words(answer) in words for answer in answers)
 
 
 def _words(text: str) -> str:
-    """The words of a text, each between blanks."""
+    """Returns the words of a text, each between blanks."""
     words = _word_pattern().findall(unicodedata.normalize("NFD", text))
     return f" {' '.join(words).lower()} "
 
 
 @functools.cache
 def _word_pattern() -> re.Pattern[str]:
-    r"""DPR's `[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]`, whose classes Python's `re` does not know."""
+    r"""Compiles DPR's `[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]`; Python's `re` lacks these classes."""
     edges: dict[str, list[str]] = {"word": [], "blank": []}
     last = ""
     for code in range(sys.maxunicode + 1):

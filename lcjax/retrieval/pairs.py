@@ -1,4 +1,4 @@
-"""Scores of a query and a passage that are read together, to rank few passages again."""
+"""Re-rankers: models that score a query and a passage together, to rank few passages again."""
 
 import abc
 import copy
@@ -32,7 +32,7 @@ from lcjax.retrieval.token_batches import (
 
 
 class _PairScorer(abc.ABC):
-    """Scores passages for a query, or each for a query of its own."""
+    """Scores passages for one query, or pairs of a query and a passage."""
 
     name: str
     _limit: LengthLimit
@@ -41,7 +41,7 @@ class _PairScorer(abc.ABC):
         """Returns float32 scores [n] of passages; larger is better.
 
         Args:
-          query: one for all passages, or a list with one for each.
+          query: one query for all passages, or a list with a query for each passage.
           passages: the texts.
         """
         passages = check_texts("passages", passages)
@@ -57,13 +57,13 @@ class _PairScorer(abc.ABC):
 
 
 class CrossEncoder(_PairScorer):
-    """Reads query and passage together: a linear layer over [CLS] of [CLS] q [SEP] d [SEP].
+    """A cross-encoder: a linear layer over the [CLS] state of [CLS] query [SEP] passage [SEP].
 
-    The score is the logit; sentence-transformers may show its sigmoid, which has the same order.
+    The score is the logit. sentence-transformers may return its sigmoid, which has the same order.
     """
 
     def __init__(self, bert: LoadedBert, batching: Batching, limit: LengthLimit):
-        """Use `load`; this takes its parts."""
+        """Combines loaded parts; use `load` to open a checkpoint."""
         self._bert, self._batching, self._limit = bert, batching, limit
         self.name, self.max_tokens = limit.name, limit.max_tokens
         self.fingerprint = bert.fingerprint(kind="cross", max=limit.max_tokens)
@@ -82,7 +82,7 @@ class CrossEncoder(_PairScorer):
     ) -> "CrossEncoder":
         """Opens a folder of `BertForSequenceClassification` with one label.
 
-        Arguments are those of `BertEncoder.load`; `max_tokens` counts both texts.
+        The arguments are those of `BertEncoder.load`; `max_tokens` counts both texts.
         """
         mesh = device_mesh(mesh)
         path = resolve_encoder(folder, allow_pickle=allow_pickle)
@@ -112,8 +112,9 @@ class LateInteraction(_PairScorer):
     """ColBERT (Khattab & Zaharia 2020, arXiv 2004.12832): a unit vector for each token.
 
     The score is the sum over query tokens of the largest product with a token of the passage.
-    Queries are filled with [MASK] up to `query_tokens`; these see the query and are not seen by it.
-    Vectors of a passage's punctuation are dropped.
+    Queries are padded with [MASK] to `query_tokens`. The masks attend to the query, and the query
+    does not attend to them unless the checkpoint has `attend_to_mask_tokens`. Vectors of a
+    passage's punctuation are dropped, unless the checkpoint has `mask_punctuation: false`.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LateInteraction(_PairScorer):
         on_long: str,
         batch_tokens: int | None,
     ):
-        """Use `load`; this takes its parts."""
+        """Combines loaded parts; use `load` to open a checkpoint."""
         self._bert, self._markers, self._attend_to_masks = bert, markers, attend_to_masks
         self.name, self.query_tokens, self.max_tokens = name, query_tokens, max_tokens
         self.dim = bert.head_params["kernel"].shape[1]
@@ -163,8 +164,8 @@ class LateInteraction(_PairScorer):
 
         Args:
           folder: a path or hub id.
-          query_tokens: tokens of a query, [MASK] included; None: as the folder says, else 32.
-          max_tokens: of a passage; None: as the folder says, else 220.
+          query_tokens: tokens of a query, [MASK] included; None: the setting of the folder, or 32.
+          max_tokens: tokens of a passage; None: the setting of the folder, or 220.
           on_long, dtype, mesh, batch_tokens, allow_pickle: as in `BertEncoder.load`.
         """
         mesh = device_mesh(mesh)
@@ -205,7 +206,7 @@ class LateInteraction(_PairScorer):
         )
 
     def encode_queries(self, texts: Sequence[str]) -> Float[np.ndarray, "n T E"]:
-        """Returns the token vectors of queries, float32 [n, query_tokens, dim]."""
+        """Returns float32 token vectors [n, query_tokens, dim] of queries."""
         texts = check_texts("texts", texts)
         out = np.empty((len(texts), self.query_tokens, self.dim), np.float32)
         limit, tokenizer = copy.copy(self._limits[0]), self._bert.folder.tokenizer
@@ -226,7 +227,7 @@ class LateInteraction(_PairScorer):
         return TokenRow([*row.tokens, *masks], visible)
 
     def encode_passages(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token vectors of passages, float32 [tokens, dim] each."""
+        """Returns float32 token vectors [tokens, dim] of each passage, without punctuation."""
         texts = check_texts("texts", texts)
         out: list[Any] = [None] * len(texts)
         limit, tokenizer = copy.copy(self._limits[1]), self._bert.folder.tokenizer
@@ -234,9 +235,9 @@ class LateInteraction(_PairScorer):
 
         def rows(part: slice) -> list[TokenRow]:
             ids = tokenizer.encode(list(texts[part]))
-            some = [text_row(tokenizer, limit.cut(x, 3), self._markers[1]) for x in ids]
-            tokens.extend(row.tokens for row in some)
-            return some
+            token_rows = [text_row(tokenizer, limit.cut(x, 3), self._markers[1]) for x in ids]
+            tokens.extend(row.tokens for row in token_rows)
+            return token_rows
 
         self._batchings[1].run(self._bert.apply, rows, out)
         limit.warn()

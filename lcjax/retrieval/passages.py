@@ -1,7 +1,7 @@
-"""Documents and the passages that they are cut into.
+"""Documents, and the rules that cut them into passages.
 
-A passage is a part of one document: some tokens, words, or whole sentences. It keeps the place that
-it comes from, so the same text and settings give the same passages with the same ids.
+A passage is a part of one document: some tokens, words, or whole sentences. Its id consists of the
+name of its document and its place there, so the same text and settings give the same ids.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.generation.retrieval_reader import join_title
 
 UNITS = ("tokens", "words", "sentences")
-# Scripts without spaces between words: every character counts as a word.
+# Characters of scripts without spaces between words: each one counts as a word.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-# Up to 64 characters, so that data without spaces, such as base64, makes no endless word.
+# At most 64 characters, so that data without spaces, such as base64, is not one huge word.
 _WORD = re.compile(rf"[{_CHARACTERS}]|[^\s{_CHARACTERS}]{{1,64}}")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*$|[。！？]$")
 _BLANK_LINE = re.compile(r"\n\s*\n")
@@ -34,7 +34,7 @@ _BLANK_LINE = re.compile(r"\n\s*\n")
 class Document:
     """A text to be cut into passages."""
 
-    name: str  # its place in the source, such as a path or `file.jsonl:3`
+    name: str  # place in the source, such as a path or `file.jsonl:3`
     text: str
     title: str = ""
     source: str = ""
@@ -46,10 +46,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A part of a document.
-
-    `start` and `end` are characters of the document's text.
-    """
+    """A part of a document: the characters `start` to `end` of its text."""
 
     id: str
     text: str
@@ -61,21 +58,21 @@ class Passage:
 
     @property
     def full_text(self) -> str:
-        """The title and the text, as words are searched."""
+        """The title and the text, joined as for sparse search."""
         return join_title(self.title, self.text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """How documents are cut into passages."""
+    """Rules that cut documents into passages."""
 
-    unit: str = "words"  # tokens, words, or sentences: as many whole ones as fit
-    size: int = 100  # of a passage: tokens, or words (also of whole sentences)
-    # Tokens, words (or words of whole sentences) at the end of a passage that the next repeats
+    unit: str = "words"  # tokens, words, or sentences (as many whole sentences as fit)
+    size: int = 100  # size of a passage in tokens, or in words with unit words or sentences
+    # Tokens or words that a passage repeats from the one before (with unit sentences at most)
     overlap: int = 0
-    tokenizer: str = ""  # with unit tokens: as model.path; also decodes sources of type tokens
-    # Field of a record that holds its title; empty: none. The title of a file that is one document
-    # is its name
+    tokenizer: str = ""  # as model.path; for unit tokens, and to decode sources of type tokens
+    # Field of a record that holds its title; empty: none. A file that is one document has its name
+    # as the title
     title_field: str = ""
 
     def __post_init__(self):
@@ -90,7 +87,7 @@ class Chunking:
             raise InputError("chunking.tokenizer is empty, and chunking.unit=tokens needs one")
 
     def passages(self, document: Document) -> Iterator[Passage]:
-        """Yields the passages of a document in order; none of a document without text."""
+        """Yields the passages of a document in order; a document without text has none."""
         text = document.text
         spans = np.array(self._spans(text), np.int64).reshape(-1, 2)
         for first, last in self._ranges(text, spans):
@@ -107,13 +104,13 @@ class Chunking:
                 )
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns the characters (start, end) of all tokens or words."""
+        """Returns the character ranges (start, end) of all tokens or words."""
         if self.unit == "tokens":
             return tokenizer(self.tokenizer).spans(text)
         return [match.span() for match in _WORD.finditer(text)]
 
     def _ranges(self, text: str, spans: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yields (first, last + 1) of the tokens or words of every passage."""
+        """Yields the range (first, last + 1) of the tokens or words of every passage."""
         if self.unit == "sentences":
             yield from self._sentence_ranges(sentence_starts(text, spans))
             return
@@ -124,8 +121,11 @@ class Chunking:
                 return
 
     def _sentence_ranges(self, starts: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Packs sentences; `starts` int [sentences + 1] are their first words, and the end."""
-        pieces = [0]  # ends of sentences, and of parts of those that are too long
+        """Yields the range of the words of every passage of whole sentences.
+
+        `starts` int [sentences + 1] holds the first word of each sentence, and the word count.
+        """
+        pieces = [0]  # ends of sentences, and of the parts of sentences longer than `size`
         for start, end in zip(starts[:-1], starts[1:]):
             pieces += [*range(start + self.size, end, self.size), int(end)]
         first = 0
@@ -143,14 +143,14 @@ class Chunking:
 
 
 def sentence_starts(text: str, words: np.ndarray) -> np.ndarray:
-    """Finds the first word of every sentence.
+    """Returns the index of the first word of every sentence.
 
     A sentence ends at a full stop, question mark or exclamation mark before a word that does not
     begin with a lower-case letter, and at a blank line.
 
     Args:
       text: the text.
-      words: int [n, 2], characters (start, end) of its words.
+      words: int [n, 2], character ranges (start, end) of its words.
 
     Returns:
       int [sentences + 1], with `n` at the end; [0] for a text without words.
@@ -166,7 +166,7 @@ def sentence_starts(text: str, words: np.ndarray) -> np.ndarray:
 
 
 def sentences(text: str) -> list[str]:
-    """Returns the sentences of a text."""
+    """Splits a text into its sentences (see `sentence_starts`)."""
     words = np.array([match.span() for match in _WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts = sentence_starts(text, words)
     return [text[words[a, 0] : words[b - 1, 1]] for a, b in zip(starts[:-1], starts[1:])]
@@ -174,7 +174,7 @@ def sentences(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=2)
 def tokenizer(name: str) -> Any:
-    """Loads a tokenizer once in a process."""
+    """Loads a tokenizer, and caches it for the process."""
     try:
         return load_tokenizer(name)
     except InputError as error:
@@ -183,7 +183,7 @@ def tokenizer(name: str) -> Any:
 
 
 def open_files(source: Source, config: TextConfig, chunking: Chunking) -> SourceFiles:
-    """Opens a source, of which the titles of records are read as well."""
+    """Finds the files of a source; records are read with the field of their title."""
     files = source_files(source, config)
     if chunking.title_field and isinstance(files, RecordFiles):
         files.fields["chunking.title_field"] = chunking.title_field
@@ -191,7 +191,7 @@ def open_files(source: Source, config: TextConfig, chunking: Chunking) -> Source
 
 
 def read_document(files: SourceFiles, reader: Reader, index: int, chunking: Chunking) -> Document:
-    """Reads a record of a source as a document."""
+    """Reads one record of a source and returns it as a document."""
     name, value = files.document(reader, index).pair
     text = document_text(value, name, chunking.tokenizer)
     title = reader.title(index, chunking.title_field) if text.strip() else ""
@@ -199,7 +199,7 @@ def read_document(files: SourceFiles, reader: Reader, index: int, chunking: Chun
 
 
 def document_text(value: Any, name: str, tokenizer_name: str) -> str:
-    """Returns the text of a value of a source: a text, a conversation, or token ids."""
+    """Returns the text of a document's value: a text, a conversation, or token ids to decode."""
     if isinstance(value, str):
         return value
     if isinstance(value, PromptAnswer):

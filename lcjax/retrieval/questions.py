@@ -1,14 +1,14 @@
-"""`python -m lcjax.retrieval questions`: questions whose answers stand in a datastore.
+"""`python -m lcjax.retrieval questions`: makes questions with answers from a datastore.
 
-A kind of question is a regular expression with a group `answer`, and a sentence that quotes other
-groups:
+A kind of question is a regular expression with a group `answer`, and a sentence with places for
+other groups:
 
     {name: parts, pattern: '(?P<answer>\\w+) is a part of (?P<whole>\\w+)',
      question: "What is a part of {whole}?"}
 
-Every match within a passage is a question, and that passage is relevant to it. Questions with
-several answers are left out, and those that contain their answer. The same datastore, patterns and
-seed give the same questions.
+Every match within a passage makes a question, and that passage is relevant to it. Questions with
+several answers, and questions that contain their answer, are left out. The same datastore, patterns
+and seed give the same questions.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.passages import Passage
 from lcjax.storage import local_path
 
-_FIELDS = ("title", "stem")  # of a passage: the title of its document, and the file's name alone
+_FIELDS = ("title", "stem")  # of a passage: the title, and the file name without folder and suffix
 
 
 @dataclasses.dataclass(frozen=True)
 class QuestionKind:
-    """A kind of question."""
+    """A kind of question: a pattern of passages, and the text of the question."""
 
-    name: str = ""  # of its folder
+    name: str = ""  # name of the folder of its questions
     # Regular expression (of Python's re) with a group (?P<answer>...) and groups for the question
     pattern: str = ""
-    # Text with {groups} of the pattern, {title} of the document and {stem}, the file's name alone
+    # Text with {groups} of the pattern, {title} of the document, and {stem}, the bare file name
     question: str = ""
 
     def __post_init__(self):
@@ -74,7 +74,7 @@ class QuestionKind:
             )
 
     def matches(self, passage: Passage) -> list[tuple[str, str]]:
-        """Returns the (question, answer) of every match in a passage."""
+        """Returns the pair (question, answer) of every match in a passage."""
         fields = {"title": passage.title, "stem": Path(passage.document).stem}
         pairs = []
         for match in re.finditer(self.pattern, passage.text):
@@ -92,8 +92,8 @@ class QuestionsConfig:
     store: str = ""  # the datastore
     kinds: tuple[QuestionKind, ...] = ()
     count: int = 100  # questions of each kind
-    demonstrations: int = 20  # further ones, to draw demonstrations from
-    seed: int = 0  # of the choice of questions
+    demonstrations: int = 20  # further questions of each kind, for demonstrations in prompts
+    seed: int = 0  # seed of the choice of questions
     out: str = ""  # folder to write
 
     def __post_init__(self):
@@ -111,8 +111,9 @@ class QuestionsConfig:
 def write_questions(config: QuestionsConfig) -> list[Path]:
     """Writes `KIND/own/test.jsonl` and `KIND/own/train.jsonl`, which `open_qa` reads.
 
-    A line has the `question`, its `answer`, the ids of the `relevant` passages, and in `ctxs` the
-    first of them, which a model reads if no retriever is set.
+    A line has the fields `question`, `answer` (a list with one text), `relevant` (ids of the
+    relevant passages), and `ctxs` (title and text of the first one, which a model reads if no
+    retriever is set).
 
     Returns:
       The written files.

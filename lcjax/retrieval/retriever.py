@@ -1,10 +1,11 @@
-"""Retrievers: the passages of a datastore that fit a question best.
+"""Retrievers: search the passages of a datastore that fit a question best.
 
     retriever = Retriever.open("stores/plays", kind="hybrid")
     hits = retriever.search(["Who is Ophelia's brother?"], k=5)[0]
 
-Sparse search compares words, dense search compares vectors. Hybrid search adds both ranks up
-(reciprocal rank fusion, Cormack et al. 2009). Any of them can be ranked again by a slower model.
+Sparse search compares words, dense search compares vectors. Hybrid search sums the reciprocal ranks
+of both (reciprocal rank fusion, Cormack et al. 2009). A slower model (`Reranker`) can rank the best
+results of any search again.
 """
 
 import dataclasses
@@ -28,34 +29,35 @@ from lcjax.retrieval.sparse import SparseIndex, top_rows
 
 KINDS = ("sparse", "dense", "hybrid")
 _DROPPED = 0.2  # share of the words that the sanity test leaves out of a sentence
-_WORDS = (6, 40)  # words of the sentences that the sanity test takes
-_LEAST = 0.9  # verbatim sentences must be found at least as often
+_WORDS = (6, 40)  # least and most words of a sentence of the sanity test
+_LEAST = 0.9  # least rate at which the sanity test must find verbatim sentences
 
-# Scores float32 [q, k] and rows int64 [q, k] of queries, best first; row -1 where there are fewer
+# Maps (queries, k) to scores float32 [q, k] and rows int64 [q, k], best first. The row is -1 where
+# a query has fewer than k results.
 Search = Callable[[Sequence[str], int], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A passage that was found, and its score."""
+    """A passage that a search returned, with its score."""
 
     passage: Passage
     score: float
 
 
 class Reranker(Protocol):
-    """A model that reads a question together with passages."""
+    """A model that scores a question and a passage together."""
 
     def score(self, query: str, passages: Sequence[str]) -> np.ndarray:
-        """Returns float [passages]; higher is better."""
+        """Returns a float score [passages] of each passage; larger is better."""
         ...
 
 
 class Retriever:
-    """Finds passages of a datastore.
+    """Searches the passages of a datastore.
 
-    The datastore is searched as it was when the retriever was made: open it again after `append`
-    or `delete`.
+    A retriever searches the passages that the datastore had when the retriever was made. Open it
+    again after `append` or `delete`.
     """
 
     def __init__(
@@ -67,13 +69,13 @@ class Retriever:
         k_candidates: int = 100,
         rank_constant: float = 60.0,
     ):
-        """Combines searches; most callers use `open`.
+        """Combines one or several searches of a datastore. Most callers use `open`.
 
         Args:
-          store: holds the passages.
-          searches: one, or several whose ranks are added up.
-          rerank: scores the best candidates again.
-          k_candidates: passages of each search that are fused, or ranked again.
+          store: the datastore of the passages.
+          searches: one search, or several whose reciprocal ranks are summed.
+          rerank: model that scores the best candidates again.
+          k_candidates: number of passages of each search that are fused or ranked again.
           rank_constant: a passage of rank r, counted from 1, adds 1 / (rank_constant + r).
         """
         check_integer("k_candidates", k_candidates, 1)
@@ -103,25 +105,28 @@ class Retriever:
         """Opens a datastore for searching.
 
         Args:
-          folder: the datastore.
-          kind: sparse, dense or hybrid; None: hybrid if the datastore has words and vectors.
-          encoder: of the queries, or the path where it lies now; None: the one that made the
-            vectors.
-          index: of the vectors: exact, or one that was built: ivf, ivf_pq or hnsw.
-          rerank: scores the best candidates again, such as a `CrossEncoder`.
-          k_candidates: passages of each search that are fused, or ranked again.
-          rank_constant: of the fusion.
-          mesh: devices that share the vectors of an exact search, and the texts of the encoder;
+          folder: the datastore, or its folder.
+          kind: sparse, dense or hybrid. None: hybrid if the datastore has an index of words and
+            vectors, else the one that it has; `encoder` or an `index` that is not exact implies a
+            search of vectors.
+          encoder: encoder of the queries, or its path if it has moved; None: the encoder that made
+            the vectors.
+          index: search of the vectors: exact, or an index that was built: ivf, ivf_pq or hnsw.
+          rerank: model that scores the best candidates again, such as a `CrossEncoder`.
+          k_candidates: number of passages of each search that are fused or ranked again.
+          rank_constant: a passage of rank r, counted from 1, adds 1 / (rank_constant + r) to the
+            score of a hybrid search.
+          mesh: devices that share the vectors of an exact search and the texts of the encoder;
             None: one device.
 
         Raises:
-          InputError: the folder is no datastore, it has no such index, or its vectors were made by
-            another encoder.
+          InputError: the folder is not a datastore, has no such index, or has vectors of another
+            encoder.
         """
         store = folder if isinstance(folder, Datastore) else Datastore(folder)
         if kind is None:
             has_words, has_vectors = (store.index[key] for key in ("sparse", "encoders"))
-            # An encoder or an index of vectors is never left out without a word.
+            # A given encoder or index of vectors is never ignored silently.
             is_dense = has_vectors or encoder is not None or index != "exact"
             kind = "hybrid" if has_words and is_dense else "dense" if is_dense else "sparse"
         check_one_of("kind", kind, KINDS)
@@ -142,19 +147,20 @@ class Retriever:
         )
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Finds passages for each query.
+        """Returns the k best passages of each query.
 
         Args:
-          queries: questions.
-          k: number of passages for each.
+          queries: list of questions.
+          k: number of passages for each query.
 
         Returns:
-          Hits of each query, best first: at most k, and fewer where fewer fit. Scores are those of
-          the search (BM25, or the product of vectors), sums of 1 / (60 + rank) for hybrid search,
-          or those of the re-ranking.
+          The hits of each query, best first. A query has fewer than k hits if fewer passages match.
+          The score of a hit is that of the re-ranker if there is one. Otherwise it is that of the
+          search (BM25, or the product of vectors), or for hybrid search the sum of
+          1 / (rank_constant + rank).
 
         Raises:
-          InputError: an argument is of another type.
+          InputError: an argument has the wrong type.
         """
         check_integer("k", k, 1)
         queries = _check_queries(queries)
@@ -206,14 +212,14 @@ def _pairs(scores: np.ndarray, rows: np.ndarray) -> list[tuple[int, float]]:
 
 
 def fuse_ranks(lists: Iterable[np.ndarray], constant: float) -> list[tuple[int, float]]:
-    """Fuses ranked lists: the sum over the lists of 1 / (constant + rank).
+    """Fuses ranked lists: scores each row by the sum over the lists of 1 / (constant + rank).
 
     Args:
-      lists: rows of each list, best first; negative ones are padding.
-      constant: added to ranks, which count from 1.
+      lists: rows of each list, best first; negative rows are padding.
+      constant: number added to ranks, which count from 1.
 
     Returns:
-      (row, score), best first; equal scores by row.
+      Pairs (row, score), best first, and equal scores in the order of rows.
     """
     scores: dict[int, float] = {}
     for rows in lists:
@@ -231,7 +237,7 @@ def _sparse_search(store: Datastore) -> Search:
 def _dense_search(store: Datastore, encoder: Encoder, index: str, mesh: Mesh | None) -> Search:
     valid = store.valid
     if index == "exact":
-        vectors = store.vectors(encoder)  # refuses another encoder
+        vectors = store.vectors(encoder)  # raises an InputError for another encoder
         devices = None if mesh is None else make_mesh(mesh)
         exact = ExactIndex(vectors, valid=valid, mesh=devices)
         return lambda queries, k: exact.search(encoder.encode_queries(queries), k)
@@ -246,7 +252,7 @@ def _dense_search(store: Datastore, encoder: Encoder, index: str, mesh: Mesh | N
 def _search_valid(
     index: Any, queries: np.ndarray, k: int, valid: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Searches an index that cannot leave out rows; asks for more until k are valid."""
+    """Searches an index that cannot mask rows: doubles the results until k of them are valid."""
     if valid is None:
         return index.search(queries, k)
     num = k
@@ -254,7 +260,7 @@ def _search_valid(
         num = min(2 * num, len(valid))
         scores, rows = index.search(queries, num)
         is_valid = (rows >= 0) & valid[rows]
-        # An approximate index may find fewer than it is asked for.
+        # An approximate index may return fewer rows than requested.
         if num == len(valid) or (is_valid.sum(1) >= k).all():
             break
     order = np.argsort(~is_valid, axis=1, kind="stable")[:, :k]
@@ -265,9 +271,10 @@ def _search_valid(
 
 @dataclasses.dataclass(frozen=True)
 class SanityTest:
-    """How often sentences of the indexed passages lead to their passages.
+    """Rates at which a search with a sentence of a passage returns that passage.
 
-    `rates` maps verbatim, dropped words and swapped words to hit@1, hit@10 and MRR (of ten hits).
+    `rates` maps the variants of the sentences (verbatim, dropped words, swapped words) to hit@1,
+    hit@10 and MRR (of ten hits).
     """
 
     num_sentences: int
@@ -278,7 +285,7 @@ class SanityTest:
         return all(rate >= _LEAST for rate in self.rates["verbatim"].values())
 
     def table(self) -> str:
-        """Returns the rates as Markdown."""
+        """Returns the rates as a Markdown table."""
         names = list(self.rates["verbatim"])
         lines = [f"| {self.num_sentences} sentences | {' | '.join(names)} |"]
         lines.append("|---|" + "---:|" * len(names))
@@ -288,15 +295,17 @@ class SanityTest:
 
 
 def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
-    """Searches sentences of the passages: verbatim, with words left out, and with words swapped.
+    """Tests a retriever: searches sentences of the passages and returns the rates of hits.
 
-    A hit is a passage that contains the sentence, since passages may overlap. Warns if a rate of
+    Each sentence is searched verbatim, with words left out, and with words swapped. Any passage
+    that contains the sentence counts as a hit, because passages may overlap. Warns if a rate of
     verbatim sentences is below 0.9.
 
     Args:
-      retriever: to be tested.
-      n: number of sentences, each from another passage where there are enough.
-      seed: of the sentences, and of the words that are left out or swapped.
+      retriever: the retriever to test.
+      n: number of sentences, each from a different passage. Fewer are searched if fewer passages
+        have a sentence of 6 to 40 words.
+      seed: seed of the choice of sentences, and of the words that are left out or swapped.
 
     Raises:
       InputError: no passage has a sentence of 6 to 40 words.
@@ -332,7 +341,7 @@ def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
 
 
 def _rank(sample: str, hits: list[Hit]) -> int:
-    """Returns the rank of the first passage that contains a sentence; 0: none does."""
+    """Returns the rank, from 1, of the first passage that contains a sentence; 0 if none does."""
     contains = (sample in _plain(hit.passage.text) for hit in hits)
     return next((rank for rank, is_hit in enumerate(contains, 1) if is_hit), 0)
 
@@ -340,7 +349,7 @@ def _rank(sample: str, hits: list[Hit]) -> int:
 def _sample_sentences(store: Datastore, n: int, generator: random.Random) -> list[str]:
     rows = np.arange(store.num_rows) if store.valid is None else np.flatnonzero(store.valid)
     samples: list[str] = []
-    # Passages without a sentence of the right length are passed over.
+    # 20 n passages, because some have no sentence of the right length.
     for row in generator.sample(range(len(rows)), min(len(rows), 20 * n)):
         (passage,) = store.passages([rows[row]])
         fitting = [
@@ -361,7 +370,7 @@ def _sample_sentences(store: Datastore, n: int, generator: random.Random) -> lis
 
 
 def _plain(text: str) -> str:
-    """Returns a text with single spaces."""
+    """Returns a text with every run of white space replaced by one space."""
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -372,7 +381,7 @@ def _drop(words: list[str], generator: random.Random) -> list[str]:
 
 
 def _swap(words: list[str], generator: random.Random) -> list[str]:
-    """Exchanges every second word, on average, with the next one."""
+    """Swaps a word with the next one with probability 1/2; each word is swapped at most once."""
     words, i = list(words), 0
     while i + 1 < len(words):
         if generator.random() < 0.5:

@@ -1,7 +1,7 @@
-"""Nearest vectors: exact search in JAX, traceable and sharded.
+"""Exact nearest-neighbour search in JAX, traceable and sharded.
 
-Every search returns float32 scores and rows, best first. Of equal scores the smaller row comes
-first. Where fewer than k rows exist the row is -1 and the score -inf.
+Every search returns float32 scores and rows, best first. Equal scores are in the order of rows.
+Where fewer than k rows exist, the row is -1 and the score -inf.
 """
 
 import functools
@@ -22,13 +22,13 @@ from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
 METRICS = ("dot", "l2")
 
 _LANES = 128  # rows of a block are a multiple of this, so that groups divide it
-_CPU_BLOCK_BYTES = 6 << 20  # a float32 block stays in the cache between the product and its maxima
+_CPU_BLOCK_BYTES = 6 << 20  # a float32 block of this size stays in the cache until its maxima
 _BLOCK_ROWS = 65_536  # on accelerators, where a larger product keeps the cores busy
-_SCORE_BYTES = 1 << 28  # of the scores of one block
-_ROWS_PER_RESULT = 400  # rows among which k rows are selected at a time, for each of the k
-_SPARE = 16  # candidates beyond k by squared distance, whose order is decided by exact distances
+_SCORE_BYTES = 1 << 28  # largest size of the scores of one block
+_ROWS_PER_RESULT = 400  # rows in a selection of k rows, for each of the k
+_SPARE = 16  # extra candidates for "l2", because exact distances may change the order near k
 _QUERY_BATCH = 512
-_GATHER_NUMBERS = 1 << 24  # numbers of candidates' vectors that exist at the same time
+_GATHER_NUMBERS = 1 << 24  # largest number of elements of candidates' vectors that exist at once
 _DELAY = 5  # seconds of a search after which the progress bar appears
 
 
@@ -42,36 +42,41 @@ def top_k(
     block_size: int | None = None,
     recall_target: float | None = None,
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
-    """Returns the k vectors of the largest score for each query, exactly; traceable.
+    """Returns the k vectors with the largest scores for each query, exactly; traceable.
 
-    The matrix is read in blocks, so that the memory is bounded by a block and 256 MB of scores.
+    The matrix is read in blocks. The memory is that of a block and at most 256 MB of scores.
 
-    Of some blocks only the k groups of adjacent rows with the largest maxima are searched. No other
-    group holds a result: each of the k groups has an element that is at least as large as
-    everything in that group, and where it is equal it stands in a smaller row.
+    Among the rows of several blocks, only the k groups of adjacent rows with the largest maxima are
+    searched.
+    No other group holds a result: each of the k groups has an element that is at least as large as
+    every element of the other group, and an equal one is in a smaller row.
 
-    `metric="l2"` scores are negative squared distances. Candidates, k + 16, are chosen by
-    2 q.v - |v|^2 around one of the vectors as the origin, so that an offset that all vectors share
-    does no harm. The scores of the candidates are sums of squared differences, whose relative error
-    is below (D + 3) 2^-24. A row can be missed only where its squared distance is within about
-    D 2^-24 (|q| + |v|)^2, lengths from that origin, of the k-th.
+    The scores of `metric="l2"` are negative squared distances. They are computed in two steps:
+
+    - k + 16 candidates are chosen by 2 q.v - |v|^2. One of the vectors is the origin, so that an
+      offset that all vectors share causes no cancellation.
+    - The scores of the candidates are sums of squared differences, with a relative error below
+      (D + 3) 2^-24.
+
+    A row can be missed only if its squared distance is within about D 2^-24 (|q| + |v|)^2 of the
+    k-th, with lengths from that origin.
 
     Args:
-      queries: [Q, D] of a floating type; float32 is used.
-      vectors: [N, D] float32, bfloat16 or float16; products are float32 sums.
-      k: at least 1; may exceed N.
-      valid: [N] rows that may be returned; None: all.
+      queries: [Q, D] of a floating type; converted to float32.
+      vectors: [N, D] float32, bfloat16 or float16; products are summed in float32.
+      k: number of results, at least 1; may exceed N.
+      valid: [N] bool, rows that may be returned; None: all.
       metric: "dot" or "l2".
-      block_size: rows of one matrix product, rounded up to a multiple of 128; None chooses by the
-        device.
-      recall_target: None is exact; a number in (0, 1] uses `jax.lax.approx_max_k`, which is faster
-        on TPUs and exact on CPUs.
+      block_size: rows of one matrix product, rounded up to a multiple of 128; None: a size that
+        suits the device.
+      recall_target: None: exact. A number in (0, 1]: `jax.lax.approx_max_k` with this recall, which
+        is faster on TPUs and exact on CPUs.
 
     Returns:
-      Scores [Q, k] float32 and rows [Q, k] int32. A score that is NaN is infinity.
+      Scores [Q, k] float32 and rows [Q, k] int32. NaN scores are returned as infinity.
 
     Raises:
-      InputError: for shapes, types or options that do not fit.
+      InputError: a shape, type or option is invalid.
     """
     check_vectors(vectors)
     _check_queries(queries, vectors.shape[1])
@@ -84,7 +89,7 @@ def top_k(
     block = _block_rows(num_rows, num_queries, dim, block_size)
     center = None
     if metric == "l2":
-        # Of row 0 the vector may be unusual: that of the first token of a text is.
+        # Row 0 may be an outlier as an origin: the key of the first token of a text is.
         row = num_rows // 2 if valid is None else jnp.argmax(jnp.roll(valid, -(num_rows // 2)))
         row = row if valid is None else (row + num_rows // 2) % num_rows
         center = jnp.nan_to_num(jnp.asarray(vectors)[row].astype(jnp.float32))
@@ -100,7 +105,10 @@ def top_k(
 
 
 def _block_rows(num_rows: int, num_queries: int, dim: int, rows: int | None = None) -> int:
-    """Rows of a product. Depends on nothing else, so that all shards compute the same products."""
+    """Returns the rows of one matrix product.
+
+    It depends on the arguments and the platform only, so all shards compute the same products.
+    """
     if rows is None:
         if jax.default_backend() == "cpu":
             rows = min(max(_CPU_BLOCK_BYTES // (4 * dim), 1024), _BLOCK_ROWS)
@@ -125,7 +133,7 @@ def _top_k(
     block: int,
     recall_target: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`top_k` of checked arguments; by squared distance if there is a `center`."""
+    """Computes `top_k` of checked arguments; by squared distance if `center` is not None."""
     num_rows = vectors.shape[0]
     if num_rows < block:
         valid = jnp.ones(num_rows, bool) if valid is None else valid
@@ -135,7 +143,7 @@ def _top_k(
     num_candidates = k if center is None else k + _SPARE
     num_blocks = -(-vectors.shape[0] // block)
     last = vectors.shape[0] - block
-    # Selecting k numbers takes long whatever they are selected from: with large k of more blocks.
+    # The time of a selection hardly depends on its input size: a large k selects from more blocks.
     most = min(_SCORE_BYTES // (4 * num_queries * block), num_blocks)
     group_size = max(min(round(_ROWS_PER_RESULT * num_candidates / block), most), 1)
     num_groups = -(-num_blocks // group_size)
@@ -146,7 +154,7 @@ def _top_k(
 
     def scan_blocks(best, group):
         blocks = group * group_size + jnp.arange(group_size)
-        # The last block begins earlier where the blocks do not divide the rows.
+        # The last block overlaps the one before it if the block size does not divide the rows.
         firsts = jnp.minimum(blocks * block, last)
         scores = lax.map(score_block, firsts).reshape(-1, num_queries)
         rows = (firsts[:, None] + jnp.arange(block)).reshape(-1)
@@ -182,15 +190,15 @@ def _select(
     """Returns the best scores [Q, min(k, N)] and their places among the N rows of `scores`.
 
     Args:
-      scores: [N, Q]. Rows lie in front: maxima of groups then compare whole vectors of lanes.
-      mask: [N] rows that may be returned.
-      k: rows to return.
+      scores: [N, Q]. Rows are the first axis, so that maxima of groups compare whole lane vectors.
+      mask: [N] bool, rows that may be returned; None: all.
+      k: number of results.
       recall_target: as in `top_k`.
-      num_rows: rows of the whole matrix.
+      num_rows: number of rows of the whole matrix.
     """
     size, num_queries = scores.shape
     k = min(k, size)
-    # Around this size the maxima and the elements of k groups are fewest.
+    # About this group size minimises the number of maxima plus the elements of k groups.
     group = min(2 ** math.ceil(math.log2(math.sqrt(size / k))), _LANES)
     if recall_target is not None or group < 8:
         scores = scores if mask is None else jnp.where(mask[:, None], scores, -jnp.inf)
@@ -206,7 +214,7 @@ def _select(
     masked = scores if mask is None else jnp.where(mask[:, None], scores, -jnp.inf)
     maxima = masked.reshape(size // group, group, num_queries).max(1).T
     _, groups = lax.top_k(_ordered(maxima), k)
-    # In the order of rows, as `lax.top_k` prefers what stands first among equals.
+    # Sorted by row, because `lax.top_k` returns the first of equal scores.
     groups = jnp.sort(groups, axis=1)
     places = (groups[:, :, None] * group + jnp.arange(group)).reshape(num_queries, -1)
     candidates = scores[places, jnp.arange(num_queries)[:, None]]
@@ -217,7 +225,7 @@ def _select(
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Maps -0.0 to 0.0, which `lax.top_k` puts first, and NaN of either sign to infinity."""
+    """Maps -0.0 to 0.0, which `lax.top_k` would put before it, and NaN of any sign to infinity."""
     x = jnp.where(x == 0, 0.0, x)
     return jnp.where(jnp.isnan(x), jnp.inf, x)
 
@@ -225,7 +233,7 @@ def _ordered(x: jax.Array) -> jax.Array:
 def _merge(
     best: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array], k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the k best of two lists; of equal scores those of `best` come first."""
+    """Returns the k best of two lists; equal scores of `best` come before those of `other`."""
     scores, places = lax.top_k(jnp.concatenate([best[0], other[0]], axis=1), k)
     rows = jnp.take_along_axis(jnp.concatenate([best[1], other[1]], axis=1), places, axis=1)
     return scores, rows
@@ -234,7 +242,7 @@ def _merge(
 def _by_distance(
     queries: jax.Array, vectors: jax.Array, rows: jax.Array, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the k of the candidates [Q, C] of the smallest distance, computed by difference."""
+    """Returns the k nearest of the candidates `rows` [Q, C], by sums of squared differences."""
     rows = jnp.sort(rows, axis=1)
 
     def negative_distances(query_and_rows):
@@ -243,7 +251,8 @@ def _by_distance(
 
     batch = max(_GATHER_NUMBERS // (rows.shape[1] * vectors.shape[1]), 1)
     scores = lax.map(negative_distances, (queries, rows), batch_size=min(batch, queries.shape[0]))
-    scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)  # a number that is not finite: first
+    # Distances that are not finite come first, so that `ExactIndex.search` can report them.
+    scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)
     scores = jnp.where(rows < 0, -jnp.inf, scores)
     scores, places = lax.top_k(_ordered(scores), k)
     return scores, jnp.take_along_axis(rows, places, axis=1)
@@ -263,19 +272,19 @@ def _search_shards(
     recall_target: float | None,
     mesh: jax.sharding.Mesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges the k best rows of a matrix that is sharded by rows with those of rows before it.
+    """Merges the k best rows of a sharded matrix with the k best rows of the parts before it.
 
     Args:
-      queries: [Q, D], on all devices.
+      queries: [Q, D], replicated.
       vectors: [N, D], sharded over the axis "rows".
-      valid: [N], sharded as the vectors.
+      valid: [N] bool, sharded like the vectors.
       center: [D] or None, as in `_top_k`.
-      first: row of the whole matrix that `vectors` begins with.
-      best: scores and rows [Q, k] before it.
-      k: rows to return.
+      first: index of the first row of `vectors` in the whole matrix.
+      best: scores and rows [Q, k] of the rows before `first`.
+      k: number of results.
       block: rows of a block of `_top_k`.
       recall_target: as in `top_k`.
-      mesh: with the one axis "rows".
+      mesh: mesh with the single axis "rows".
     """
 
     def search_shard(queries, vectors, valid, center, first, best):
@@ -302,11 +311,12 @@ def _search_shards(
 class ExactIndex:
     """Exact search in a matrix of vectors that may be larger than the memory of the devices.
 
-    Vectors that fit into `memory` are put on the devices once. Others, a numpy memory map above
-    all, are streamed: a part is sent while the one before it is searched. On a CPU a part is not
-    copied if its memory is aligned, so the vectors must not change while the index is in use.
+    Vectors that fit into `memory` are placed on the devices once. Larger matrices, such as a numpy
+    memory map, are streamed: a part is sent while the part before it is searched. On a CPU, a part
+    whose memory is aligned is not copied, so the vectors must not change while the index is in use.
 
-    The result does not depend on parts and devices, as all products have the same shape.
+    The result does not depend on the parts or the devices, because all products have the same
+    shape.
     """
 
     def __init__(
@@ -319,18 +329,18 @@ class ExactIndex:
         recall_target: float | None = None,
         memory: int = 4 << 30,
     ):
-        """Takes the vectors. Numbers that are not finite are an error of the search.
+        """Keeps the vectors; they are read by searches, which raise errors for non-finite numbers.
 
         Args:
-          vectors: [N, D] float32, bfloat16 or float16. An array of JAX is never streamed.
+          vectors: [N, D] float32, bfloat16 or float16. A JAX array is never streamed.
           valid: [N] bool, rows that may be returned; None: all.
           metric: "dot" or "l2" (the score is the negative squared distance).
-          mesh: its devices share the rows, whatever its axes are; None: the first device.
+          mesh: mesh whose devices share the rows, regardless of its axes; None: the first device.
           recall_target: as in `top_k`.
-          memory: bytes of vectors on each device, at least those of two blocks of `top_k`.
+          memory: bytes of vectors on each device; at least two blocks of `top_k` are used.
 
         Raises:
-          InputError: for shapes, types or options that do not fit.
+          InputError: a shape, type or option is invalid.
         """
         check_vectors(vectors)
         _check_valid(valid, len(vectors))
@@ -360,11 +370,11 @@ class ExactIndex:
         """Returns scores [Q, k] float32 and rows [Q, k] int64, best first.
 
         Args:
-          queries: [Q, D] of a floating type; float32 is used.
-          k: at least 1; may exceed N.
+          queries: [Q, D] of a floating type; converted to float32.
+          k: number of results, at least 1; may exceed N.
 
         Raises:
-          InputError: if a query is not finite, or its score with a vector is not.
+          InputError: a query, or its score with a vector, is not finite.
         """
         queries = finite_queries(queries, self.dim)
         check_options(k)
@@ -387,7 +397,8 @@ class ExactIndex:
         total = len(firsts) * len(batches)
         with tqdm(total=total, desc="search", delay=_DELAY, leave=False, disable=None) as bar:
             for first in firsts:
-                # These vectors are sent while the part before them is searched.
+                # Dispatched before the wait, so these vectors are sent while the previous part is
+                # searched.
                 vectors, valid, origin = self._part(first, part_rows)
                 jax.block_until_ready(best)
                 _advise(self._vectors, first - part_rows, first, "MADV_DONTNEED")
@@ -395,7 +406,7 @@ class ExactIndex:
                 for i, batch in enumerate(batches):
                     args = (batch, vectors, valid, self._center, np.int32(origin), best[i])
                     best[i] = search(*args)
-                    if len(firsts) == 1:  # nothing to send meanwhile: the bar shows what is done
+                    if len(firsts) == 1:  # nothing to overlap, so the bar can show finished work
                         jax.block_until_ready(best[i])
                     bar.update()
             best = jax.device_get(best)
@@ -411,7 +422,10 @@ class ExactIndex:
         return scores, rows
 
     def _part_rows(self, block: int) -> int:
-        """Rows on the devices at a time: all, or those of half of the memory."""
+        """Returns the rows of a part: all rows if they fit, else those of half of the memory.
+
+        The other half holds the part that is being sent.
+        """
         row_bytes = self.dim * self._vectors.dtype.itemsize
         fits = len(self) * row_bytes <= self._memory * self._mesh.size
         if fits or isinstance(self._vectors, jax.Array):
@@ -419,10 +433,10 @@ class ExactIndex:
         return max(self._memory // (2 * row_bytes * block), 1) * block * self._mesh.size
 
     def _part(self, first: int, part_rows: int) -> tuple[jax.Array, jax.Array, int]:
-        """Returns vectors and mask on the devices, and the row that they begin with.
+        """Returns the vectors and mask of a part on the devices, and the index of its first row.
 
-        The last part begins before `first`, so that it need not be copied to be filled up; rows
-        before `first` are masked. Only fewer rows than a part holds are filled up.
+        The last part begins before `first`, which avoids a copy for padding; rows before `first`
+        are masked. A part is padded only if the whole matrix has fewer rows.
         """
         if self._resident is not None:
             return self._resident
@@ -442,7 +456,7 @@ class ExactIndex:
                 begin, end, _ = index[0].indices(num_rows)
                 shard = np.asarray(array[origin + begin : origin + end])
                 if len(shard) == end - begin:
-                    return shard  # not copied
+                    return shard  # without a copy
                 padding = [(0, end - begin - len(shard))] + [(0, 0)] * (array.ndim - 1)
                 return np.pad(shard, padding)
 
@@ -460,21 +474,21 @@ class ExactIndex:
 
 
 def _padded(queries: np.ndarray) -> np.ndarray:
-    """Fills a batch up to one of few sizes, so that few programs are compiled."""
+    """Pads a batch of queries to one of few sizes, so that few programs are compiled."""
     size = len(queries)
     size = 1 << (size - 1).bit_length() if size <= 64 else _round_up(size, 64)
     return np.pad(queries, ((0, size - len(queries)), (0, 0)))
 
 
 def _advise(vectors: np.ndarray, first: int, last: int, advice: str) -> None:
-    """Tells the system that rows of a read-only memory map are needed soon, or no more.
+    """Calls `madvise` for rows of a read-only memory map; does nothing for other arrays.
 
-    Pages that are needed no more count as memory of this process otherwise. They stay in the
-    system's cache.
+    Without MADV_DONTNEED, pages of rows that were searched count as memory of this process. They
+    stay in the page cache of the system.
     """
     base, is_read_only = vectors, False
     while isinstance(base, np.ndarray):
-        # Of a map that is copied on write the pages that were written would be lost.
+        # MADV_DONTNEED would lose written pages of a copy-on-write map.
         is_read_only |= isinstance(base, np.memmap) and base.mode == "r"
         base = base.base
     first, last = max(first, 0), min(last, len(vectors))

@@ -1,7 +1,7 @@
 """Search by words: BM25 in five variants and tf-idf, through the package `bm25s`.
 
-For a term with frequency tf in a document of length L (mean length A), which occurs in df of N
-documents, the score of a document is the sum over the terms of a query of (Kamphuis et al. 2020)
+The score of a document is a sum over the terms of a query. A term that occurs tf times in a
+document of length L (mean length A), and in df of N documents, adds (Kamphuis et al. 2020)
 
     lucene      ln(1 + (N - df + 0.5) / (df + 0.5))     * tf / (tf + K)
     robertson   max(0, ln((N - df + 0.5) / (df + 0.5))) * tf / (tf + K)
@@ -10,9 +10,9 @@ documents, the score of a document is the sum over the terms of a query of (Kamp
     bm25+       ln((N + 1) / df)                        * (tf (k1 + 1) / (tf + K) + delta)
     tfidf       ln(N / df)                              * tf
 
-with K = k1 (1 - b + b L / A) and c = tf / (1 - b + b L / A). `bm25s` computes them when the index
-is built, so a search only adds numbers. It leaves k1 + 1 out of robertson, as Lucene does, which
-changes no order, and replaces negative idf of robertson by 0.
+with K = k1 (1 - b + b L / A) and c = tf / (1 - b + b L / A). `bm25s` computes these numbers when
+the index is built, so a search only adds them. For robertson, `bm25s` omits the factor k1 + 1, as
+Lucene does, which does not change the order, and replaces a negative idf by 0.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from lcjax.files import atomic_file, read_json
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
 _SETTINGS = "sparse.json"
-_DELTA = {"bm25+": 1.0}  # of the papers; 0.5 for bm25l, others have none
+_DELTA = {"bm25+": 1.0}  # default delta, from the papers; 0.5 for bm25l; others have none
 # ATIRE's score for b = 0 and k1 -> infinity is tf * ln(N / df)
 _INFINITE_K1 = 1e12
 
@@ -39,10 +39,10 @@ class Sparse:
     """Settings of a search by words."""
 
     method: str = "lucene"  # lucene, robertson, atire, bm25l, bm25+ or tfidf
-    k1: float = 1.5  # how soon more occurrences of a word stop to count; Pyserini has 0.9
-    b: float = 0.75  # how much the length of a passage counts, 0 ... 1; Pyserini has 0.4
-    delta: float | None = None  # of bm25l and bm25+; null: 0.5 and 1
-    # Words that are left out: a language that bm25s knows, such as english; null: none
+    k1: float = 1.5  # saturation: larger values count repeated words more; Pyserini has 0.9
+    b: float = 0.75  # normalisation by passage length, 0 (none) ... 1 (full); Pyserini has 0.4
+    delta: float | None = None  # delta of bm25l and bm25+; null: 0.5 and 1
+    # Language of the stop words to leave out, one of those of bm25s, such as english; null: none
     stopwords: str | None = "english"
     # Language of the Snowball stemmer, such as english (pip install PyStemmer); null: whole words
     stemmer: str | None = None
@@ -58,10 +58,10 @@ class Sparse:
 
 
 class SparseIndex:
-    """An inverted index of texts, in the order in which they were added."""
+    """An inverted index of texts, whose rows are in the order of addition."""
 
     def __init__(self, settings: Sparse, bm25: Any):
-        """`bm25` is a `bm25s.BM25` with scores."""
+        """Wraps `bm25`, a `bm25s.BM25` that has indexed texts; use `build` or `load`."""
         self.settings, self._bm25 = settings, bm25
         self._words = _Words(settings)
 
@@ -69,7 +69,7 @@ class SparseIndex:
     def build(
         cls, texts: Iterable[str], *, progress: bool = False, **settings: Any
     ) -> "SparseIndex":
-        """Counts the words of texts.
+        """Builds an index of the words of texts.
 
         Args:
           texts: the documents; may be an iterator.
@@ -97,20 +97,20 @@ class SparseIndex:
 
     @staticmethod
     def check(settings: Sparse) -> None:
-        """Raises an InputError if bm25s, the stop words or the stemmer are not there."""
+        """Raises an InputError if bm25s, the stop words or the stemmer are not available."""
         _Words(settings)
 
     def __len__(self) -> int:
         return int(self._bm25.scores["num_docs"])
 
     def scores(self, query: str) -> tuple[np.ndarray, np.ndarray]:
-        """Scores all texts.
+        """Scores all texts for one query.
 
         Args:
           query: a question.
 
         Returns:
-          float32 [n] scores, and bool [n]: whether a text has one of the query's words.
+          Scores float32 [n], and bool [n]: whether a text has one of the words of the query.
         """
         bm25, vocabulary = self._bm25, self._bm25.vocab_dict
         ids = [vocabulary[word] for word in self._words(query) if word in vocabulary]
@@ -125,16 +125,16 @@ class SparseIndex:
     def search(
         self, queries: Sequence[str], k: int, *, valid: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the texts with the highest scores among those that have a word of the query.
+        """Returns the k texts with the highest scores among those that have a word of the query.
 
         Args:
           queries: questions.
-          k: number of texts for each.
-          valid: bool [n], texts that may be found; None: all.
+          k: number of texts for each query.
+          valid: bool [n], texts that may be returned; None: all.
 
         Returns:
-          float32 [queries, k] scores and int64 [queries, k] rows, best first, equal scores by row;
-          -inf and -1 where fewer than k texts have a word of the query.
+          Scores float32 [queries, k] and rows int64 [queries, k], best first, equal scores in the
+          order of rows. -inf and -1 fill the places if fewer than k texts have a word of the query.
         """
         check_integer("k", k, 1)
         scores = np.full((len(queries), k), -np.inf, np.float32)
@@ -170,7 +170,7 @@ class SparseIndex:
             is_whole = len(arrays["data"]) == len(arrays["indices"]) == num_entries
             if not is_whole or len(bm25.vocab_dict) > len(arrays["indptr"]) - 1:
                 raise ValueError("its files do not fit together")
-            # bm25s would read a missing count as None.
+            # bm25s loads a missing count as None without an error.
             if not isinstance(bm25.scores["num_docs"], int):
                 raise ValueError("params.index.json has no num_docs")
             return cls(Sparse(**settings), bm25)
@@ -182,7 +182,7 @@ class SparseIndex:
 
 
 def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
-    """Returns the places of the k highest scores, best first, equal ones in order: int [<= k]."""
+    """Returns the indices int [<= k] of the k highest scores, best first, equal ones in order."""
     places = np.arange(len(scores))
     if len(scores) > k:
         least = np.partition(scores, len(scores) - k)[len(scores) - k]
@@ -191,7 +191,7 @@ def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 class _Words:
-    """Splits texts into words as bm25s does: lower case, two characters or more."""
+    """Splits texts into words as bm25s does: lower case, at least two characters."""
 
     def __init__(self, settings: Sparse):
         self._stopwords, self._stem = settings.stopwords, _stemmer(settings.stemmer)
@@ -205,9 +205,9 @@ class _Words:
         return self._stem(words) if self._stem else words
 
     def tokenize(self, texts: Iterable[str], progress: bool) -> Any:
-        """Returns the `Tokenized` ids of texts; ids count words in the order of the texts.
+        """Returns the `Tokenized` word ids of texts, numbered in the order of first occurrence.
 
-        bm25s numbers stems in an order that differs between processes.
+        Stems are numbered here, because their order in bm25s differs between processes.
         """
         tokens = self._tokenize(texts, progress)
         if not self._stem:

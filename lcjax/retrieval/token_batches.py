@@ -1,4 +1,4 @@
-"""How texts run through a BERT or decoder: rows of tokens, batches, and what states become."""
+"""Batched application of a BERT or decoder to texts: token rows, batches and output heads."""
 
 import dataclasses
 import functools
@@ -26,45 +26,45 @@ from lcjax.storage import to_path
 
 DTYPES = ("float32", "bfloat16")
 _ON_LONG = ("truncate", "error")
-_TEXTS_AT_ONCE = 16_384  # tokenised and sorted by length together, which bounds the memory
-_PROGRESS_TEXTS = 200  # more of them show a bar
-_BATCH_TOKENS = {"cpu": 4_096}  # of a batch by platform; elsewhere _ACCELERATOR_TOKENS
+_TEXTS_AT_ONCE = 16_384  # texts tokenised and sorted by length together; bounds the memory
+_PROGRESS_TEXTS = 200  # least number of texts with a progress bar
+_BATCH_TOKENS = {"cpu": 4_096}  # tokens of a batch by platform; others: _ACCELERATOR_TOKENS
 _ACCELERATOR_TOKENS = 65_536
-_IN_FLIGHT = 2  # batches that devices work on while the host reads earlier results
+_IN_FLIGHT = 2  # batches that the devices compute while the host reads earlier results
 
 
 # Batches
 
 
 class TokenRow(NamedTuple):
-    """One input of a model."""
+    """The tokens of one input of a model."""
 
     tokens: Sequence[int]
-    num_visible: int  # first tokens that all tokens see
-    second: int | None = None  # the first token of the second text of a pair; None: one text
+    num_visible: int  # number of first tokens to which all tokens attend
+    second: int | None = None  # index of the first token of a pair's second text; None: one text
 
 
 class TokenBatch(NamedTuple):
-    """Rows that are computed together, padded on the right."""
+    """Token rows that are computed together, padded on the right."""
 
     tokens: Int[Array, "B T"]
-    lengths: Int[Array, " B"]  # tokens that are no padding
+    lengths: Int[Array, " B"]  # tokens without padding
     num_visible: Int[Array, " B"]
-    second: Int[Array, " B"]  # T where there is one text
+    second: Int[Array, " B"]  # T for rows with one text
 
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How rows are put into batches.
+    """Groups token rows into batches of few shapes and computes them.
 
     Rows are sorted by length. Lengths are padded to four sizes an octave, and the numbers of rows
     of incomplete batches to powers of two, so that few programs are compiled.
     """
 
-    max_tokens: int  # longest row
+    max_tokens: int  # tokens of the longest row
     batch_tokens: int | None = None  # padding included; None: a size that suits the platform
     mesh: jax.sharding.Mesh | None = None
-    label: str = "encode"
+    label: str = "encode"  # of the progress bar
 
     def __post_init__(self):
         if self.batch_tokens is not None:
@@ -76,14 +76,14 @@ class Batching:
         rows: Callable[[slice], Sequence[TokenRow]],
         out: np.ndarray | list,
     ) -> None:
-        """Writes `apply(batch)[i]` of every row into `out`, in the order of the rows.
+        """Writes the result of every row into `out`, in the order of the rows.
 
-        Shows progress on a terminal where there are many rows.
+        Shows a progress bar on a terminal for 200 rows or more.
 
         Args:
-          apply: computes a batch on the devices.
-          rows: returns a part of the rows.
-          out: has as many entries as there are rows.
+          apply: computes the results [B, ...] of a batch on the devices.
+          rows: returns the token rows of a slice of the texts.
+          out: array or list with one entry for each row.
         """
         disable = True if len(out) < _PROGRESS_TEXTS else None
         with tqdm(total=len(out), unit="text", desc=self.label, disable=disable) as bar:
@@ -104,7 +104,7 @@ class Batching:
                 collect()
 
     def _batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[list[int], TokenBatch]]:
-        """Yields indices of rows and their batch, those with the longest rows first."""
+        """Yields the indices of rows and their batch, the longest rows first."""
         by_width: dict[int, list[int]] = {}
         for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
             width = round_up_to_bucket(len(rows[index].tokens), per_octave=4, least=16)
@@ -116,14 +116,14 @@ class Batching:
         for width, indices in by_width.items():
             most = 1 << (max(limit // width, 1).bit_length() - 1)
             for start in range(0, len(indices), most):
-                some = indices[start : start + most]
-                count = min(most, 1 << (len(some) - 1).bit_length())
+                group = indices[start : start + most]
+                count = min(most, 1 << (len(group) - 1).bit_length())
                 count += padding_rows(self.mesh, count)
-                yield some, pad_rows([rows[index] for index in some], count, width)
+                yield group, pad_rows([rows[index] for index in group], count, width)
 
 
 def pad_rows(rows: Sequence[TokenRow], count: int, width: int) -> TokenBatch:
-    """Returns a batch of `count` rows; those beyond `rows` hold one token."""
+    """Returns a batch of `count` rows of `width` tokens; rows beyond `rows` hold one token."""
     tokens = np.zeros((count, width), np.int32)
     lengths, visible = np.ones(count, np.int32), np.ones(count, np.int32)
     second = np.full(count, width, np.int32)
@@ -134,21 +134,21 @@ def pad_rows(rows: Sequence[TokenRow], count: int, width: int) -> TokenBatch:
     return TokenBatch(tokens, lengths, visible, second)
 
 
-# What is made of hidden states. Instances are static arguments of jitted functions.
+# Output heads on hidden states. Instances are static arguments of jitted functions.
 
 
 def _unit(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Divides by the Euclidean norm; zero stays zero, with a finite gradient."""
+    """Divides `x` by its Euclidean norm; a zero vector stays zero, with a finite gradient."""
     return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-24))
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """One vector for each text, in float32."""
+    """Pools hidden states to one float32 vector for each text."""
 
     pooling: str  # mean, cls, max over all tokens, or last
     normalize: bool
-    skip: int = 0  # first tokens that `mean` and `max` leave out
+    skip: int = 0  # number of first tokens that `mean` and `max` leave out
 
     def __call__(
         self, bert: Bert | None, head: dict, hidden: Float[Array, "B T D"], batch: TokenBatch
@@ -170,7 +170,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class Classify:
-    """One logit for each pair: a linear layer over the pooled first token."""
+    """Computes one logit for each pair: a linear layer over the pooled first token."""
 
     def __call__(self, bert: Bert, head: dict, hidden: jax.Array, batch: TokenBatch) -> jax.Array:
         pooled = bert.pooled(hidden).astype(jnp.float32)
@@ -179,7 +179,7 @@ class Classify:
 
 @dataclasses.dataclass(frozen=True)
 class Project:
-    """A unit vector for each token: a linear layer without bias."""
+    """Computes a unit vector for each token: a linear layer without bias."""
 
     def __call__(self, bert: Bert, head: dict, hidden: jax.Array, batch: TokenBatch) -> jax.Array:
         return _unit(_project(hidden.astype(jnp.float32), head["kernel"]))
@@ -211,7 +211,7 @@ class LoadedBert:
     params: dict
     head: Pool | Classify | Project
     head_params: dict
-    digest: str  # of the weights, before they are rounded to another dtype
+    digest: str  # of the weights before they are rounded to another dtype
 
     @classmethod
     def load(
@@ -245,7 +245,7 @@ class LoadedBert:
 
 @dataclasses.dataclass
 class LengthLimit:
-    """Cuts texts to a number of tokens, counts them, and warns once for all of a call."""
+    """Cuts texts to `max_tokens`, counts the long ones, and warns once for all texts of a call."""
 
     max_tokens: int
     on_long: str
@@ -257,12 +257,12 @@ class LengthLimit:
         check_one_of("on_long", self.on_long, _ON_LONG)
 
     def cut(self, ids: Sequence[int], num_special: int) -> Sequence[int]:
-        """Returns the first tokens, so that `num_special` more make up `max_tokens`."""
+        """Returns the first tokens of a text; with `num_special` more they fit `max_tokens`."""
         self.num_texts += 1
         return ids[: self.allowed(len(ids) + num_special) - num_special]
 
     def cut_pair(self, first: Sequence[int], second: Sequence[int], num_special: int):
-        """Cuts the longer text of a pair, or both to halves, as `tokenizers` does."""
+        """Cuts the longer text of a pair, or both to one half each, as `tokenizers` does."""
         self.num_texts += 1
         most = self.allowed(len(first) + len(second) + num_special) - num_special
         short, long = sorted((len(first), len(second)))
@@ -286,7 +286,7 @@ class LengthLimit:
         return self.max_tokens
 
     def warn(self) -> None:
-        """Warns if texts were cut since the limit was made."""
+        """Warns if texts were cut since this object was created."""
         if self.num_long:
             warnings.warn(
                 f"{self.name}: {self.num_long} of {self.num_texts} texts have more than"
@@ -296,7 +296,7 @@ class LengthLimit:
 
 
 def check_texts(key: str, texts: Sequence[str]) -> Sequence[str]:
-    """Raises an InputError unless `texts` is a list of strings that UTF-8 can hold."""
+    """Returns `texts`; raises an InputError unless it is a list of valid UTF-8 strings."""
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray):
         raise InputError(f'{key}={texts!r:.40} must be a list of texts: ["a text"]')
     for text in texts:
@@ -311,7 +311,7 @@ def device_mesh(mesh: Mesh | jax.sharding.Mesh | None) -> jax.sharding.Mesh | No
 
 
 def weights_digest(params: dict) -> str:
-    """Returns a digest of arrays that any change of a bit changes, however they are sharded."""
+    """Returns a digest of all bits of a tree of arrays; it does not depend on their sharding."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     values = [(path_of(path), str(x.dtype), x.shape, int(_checksum(x))) for path, x in leaves]
     return hashlib.sha256(json.dumps(sorted(values)).encode()).hexdigest()[:16]
@@ -319,7 +319,10 @@ def weights_digest(params: dict) -> str:
 
 @jax.jit
 def _checksum(x: jax.Array) -> jax.Array:
-    """uint32 sum of a hash of every number with its place; sums do not depend on their order."""
+    """Returns the uint32 sum of a hash of every element and its index.
+
+    The sum does not depend on the order of its terms, so it is the same for every sharding.
+    """
     x = jnp.asarray(x)
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     place = jnp.zeros(x.shape, jnp.uint32)
@@ -333,7 +336,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def text_row(tokenizer: BertTokenizer, ids: Sequence[int], *marker: int) -> TokenRow:
-    """[CLS] text [SEP], with a marker before the text if given."""
+    """Returns the row [CLS] text [SEP], or with a marker [CLS] marker text [SEP]."""
     row = [tokenizer.cls_id, *marker, *ids, tokenizer.sep_id]
     return TokenRow(row, len(row))
 
@@ -341,7 +344,7 @@ def text_row(tokenizer: BertTokenizer, ids: Sequence[int], *marker: int) -> Toke
 def pair_row(
     tokenizer: BertTokenizer, limit: LengthLimit, first: Sequence[int], second: Sequence[int]
 ) -> TokenRow:
-    """[CLS] first [SEP] second [SEP]."""
+    """Returns the row [CLS] first [SEP] second [SEP], cut to `limit`."""
     first, second = limit.cut_pair(first, second, 3)
     row = [tokenizer.cls_id, *first, tokenizer.sep_id, *second, tokenizer.sep_id]
     return TokenRow(row, len(row), len(first) + 2)

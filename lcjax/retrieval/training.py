@@ -1,11 +1,11 @@
-"""Training of encoders by train.py: the types of the section `retriever`.
+"""Contrastive training of encoders by train.py: the type `contrastive` of `retriever`.
 
     retriever:
       type: contrastive
       encoder: {path: facebook/contriever, pooling: mean, allow_pickle: true}
       pairs: {type: records, path: pairs.jsonl}
 
-The loop, the checkpoints and the optimizer are those of language models (`lcjax.training.task`).
+Training loop, checkpoints and optimizer are shared with language models (`lcjax.training.task`).
 """
 
 import copy
@@ -50,28 +50,29 @@ from lcjax.tree import flatten, union
 # Fields of `data` that describe rows of a language model
 _ROW_FIELDS = ("length", "pack", "overlong", "packing_bins", "masking", "chunks")
 _ROW_FIELDS += ("document_mask", "add_bos", "add_eos")
-_SIDES = ("query", "passage")  # first names in the paths of parameters where there are two encoders
+_SIDES = ("query", "passage")  # first names in the paths of parameters of two encoders
 
 
 @RetrieverTraining.register_subclass("contrastive")
 @dataclasses.dataclass(frozen=True)
 class Contrastive(RetrieverTraining):
-    """Queries are drawn to their passages, and away from all other passages of a microbatch.
+    """Contrastive training with in-batch negatives: raises the score of a query's own passage.
 
-    The loss of a query q with its passage p+ is -log softmax of sim(q, p) / temperature over the
-    passages p of all queries of the microbatch, on all devices, with their hard negatives (DPR,
-    Karpukhin et al. 2020, arXiv 2004.04906; Contriever, Izacard et al. 2022, arXiv 2112.09118).
+    The loss of a query q with its passage p+ is -log softmax(sim(q, p) / temperature) at p = p+.
+    The softmax is over the passages p of all queries of the microbatch, on all devices, with their
+    hard negatives (DPR, Karpukhin et al. 2020, arXiv 2004.04906; Contriever, Izacard et al. 2022,
+    arXiv 2112.09118).
     """
 
-    # The weights to start from: a BERT, or two (`query_folder`). Defaults are those of its folder
+    # Initial weights: a BERT, or two (`query_folder`). Settings default to those of its folder
     encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
-    temperature: float = 0.05  # of the similarities; Contriever's. DPR has 1
-    negatives: int = 0  # hard negatives of a query, from records
-    # Takes the mean with the loss of passages, each of which has to choose among the queries (CLIP)
+    temperature: float = 0.05  # divides the similarities; 0.05 in Contriever, 1 in DPR
+    negatives: int = 0  # hard negatives of each query, from records
+    # Whether to average with the loss of each passage over the queries (as in CLIP)
     symmetric: bool = False
     pairs: Pairs = dataclasses.field(default_factory=Records)
-    query_tokens: int = 128  # of a query, special tokens included; longer ones are cut
-    passage_tokens: int = 256
+    query_tokens: int = 128  # maximum tokens of a query, special tokens included; longer: cut
+    passage_tokens: int = 256  # the same of a passage
 
     def __post_init__(self):
         if not is_finite_number(self.temperature) or not self.temperature > 0:
@@ -86,9 +87,9 @@ class Contrastive(RetrieverTraining):
 
 
 class TrainedEncoder:
-    """A BERT encoder, or one for queries and one for passages, with weights that are arguments.
+    """One BERT encoder, or separate encoders of queries and passages, as functions of parameters.
 
-    Parameters are those of `lcjax.models.bert.Bert`: of one encoder as they are, of two below
+    The parameters are those of `lcjax.models.bert.Bert`. With two encoders they are nested below
     `query/` and `passage/`.
     """
 
@@ -100,18 +101,19 @@ class TrainedEncoder:
         *,
         separate: bool = False,
     ):
-        """Opens the folders of `section`; call `check_encoder` before.
+        """Opens the checkpoints of `section`; call `check_encoder` before.
 
         Args:
           section: one encoder or two.
-          mesh: the devices.
-          lora: adapters to add.
-          separate: whether one encoder becomes two with the same weights.
+          mesh: the devices; None: one device.
+          lora: adapters to add; None: no adapters.
+          separate: whether a single encoder is copied to two encoders with the same weights.
         """
         self._mesh = mesh
         # Weights are trained in float32, whatever the dtype of activations.
         bert: BertEncoder = dataclasses.replace(section, dtype=None).open(mesh)
-        bert.reads_pairs = False  # as in the folder that `save` writes, which is no DPR any more
+        # `save` writes a folder that is not a DPR, so the training must not read pairs either.
+        bert.reads_pairs = False
         self.bert, self.pool, self.prefixes = bert, bert.pool, bert.prefixes
         self.max_tokens, self.tokenizer = bert.max_tokens, bert.passage.folder.tokenizer
         self._berts = dict(zip(_SIDES, (bert.query, bert.passage)))
@@ -133,16 +135,19 @@ class TrainedEncoder:
 
     @property
     def config(self) -> BertConfig:
-        """Of the encoder of passages, with adapters."""
+        """Config of the encoder of passages, adapters included."""
         return self._models[next(reversed(self._models))].config
 
     @property
     def has_two(self) -> bool:
-        """Whether queries and passages have encoders of their own."""
+        """Whether queries and passages have separate encoders."""
         return len(self._models) == 2
 
     def take_params(self, seed: int) -> dict:
-        """Returns the parameters, new adapters included; the encoder holds no reference to them."""
+        """Returns the parameters, new adapters included, and drops all references to them.
+
+        It can be called only once.
+        """
         trees = {}
         for number, (side, bert) in enumerate(self._berts.items()):
             config, params = self._models[side].config, bert.params
@@ -155,12 +160,12 @@ class TrainedEncoder:
     def vectors(
         self, params: dict, tokens: Int[Array, "N T"], lengths: Int[Array, " N"], *, is_query: bool
     ) -> Float[Array, "N D"]:
-        """Returns the vectors of rows of tokens, float32; traceable.
+        """Returns float32 vectors [N, D] of rows of tokens; traceable.
 
         Args:
-          params: of all encoders.
-          tokens: with special tokens; 0 on padding.
-          lengths: tokens of each row; 0 for rows of padding, whose vectors mean nothing.
+          params: parameters of all encoders.
+          tokens: [N, T] with special tokens; 0 is padding.
+          lengths: [N] tokens of each row; 0 for padding rows, whose vectors are meaningless.
           is_query: whether the rows are queries.
         """
         side, params = self._side(params, is_query)
@@ -175,7 +180,7 @@ class TrainedEncoder:
         return side, params[side]
 
     def with_params(self, params: dict) -> BertEncoder:
-        """Returns an encoder with these weights; it shares all else."""
+        """Returns a copy of the encoder with the given parameters; all other state is shared."""
         encoder = copy.copy(self.bert)
         for name in _SIDES:
             side, tree = self._side(params, name == "query")
@@ -184,7 +189,7 @@ class TrainedEncoder:
         return encoder
 
     def save(self, folder: Path, params: dict, train: TrainSection) -> None:
-        """Writes a folder that `open_encoder`, sentence-transformers and transformers open."""
+        """Writes a folder that `open_encoder`, sentence-transformers and transformers can read."""
         weights = {
             side: BertWeights(params[side] if self.has_two else params, model.config, bert.folder)
             for (side, model), bert in zip(self._models.items(), self._berts.values())
@@ -200,7 +205,7 @@ class TrainedEncoder:
         )
 
     def training_flops(self, *lengths: int) -> float:
-        """Returns the FLOPs of an update with one row of each of these lengths."""
+        """Returns the FLOPs of an update with one row of each of the `lengths`."""
         c = self.config
         per_token = 2 * c.num_layers * (4 * c.width**2 + 2 * c.width * c.mlp_width)
         attention = 4 * c.num_layers * c.width
@@ -208,7 +213,7 @@ class TrainedEncoder:
 
 
 def check_encoder(section: EncoderSection) -> None:
-    """Raises an InputError unless `section` names a BERT, before its weights are read."""
+    """Raises an InputError unless `section` names BERT encoders; does not read weights."""
     if not section.path:
         raise InputError("retriever.encoder.path is empty: name the folder or hub id of a BERT")
     if section.dtype not in (None, *DTYPES):
@@ -232,9 +237,9 @@ def check_encoder(section: EncoderSection) -> None:
 
 
 def export_format(section: EncoderSection, *, separate: bool = False) -> FolderFormat:
-    """Returns the format of what `TrainedEncoder.save` writes."""
+    """Returns the format of the folder that `TrainedEncoder.save` writes."""
     path = to_path(section.path).expanduser()
-    # A run folder holds what was trained in `model`.
+    # A run folder holds the trained encoder in `model`.
     has_two = section.query_folder is not None or any(map(holds_two, (path, path / "model")))
     return BERT_FOLDERS if has_two or separate else BERT_FOLDER
 
@@ -249,33 +254,34 @@ def contrastive_loss(
     symmetric: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Computes the loss of queries over the passages of all rows, summed over the rows.
+    """Computes the contrastive loss of queries over the passages of all rows, summed over the rows.
 
-    With s_ij = q_i . p_j / temperature the loss of query i, whose passage is p_i, is
+    With s_ij = q_i . p_j / temperature, the loss of query i, whose passage is p_i, is
 
         -s_ii + log sum_j exp(s_ij)
 
-    over all passages j, hard negatives included, but those of rows of padding and those that equal
-    p_i. With `symmetric` it is the mean of this and of -s_ii + log sum_j exp(s_ji) over the queries
-    j, but those of padding and those whose passage equals p_i.
+    The sum is over all passages j, hard negatives included. It leaves out the passages of padding
+    rows, and passages that equal p_i (other than p_i itself). With `symmetric` the loss is the mean
+    of this and of -s_ii + log sum_j exp(s_ji). That sum is over the queries j, without those of
+    padding rows and other queries whose passage equals p_i.
 
     Args:
-      queries: vectors.
-      passages: of each query the positive, then hard negatives.
-      weights: 0 on rows of padding.
-      passage_ids: equal for equal passages.
-      temperature: of the scores.
-      symmetric: whether passages have to choose among queries, too.
-      mesh: over which rows are sharded; every device then scores its queries over all passages.
+      queries: [B, D] vectors.
+      passages: [B, N, D] vectors; the positive of each query, then its hard negatives.
+      weights: [B], 0 for padding rows.
+      passage_ids: [B, N], equal for equal passages.
+      temperature: divisor of the scores.
+      symmetric: whether to add the loss of each passage over the queries.
+      mesh: mesh over which rows are sharded; every device scores its queries over all passages.
 
     Returns:
-      The sum of the losses, the sum of the weights, and as a part that is logged `accuracy`, the
-      number of queries whose passage has the highest score.
+      The sum of the losses, the sum of the weights, and for the log `accuracy`, the number of
+      queries whose passage has the highest score.
     """
     num_rows, num_passages = passage_ids.shape
     passages = passages.reshape(num_rows * num_passages, -1)
     if mesh is not None:
-        # Gathered once: gradients flow back to the device that computed a passage.
+        # Gathered once; gradients flow back to the device that computed a passage.
         passages = jax.lax.with_sharding_constraint(passages, replicated(mesh))
     scores = jnp.matmul(queries, passages.T, precision=jax.lax.Precision.HIGHEST) / temperature
     scores = keep_rows(scores.reshape(num_rows, num_rows, num_passages), mesh)
@@ -298,7 +304,7 @@ def contrastive_loss(
 
 
 class ContrastiveTask(Task):
-    """Trains an encoder on pairs of queries and passages (`Contrastive`)."""
+    """The training task of `Contrastive`: an encoder on pairs of queries and passages."""
 
     unit = "queries"
     encoder: TrainedEncoder
@@ -392,7 +398,7 @@ class ContrastiveTask(Task):
 
 
 def check_sections(config: TrainConfig) -> None:
-    """Raises an InputError for settings of language models, which an encoder does not read."""
+    """Raises an InputError for settings of language models, which encoders do not use."""
     defaults = ModelSection()
     for field in dataclasses.fields(ModelSection):
         if (value := getattr(config.model, field.name)) != getattr(defaults, field.name):

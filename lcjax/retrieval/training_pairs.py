@@ -1,8 +1,8 @@
-"""Queries and their passages for the training of an encoder: the section `retriever.pairs`.
+"""Training pairs of queries and passages for an encoder: the section `retriever.pairs`.
 
 Pairs are read from records, or made from plain text: two random crops of one piece of text, or a
-sentence and the passage around it. They become rows of token ids in fixed shapes, in an order that
-a resumed run continues (`lcjax.data.Loader`).
+sentence and the passage around it. They are converted to rows of token ids in fixed shapes, in an
+order that a resumed run continues (`lcjax.data.Loader`).
 """
 
 import abc
@@ -33,7 +33,7 @@ from lcjax.retrieval.passages import sentences
 from lcjax.storage import URLPath, to_path
 
 Ids = Sequence[int]
-# Fields of the batches that a record needs, by their names here and in DPR's files.
+# Fields of a record: their names here and in DPR's files.
 _QUERY, _POSITIVES = ("query", "question"), ("positive", "positive_ctxs")
 _NEGATIVES = ("negatives", "hard_negative_ctxs")
 # Fields of `data` that determine the pairs and their order.
@@ -43,7 +43,7 @@ _ROW_FIELDS = ("query_tokens", "passage_tokens", "negatives")
 
 
 class PairRecord(NamedTuple):
-    """A query with passages, each of which is (title, text)."""
+    """A query with its passages; a passage is a pair (title, text)."""
 
     query: str
     positives: list[tuple[str, str]]
@@ -51,7 +51,7 @@ class PairRecord(NamedTuple):
 
 
 class PairIds(NamedTuple):
-    """Token ids without special tokens; the positive passage precedes the hard negatives."""
+    """Token ids of a pair without special tokens; the first passage is the positive."""
 
     query: Ids
     passages: list[Ids]
@@ -59,27 +59,27 @@ class PairIds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairRows:
-    """How pairs become rows of token ids."""
+    """Converts pairs to rows of token ids."""
 
     tokenizer: BertTokenizer
     prefixes: tuple[str, str]  # of queries and of passages
-    query_tokens: int  # of a row, special tokens included
+    query_tokens: int  # maximum tokens of a query, special tokens included
     passage_tokens: int
-    negatives: int  # hard negatives of a query
+    negatives: int  # number of hard negatives of a query
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> list[list[int]]:
-        """Returns the ids of texts with their prefix."""
+        """Returns the token ids of texts with their prefix."""
         prefix = self.prefixes[not is_query]
         return self.tokenizer.encode([prefix + text for text in texts])
 
     @functools.cached_property
     def prefix_ids(self) -> tuple[list[int], list[int]]:
-        """The ids of the prefixes of queries and of passages."""
+        """Token ids of the prefix of queries and of the prefix of passages."""
         query, passage = self.tokenizer.encode(self.prefixes)
         return query, passage
 
     def fields(self, pair: PairIds) -> dict[str, np.ndarray]:
-        """Returns the fields of a row; their shapes are those of `open_pairs`."""
+        """Returns the fields of a row; `open_pairs` lists them with their shapes."""
         query, length = self._row(pair.query, self.query_tokens)
         passages = [self._row(ids, self.passage_tokens) for ids in pair.passages]
         digests = [hashlib.blake2b(row.tobytes(), digest_size=4).digest() for row, _ in passages]
@@ -98,10 +98,10 @@ class PairRows:
 
 
 class Pairs(draccus.ChoiceRegistry, abc.ABC):
-    """Where pairs come from: the section `retriever.pairs`."""
+    """Base class of the sources of pairs: the types of the section `retriever.pairs`."""
 
     def check(self, data: DataConfig, rows: int, negatives: int) -> None:
-        """Raises an InputError if there are no pairs; `rows` is the size of a batch."""
+        """Raises an InputError if the pairs do not suit a batch of `rows` with `negatives` each."""
         del rows
         if negatives:
             raise InputError(
@@ -117,24 +117,28 @@ class Pairs(draccus.ChoiceRegistry, abc.ABC):
     def elements(
         self, corpus: Documents, rows: PairRows, data: DataConfig, **order: Any
     ) -> grain.IterDataset:
-        """Returns what pairs are sampled from; `order` as of `StreamedCorpus.read_elements`."""
+        """Returns the elements of a corpus from which pairs are sampled.
+
+        `order` has the options of `StreamedCorpus.read_elements`.
+        """
 
     @abc.abstractmethod
     def sample(
         self, element: Any, random: np.random.Generator, rows: PairRows, is_train: bool
     ) -> PairIds:
-        """Makes a pair of an element."""
+        """Samples a pair from an element."""
 
 
 @Pairs.register_subclass("records")
 @dataclasses.dataclass(frozen=True)
 class Records(Pairs):
-    """Records of a query, its positive passages and perhaps hard negatives.
+    """Reads records of a query, its positive passages and optional hard negatives.
 
-    Lines of JSON with `query`, `positive` and `negatives`, where a passage is a text or {title,
-    text}; or DPR's files (`question`, `positive_ctxs`, `hard_negative_ctxs`, Karpukhin et al. 2020,
-    arXiv 2004.04906). Of several positives, and of more negatives than `retriever.negatives`,
-    random ones are read in every epoch.
+    The file holds lines of JSON with `query`, `positive` and `negatives`, where a passage is a text
+    or {title, text}, or has DPR's format (`question`, `positive_ctxs`, `hard_negative_ctxs`,
+    Karpukhin et al. 2020, arXiv 2004.04906). If a record has several positives, or more negatives
+    than `retriever.negatives`, every epoch of training reads random ones. Validation reads the
+    first ones.
     """
 
     path: str = ""  # .jsonl (also .gz and .zst), or .json with a list of records
@@ -208,7 +212,7 @@ class Records(Pairs):
 
 @dataclasses.dataclass(frozen=True)
 class TextPairs(Pairs):
-    """Base class of the pairs that are made from the text of `data:`."""
+    """Base class of types that make pairs from the text of `data:`."""
 
     def elements(
         self, corpus: Documents, rows: PairRows, data: DataConfig, **order: Any
@@ -229,17 +233,17 @@ class TextPairs(Pairs):
 
     @abc.abstractmethod
     def pieces(self, text: str, rows: PairRows, least: int) -> list[Any]:
-        """Returns the pieces of a document of which each gives a pair.
+        """Cuts a document into pieces, each of which gives a pair.
 
         Args:
-          text: of the document.
-          rows: encodes text.
-          least: tokens that a document must have.
+          text: text of the document.
+          rows: encodes texts.
+          least: minimum tokens of a document; shorter ones give no pieces.
         """
 
 
 class _Unpack(grain.experimental.FlatMapTransform):
-    """Makes an element of each entry of a list."""
+    """Flattens elements that are lists."""
 
     def flat_map(self, element: list[Any]) -> list[Any]:
         return element
@@ -248,15 +252,15 @@ class _Unpack(grain.experimental.FlatMapTransform):
 @Pairs.register_subclass("crops")
 @dataclasses.dataclass(frozen=True)
 class Crops(TextPairs):
-    """Two random crops of one piece of text (Contriever, Izacard et al. 2022, arXiv 2112.09118).
+    """Pairs two random crops of one text (Contriever, Izacard et al. 2022, arXiv 2112.09118).
 
-    The lengths of both are drawn independently, and so are the words that are left out of them.
+    Lengths and deleted tokens are drawn independently for both crops.
     """
 
-    length: int = 256  # tokens of the pieces that documents are cut into
-    least: float = 0.05  # of a crop, as a share of the piece
-    most: float = 0.5
-    delete: float = 0.1  # probability with which a token is left out
+    length: int = 256  # maximum tokens of the pieces into which documents are cut
+    least: float = 0.05  # minimum length of a crop, as a share of the piece
+    most: float = 0.5  # maximum length of a crop, as a share of the piece
+    delete: float = 0.1  # probability that a token is left out
 
     def __post_init__(self):
         check_integer("retriever.pairs.length", self.length, 2)
@@ -272,7 +276,7 @@ class Crops(TextPairs):
         (ids,) = rows.tokenizer.encode([text])
         if len(ids) < max(least, 2):
             return []
-        # Pieces of equal length: a short rest would give crops of a word or two.
+        # Pieces have equal lengths, because a short rest would give crops of a word or two.
         return np.array_split(np.array(ids, np.int32), -(-len(ids) // self.length))
 
     def sample(
@@ -295,12 +299,12 @@ class Crops(TextPairs):
 @Pairs.register_subclass("inverse_cloze")
 @dataclasses.dataclass(frozen=True)
 class InverseCloze(TextPairs):
-    """A sentence and the passage around it (ORQA, Lee et al. 2019, arXiv 1906.00300).
+    """Pairs a sentence and the passage around it (ORQA, Lee et al. 2019, arXiv 1906.00300).
 
-    Passages are as many whole sentences as `retriever.passage_tokens` holds, at least two.
+    A passage has as many whole sentences as fit into `retriever.passage_tokens`, at least two.
     """
 
-    keep: float = 0.1  # probability with which the sentence stays in its passage
+    keep: float = 0.1  # probability that the sentence stays in its passage
 
     def __post_init__(self):
         _share("keep", self.keep, most=1)
@@ -343,7 +347,7 @@ class PairFiles(RecordFiles):
     """A file of records of queries and passages."""
 
     def __init__(self, path: Path, config: TextConfig):
-        # One file, whose suffix may be one that sources of text do not have.
+        # Does not call the base class, which rejects the suffix .json.
         self.source, self.config, self.fields = TextSource(str(path)), config, {}
         self.paths, self._num_skipped = FileList([(path.name, path)]), 0
 
@@ -361,11 +365,11 @@ class PairFiles(RecordFiles):
 
 
 class JsonListReader(Reader):
-    """A JSON list of records, which is read at once."""
+    """Reads a JSON list of records, all at once."""
 
     def __init__(self, files: RecordFiles, index: int, cache: FileCache):
         super().__init__(files, index, cache)
-        if isinstance(self._path, URLPath):  # not all servers say when a file was written
+        if isinstance(self._path, URLPath):  # not cached: not all servers report a modified time
             self._records = _read_list(self._path)
         else:
             self._records = _read_local_list(self._path, self._path.stat().st_mtime_ns)
@@ -377,7 +381,7 @@ class JsonListReader(Reader):
         return self._records[index]
 
 
-@functools.lru_cache(maxsize=1)  # it is opened for the checks, the training and the validation
+@functools.lru_cache(maxsize=1)  # the checks, the training and the validation open the same file
 def _read_local_list(path: Path, modified: int) -> list[Any]:
     del modified
     return _read_list(path)
@@ -395,10 +399,10 @@ def _read_list(path: Path) -> list[Any]:
 
 
 def read_pair(record: Any, location: str) -> PairRecord:
-    """Reads a record.
+    """Converts a record of either format to a `PairRecord`; `location` is for error messages.
 
     Raises:
-      InputError: it has no query or no positive passage, or a field of another type.
+      InputError: the record has no query or no positive passage, or a field has the wrong type.
     """
     if not isinstance(record, dict):
         raise InputError(f"{location} is no record with query and positive")
@@ -427,7 +431,7 @@ def _field(record: dict, names: Sequence[str]) -> Any:
 
 
 def _passages(value: Any, where: str) -> list[tuple[str, str]]:
-    """Returns (title, text) of each passage: a text, {title, text}, or a list of them."""
+    """Returns (title, text) of the passages in a text, {title, text}, or a list of them."""
     if value is None:
         return []
     passages = []
@@ -443,7 +447,7 @@ def _passages(value: Any, where: str) -> list[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class _SourcePairs:
-    """What pairs of one corpus are sampled from, as `mixed_rows` reads it."""
+    """The elements of one corpus, with the interface of the sources of `mixed_rows`."""
 
     corpus: Documents
     pairs: Pairs
@@ -463,25 +467,25 @@ def open_pairs(
     local_rows: Sequence[int],
     split: str,
 ) -> Loader:
-    """Returns an iterator over batches.
+    """Returns a resumable iterator over batches of pairs.
 
-    With Q and P tokens of queries and passages and N = 1 + `rows.negatives`:
+    With Q and P tokens of queries and passages, and N = 1 + `rows.negatives`, a batch has:
 
-    - `query` int32 [B, Q] and `query_length` int32 [B]; 0 on padding.
+    - `query` int32 [B, Q] and `query_length` int32 [B]; 0 is padding.
     - `passages` int32 [B, N, P] and `passage_lengths` int32 [B, N]; the first one is the positive.
-    - `passage_ids` int32 [B, N]: hashes; passages of equal tokens have equal ones.
-    - `weights` float32 [B]: 1; 0 for the rows that complete the last batch of a validation.
+    - `passage_ids` int32 [B, N]: hashes, which are equal for passages of equal tokens.
+    - `weights` float32 [B]: 1, or 0 for the rows that complete the last batch of a validation.
 
     Args:
-      pairs: where they come from.
-      rows: makes rows of tokens.
-      data: order, split and text.
-      batch_size: rows of the global batch.
+      pairs: source of the pairs.
+      rows: converts pairs to rows of token ids.
+      data: text, order and validation split.
+      batch_size: number of rows of the global batch.
       local_rows: indices of the rows of this process.
-      split: "train", or "validation", which reads what is held out once and in order.
+      split: "train", or "validation", which reads the held-out pairs once and in order.
 
     Raises:
-      InputError: there are fewer pairs than a batch has rows.
+      InputError: there are fewer pairs than rows in a batch, or no pairs for validation.
     """
     is_train = split == "train"
     sources = [_SourcePairs(corpus, pairs, rows, data) for corpus in pairs.corpora(data, split)]
@@ -502,7 +506,7 @@ def open_pairs(
 
 
 def _check_count(sources: Sequence[_SourcePairs], required: int, split: str) -> None:
-    """Raises an InputError if an epoch has fewer than `required` pairs; reads no more of it."""
+    """Raises an InputError if an epoch has fewer than `required` pairs; reads only as many."""
 
     def each() -> Iterator[Any]:
         for source in sources:
@@ -520,7 +524,7 @@ def _check_count(sources: Sequence[_SourcePairs], required: int, split: str) -> 
 
 
 def _identity(sources: Sequence[_SourcePairs], split: str) -> dict[str, Any]:
-    """Returns everything that determines the batches and their order."""
+    """Returns all settings and fingerprints that determine the batches and their order."""
     first = sources[0]
     settings = dataclasses.asdict(first.pairs)
     settings.pop("path", None)  # the location of a file may change, its content may not

@@ -408,7 +408,7 @@ def test_cells_state_the_number_of_passages_of_the_decoder(config, score, tmp_pa
     [
         (
             lambda: {"methods": (Method("a", context=ContextSplit(), replug=ReplugSplit()),)},
-            "both|two",
+            "sets .* only one can be set",
         ),
         (lambda: {"methods": (Method("a", context=ContextSplit(source="mine")),)}, "source='mine'"),
         (
@@ -425,7 +425,7 @@ def test_cells_state_the_number_of_passages_of_the_decoder(config, score, tmp_pa
         ),
         (
             lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=RetrievalMethod()),)},
-            "replug and retrieval, two ways",
+            "sets replug and retrieval, of which",
         ),
         (
             lambda: {"methods": (Method("a", retrieval=RetrievalMethod(source="foreign")),)},
