@@ -1,8 +1,8 @@
-"""The interface of attention patterns, and the partial attentions of which they are made.
+"""The interface of attention patterns, and the partial attentions that they consist of.
 
-A pattern is a list of passes. A pass defines the positions at which queries and keys are rotated,
-and the visible keys. `partial_attention` computes one pass, and `pallas_kernels.merge` adds up
-passes.
+A pattern is a list of passes. A pass defines the positions to which queries and keys are rotated,
+and the visible keys. `partial_attention` computes one pass, and `pallas_kernels.merge` merges the
+results of several passes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ POSITIONS = ("rope", "alibi", "t5", "transformer_xl", "deberta", "sinusoidal", "
 class AttentionMetadata:
     """Positions, documents, rotation and kernel options of one attention call.
 
-    A decoder layer builds it once for each call, in training and in decoding.
+    A decoder layer builds it once per call, in training and in decoding.
 
     An *order index* is the place of a token in its own document: 0, 1, 2, ... Padding and the other
-    documents of a packed row are not counted. Masks test order indices, so the first tokens and the
-    chunks of a method are those of each document.
+    documents of a packed row are not counted. Masks test order indices, so "the first tokens" and
+    "chunks" of a method are counted in each document.
     """
 
     q_positions: Num[Array, "B T"]  # positions of the rotation; integers or fractions
@@ -46,15 +46,16 @@ class AttentionMetadata:
     k_index: Int[Array, "*B S"] | None = None
     q_segments: Int[Array, "B T"] | None = None  # documents from 1, 0 is padding
     k_segments: Int[Array, "B S"] | None = None
-    # Indices in the row of (queries [T], keys [S]); an entry is None for 0, 1, 2, ... Inside a
-    # document their differences are those of order indices. None if slots are not in text order.
+    # Indices in the row of (queries [T], keys [S]); an entry of None means 0, 1, 2, ... Inside a
+    # document they differ by as much as order indices. None if slots are not in text order.
     row_indices: tuple[Int[Array, " T"] | None, Int[Array, " S"] | None] | None = None
     num_heads: int = 1  # query heads, for masks that differ between heads; `attend` sets it
-    # Added to the logits, by the distance of order indices, or terms that depend on content, too
+    # Added to the logits: a function of the distance of order indices (`Bias`), or terms that also
+    # depend on the content (`RelativeTerms`)
     bias: Bias | RelativeTerms | None = None
     soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     keys_rotated: bool = False  # keys are already rotated to `Pattern.key_positions` (a cache)
-    # Partials (out, lse) of the same queries over other keys, in one softmax with these keys.
+    # Partials (out, lse) of the same queries over other keys, which share a softmax with these keys
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
     implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
@@ -63,31 +64,34 @@ class AttentionMetadata:
         return dataclasses.replace(self, **changes)
 
     def without_layout(self) -> AttentionMetadata:
-        """Metadata for kernel calls without a layout: on a mesh XLA, which can partition them."""
+        """Returns metadata for kernel calls without a layout.
+
+        On a mesh it selects the implementation `xla`, which the compiler can partition.
+        """
         if self.layout is None:
             return self
         return self.replace(layout=None, implementation=self.implementation or "xla")
 
     @property
     def q_order(self) -> Int[Array, "*B T"]:
-        """The order indices of queries as an array, [T] or [B, T]."""
+        """Order indices of the queries, [T] or [B, T]."""
         length = self.q_positions.shape[1]
         return jnp.arange(length, dtype=jnp.int32) if self.q_index is None else self.q_index
 
     @property
     def k_order(self) -> Int[Array, "*B S"]:
-        """The order indices of keys as an array, [S] or [B, S]."""
+        """Order indices of the keys, [S] or [B, S]."""
         length = self.k_positions.shape[1]
         return jnp.arange(length, dtype=jnp.int32) if self.k_index is None else self.k_index
 
     def mask_indices(
         self, mask: Mask
     ) -> tuple[Int[Array, "*B T"] | None, Int[Array, "*B S"] | None]:
-        """The indices of queries and keys that `mask` tests.
+        """Returns the indices of queries and keys that `mask` tests.
 
-        They are order indices, or the indices in the row if the mask depends on differences: both
-        give the same answer. Indices in a whole row are known at trace time, which keeps the tables
-        of visible blocks static.
+        They are order indices. If the mask depends only on differences of indices, they are indices
+        in the row, which give the same result and may be constants at trace time. The tables of
+        visible blocks are then static.
         """
         if self.row_indices is not None and mask.shift_invariant:
             return self.row_indices
@@ -99,8 +103,8 @@ class Pass(NamedTuple):
 
     q_positions: Num[Array, "B T"]
     k_positions: Num[Array, "B S"]
-    mask: Mask  # over order indices, which keep counting where positions repeat or jump
-    same_position: bool = False  # all keys are at one position, that of the first
+    mask: Mask  # rule over order indices, which keep counting where positions repeat or jump
+    same_position: bool = False  # whether all keys have one position, that of the first key
 
 
 def partial_attention(
@@ -110,11 +114,11 @@ def partial_attention(
     attention_pass: Pass,
     metadata: AttentionMetadata,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Computes one pass: rotates queries and keys, then attends to the keys of its mask.
+    """Computes one pass: rotates queries and keys, then attends to the keys visible in its mask.
 
     Args:
-      q, k, v: unrotated queries and keys, and values. Keys with `metadata.keys_rotated` are already
-        at the positions of the pass.
+      q, k, v: unrotated queries and keys, and values. With `metadata.keys_rotated`, keys must be
+        rotated to the positions of the pass.
       attention_pass: positions of queries and keys, and the mask.
       metadata: rotation, order indices, segments, bias and kernel options of the call.
 
@@ -150,9 +154,9 @@ def rotate_qk(
     metadata: AttentionMetadata,
     attention_pass: Pass | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]]:
-    """Rotates q, and k unless it is already rotated, to the positions of a pass.
+    """Rotates q, and k if it is not rotated yet, to the positions of a pass.
 
-    Without a pass, the positions are those of `metadata`.
+    If `attention_pass` is None, the positions are those of `metadata`.
     """
     positions, rotation = attention_pass or metadata, metadata.rotation
     with jax.named_scope("rope"):
@@ -167,8 +171,8 @@ def rotate_queries(
 ) -> Float[Array, "B T N H"]:
     """Rotates queries to `positions` and multiplies them by `rotation.query_scale`.
 
-    The result is rounded once: JAX rounds a Python float to the dtype of its other operand before
-    the product, so a bfloat16 row would have another factor alone than in a stacked rotation.
+    It multiplies in float32 and rounds once. JAX would round a Python float to the dtype of q
+    first, so the same bfloat16 row would get different factors alone and in a stacked rotation.
     """
     rotated = rotate(q.astype(jnp.float32), positions, rotation.inv_freq, rotation.scale)
     return (rotated * rotation.query_scale).astype(q.dtype)
@@ -177,17 +181,17 @@ def rotate_queries(
 def pass_bias(
     attention_pass: Pass, metadata: AttentionMetadata
 ) -> tuple[Bias | None, Float[Array, "B T N"] | None]:
-    """The bias of a pass whose positions may differ from the true ones.
+    """Returns the bias of a pass whose positions may differ from those of the metadata.
 
-    If all keys of a pass are at one distance, or if the bias is linear in the distance and only the
-    query moves, then all logits of a query change by the same number. The output stays as it is,
-    and that number is added to the log-sum-exp.
+    If all keys of a pass are at one distance, or if the bias is linear in the distance and only
+    queries move, then all logits of a query change by the same number. The output of the pass does
+    not change, and this number is added to the log-sum-exp.
 
     Returns:
-      The bias by order indices, and what to add to the log-sum-exp; either may be None.
+      The bias by order indices, and a summand of the log-sum-exp; either may be None.
 
     Raises:
-      TypeError: the bias of the moved positions has no such form.
+      TypeError: the bias at the moved positions has no such form.
     """
     bias, keys_unmoved = metadata.bias, attention_pass.k_positions is metadata.k_positions
     if bias is None or (keys_unmoved and attention_pass.q_positions is metadata.q_positions):
@@ -204,14 +208,21 @@ def pass_bias(
 
 
 def near_and_far(metadata: AttentionMetadata, size: int, distance: int, far: Mask) -> list[Pass]:
-    """Two passes: the last `size` keys at true distance, older keys of `far` at `distance`."""
+    """Returns two passes: the last `size` keys at their true distance, older ones at `distance`.
+
+    Args:
+      metadata: positions of the call.
+      size: keys of the first pass, the token itself included.
+      distance: distance of all keys of the second pass.
+      far: mask of the older keys that are visible.
+    """
     far = causal() & ~window(size) & far
     near = Pass(metadata.q_positions, metadata.k_positions, causal() & window(size))
     return [near, pass_at_distance(metadata, distance, far)]
 
 
 def pass_at_distance(metadata: AttentionMetadata, distance: int, mask: Mask) -> Pass:
-    """A pass over the keys of `mask`, all of them at the same `distance`."""
+    """Returns a pass over the keys of `mask`, all of them at the same `distance`."""
     q_positions = jnp.full_like(metadata.q_positions, distance)
     return Pass(q_positions, jnp.zeros_like(metadata.k_positions), mask, same_position=True)
 
@@ -223,16 +234,16 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     A pattern lists passes over disjoint sets of keys, and their results are merged by log-sum-exp.
     """
 
-    # Small instances, as the fields of a config: what the tests of all patterns run.
+    # Fields of small instances, on which the tests of all patterns run.
     examples: ClassVar[tuple[dict, ...]] = ({},)
     # Whether the position of a key depends on the query. A cache must then keep unrotated keys.
     moves_keys: ClassVar[bool] = False
-    # Whether `at_length` changes the rotation; a property if that depends on a field.
+    # Whether `at_length` changes the rotation; subclasses may define it as a property.
     depends_on_length: ClassVar[bool] = False
     # Whether the visible keys of a token depend on later tokens. Such a pattern can read a prompt,
     # but a loss under it is meaningless.
     prefill_only: ClassVar[bool] = False
-    # Whether texts are read with landmark tokens between their own.
+    # Whether the model reads texts with inserted landmark tokens.
     has_landmarks: ClassVar[bool] = False
 
     def check_scores(self) -> None:
@@ -246,29 +257,29 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def encodings(self) -> tuple[str, ...]:
-        """The entries of POSITIONS with which the pattern works.
+        """The entries of POSITIONS that the pattern supports.
 
-        By default all of them, or only rope if the pattern replaces `attend`: a pattern that moves
-        tokens must move a bias too, and cannot move absolute embeddings.
+        By default all of them, or only rope if the pattern overrides `attend`. A pattern that moves
+        tokens to other positions must also move a bias, and cannot move absolute embeddings.
         """
         return POSITIONS if type(self).attend is Pattern.attend else ("rope",)
 
     @property
     def is_position_based(self) -> bool:
-        """Whether order indices alone decide visibility: tokens may be stored in any order."""
+        """Whether visibility depends on order indices alone, so tokens may be in any order."""
         return type(self).attend is Pattern.attend
 
     @abc.abstractmethod
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        """The passes over the keys of a call; their masks are disjoint."""
+        """Returns the passes over the keys of a call; their masks are disjoint."""
 
     def key_positions(
         self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]
     ) -> Num[Array, "B S"]:
-        """The positions of keys that all queries share.
+        """Returns the positions of keys, which are the same for all queries.
 
-        A cache keeps keys rotated to these positions unless the pattern `moves_keys`. `passes`
-        receives them as `k_positions`.
+        A cache stores keys rotated to these positions, unless the pattern `moves_keys`. `passes`
+        receives them as `metadata.k_positions`.
 
         Args:
           positions: true positions of the keys.
@@ -278,29 +289,31 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         return positions
 
     def at_length(self, rotation: Rotation, length: int) -> Rotation:
-        """The rotation of a request of `length` tokens, from the rope's rotation for that length.
+        """Returns the rotation of a request, given the rope's rotation for the same length.
 
-        As in `Rope.frequencies`, the length counts the whole request, so that later queries agree
-        with the keys that were rotated before them.
+        Args:
+          rotation: the rope's rotation.
+          length: tokens of the whole request, as in `Rope.frequencies`, so that later queries agree
+            with keys that were rotated before them.
         """
         del length
         return rotation
 
     def cache_window(self) -> tuple[int, int] | None:
-        """The numbers of keys that a new token may see: (first keys, last keys with its own).
+        """Returns how many keys a new token may see: (first keys, last keys including its own).
 
-        A cache with this many slots is enough for a text of any length. None: all keys.
+        A rolling cache that holds these keys is enough for a text of any length. None: all keys.
         """
         return None
 
     def cache_state_shapes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Shapes of the state that the pattern keeps in a cache besides keys and values.
+        """Returns the shapes of the pattern's state in a cache, besides keys and values.
 
-        Each layer has float32 arrays [B, N, *shape], zeros at first. `attend_with_state` reads and
-        updates them. Only patterns that keep every key may have a state.
+        Each layer has float32 arrays [B, N, *shape], initially zeros. `attend_with_state` reads and
+        updates them. Only patterns that need every key may have a state.
 
         Args:
-          slots: keys in the cache.
+          slots: number of slots of the cache.
           size: channels of a head.
         """
         return ()
@@ -313,7 +326,9 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         state: tuple[Float[Array, "B N _ _"], ...],
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "B T N Hv"], tuple[Float[Array, "B N _ _"], ...]]:
-        """`attend` over a cache whose rows hold one document each, for patterns with a state.
+        """Computes attention over a cache and updates the pattern's state.
+
+        Patterns with a state implement it. Each row of the cache holds one document.
 
         Args:
           q, k, v, metadata: as in `attend`.
@@ -325,7 +340,7 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps a state: define attend_with_state")
 
     def for_inference(self) -> Pattern:
-        """The pattern with which a model that was trained under this one is evaluated."""
+        """Returns the pattern for evaluation and generation after training with this one."""
         return self
 
     def attend(
@@ -337,11 +352,11 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     ) -> Float[Array, "B T N Hv"]:
         """Computes attention of q over k and v.
 
-        Patterns whose visible keys depend on the data replace this method.
+        Patterns whose visible keys depend on the data override this method.
 
         Args:
-          q, k, v: unrotated queries, keys, and values; K divides N. Keys may be rotated already
-            (`metadata.keys_rotated`).
+          q, k, v: unrotated queries and keys, and values; K divides N. With
+            `metadata.keys_rotated`, keys are already rotated.
           metadata: positions, documents, rotation and kernel options.
 
         Returns:
@@ -365,10 +380,10 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         return out
 
     def check_metadata(self, metadata: AttentionMetadata) -> None:
-        """Raises an InputError for inputs that the pattern cannot use.
+        """Raises an InputError for inputs that the pattern does not support.
 
-        These are a bias for a pattern that takes rope only, rotated keys for a pattern that moves
-        keys, and extra partials for a pattern whose visible keys depend on the data.
+        These are a bias for a pattern that supports only rope, rotated keys for a pattern that
+        moves keys, and extra partials for a pattern whose visible keys depend on the data.
         """
         if metadata.bias is not None and self.encodings == ("rope",):
             raise InputError(
@@ -387,7 +402,7 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
 
 
 def order_indices(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place of every token in its own document, int32; a document is a run of equal values."""
+    """Returns the int32 place of every token in its document, a run of equal `segments`."""
     slots = jnp.arange(segments.shape[1], dtype=jnp.int32)
     is_start = segments[:, 1:] != segments[:, :-1]
     is_start = jnp.pad(is_start, [(0, 0), (1, 0)])  # the first token starts at 0 anyway

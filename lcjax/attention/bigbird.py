@@ -22,12 +22,13 @@ class BigBird(Pattern):
     A token of block n sees, up to itself, the blocks n - near to n, the first `global_blocks`, and
     `random` blocks between them, which depend on `seed` (sec. 2, the ITC form with blocks, sec. D).
 
-    This is the causal form, for language models. The paper's encoder has a window to both sides (3
-    blocks are `near: 1`), and its last block is global, too, which is unknown while a text grows.
-    Here random blocks are drawn from those before the window, row by row, so that they stay the
-    same when the text grows. The released plans are drawn once for a fixed length, and include
-    blocks after the token. `table` takes such a plan (its `rand_attn`: a list of block ids for each
-    block of queries, per head or one for all heads); later blocks in it are not visible.
+    This is the causal form for language models. The paper's encoder has a window to both sides (3
+    blocks are `near: 1`), and its last block is also global; while a text grows, that block is
+    unknown. Here random blocks are drawn from those before the window, one block of queries after
+    the other, so that they stay the same when the text grows. The released plans are drawn once for
+    a fixed length, and include blocks after the token. `table` is such a plan (`rand_attn` of the
+    released code: a list of block ids for each block of queries, per head or one for all heads);
+    its later blocks are not visible.
     """
 
     examples = (
@@ -41,7 +42,7 @@ class BigBird(Pattern):
     random: int = 3  # blocks drawn for each block of queries
     per_head: bool = True  # each head draws its own blocks and needs its own kernel call
     seed: int = 0
-    table: tuple[Plan, ...] | None = None  # instead of drawing: [heads or 1][query block][blocks]
+    table: tuple[Plan, ...] | None = None  # fixed plan: [heads or 1][query block][blocks]
 
     def __post_init__(self):
         check_integer("pattern.block", self.block, 1)
@@ -58,7 +59,7 @@ class BigBird(Pattern):
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & (fixed | random))]
 
     def _plans(self, length: int, heads: int) -> tuple[Plan, ...]:
-        """The blocks of each block of queries; one plan for all heads, or one for each."""
+        """Returns the random blocks of each block of queries: one plan, or one per head."""
         if self.table is not None:
             if len(self.table) not in (1, heads):
                 raise InputError(
@@ -70,16 +71,17 @@ class BigBird(Pattern):
         return tuple(self._draw(blocks, head) for head in range(heads if self.per_head else 1))
 
     def _draw(self, blocks: int, head: int) -> Plan:
-        """`random` different blocks between the global ones and the window, or all of them.
+        """Draws up to `random` distinct blocks between the global blocks and the window.
 
-        Rows are drawn one after the other, so the plan of a longer text begins with the same rows.
+        Random numbers are drawn block by block, so the plan of a longer text begins with that of a
+        shorter one.
         """
         first = self.global_blocks
         num_candidates = np.maximum(np.arange(blocks) - self.near - first, 0)
         uniform = np.random.default_rng([self.seed, head]).random((blocks, self.random))
         drawn = np.zeros((blocks, 0), np.int64)
         for count in range(self.random):
-            # An index among the candidates that are not drawn yet, moved past those that are.
+            # An index among the remaining candidates, shifted past those that are already drawn.
             choice = (uniform[:, count] * (num_candidates - count)).astype(np.int64)
             for column in np.sort(drawn, axis=1).T:
                 choice += choice >= column

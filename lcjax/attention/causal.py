@@ -1,4 +1,4 @@
-"""Attention without options but a size: causal, bidirectional, sliding-window and chunked."""
+"""Patterns with at most one option, a size: causal, bidirectional, sliding-window and chunked."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Sliding(Pattern):
 class Chunked(Pattern):
     """Every token sees itself and the tokens before it in its chunk of `size` tokens.
 
-    A text is read as if it were cut into chunks, as in Llama 4's local layers. LCEG's figure 3 has
-    a base model in chunks of its trained length as reference.
+    Chunks of a text are read independently, as in Llama 4's local layers. LCEG's figure 3 has a
+    base model in chunks of its trained length as reference.
     """
 
     examples = ({"size": 6}, {"size": 1})

@@ -17,21 +17,22 @@ from pallas_kernels import causal, chunk_distance, chunks
 @Pattern.register_subclass("dual_chunk")
 @dataclass(frozen=True)
 class DualChunk(Pattern):
-    """Full attention in which no distance exceeds `chunk`, untrained.
+    """Full attention in which no distance exceeds `chunk`; needs no training.
 
     The text is divided into pieces of c = chunk - local tokens, and key j has position j mod c.
     Query i has position i mod c for keys of its piece, min(i mod c + c, chunk) for keys of the
     previous piece, which keeps the distance of the `local` nearest keys exact, and
-    min(2c - 1, chunk) for older keys (sec. 3; the code's `chunk_size` and `local_window`: the paper
-    has pieces of `chunk` tokens and clamps at the trained length - 1).
+    min(2c - 1, chunk) for older keys (sec. 3). `chunk` and `local` are `chunk_size` and
+    `local_window` of the released code; the paper has pieces of `chunk` tokens and clamps at the
+    trained length - 1.
 
-    With `train_length` C, a request of n > C tokens multiplies the logits. `growth="square"` is a
-    later addition to the released code and not part of the paper's results: it multiplies cos and
-    sin of queries and keys by 0.05 ln(n / C) + 1, and so the logits by its square.
-    `growth="linear"` is that of Qwen2.5-1M (arXiv 2501.15383; vLLM's dual_chunk_flash_attn): keys
-    alone are multiplied by 0.1 ln(n / C) + 1, and so are the logits. In both codes the factor grows
-    with the text while older keys keep theirs; here a request has one factor, that of its prompt
-    and new tokens together.
+    With `train_length` C, the logits of a request of n > C tokens are multiplied by a factor.
+    `growth="square"` is a later addition to the released code and not part of the paper's results:
+    it multiplies cos and sin of queries and keys by 0.05 ln(n / C) + 1, and so the logits by its
+    square. `growth="linear"` is that of Qwen2.5-1M (arXiv 2501.15383; vLLM's
+    dual_chunk_flash_attn): it multiplies only keys, and so the logits, by 0.1 ln(n / C) + 1. In
+    both codes the factor grows with the text, but older keys keep their factor. Here a request has
+    one factor, for the length of its prompt and new tokens together.
     """
 
     examples = (
@@ -43,8 +44,9 @@ class DualChunk(Pattern):
     encodings = ("rope",)
 
     chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
-    local: int = 512  # exact across pieces: 1/8 of the trained length, 1/4 in its perplexity script
-    train_length: int | None = None  # beyond which logits grow; null: never, as in the paper
+    # Nearest keys at exact distance: 1/8 of the trained length, 1/4 in the code's perplexity script
+    local: int = 512
+    train_length: int | None = None  # longer requests scale logits; null: never, as in the paper
     growth: str = "square"  # square (ChunkLlama's code) or linear (Qwen2.5-1M)
 
     def __post_init__(self):
@@ -72,7 +74,7 @@ class DualChunk(Pattern):
         if self.train_length is None or length <= self.train_length:
             return rotation
         log = math.log(length / self.train_length)
-        if self.growth == "linear":  # a factor of queries gives the logits of a factor of keys
+        if self.growth == "linear":  # a factor of queries has the same effect as one of keys
             return rotation._replace(query_scale=rotation.query_scale * (0.1 * log + 1))
         return rotation._replace(scale=rotation.scale * (0.05 * log + 1))
 

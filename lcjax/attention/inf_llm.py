@@ -1,12 +1,12 @@
-"""InfLLM (Xiao et al. 2024, arXiv 2402.04617): a memory of blocks behind a window, untrained.
+"""InfLLM (Xiao et al. 2024, arXiv 2402.04617): retrieval of older blocks; needs no training.
 
 Queries are processed one chunk after another. A chunk needs only the keys of its window and a few
 gathered blocks, independent of the length of the text. The chunks of one row are processed in
-order, because the attention that a key receives in the window decides about the summary of its
-block. The chunks of different rows are processed side by side.
+order, because the summary of a block depends on the attention that its keys received in the window.
+The chunks of different rows are processed in parallel.
 
 Letters: Q queries of a chunk, W keys of its window, P keys of a part, C blocks of a text, M chosen
-blocks. Keys and values are held as [B, K, S, H], as in a cache.
+blocks. Keys and values are [B, K, S, H], as in a cache.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ _State = tuple[jax.Array, ...]
 @Pattern.register_subclass("inf_llm")
 @dataclass(frozen=True)
 class InfLLM(Pattern):
-    """A window, the first tokens, and the blocks of older tokens that look most relevant.
+    """A window, the first tokens, and the most relevant blocks of older tokens.
 
-    Query i sees key j of its window, 0 <= i - j < window, at distance i - j. Everything older
-    is at one distance, window - 1: the first `sinks` tokens, the chosen blocks, and tokens in
-    no block yet (sec. 3.1 and 3.2). Tokens behind the sinks form blocks of `block`; a block can be
-    chosen as soon as the window has passed all of it (in the released code one token later). Its
-    summary is, per head, the mean unrotated key of the `representatives` tokens that received most
-    attention, summed over the queries that had them in their window. `chunk` tokens of a text share
-    one choice: the `top_k` blocks with the greatest product of summary and mean query, summed over
-    heads, or separately for every head with `per_head`. A chunk that is read in several calls, as
-    in decoding, chooses again in each of them.
+    Query i sees key j of its window, 0 <= i - j < window, at distance i - j. All older keys are at
+    one distance, window - 1: the first `sinks` tokens, the chosen blocks, and tokens that are in no
+    complete block yet (sec. 3.1 and 3.2). Tokens after the sinks form blocks of `block` tokens. A
+    block can be chosen as soon as the window has passed all of it (in the released code one token
+    later). Its summary is, per head, the mean unrotated key of the `representatives` tokens that
+    received most attention, summed over the queries that had them in their window. `chunk` tokens
+    of a text share one choice: the `top_k` blocks with the greatest product of summary and mean
+    query, summed over heads, or separately for every head with `per_head`. A chunk that is read in
+    several calls, as in decoding, chooses again in each call.
 
-    The one distance and the choice of representatives are the released code's: the paper has
-    distance `window`, and means of logits instead of sums of attention. The masks are exact and
-    disjoint, where that code counts some keys twice in a prompt.
-    All keys stay in device memory: the released code moves old blocks to the host and caches the
-    popular ones, which does not change the results. With `chunk` above 1, the choice for a token
-    also depends on later tokens of its chunk, so perplexities are slightly favoured, as in the
-    paper.
+    The single distance and the choice of representatives follow the released code; the paper has
+    distance `window`, and means of logits instead of sums of attention. The masks here are exact
+    and disjoint; the released code counts some keys twice in a prompt. All keys stay in device
+    memory; the released code moves old blocks to the host and caches the popular ones, which does
+    not change the results. With `chunk` above 1, the choice for a token also depends on later
+    tokens of its chunk, so perplexities are slightly too low, as in the paper.
     """
 
     examples = (
@@ -64,7 +63,7 @@ class InfLLM(Pattern):
     sinks: int = 128  # first tokens that stay visible (n_init)
     block: int = 128  # tokens of a block (block_size)
     top_k: int = 16  # blocks that are read (topk)
-    representatives: int = 4  # tokens that stand for their block (repr_topk)
+    representatives: int = 4  # tokens of a block whose keys form its summary (repr_topk)
     chunk: int = 512  # consecutive tokens with one choice (exc_block_size)
     per_head: bool = False  # whether every query head chooses for itself
 
@@ -78,16 +77,16 @@ class InfLLM(Pattern):
             )
 
     def num_blocks(self, tokens: int | Int[Array, " ..."]) -> int | Int[Array, " ..."]:
-        """The number of blocks outside the window when the last of `tokens` is read."""
+        """Returns the number of blocks before the window of the last of `tokens` tokens."""
         return (tokens - self.window - self.sinks) // self.block
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        """The visible keys if the latest blocks are the best: as many keys as in any other case."""
+        """Returns passes that choose the latest blocks, with as many keys as any other choice."""
         far = prefix(self.sinks) | LatestBlocks(self)
         return near_and_far(metadata, self.window, self.window - 1, far)
 
     def cache_state_shapes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Attention that each key received in the window, and the summary of each block."""
+        """Returns the shapes of the attention received by each key, and of block summaries."""
         blocks = self.num_blocks(slots)
         return ((1, slots), (blocks, size)) if blocks > 0 else ()
 
@@ -109,7 +108,7 @@ class InfLLM(Pattern):
 
 @dataclass(frozen=True)
 class LatestBlocks(Mask):
-    """The last `top_k` blocks that the first query of a chunk may choose, and all later keys."""
+    """Mask of the last `top_k` blocks that a chunk's first query may choose, and of later keys."""
 
     pattern: InfLLM
 
@@ -127,7 +126,7 @@ class LatestBlocks(Mask):
 
 
 class _Tokens(NamedTuple):
-    """Order indices, documents and positions of tokens."""
+    """The order indices, documents and positions of tokens."""
 
     index: Int[Array, "B S"]
     segments: Int[Array, "B S"]  # 0 is padding
@@ -155,9 +154,9 @@ class _Chunk(NamedTuple):
     q: Float[Array, "B Q N H"]
     tokens: _Tokens  # [B, Q]
     segment: Int[Array, " B"]  # the document of the chunk
-    first_index: Int[Array, " B"]  # the order index of its first query
-    base_slot: Int[Array, " B"]  # the slot of the first token of its document
-    num_blocks: Int[Array, " B"]  # blocks that it may choose from
+    first_index: Int[Array, " B"]  # order index of the chunk's first query
+    base_slot: Int[Array, " B"]  # slot of the first token of the document
+    num_blocks: Int[Array, " B"]  # number of blocks to choose from
 
 
 class _Keys(NamedTuple):
@@ -179,7 +178,7 @@ def _attend_chunks(
     metadata: AttentionMetadata,
     is_packed: bool,
 ) -> tuple[Float[Array, "B T N Hv"], _State]:
-    """Computes attention chunk by chunk, and the new state.
+    """Returns attention, computed chunk by chunk, and the new state.
 
     With `is_packed` a row may hold several documents.
     """
@@ -205,7 +204,7 @@ def _attend_chunks(
 
 
 def _skip_empty(length: int, update):
-    """A scan step that applies `update` only if some row has another chunk."""
+    """Returns a scan step that applies `update` only if some row has another chunk."""
 
     def step(carry, x):
         has_chunk = (x[1] < length).any()
@@ -220,7 +219,7 @@ def _tokens(index, segments, positions) -> _Tokens:
 
 
 def _split_chunks(queries: _Tokens, chunk: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """The chunk of every query (-1 for padding), and the ascending starts of chunks (else T)."""
+    """Returns the chunk of every query (-1: padding), and the sorted starts of chunks (T: none)."""
     index, segments, _ = queries
     previous = jnp.pad(segments[:, :-1], [(0, 0), (1, 0)])
     is_start = (segments != 0) & ((index % chunk == 0) | (segments != previous))
@@ -283,7 +282,7 @@ def _select_chunk(inputs: _Inputs, chunk_id: Int[Array, ""], start: Int[Array, "
 
 
 def _window_start(inputs: _Inputs, chunk: _Chunk) -> Int[Array, " B"]:
-    """The first slot of the W keys that the windows of a chunk's queries cover."""
+    """Returns the first slot of the W keys that the windows of a chunk's queries cover."""
     slots = inputs.k.shape[2]
     start = chunk.base_slot + jnp.maximum(chunk.first_index - inputs.pattern.window + 1, 0)
     return jnp.minimum(start, slots - _window_size(inputs, chunk))
@@ -294,18 +293,18 @@ def _window_size(inputs: _Inputs, chunk: _Chunk) -> int:
 
 
 def _slice_keys(inputs: _Inputs, chunk: _Chunk, start: Int[Array, " B"], size: int) -> _Keys:
-    """`size` keys from the slots `start` on, or the last ones if there are fewer."""
+    """Returns `size` keys from slot `start` of each row on, or the last `size` keys."""
     k, v = (_slice(x, start, size, 2) for x in (inputs.k, inputs.v))
     index, segments, positions = (_slice(x, start, size, 1) for x in inputs.keys)
     return _Keys(k, v, index, segments == chunk.segment[:, None], positions)
 
 
 def _sinks_and_tail(inputs: _Inputs, chunk: _Chunk) -> list[_Keys]:
-    """The first tokens, and the tokens after the last block that a window may have passed."""
+    """Returns the first tokens, and the tokens after the last block that may be chosen."""
     pattern, slots = inputs.pattern, inputs.k.shape[2]
     sinks = _slice_keys(inputs, chunk, chunk.base_slot, min(pattern.sinks, slots))
     tail_index = pattern.sinks + chunk.num_blocks * pattern.block
-    # The first query has less than a block of them, each later one at most one more.
+    # The first query has less than a block of them, and each later query at most one more.
     size = min(pattern.block + chunk.is_query.shape[1] - 2, slots)
     tail = _slice_keys(inputs, chunk, chunk.base_slot + tail_index, size)
     return [
@@ -342,7 +341,7 @@ def _update_summaries(
 def _block_slots(
     pattern: InfLLM, chunk: _Chunk, block_ids: Int[Array, "B ..."]
 ) -> Int[Array, "B ... block"]:
-    """The slots of the tokens of blocks."""
+    """Returns the slots of the tokens of blocks."""
     base = jnp.expand_dims(chunk.base_slot + pattern.sinks, tuple(range(1, block_ids.ndim + 1)))
     return base + block_ids[..., None] * pattern.block + jnp.arange(pattern.block)
 
@@ -353,7 +352,7 @@ def _choose_blocks(
     far_q: Float[Array, "B Q N H"],
     summaries: Float[Array, "B N C H"],
 ) -> _Keys:
-    """The blocks whose summaries have the greatest product with the mean of the rotated queries."""
+    """Returns the blocks whose summaries have the greatest product with the mean rotated query."""
     pattern = inputs.pattern
     is_query = chunk.is_query[..., None, None]
     total = jnp.where(is_query, lax.stop_gradient(far_q).astype(jnp.float32), 0.0).sum(1)
@@ -369,7 +368,7 @@ def _choose_blocks(
     slots = _block_slots(pattern, chunk, block_ids).reshape(*block_ids.shape[:2], -1)
     if not pattern.per_head:
         slots = jnp.broadcast_to(slots, (len(slots), inputs.k.shape[1], slots.shape[2]))
-    # All of them are behind the window of every query, and every head has as many.
+    # All of them are before the window of every query, and every head has as many valid blocks.
     is_valid = jnp.repeat(is_valid[:, 0], pattern.block, axis=1)
     index = jnp.broadcast_to((chunk.first_index - pattern.window)[:, None], is_valid.shape)
     k, v = (_gather_heads(x, slots) for x in (inputs.k, inputs.v))
@@ -379,7 +378,7 @@ def _choose_blocks(
 def _attend_far(
     inputs: _Inputs, chunk: _Chunk, far_q: Float[Array, "B Q N H"], parts: list[_Keys]
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
-    """The partial (out, lse) of the keys behind the window, all of them at position 0."""
+    """Returns the partial (out, lse) over the keys before the window, all at position 0."""
     heads = max(part.k.shape[1] for part in parts)
 
     def concatenate_heads(name):
@@ -404,7 +403,7 @@ def _attend_keys(
     keys: _Keys,
     mask: Mask,
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
-    """The partial (out, lse) of a chunk over rotated keys with the indices of `keys`."""
+    """Returns the partial (out, lse) of a chunk over rotated keys with the indices of `keys`."""
     return flash(
         q, k, v, mask,
         q_index=chunk.tokens.index, k_index=keys.index,
@@ -423,7 +422,7 @@ def _window_weights(
     local_lse: Float[Array, "B Q N"],
     total_lse: Float[Array, "B Q N"],
 ) -> Float[Array, "B N W"]:
-    """The attention that each key of the window receives from the queries of the chunk, float32.
+    """Returns the float32 attention that the window's keys receive from the chunk's queries.
 
     It is the column sum of P' = P exp(local_lse - total_lse), where P are the weights inside the
     window. Since out = P v, the gradient of flash in v is P^T d_out, so d_out = exp(local_lse -
@@ -449,18 +448,18 @@ def _gather_heads(x: Float[Array, "B K S H"], slots: Int[Array, "B N ..."]) -> A
 
 
 def _slice(x: Array, start: Int[Array, " B"], size: int, axis: int) -> Array:
-    """`size` entries of an axis from `start` on, or the last ones if there are fewer."""
+    """Returns `size` entries of an axis from each row's `start` on, or the last `size` entries."""
     return jax.vmap(functools.partial(lax.dynamic_slice_in_dim, slice_size=size, axis=axis - 1))(
         x, start
     )
 
 
 def _update(x: Array, values: Array, start: Int[Array, " B"], axis: int) -> Array:
-    """x with `values` in place of the entries that `_slice` returns."""
+    """Returns x with `values` in place of the entries that `_slice` returns."""
     write = functools.partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(write)(x, values, start)
 
 
 def _add(x: Array, values: Array, start: Int[Array, " B"], axis: int) -> Array:
-    """x with `values` added to the entries that `_slice` returns."""
+    """Returns x with `values` added to the entries that `_slice` returns."""
     return _update(x, _slice(x, start, values.shape[axis], axis) + values, start, axis)

@@ -1,4 +1,4 @@
-"""LM-Infinite (Han et al. 2023, arXiv 2308.16137) and ReRoPE: a ceiling of the distance."""
+"""LM-Infinite (Han et al. 2023, arXiv 2308.16137) and ReRoPE: an upper bound of the distance."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from pallas_kernels import causal, everything, gather, merge, prefix, window
 @Pattern.register_subclass("lm_infinite")
 @dataclass(frozen=True)
 class LMInfinite(Pattern):
-    """A window and the first tokens of the text, no key further away than `distance`.
+    """A window and the first tokens of the text; no key is further away than `distance`.
 
-    Query i sees key j of its window, 0 <= i - j < window, at distance i - j, and of the keys before
-    the window the first `sinks`, all of them at one distance (sec. 4: the Lambda-shaped mask and
-    the distance ceiling). The released code also caps the distance by the length of the text. That
-    differs only if `distance` exceeds `window`, and makes a prompt that is read at once differ from
-    one that is read token by token.
+    Query i sees key j of its window, 0 <= i - j < window, at distance i - j. Of the keys before the
+    window it sees the first `sinks`, all at one distance (sec. 4: the Lambda-shaped mask and the
+    distance ceiling). The released code also caps the distance by the length of the text. That
+    changes results only if `distance` exceeds `window`; a prompt that is read at once then differs
+    from one that is read token by token.
 
-    With `top_k`, every query and head also sees the keys between the sinks and the window that have
-    the greatest logits at the distance `top_k_position`, with these logits, but only if there are
-    at least `top_k` of them. In the released code only the last query of a call chooses keys, and
-    only from the fifth layer on. Here every query does, so that a prompt that is read at once
-    equals one that is read token by token, and in every layer that has this pattern: `model.layers`
-    can leave it out of the first four.
-    This needs the logits of all keys and a cache of the whole text.
+    With `top_k`, every query and head also sees the `top_k` keys between the sinks and the window
+    that have the greatest logits at distance `top_k_position`, with these logits, but only if there
+    are at least `top_k` such keys. In the released code only the last query of a call chooses keys,
+    and only from the fifth layer on. Here every query does, so that a prompt that is read at once
+    equals one that is read token by token, and in every layer with this pattern; `model.layers` can
+    give the first four layers another one. This needs the logits of all keys and a cache of the
+    whole text.
     """
 
     examples = (
@@ -49,12 +49,12 @@ class LMInfinite(Pattern):
         {"window": 6, "sinks": 2, "top_k": 3},
     )
     moves_keys = True
-    encodings = ("rope", "alibi")  # ALiBi stops growing at `distance`, too (sec. 4, for MPT)
+    encodings = ("rope", "alibi")  # ALiBi's bias also stops growing at `distance` (sec. 4, for MPT)
 
     window: int = 4096  # visible keys at their own distance, the token itself included
     sinks: int = 10  # first tokens that stay visible (LCEG 10; the paper 5 to 100)
-    distance: int | None = None  # at which these seem to be; null: `window`
-    top_k: int | None = None  # keys that a query chooses from the rest (passkey script: 5)
+    distance: int | None = None  # distance of sinks before the window; null: `window`
+    top_k: int | None = None  # keys that a query chooses from the others (passkey script: 5)
     top_k_position: int | None = None  # their distance; null: half of `window`, as released
 
     def __post_init__(self):
@@ -87,7 +87,10 @@ class LMInfinite(Pattern):
         return merge(partials)[0]
 
     def _middle(self, metadata: AttentionMetadata) -> Pass:
-        """The keys between the sinks and the window, of which each query chooses `top_k`."""
+        """Returns the pass over the keys from which each query chooses `top_k`.
+
+        These are the keys between the sinks and the window.
+        """
         distance = self.window // 2 if self.top_k_position is None else self.top_k_position
         middle = causal() & ~window(self.window) & ~prefix(self.sinks)
         return pass_at_distance(metadata, distance, middle)
@@ -96,7 +99,7 @@ class LMInfinite(Pattern):
 @Pattern.register_subclass("rerope")
 @dataclass(frozen=True)
 class ReRoPE(Pattern):
-    """Every token sees all tokens before it; distances above `window` count as `window`.
+    """Causal attention in which distances above `window` become `window`.
 
     ReRoPE (Su 2023, kexue.fm/archives/9708) is LM-Infinite's distance ceiling without its mask, an
     ablation of that paper (sec. 5.2).
@@ -125,8 +128,8 @@ def _top_k_partial(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes a pass over the `count` keys with the greatest logits of each query and head.
 
-    A query for which the pass has fewer keys sees none of them. The choice of keys has no gradient;
-    the logits of the chosen keys have one.
+    A query for which the mask has fewer than `count` keys sees none. The choice of keys has no
+    gradient; the logits of the chosen keys have one.
 
     Args:
       q, k, v: unrotated queries and keys, and values.
@@ -169,7 +172,7 @@ def _top_k_slots(
     visible: Bool[Array, "B S"],
     count: int,
 ) -> Int[Array, "B N M"]:
-    """The slots of the `count` visible keys with the greatest logits, int32."""
+    """Returns the int32 slots of the `count` visible keys with the greatest logits."""
     query, k = (lax.stop_gradient(x) for x in (query, k))
     logits = gather.scores(query[:, None], k)[:, 0]
     _, slots = lax.top_k(jnp.where(visible[:, None], logits, -jnp.inf), count)
@@ -179,7 +182,7 @@ def _top_k_slots(
 def _attend_gathered(
     query: Float[Array, "B N H"], keys: Float[Array, "B N M H"], values: Float[Array, "B N M Hv"]
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
-    """The partial (out, lse) of one query per row over keys of its own."""
+    """Returns the partial (out, lse) of one query per row and head over its gathered keys."""
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     sums = {"precision": precision, "preferred_element_type": jnp.float32}
     logits = query.shape[-1] ** -0.5 * jnp.einsum("BNH,BNMH->BNM", query, keys, **sums)

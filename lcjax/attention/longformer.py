@@ -12,14 +12,14 @@ from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, st
 @Pattern.register_subclass("longformer")
 @dataclass(frozen=True)
 class Longformer(Pattern):
-    """A window, dilated in some heads, and global tokens that see and are seen by all tokens.
+    """A window, dilated in some heads, and global tokens, which all tokens see.
 
     With r = dilation, a token sees itself and the `window - 1` tokens r, 2r, ... before it (fig. 2c
     of the paper), and the tokens at `global_tokens`, which see all tokens before them (fig. 2d).
 
-    This is the causal form, for language models. The encoder that the paper pretrains differs: its
-    window reaches to both sides, and its global tokens have separate query, key and value
-    projections, which no checkpoint of a decoder has.
+    This is the causal form for language models. The encoder that the paper pretrains has a window
+    to both sides, and separate query, key and value projections for global tokens, which no
+    checkpoint of a decoder has.
     """
 
     examples = (
@@ -27,10 +27,10 @@ class Longformer(Pattern):
         {"window": 4, "dilation": 2, "dilated_heads": 2, "global_tokens": (0,)},
     )
 
-    window: int = 512  # tokens that a head sees near it, the token itself included
-    global_tokens: tuple[int, ...] = ()  # their places in the document
-    dilation: int = 1  # distance between two of the tokens in the window
-    dilated_heads: int | None = None  # only the last ones (sec. 4.1: two); null: all
+    window: int = 512  # visible tokens of the window, the token itself included
+    global_tokens: tuple[int, ...] = ()  # order indices of the global tokens
+    dilation: int = 1  # distance between neighbouring tokens of a dilated window
+    dilated_heads: int | None = None  # how many of the last heads dilate (sec. 4.1: 2); null: all
 
     def __post_init__(self):
         check_integers("pattern", self, 1, "window", "dilation", "dilated_heads")

@@ -1,6 +1,6 @@
-"""Relative positions whose terms of the logits depend on content: Transformer-XL and DeBERTa.
+"""Relative position terms that depend on content: Transformer-XL and DeBERTa.
 
-`pallas_kernels.biases` has those that depend on the distance alone (ALiBi, T5).
+`pallas_kernels.biases` has terms that depend only on the distance (ALiBi, T5).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class RelativeTerms(abc.ABC):
-    """Terms of the logits of one layer, as `AttentionMetadata.bias`.
+    """Content-dependent terms of one layer's logits, for `AttentionMetadata.bias`.
 
-    It is a pytree whose leaves end in the axis of query heads, as `pallas_kernels.Bias` is.
+    Like `pallas_kernels.Bias`, it is a pytree whose leaves have query heads as the last axis.
     """
 
     @abc.abstractmethod
@@ -38,7 +38,7 @@ class RelativeTerms(abc.ABC):
         attention_pass: Pass,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-        """Returns the output and log-sum-exp of one pass, as `partial_attention`."""
+        """Returns the output and log-sum-exp of one pass, as `partial_attention` does."""
 
 
 @functools.partial(
@@ -52,10 +52,10 @@ class TransformerXL(RelativeTerms):
 
     R_d has the sines, then the cosines of d 10000^(-2f/D). It is R_0 rotated by the angle of d, so
 
-        (q_i + v) W R_{i-j} = rotate(W^T (q_i + v), i) . rotate(R_0, j),
+        (q_i + v) W R_{i-j} = rotate(W^T (q_i + v), i) . rotate(R_0, j).
 
-    and these D channels are appended to those of queries and keys. That is exact for any positions,
-    on any kernel that takes heads of H + D channels.
+    These D channels are appended to those of queries and keys. This is exact for any positions, and
+    works with every kernel that supports heads of H + D channels.
     """
 
     content: Float[Array, "H N"]  # u
@@ -103,27 +103,27 @@ class Disentangled(RelativeTerms):
     """Logits q_i k_j + q_i keys[b] + k_j queries[b], b the bucket of i - j, over sqrt(3 H).
 
     DeBERTa's disentangled attention (He et al. 2021, arXiv 2006.03654, sec. 3.1) with the buckets
-    of its second version: one for each distance up to a quarter of the table to both sides, then
-    logarithmically longer ranges up to `max_distance`. The paper takes the bucket of j - i for the
-    last term; the released code, as here, that of i - j.
+    of its second version: one for each distance up to a quarter of the table in each direction,
+    then logarithmically growing ranges up to `max_distance`. For the last term, the paper uses the
+    bucket of j - i; the released code and this class use that of i - j.
 
-    No kernel has such terms: XLA computes all logits of a few queries at a time.
+    No kernel supports such terms: XLA computes all logits of a few queries at a time.
     """
 
-    keys: Float[Array, "X H N"]  # projected as keys; the rows of the table for all buckets
-    queries: Float[Array, "X H N"]  # projected as queries
+    keys: Float[Array, "X H N"]  # rows of the table for all buckets, projected as keys
+    queries: Float[Array, "X H N"]  # the same rows, projected as queries
     max_distance: int
 
     def buckets(self, distance: Int[Array, ...]) -> Int[Array, ...]:
-        """The row of the table for distances i - j, int32."""
+        """Returns the int32 rows of the table for distances i - j."""
         span = self.keys.shape[0] // 2
         middle, away = span // 2, np.arange(self.max_distance + 1)
-        # The bucket of every distance, looked up; float32 as in the released code, which rounds.
+        # Computed in float32, as in the released code, because rounding decides some buckets.
         ratio = np.log(np.maximum(away, middle).astype(np.float32) / np.float32(middle))
         ratio /= np.log(np.float32((self.max_distance - 1) / middle))
         far = middle + np.ceil(ratio * (middle - 1)).astype(np.int32)
-        known = jnp.asarray(np.where(away <= middle, away, far).astype(np.int32))
-        bucket = known[jnp.minimum(jnp.abs(distance), self.max_distance)] * jnp.sign(distance)
+        table = jnp.asarray(np.where(away <= middle, away, far).astype(np.int32))
+        bucket = table[jnp.minimum(jnp.abs(distance), self.max_distance)] * jnp.sign(distance)
         return jnp.clip(bucket + span, 0, 2 * span - 1)
 
     def attend(self, q, k, v, attention_pass, metadata):

@@ -12,7 +12,8 @@ from lcjax.errors import InputError, check_integer
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
-_FRACTION = 0.25  # of the length; 1/2 is no better, 1/8 costs 0.1 of perplexity (table 7)
+# Default group size as a share of the row; 1/2 is no better, 1/8 costs 0.1 perplexity (table 7)
+_FRACTION = 0.25
 
 
 @Pattern.register_subclass("s2")
@@ -20,17 +21,17 @@ _FRACTION = 0.25  # of the length; 1/2 is no better, 1/8 costs 0.1 of perplexity
 class ShiftedSparse(Pattern):
     """Causal attention inside groups, which are shifted by half a group in half of the heads.
 
-    For training only (sec. 3.2): evaluation and generation use full causal attention. Groups do not
-    wrap around: the first and the last group of the shifted heads are half as long, as in the
-    released kernel path (the paper's "variant 2", B.3). Each document has its own groups.
+    It is for training only (sec. 3.2); evaluation and generation use full causal attention. Groups
+    do not wrap around: the first and the last group of the shifted heads are half as long, as in
+    the released kernel path (the paper's "variant 2", B.3). Each document has its own groups.
     """
 
     examples = ({"group": 8}, {"group": 6})
     encodings = POSITIONS
 
     group: int | None = None  # tokens in a group; must divide the length of a row
-    fraction: float | None = None  # instead of group: its share of the row; none of both: 1/4
-    # The paper's listing, where the first half group sees the last one: the future. For parity only
+    fraction: float | None = None  # group size as a share of the row, if group is null; null: 1/4
+    # Wraps groups around as in the paper's listing: the first half group sees future tokens
     wrap: bool = False
 
     def __post_init__(self):
@@ -83,7 +84,7 @@ class ShiftedSparse(Pattern):
         return jnp.concatenate(outs, axis=2)
 
     def _group_size(self, metadata: AttentionMetadata) -> int:
-        """Tokens in a group of a row of this length."""
+        """Returns the number of tokens of a group; raises an InputError if it does not fit."""
         length, multiple = metadata.k_positions.shape[1], 2 if self.wrap else 1
         fraction = _FRACTION if self.fraction is None else self.fraction
         size = length * fraction if self.group is None else self.group
@@ -104,7 +105,7 @@ def _half(heads: int) -> int:
 
 
 def _nearest_divisors(length: int, size: float, multiple: int) -> str:
-    """The divisors of `length` on both sides of `size`, as text."""
+    """Returns the divisors of `length` next to `size` as text."""
     valid = [n for n in range(2, length + 1) if length % n == 0 and n % multiple == 0]
     below = [n for n in valid if n < size][-1:]
     above = [n for n in valid if n >= size][:1]

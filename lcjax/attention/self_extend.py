@@ -18,12 +18,12 @@ class SelfExtend(Pattern):
     """Full attention in which far keys have positions divided by `group`.
 
     With W = window and G = group, query i sees key j at distance i - j if i - j < W, and at
-    distance floor(i/G) + W - floor(W/G) - floor(j/G) otherwise (i/G and j/G are floored
-    separately, and W/G is floored as in the paper, not in every file of its code). A model trained
-    for C tokens reads (C - W) G + W tokens without training.
+    distance floor(i/G) + W - floor(W/G) - floor(j/G) otherwise. i/G and j/G are floored separately;
+    W/G is floored as in the paper, but not in every file of its code. A model trained for C tokens
+    reads (C - W) G + W tokens without further training.
 
     With `scale_base` b, query i is multiplied by max(1, ln(i + 1) / ln b), which keeps attention as
-    sharp over many keys as it is over b keys (an option of the released code).
+    sharp over many keys as over b keys (an option of the released code).
     """
 
     examples = (
@@ -33,7 +33,7 @@ class SelfExtend(Pattern):
     )
     moves_keys = True
     encodings = ("rope",)
-    is_position_based = True  # although it replaces `attend`
+    is_position_based = True  # although it overrides `attend`
 
     window: int = 1024  # keys at their own distance, the token itself included
     group: int = 64  # tokens that share one position beyond the window
@@ -54,7 +54,7 @@ class SelfExtend(Pattern):
 
     def attend(self, q, k, v, metadata):
         if self.scale_base is not None:
-            # Keys of the same document; the order index of padding before it is -1.
+            # Visible keys in the same document; padding before it has the order index -1.
             num_keys = jnp.maximum(jnp.atleast_2d(metadata.q_order) + 1, 1).astype(jnp.float32)
             growth = jnp.maximum(1.0, jnp.log(num_keys) / math.log(self.scale_base))
             scale = metadata.rotation.query_scale * growth[..., None, None]  # [B, T, 1, 1]

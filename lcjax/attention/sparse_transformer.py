@@ -14,11 +14,12 @@ from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tai
 class SparseTransformer(Pattern):
     """Near tokens, and a sparse set through which two layers reach all older tokens.
 
-    With l = stride, `strided` sees the last l tokens and every l-th token before them. `fixed`
-    divides the text into segments of l tokens, and sees the segment of the query and the last
-    `summary` tokens of each older segment (sec. 4.3). The window holds l tokens, as in the released
-    code; the formula of the paper has l + 1. `columns` gives heads different summaries, as in that
-    code: head h sees group h mod columns of `summary` tokens, counted from the end of the segment.
+    With l = stride, a query of the kind `strided` sees the last l tokens and every l-th token
+    before them. The kind `fixed` divides the text into segments of l tokens; a query sees its
+    segment and the last `summary` tokens of each older segment (sec. 4.3). The window holds l
+    tokens, as in the released code; the formula of the paper has l + 1. `columns` gives heads
+    different summaries, as in that code: head h sees group h mod columns of `summary` tokens,
+    counted from the end of the segment.
 
     The paper also alternates the two sets between layers. `model.layers` alternates this pattern
     with others, such as full attention (GPT-3, Brown et al. 2020, sec. 2.1).
@@ -31,9 +32,9 @@ class SparseTransformer(Pattern):
 
     kind: str = "strided"  # or fixed
     stride: int = 128  # l; near the square root of the length, in the paper 128 or 256
-    summary: int = 8  # c: the tokens of a segment that later ones see, fixed only (8, 16 or 32)
-    heads: str = "merged"  # both sets in every head; split: the near one in the first half of them
-    columns: int = 1  # groups of summaries that heads take in turn, fixed only
+    summary: int = 8  # c: tokens of a segment that later segments see; fixed only (8, 16 or 32)
+    heads: str = "merged"  # both sets in every head; split: near tokens in the first half of heads
+    columns: int = 1  # number of summary groups that heads alternate between; fixed only
 
     def __post_init__(self):
         check_one_of("pattern.kind", self.kind, ("strided", "fixed"))
@@ -61,13 +62,13 @@ class SparseTransformer(Pattern):
         return per_head((near, half), *by_heads(self._far(half, heads), heads - half))
 
     def _far(self, first: int, last: int) -> Mask:
-        """The sparse set of the heads from `first` up to `last`."""
+        """Returns the sparse set of heads `first` ... `last` - 1."""
         if self.kind == "strided":
             return stride(self.stride)
         groups = [self._summaries(head % self.columns) for head in range(first, last)]
         return groups[0] if self.columns == 1 else per_head(*((group, 1) for group in groups))
 
     def _summaries(self, group: int) -> Mask:
-        """The tokens of all segments in one group of summaries."""
+        """Returns the mask of one group of summary tokens in every segment."""
         tail = tail_of(self.stride, (group + 1) * self.summary)
         return tail & ~tail_of(self.stride, group * self.summary) if group else tail

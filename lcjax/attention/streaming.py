@@ -21,10 +21,11 @@ class Streaming(Pattern):
     lo = max(c - recent, 0). The query sees the keys from lo on at their true distance, and the
     sinks at the positions just before lo (sec. 3.2). That is exact for every layer, since keys
     depend on earlier tokens only.
+
     `stride: 1` is the published method: sinks, `recent` past tokens and the token itself. With a
     larger stride queries see more tokens (CEPE evaluates with 2,048). The released chat demo evicts
-    before each turn instead (`evict_for_space`). This is not offered; docs/methods.md describes the
-    difference.
+    before each turn instead (`evict_for_space`), which is not implemented; docs/methods.md
+    describes the difference.
     """
 
     examples = ({"sinks": 2, "recent": 5}, {"sinks": 3, "recent": 4, "stride": 5, "first": 9})
@@ -47,7 +48,7 @@ class Streaming(Pattern):
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         order, first = metadata.q_order, self._first_chunk
         chunk = jnp.where(order < first, 0, first + (order - first) // self.stride * self.stride)
-        # The number of evicted tokens, by which the sinks move towards the query.
+        # Number of evicted tokens, by which the sinks move towards the query
         gap = jnp.maximum(chunk - self.recent - self.sinks, 0)
         local = since_chunk(self.stride, first, self.recent)
         near = Pass(metadata.q_positions, metadata.k_positions, causal() & local)

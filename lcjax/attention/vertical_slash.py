@@ -17,9 +17,9 @@ from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
 from lcjax.errors import check_integers
 from pallas_kernels import causal, flash, merge, tables
 
-PROBES = 64  # last queries, whose attention chooses for all (sec. 3.2)
+PROBES = 64  # last queries, whose attention chooses keys for all queries (sec. 3.2)
 MIN_COLUMNS, MIN_DIAGONALS = 30, 50
-# First columns and nearest diagonals that are always chosen, as in the released code.
+# Number of first columns and nearest diagonals that are always chosen, as in the released code.
 FORCED_COLUMNS, FORCED_DIAGONALS = 30, 100
 BLOCK = 64
 
@@ -27,31 +27,32 @@ BLOCK = 64
 @Pattern.register_subclass("vertical_slash")
 @dataclass(frozen=True)
 class VerticalSlash(Pattern):
-    """A prompt sees some keys and some distances, which its last queries choose for each head.
+    """Prompt tokens see some keys and some distances, chosen per head by the last queries.
 
-    The attention of the last 64 queries is summed over columns (keys) and over diagonals
-    (distances). All queries see the `vertical` best columns, and the blocks of 64 x 64 that contain
+    The attention of the last 64 queries is summed for each column (key) and each diagonal
+    (distance). All queries see the `vertical` best columns, and the blocks of 64 x 64 that contain
     the `slash` best diagonals, rounded outwards to whole blocks of keys. Calls with fewer than 64
     queries, such as decoding, see all keys. All heads and layers have the same budget; the paper
-    searches one for each head offline.
+    searches a budget for each head offline.
 
-    Untrained, and for prompts only: the visible keys of early tokens depend on the last tokens, so
-    neither training nor perplexity means anything. A call chooses for its own queries: a prompt is
-    read in one call, whatever `prefill_chunk` is, and a conversation chooses anew in every turn,
-    for its new text. Each row has one choice, which the last document of a packed row makes.
+    The method needs no training and is for prompts only: the visible keys of early tokens depend on
+    the last tokens, so neither training nor perplexity is meaningful. Each call chooses keys for
+    its own queries. A prompt is therefore read in one call, whatever `prefill_chunk` is, and each
+    turn of a conversation chooses again for its new text. Each row has one choice; in a packed row
+    the last document makes it.
     """
 
     examples = ({"vertical": 96},)
     prefill_only = True
 
-    vertical: int = 1000  # columns (the released code's default); fewer count as 30
-    slash: int = 6096  # diagonals; fewer than 50 count as 50
+    vertical: int = 1000  # number of columns (the released code's default), at least 30
+    slash: int = 6096  # number of diagonals, at least 50
 
     def __post_init__(self):
         check_integers("pattern", self, 1, "vertical", "slash")
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        """Full attention, as in calls with fewer than 64 queries."""
+        """Returns a pass of full attention, which calls with fewer than 64 queries use."""
         return [Pass(metadata.q_positions, metadata.k_positions, causal())]
 
     def attend(self, q, k, v, metadata):
@@ -79,9 +80,9 @@ class VerticalSlash(Pattern):
 
 
 class _HeadMetadata(NamedTuple):
-    """Positions and segments of the R rows, int32, and the slots of their queries."""
+    """Order indices and segments of the R rows, and the slots of their queries."""
 
-    q_slots: Int[Array, "R T"]  # a query's slot less a key's slot is the distance in a document
+    q_slots: Int[Array, "R T"]  # in a document, query slot - key slot is the distance
     q_index: Int[Array, "R T"]
     k_index: Int[Array, "R S"]
     q_segments: Int[Array, "R T"]
@@ -105,7 +106,7 @@ def _head_metadata(metadata: AttentionMetadata, rows: int, heads: int) -> _HeadM
 
 
 def _heads_as_rows(x: Float[Array, "B T K H"], repeats: int) -> Float[Array, "R T 1 H"]:
-    """Moves heads to rows, each head `repeats` times."""
+    """Moves heads to the row axis; repeats each head `repeats` times."""
     x = jnp.moveaxis(jnp.repeat(x, repeats, axis=2), 2, 1)
     return x.reshape(-1, x.shape[2], 1, x.shape[3])
 
@@ -113,13 +114,13 @@ def _heads_as_rows(x: Float[Array, "B T K H"], repeats: int) -> Float[Array, "R 
 def _scores(
     q: Float[Array, "T H"], k: Float[Array, "S H"], metadata: _HeadMetadata
 ) -> tuple[Float[Array, " S"], Float[Array, " S"]]:
-    """The attention of one head's probes to each key and to each distance, float32.
+    """Returns the float32 attention of one head's probes to each key and to each distance.
 
     It is inf for forced columns and diagonals, and -inf for keys that are padding.
     """
     q, k = (lax.stop_gradient(x) for x in (q, k))  # a choice has no gradient
     num_keys, distances = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
-    # Probes are the last queries that are not padding. Padding, if any, is at the other end.
+    # Probes are the last queries that are not padding; if there are fewer, padding, masked below.
     last = jnp.max(jnp.where(metadata.q_segments != 0, jnp.arange(q.shape[0]), PROBES - 1))
     probes = lax.dynamic_slice_in_dim(jnp.arange(q.shape[0]), last - PROBES + 1, PROBES)
     slots, order, segments = (
@@ -131,7 +132,7 @@ def _scores(
     logits = jnp.einsum(
         "TH,SH->TS", q[probes], k, precision=precision, preferred_element_type=jnp.float32
     )
-    # -1e30 is finite because some probes see no key.
+    # -1e30 is finite, so that softmax gives no NaN for probes that see no key.
     logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -1e30)
     weights = jnp.where(visible, jax.nn.softmax(logits, axis=-1), 0.0)
     columns = jnp.where(metadata.k_index < FORCED_COLUMNS, jnp.inf, weights.sum(0))
@@ -143,14 +144,14 @@ def _scores(
 
 
 def _top_k(scores: Float[Array, "R S"], count: int) -> tuple[Int[Array, "R M"], Bool[Array, "R S"]]:
-    """The indices of the `count` greatest scores of each row, and a mask of them."""
+    """Returns the indices of the `count` greatest scores of each row, and their mask."""
     _, ids = lax.top_k(scores, min(count, scores.shape[1]))
     mask = jnp.zeros(scores.shape, bool).at[jnp.arange(len(ids))[:, None], ids].set(True)
     return ids, mask
 
 
 def _attend_columns(q, k, v, metadata: _HeadMetadata, columns: Int[Array, "R M"], implementation):
-    """The partial (out, lse) of the chosen columns."""
+    """Returns the partial (out, lse) over the chosen columns."""
     k, v = (jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for x in (k, v))
     k_index, k_segments = (
         jnp.take_along_axis(x, columns, axis=1) for x in (metadata.k_index, metadata.k_segments)
@@ -170,7 +171,7 @@ def _attend_diagonals(
     is_diagonal: Bool[Array, "R S"],
     implementation,
 ):
-    """The partial (out, lse) of the blocks of the chosen diagonals, without the chosen columns."""
+    """Returns the partial (out, lse) over the chosen diagonals' blocks, without chosen columns."""
     return flash(
         q, k, v, causal(), table=_block_table(metadata, is_diagonal), q_index=metadata.q_index,
         k_index=metadata.k_index, q_segments=metadata.q_segments,
@@ -179,7 +180,7 @@ def _attend_diagonals(
 
 
 def _block_table(metadata: _HeadMetadata, is_diagonal: Bool[Array, "R S"]):
-    """The blocks that the chosen diagonals pass through.
+    """Returns the table of blocks that the chosen diagonals pass through.
 
     In a block of queries from slot s, the diagonal d covers the keys s - d to s - d + 63 (a block
     of the released kernel), so it meets the block of keys from n on if |s - d - n| < 64.

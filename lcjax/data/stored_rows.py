@@ -284,7 +284,7 @@ class _ShardWriter:
             smaller = ", a smaller top" if self._kind == "teacher" else ""
             raise InputError(
                 f"rows={rows}: the missing ones take {missing / 1e9:,.1f} GB ({size:,} bytes"
-                f" each), and out={self._out} has {free / 1e9:,.1f} GB free; ask for fewer rows"
+                f" each), and out={self._out} has {free / 1e9:,.1f} GB free; lower rows"
                 f"{smaller}, or name a larger disk"
             )
 

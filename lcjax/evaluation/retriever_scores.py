@@ -54,7 +54,7 @@ class Question:
     @classmethod
     def parse(cls, _: int, row: dict) -> "Question":
         """Returns the question of a row of a file; raises a ValueError if it has none."""
-        answers = qa.flat(row.get("answer", []))
+        answers = qa.flat(row.get("answers") or row.get("answer", []))
         relevant = row.get("relevant", {})
         if isinstance(relevant, list):
             relevant = dict.fromkeys(relevant, 1.0)

@@ -1,4 +1,4 @@
-"""Contexts that are encoded: read by cross-attention, or by self-attention before the text."""
+"""Methods that encode contexts, which cross-attention or self-attention of a decoder reads."""
 
 from lcjax.memory.auto_compressor import AutoCompressor, AutoCompressorSection
 from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh

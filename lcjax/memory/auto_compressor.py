@@ -1,4 +1,4 @@
-"""AutoCompressor: summarizes segments of a text in vectors that precede the next segments.
+"""AutoCompressor: summarises segments of a text in vectors that precede the next segments.
 
 Chevalier, Wettig, Ajith and Chen 2023, "Adapting language models to compress contexts" (arXiv
 2305.14788, sec. 3). kappa summary tokens with learned embeddings follow the tokens of segment i,
@@ -7,8 +7,8 @@ and the summaries of all earlier segments precede them:
     sigma_i = the last hidden states, after the final norm, of the summary tokens in
               [sigma_1 ... sigma_{i-1} | segment i | summary tokens]
 
-all causal, one token after the other ("summary accumulation"). So a layer's keys and values of
-sigma_i depend on earlier summaries alone, and are computed once.
+with causal attention ("summary accumulation"). So a layer's keys and values of sigma_i depend only
+on earlier summaries, and are computed once.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from lcjax.models.memory import EncodedContext, Memory, TensorRow
 @Memory.register_subclass("auto_compressor")
 @dataclasses.dataclass(frozen=True)
 class AutoCompressor(PrefixMemory):
-    """The number of summary vectors for a segment of up to `chunk` tokens."""
+    """Options of AutoCompressor; segments have up to `chunk` tokens."""
 
-    summary: int = 50  # kappa
-    # In training gradients flow through so many segments, the text as the last of all: the slots
-    # before these are detached (the paper's sub-steps). None: through all.
+    summary: int = 50  # kappa, summary vectors of a segment
+    # Number of successive segments that gradients flow through in training; the text is the last
+    # segment. Slots of earlier segments are detached (the paper's sub-steps). None: all segments.
     gradient_segments: int | None = None
     released_field = "summary_length"
 
@@ -54,7 +54,7 @@ class AutoCompressor(PrefixMemory):
         return self.summary
 
     def tokens_read(self, tokens: int) -> int:
-        return tokens + 2 * self.summary  # after the segment, and as its summary
+        return tokens + 2 * self.summary  # summary tokens, then summary vectors
 
     def check(self, config: ModelConfig) -> None:
         super().check(config)
@@ -96,14 +96,14 @@ class AutoCompressor(PrefixMemory):
 @MemorySection.register_subclass("auto_compressor")
 @dataclasses.dataclass(frozen=True)
 class AutoCompressorSection(MemorySection):
-    """AutoCompressor (arXiv 2305.14788): segments before the text are summarized in vectors."""
+    """AutoCompressor (arXiv 2305.14788): segments before the text are summarised in vectors."""
 
     chunk: int = 1536  # tokens of a segment
-    summary: int = 50  # vectors that sum it up
-    # Of a text in training, segments that gradients flow through together, as the paper's 2 of 4
+    summary: int = 50  # summary vectors of a segment
+    # Successive segments of a text that gradients flow through in training, as 2 of 4 in the paper
     # (with data.chunks.learned); null: all.
     gradient_segments: int | None = None
-    init_token: int = 2  # the token whose embedding summary tokens begin with: EOS, for Llama
+    init_token: int = 2  # token whose embedding initialises the summary tokens': EOS, for Llama
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> AutoCompressor:
         check_token(self.init_token, config)

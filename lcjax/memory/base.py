@@ -1,4 +1,4 @@
-"""The `model.memory` section of a config: which memory a decoder gets, and its first weights."""
+"""The `model.memory` section of a recipe: adds a memory and its initial weights to a decoder."""
 
 import abc
 import dataclasses
@@ -20,14 +20,22 @@ from lcjax.tree import union
 
 @dataclasses.dataclass(frozen=True)
 class MemorySection(draccus.ChoiceRegistry, abc.ABC):
-    """A memory for a decoder that has none; a checkpoint that has one brings its own."""
+    """Options of a memory that is added to a decoder without one.
 
-    # The checkpoint or preset of the encoder; None: it is made of the decoder's own weights.
+    A checkpoint with a memory contains its options (`lcjax.models.memory.Memory`) instead.
+    """
+
+    # Checkpoint or preset of the encoder; None: the encoder is made of the decoder's weights.
     encoder: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Memory:
-        """Returns the memory of a decoder with this config; `encoder` is that of `self.encoder`."""
+        """Returns the memory of a decoder.
+
+        Args:
+          config: config of the decoder.
+          encoder: config of the encoder `self.encoder`, if it is not None.
+        """
 
     @abc.abstractmethod
     def init_params(
@@ -36,19 +44,22 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
         """Returns `params` with the initial weights of the memory.
 
         Args:
-          params: of the decoder.
-          config: of the decoder, its memory included.
-          encoder: weights of `self.encoder`.
+          params: parameters of the decoder.
+          config: config of the decoder, its memory included.
+          encoder: parameters of the encoder `self.encoder`, if it is not None.
           mesh: the devices of the new weights.
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the section as plain values, with the `type` of each choice."""
+        """Returns the section as plain values, including `type`."""
         return {"type": self.get_choice_name(type(self))} | dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "MemorySection":
-        """The inverse of `to_dict`; fields without a type are of CEPE, as older runs wrote them."""
+        """Restores a section from the values of `to_dict`.
+
+        Fields without a type are those of CEPE, as older runs wrote them.
+        """
         try:
             return draccus.decode(MemorySection, {"type": "cepe"} | fields)
         except DraccusException as error:
@@ -68,22 +79,22 @@ def add_to_readers(
     """Returns `params` with new weights in every reader layer.
 
     Args:
-      params: of the decoder.
-      config: of the decoder, its memory included.
-      init_layer: (parameters of a layer) -> new parameters of this layer.
+      params: parameters of the decoder.
+      config: config of the decoder, its memory included.
+      init_layer: (parameters of a layer) -> additional parameters of this layer.
       mesh: the devices of the new weights.
     """
     reads = config.memory.reader_layers(config.num_layers)
     names = [f"layers_{i}" for i, layer_reads in enumerate(reads) if layer_reads]
     names = ["layers"] if "layers" in params else names
 
-    def init(layers):  # copies, so that trained weights share no buffer with frozen ones
+    def init(layers):  # copies arrays, so that trained weights share no buffer with frozen ones
         return {name: jax.tree.map(jnp.copy, init_layer(layer)) for name, layer in layers.items()}
 
     return union(params, init_on_mesh(init, {name: params[name] for name in names}, mesh))
 
 
 def init_on_mesh(init: Callable[[dict], dict], params: dict, mesh: Mesh | None) -> dict:
-    """Returns `init(params)`, computed on the devices of `mesh` as the sharding table says."""
+    """Returns `init(params)`, computed on `mesh` with the shardings of the sharding rules."""
     shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=shardings)(params)

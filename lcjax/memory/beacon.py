@@ -1,4 +1,4 @@
-"""Activation Beacon: windows of a text, condensed to keys and values of beacon tokens.
+"""Activation Beacon: windows of a text are condensed to keys and values of beacon tokens.
 
 Zhang et al. 2024, "Soaring from 4K to 400K: extending LLM's context with activation beacon" (arXiv
 2401.03462, first version). A window of P tokens is followed by P / r beacons, one for every r of
@@ -9,8 +9,9 @@ After m beacons of earlier windows,
     token j has position m + j and sees these m, and the tokens of the window up to itself;
     beacon i has position m + (i + 1) r and sees these m, the first (i + 1) r tokens, and itself
 
-("step-expansion"). Each layer keeps only the beacons' values and unrotated keys of a window. As
-memory they have positions m, m + 1, ..., so r times as much text fits before the last window.
+("step-expansion"). Of a window, each layer stores only the values and unrotated keys of beacons.
+For later windows they have positions m, m + 1, ..., so r times as much text fits before the last
+window.
 """
 
 import dataclasses
@@ -42,11 +43,11 @@ from lcjax.rope import rotate
 @Memory.register_subclass("beacon")
 @dataclasses.dataclass(frozen=True)
 class Beacon(PrefixMemory):
-    """How many tokens of a window a beacon stands for."""
+    """Options of Activation Beacon."""
 
-    # 0: what remains are the tokens themselves, and the model is the one without beacons.
+    # Tokens of a window per beacon. 0: no beacons; the keys and values of all tokens are stored.
     ratio: int = 32
-    # In training each window of a row draws one of these; empty: `ratio`.
+    # In training the ratio is drawn from these for each window of a row; empty: `ratio`.
     ratios: tuple[int, ...] = ()
     released_field = "beacon_"
 
@@ -62,7 +63,7 @@ class Beacon(PrefixMemory):
         return -(-tokens // self.ratio) if self.ratio else tokens
 
     def max_slots(self, tokens: int) -> int:
-        # Where nothing is drawn, as in validation, the ratio is `ratio` whatever `ratios` are.
+        # Without a random key, as in validation, the ratio is `ratio` even if `ratios` is set.
         if not self.ratios:
             return self.num_slots(tokens)
         return -(-tokens // min(self.ratio, *self.ratios))
@@ -123,7 +124,7 @@ class Beacon(PrefixMemory):
             hidden, layers = reader(x, positions, mask, collect=collect_range(size, rows))
             return reader.slots(mask, layers, hidden)
         count, ratio = self.max_slots(size), self._draw_ratio(key, rows)[:, None]
-        # A window that is no multiple of r ends with a beacon for fewer tokens.
+        # If r does not divide the window, its last beacon condenses fewer tokens.
         beacon_mask = jnp.arange(count) * ratio < length
         beacons = jnp.minimum(jnp.arange(1, count + 1) * ratio, length)
         embeddings = jnp.broadcast_to(embedding, (rows, count, x.shape[-1]))
@@ -157,7 +158,7 @@ class Beacon(PrefixMemory):
 
 
 class BeaconAttention(Attention):
-    """Self-attention in which beacons have separate projections and are visible to no token."""
+    """Self-attention in which beacons have separate projections and no other token sees them."""
 
     def setup(self):
         super().setup()
@@ -179,7 +180,7 @@ class BeaconAttention(Attention):
                 context.positions,
                 context.positions[:, :size],
                 rotation=context.rotation,
-                # A beacon stands behind the last token that it sees.
+                # A beacon has the order index of the last token that it sees.
                 q_index=jnp.concatenate([index, context.beacons - 1], 1),
                 k_index=index,
                 q_segments=context.segments,
@@ -196,7 +197,7 @@ class BeaconAttention(Attention):
 def _self_partial(
     q: jax.Array, k: jax.Array, v: jax.Array, context: LayerInputs, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the partial of beacons [B, R] to themselves; it is empty for `size` tokens before."""
+    """Returns the partial of each beacon to itself; it is empty for the `size` tokens before."""
     positions = context.positions[:, size:]
     q = rotate_queries(q, positions, context.rotation).astype(jnp.float32)
     k = rotate(k, positions, *context.rotation[:2]).astype(jnp.float32)
@@ -212,10 +213,10 @@ class BeaconSection(MemorySection):
     """Activation Beacon (arXiv 2401.03462): windows before the text are condensed by beacons."""
 
     chunk: int = 1024  # tokens of a window
-    ratio: int = 32  # tokens that a beacon stands for, where nothing is trained (128 for 400K)
-    # In training each window draws one of these; empty: ratio. 2 to 128 in the paper.
+    ratio: int = 32  # tokens per beacon, except in training (128 for 400K)
+    # In training each window draws its ratio from these; empty: ratio. 2 to 128 in the paper.
     ratios: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
-    init_token: int = 2  # the token whose embedding a beacon begins with: EOS, for Llama
+    init_token: int = 2  # token whose embedding initialises the beacons': EOS, for Llama
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Beacon:
         check_token(self.init_token, config)
@@ -224,7 +225,7 @@ class BeaconSection(MemorySection):
     def init_params(
         self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
-        """Adds the embedding of beacons, and projections that begin as copies of the text's."""
+        """Adds the embedding of beacons, and copies of the decoder's projections for beacons."""
 
         def init_layer(layer):
             return {"attention": {"memory": layer["attention"]}}

@@ -1,17 +1,17 @@
-"""CEPE: chunks of a context, encoded in parallel, read by cross-attention.
+"""CEPE: cross-attention to chunks of a context that are encoded in parallel.
 
-Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2). A small bidirectional encoder reads every chunk
-by itself, with positions from 0. All reader layers attend to its last hidden states Phi, between
-their self-attention and their MLP:
+Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2). A small bidirectional encoder encodes every chunk
+independently, with positions from 0. All reader layers attend to its last hidden states Phi,
+between their self-attention and their MLP:
 
     h <- h + Wo softmax(Wq norm(h) (Wk Phi)^T / sqrt(H)) Wv Phi
 
-without gate, rotation or order: a permutation of the chunks changes nothing, and a row without
-context equals the decoder.
+without gate, rotation or order: a permutation of the chunks changes nothing, and rows without
+context give the same result as the plain decoder.
 
 Checkpoints are published as hyen/CEPE-LLaMA-2-7B, hyen/CEPED-LLaMA-2-Chat-7B (class
-LlamaForCausalContextLM) and, the encoder alone, hyen/LLaMA-MLM-Large (LlamaForMLM); tensor names
-and fields of config.json are those of the released code (princeton-nlp/CEPE).
+LlamaForCausalContextLM) and, for the encoder alone, hyen/LLaMA-MLM-Large (LlamaForMLM). Tensor
+names and fields of config.json are those of the released code (princeton-nlp/CEPE).
 """
 
 import dataclasses
@@ -39,19 +39,19 @@ from lcjax.models.memory import EncodedContext, Memory, ReadConfig, WriteConfig,
 from lcjax.parallel.sharding import keep_tokens
 
 _ENCODER_CLASS = "LlamaForMLM"
-_HF_FIELD = "lcjax_cepe"  # of config.json: what the released code has no field for
+_HF_FIELD = "lcjax_cepe"  # field of config.json for settings that the released code lacks
 
 
 @Memory.register_subclass("cepe")
 @dataclasses.dataclass(frozen=True)
 class Cepe(CrossAttentionMemory):
-    """The encoder, and the number of last layers that read its states."""
+    """Options of CEPE: the encoder, and the number of reader layers, which are the last ones."""
 
-    states: ModelConfig  # the encoder; its width is E
-    layers: int
-    # Contexts of more tokens than this are attended to more sharply: with m tokens, logits are
-    # multiplied by (0.1 ln(m / trained_context) + 1)^2, as YaRN does for longer texts. The paper
-    # says so of its needle test, without a formula; the released code has none. None: never.
+    states: ModelConfig  # config of the encoder; its width is E
+    layers: int  # number of reader layers
+    # Sharpens attention to longer contexts: with m > trained_context tokens, logits are multiplied
+    # by (0.1 ln(m / trained_context) + 1)^2, as YaRN does for longer texts. The paper mentions this
+    # for its needle test, without a formula; the released code does not have it. None: never.
     trained_context: int | None = None
 
     def check(self, config: ModelConfig) -> None:
@@ -158,7 +158,7 @@ class Cepe(CrossAttentionMemory):
 
 
 class ChunkEncoder(nn.Module):
-    """A bidirectional transformer over every chunk by itself."""
+    """A bidirectional transformer that encodes every chunk independently."""
 
     config: ModelConfig
     mesh: Mesh | None = None
@@ -172,7 +172,7 @@ class ChunkEncoder(nn.Module):
         check_chunks(chunks, mask, self.config.max_length)
         rows, count, length = chunks.shape
         tokens, mask = (x.reshape(rows * count, length) for x in (chunks, mask))
-        # Padding has an id that the table may not hold, and a position like any other.
+        # Padding has positions like other tokens; its ids may be outside the embedding table.
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         states, _ = self.model(
             jnp.where(mask, tokens, 0), positions=positions, segments=mask.astype(jnp.int32)
@@ -182,7 +182,7 @@ class ChunkEncoder(nn.Module):
 
 
 class StatesAttention(CrossAttention):
-    """Cross-attention to the encoder's states, sharper in contexts longer than trained."""
+    """Cross-attention to the encoder's states, sharper for contexts beyond the trained length."""
 
     def queries(self, q: jax.Array, encoded: EncodedContext) -> jax.Array:
         trained = self.config.memory.trained_context
@@ -198,12 +198,12 @@ class StatesAttention(CrossAttention):
 class CepeSection(MemorySection):
     """CEPE (arXiv 2402.16617): an encoder of chunks, and cross-attention in the last layers."""
 
-    # A checkpoint of the encoder (a run of masked language modelling, hyen/LLaMA-MLM-Large), or the
-    # name of a preset, with random weights.
+    # Checkpoint of the encoder (a run of masked language modelling, hyen/LLaMA-MLM-Large), or the
+    # name of a preset, which gets random weights.
     encoder: str = "cepe-encoder"
-    layers: int | None = None  # layers that read the context, from the last one down; null: all
-    # The output projection begins with so much of self-attention's: 0 leaves the decoder as it was
-    # (the paper), 1 is all of it (the released configs of the warm-up).
+    layers: int | None = None  # number of reader layers, which are the last ones; null: all
+    # Initial output projection as a share of self-attention's; 0 leaves the decoder as it was (the
+    # paper), 1 copies it (the released configs of the warm-up).
     output_share: float = 0.0
 
     def __post_init__(self):
@@ -229,7 +229,7 @@ class CepeSection(MemorySection):
     def init_params(
         self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
-        """Adds the encoder, and cross-attention made of self-attention (`init_reader`)."""
+        """Adds the encoder, and cross-attention copied from self-attention (`init_reader`)."""
         width = config.memory.states.width
 
         def init_layer(layer):
@@ -251,7 +251,7 @@ def _encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, 
 
 def encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
     """Returns the `config.json` of an encoder alone, a masked language model."""
-    if not isinstance(config.pattern, Bidirectional):  # which is what its class is read as
+    if not isinstance(config.pattern, Bidirectional):  # readers of the class assume it
         raise InputError(
             f"{_ENCODER_CLASS} attends in both directions, and this encoder has model.pattern="
             f"{config.pattern}; keep the run folder instead"

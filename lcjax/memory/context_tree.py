@@ -1,19 +1,19 @@
 """Context trees: the selection of tokens of a chunk, denser where it matters more.
 
 SharedLLM ("Two are better than one: context window extension with multi-grained self-injection",
-sec. 3.2). A chunk is split in two; one half, chosen by a policy, is split again, the other is
-*preserved* as a node of its level; at the last level both halves are. So the preserved nodes
-partition the chunk: with depth h and the right half always chosen they are [0, P/2), [P/2, 3P/4),
-..., two of size P/2^h. Every node is encoded by itself, and of a node of level w every alpha_w-th
-token is selected, the first one included.
+sec. 3.2). A chunk is split in two halves. A policy chooses one half, which is split again; the
+other half is *preserved* as a node of its level. At the last level both halves are preserved. So
+the preserved nodes partition the chunk: with depth h and the right half always chosen they are
+[0, P/2), [P/2, 3P/4), ..., and two of size P/2^h. Every node is encoded independently, and of a
+node of level w every alpha_w-th token is selected, starting with the first.
 
-Because the nodes partition the chunk, a tree is a numbering of its tokens: shapes do not depend on
-the policy's choices, nor on where nodes were split. Letters: R chunks, P tokens of a chunk, h
-levels, h + 1 nodes. Nodes are stored leaves first, left and right, then level h-1, ..., level 1.
+Because the nodes partition the chunk, a tree is a numbering of its tokens: shapes depend neither on
+the policy's choices nor on where nodes are split. Letters: R chunks, P tokens of a chunk, h levels,
+h + 1 nodes. Nodes are stored leaves first, left and right, then level h-1, ..., level 1.
 
-A policy (`model.memory.policy`) is a frozen dataclass with `choose`. To use your own, register a
-subclass of `Policy`, or give `SharedLlm` an instance or any function of a `Level`: it is called
-while tracing, once per level, for all chunks at once.
+A policy (`model.memory.policy`) is a frozen dataclass with a method `choose`. For a new policy,
+register a subclass of `Policy`, or pass `SharedLlm` an instance or any function of a `Level`. It is
+called during tracing, once per level, for all chunks at once.
 """
 
 import abc
@@ -31,32 +31,33 @@ from jaxtyping import Array, Bool, Float, Int
 from lcjax.errors import InputError, check_integer
 
 _MAX_DEPTH = 5
-_MAX_DEVIATIONS = 3.0  # standard deviations within which splits are drawn; 1 in 370 is beyond
+_MAX_DEVIATIONS = 3.0  # standard deviations at which splits are clipped: 1 in 370 draws
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The static shape of a tree: how much is selected at each level, and how splits are drawn."""
+    """The static shape of a tree: the ratio of selection per level, and the noise of splits."""
 
-    # Of so many tokens one is selected, level 1 (half a chunk) first, the leaves last. The paper
-    # doubles the ratio from level to level upwards, or takes 1 or 2 everywhere (sec. 4.1, table 5).
+    # alpha: tokens per selected token at each level, from level 1 (half a chunk) to the leaves. The
+    # paper doubles the ratio from level to level upwards, or has 1 or 2 everywhere (sec. 4.1,
+    # table 5).
     ratios: tuple[int, ...] = (16, 8, 4)
-    # gamma: a node of l tokens is split at l/2 - i, i of a normal distribution with standard
+    # gamma: a node of l tokens is split at l/2 - i, where i is normally distributed with standard
     # deviation l / (2 gamma). None: in the middle.
     noise: float | None = None
 
     @property
     def depth(self) -> int:
-        """h, the number of levels."""
+        """The number of levels, h."""
         return len(self.ratios)
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The level of each node in the order in which they are stored."""
+        """The level of each node, in the order in which nodes are stored."""
         return (self.depth, *range(self.depth, 0, -1))
 
     def check(self, key: str = "model.memory") -> None:
-        """Raises an InputError, which names `key`, for a tree that cannot be built."""
+        """Raises an InputError if the tree cannot be built; its message has the prefix `key`."""
         if not 1 <= self.depth <= _MAX_DEPTH:
             raise InputError(
                 f"{key}.ratios={list(self.ratios)} has {self.depth} levels; give 1 ... {_MAX_DEPTH}"
@@ -71,7 +72,12 @@ class Tree:
             )
 
     def check_chunk(self, length: int, key: str) -> None:
-        """Raises an InputError for chunks without whole leaves, or without a token of each node."""
+        """Raises an InputError unless 2^h divides `length` and nodes have at least alpha tokens.
+
+        Args:
+          length: tokens of a chunk.
+          key: the setting with this length, for the message.
+        """
         unit = 2**self.depth
         if length < unit or length % unit:
             below, above = length // unit * unit, -(-length // unit) * unit
@@ -91,19 +97,19 @@ class Tree:
     def max_selected(self, length: int) -> int:
         """Returns the maximum number of tokens selected from a chunk of up to `length` tokens.
 
-        Without noise (h+1) P / (2^h alpha_h) of P tokens, where ratios double upwards and divide.
+        Without noise it is (h+1) P / (2^h alpha_h) for P tokens, if ratios double upwards and
+        divide the sizes of their nodes.
         """
         return int(_max_selected(self, length)[-1])
 
     def below(self, level: int) -> "Tree":
-        """Returns the tree of the tokens that remain after the nodes of all levels before
-        `level`."""
+        """Returns the tree of the half that is split at `level`, without the levels before it."""
         return dataclasses.replace(self, ratios=self.ratios[level - 1 :])
 
     def max_shift(self, half):
         """Returns the largest distance of a split from the middle of nodes of 2 `half` tokens.
 
-        In integer arithmetic, so that shapes and arrays get the same numbers.
+        It uses integer arithmetic, so that static shapes and traced arrays get the same numbers.
         """
         if self.noise is None:
             return half * 0
@@ -114,10 +120,10 @@ class Tree:
 
 @functools.lru_cache(maxsize=256)
 def _max_selected(tree: Tree, max_length: int) -> np.ndarray:
-    """Returns the maximum number of selected tokens by the length 0 ... `max_length` of a chunk.
+    """Returns the maximum number of selected tokens for chunks of up to 0 ... `max_length` tokens.
 
-    Over all choices and splits, and all shorter chunks: at each level the preserved node may have
-    every length that a split gives to either half.
+    It is the maximum over all choices, splits and shorter chunks: at each level the preserved node
+    may have any length that a split can give to either half.
     """
     lengths = np.arange(max_length + 1)
     halves = lengths // 2
@@ -148,10 +154,15 @@ def split_sizes(
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
     """Returns the lengths of the left and the right half of nodes of `length` tokens.
 
-    floor(l/2) -+ i; an odd token goes to the left, so that none is lost (the paper's eq. 1; its
-    form with noise drops one). `noise` is standard normal; None: split in the middle. Splits beyond
-    three standard deviations are clipped, and both halves of two tokens or more have one, which
-    bounds the number of selected tokens.
+    They are floor(l/2) -+ i. If l is odd, the left half has one token more, so that none is lost
+    (the paper's eq. 1; its form with noise drops one). Splits beyond three standard deviations are
+    clipped, and both halves of nodes with two tokens or more get at least one. This bounds the
+    number of selected tokens.
+
+    Args:
+      tree: the shape of the trees.
+      length: tokens of each node.
+      noise: standard normal numbers; None: splits in the middle.
     """
     half = length // 2
     if noise is None or tree.noise is None:
@@ -173,7 +184,7 @@ def preserved_nodes(
       tree: the shape of the trees.
       length: tokens of each chunk.
       path: whether the right half was chosen at levels 1 ... h-1.
-      noise: standard normal numbers that move the splits.
+      noise: standard normal numbers that shift the splits; None: splits in the middle.
     """
     start, preserved = jnp.zeros_like(length), []
     for level in range(tree.depth - 1):
@@ -189,9 +200,9 @@ def preserved_nodes(
 
 
 def node_segments(nodes: Nodes, width: int) -> tuple[Int[Array, "R P"], Int[Array, "R P"]]:
-    """Returns (node, position) of the tokens of chunks of P = `width` tokens.
+    """Returns the node and the position in it of each token, for chunks of P = `width` tokens.
 
-    Nodes count from 1, and 0 is padding; positions count in the node.
+    Nodes count from 1, and 0 is padding. Positions count from 0 in each node.
     """
     index = jnp.arange(width, dtype=jnp.int32)[None]
     node = position = jnp.zeros((len(nodes.starts), width), jnp.int32)
@@ -208,8 +219,8 @@ def select_tokens(
 ) -> tuple[Int[Array, "R M"], Bool[Array, "R M"]]:
     """Returns the indices of the selected tokens of chunks of `width` tokens, and their mask.
 
-    M is `tree.max_selected(width)`. Tokens stand node by node as these are stored; where fewer are
-    selected, padding comes last.
+    M is `tree.max_selected(width)`. Selected tokens are in the order in which nodes are stored; if
+    there are fewer than M, the last entries are padding.
     """
     indices, masks = [], []
     for number, (level, size) in enumerate(zip(tree.levels, _max_sizes(tree, width), strict=True)):
@@ -225,7 +236,7 @@ def select_tokens(
 
 
 def _level_sizes(tree: Tree, width: int) -> tuple[int, ...]:
-    """Returns the maximum number of tokens to split at levels 1 ... h of chunks of `width`."""
+    """Returns the maximum length of the node that is split at each level 1 ... h."""
     sizes = [width]
     for _ in range(tree.depth - 1):
         half = np.asarray(sizes[-1] // 2)
@@ -234,7 +245,7 @@ def _level_sizes(tree: Tree, width: int) -> tuple[int, ...]:
 
 
 def _max_sizes(tree: Tree, width: int) -> list[int]:
-    """Returns the maximum number of tokens of each node in the order in which they are stored."""
+    """Returns the maximum length of each node, in the order in which nodes are stored."""
     *_, last = sizes = _level_sizes(tree, width)
     return [last - last // 2, last // 2, *reversed(sizes[1:])]
 
@@ -242,9 +253,9 @@ def _max_sizes(tree: Tree, width: int) -> list[int]:
 def without_padding(
     tokens: Int[Array, "R P"], mask: Bool[Array, "R P"]
 ) -> tuple[Int[Array, "R P"], Int[Array, " R"]]:
-    """Returns chunks with all padding at the end, and the number of tokens of each.
+    """Moves all padding to the end of chunks; returns them and the number of tokens of each.
 
-    So a tree depends on the text alone, wherever the padding is.
+    A tree then depends on the text alone, wherever the padding was.
     """
     order = jnp.argsort(~mask, axis=1, stable=True)
     sorted_mask = jnp.take_along_axis(mask, order, 1)
@@ -254,19 +265,20 @@ def without_padding(
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The input of a policy: the two halves of one node of R chunks."""
+    """The input of a policy: the two halves of one node in each of R chunks."""
 
-    number: int  # 1 ... h-1
-    tokens: jax.Array  # int32 [R, W]: the left half, the right one after it, and then padding
-    left: jax.Array  # int32 [R], tokens of the left half
-    right: jax.Array  # int32 [R]
+    number: int  # the level, 1 ... h-1
+    tokens: jax.Array  # int32 [R, W]: the left half, the right half, and then padding
+    left: jax.Array  # int32 [R], number of tokens of the left half
+    right: jax.Array  # int32 [R], number of tokens of the right half
     query: jax.Array | None  # float32 [R, D], the embedded question, if there is one
     keys: jax.Array  # random keys [R]
-    encode: Callable[[jax.Array, jax.Array], jax.Array]  # (tokens, halves 1 and 2) -> [R, W, D]
+    # (tokens, segments: 1 for the left and 2 for the right half) -> hidden states [R, W, D]
+    encode: Callable[[jax.Array, jax.Array], jax.Array]
 
     @functools.cached_property
     def states(self) -> tuple[jax.Array, jax.Array]:
-        """States [R, D] of the last token of each half after the lower model's first layer."""
+        """Float32 states [R, D] of each half's last token after the lower model's first layer."""
         index = jnp.arange(self.tokens.shape[1])[None]
         left, both = self.left[:, None], (self.left + self.right)[:, None]
         segments = jnp.where(index < both, 1 + (index >= left), 0).astype(jnp.int32)
@@ -288,7 +300,7 @@ class Policy(draccus.ChoiceRegistry, abc.ABC):
 
     @classmethod
     def from_function(cls, policy: "Policy | Callable[[Level], jax.Array]") -> "Policy":
-        """Returns a function as a policy, and a policy as it is."""
+        """Wraps a function as a policy; returns a policy unchanged."""
         if isinstance(policy, Policy):
             return policy
         if not callable(policy) or isinstance(policy, type):
@@ -299,7 +311,7 @@ class Policy(draccus.ChoiceRegistry, abc.ABC):
         return FunctionPolicy(policy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the policy as plain values, with its `type`."""
+        """Returns the policy as plain values, including `type`."""
         if type(self) not in Policy.get_known_choices().values():  # a function has no name
             raise InputError(
                 f"model.memory.policy={self!r} has no name to be saved by; register its class:"
@@ -309,20 +321,20 @@ class Policy(draccus.ChoiceRegistry, abc.ABC):
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "Policy":
-        """The inverse of `to_dict`."""
-        known, name = Policy.get_known_choices(), fields.get("type")
-        if name not in known:
+        """Restores a policy from the values of `to_dict`."""
+        choices, name = Policy.get_known_choices(), fields.get("type")
+        if name not in choices:
             raise InputError(
-                f"model.memory.policy.type={name!r} is not one of {', '.join(known)}; import the"
+                f"model.memory.policy.type={name!r} is not one of {', '.join(choices)}; import the"
                 " module that registers it first"
             )
-        return known[name](**{key: value for key, value in fields.items() if key != "type"})
+        return choices[name](**{key: value for key, value in fields.items() if key != "type"})
 
 
 @Policy.register_subclass("right")
 @dataclasses.dataclass(frozen=True)
 class Right(Policy):
-    """The half that is nearer to the text, as in the paper's language modelling."""
+    """Chooses the half that is nearer to the text, as in the paper's language modelling."""
 
     def choose(self, level: Level) -> jax.Array:
         return jnp.ones(level.left.shape, bool)
@@ -331,10 +343,10 @@ class Right(Policy):
 @Policy.register_subclass("query")
 @dataclasses.dataclass(frozen=True)
 class QueryAware(Policy):
-    """The half whose last token is more like the query's; the left one if both are (sec. 3.2).
+    """Chooses the half whose last token is more similar to the query; the left one if equal.
 
-    The comparison is the cosine of hidden states after one layer and the final norm. (The paper
-    says one self-attention layer; the released code runs the whole layer.)
+    Similarity is the cosine of hidden states after one layer and the final norm (sec. 3.2). The
+    paper has one self-attention layer; the released code runs the whole layer, as here.
     """
 
     query_dependent: ClassVar[bool] = True
@@ -347,7 +359,7 @@ class QueryAware(Policy):
 @Policy.register_subclass("random")
 @dataclasses.dataclass(frozen=True)
 class Random(Policy):
-    """A random half, independent of the text: a control."""
+    """Chooses a random half, independent of the text, as a control."""
 
     def choose(self, level: Level) -> jax.Array:
         return jax.vmap(jax.random.bernoulli)(level.keys)
@@ -355,9 +367,9 @@ class Random(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionPolicy(Policy):
-    """A function `Level` -> bool [R] as a policy.
+    """A policy that calls a function `Level` -> bool [R].
 
-    A checkpoint cannot name a function: to save one, register a subclass of `Policy`.
+    It cannot be saved in a checkpoint; register a subclass of `Policy` for that.
     """
 
     function: Callable[[Level], jax.Array]
@@ -394,8 +406,8 @@ def search(
       keys: random keys [R].
       encode: as in `Level`.
       query: embedded questions.
-      has_query: which chunks have a question: others are split as by `Right`; None: all have.
-      noise: moves the splits, as in `preserved_nodes`.
+      has_query: which chunks have a question; the right half is chosen in others. None: all have.
+      noise: standard normal numbers that shift the splits, as in `preserved_nodes`.
     """
     start, path = jnp.zeros_like(length), []
     for number, width in enumerate(_level_sizes(tree, tokens.shape[1])[:-1], 1):

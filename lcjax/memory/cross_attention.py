@@ -19,11 +19,14 @@ from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
 
-RELEASED_CLASS = "LlamaForCausalContextLM"  # of CEPE's code, which SharedLLM's is made of
+RELEASED_CLASS = "LlamaForCausalContextLM"  # in CEPE's code, on which SharedLLM's is based
 
 
 class CrossAttentionMemory(Memory):
-    """A memory whose reader layers attend to all slots at once, without an order."""
+    """A memory that reader layers read by cross-attention between self-attention and MLP.
+
+    By default tokens attend to all slots, which have no order.
+    """
 
     def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return CrossAttention(config.replace(lora=None), mesh, **options)
@@ -31,10 +34,10 @@ class CrossAttentionMemory(Memory):
     def project_states(
         self, params: dict, config: ModelConfig, encoded: EncodedContext
     ) -> EncodedContext:
-        """Returns `encoded` with the keys and values of every reader layer in place of states.
+        """Returns `encoded` with its states projected to keys and values of every reader layer.
 
-        Costs 2 K H numbers for each token and layer instead of E for each token, and saves the
-        projections of every later step. For parameters of layers kept apart.
+        This stores 2 K H numbers per token and layer instead of E per token, and saves the
+        projections in every later step. The layers of `params` must not be stacked.
         """
         if encoded.states is None:
             return encoded
@@ -57,7 +60,7 @@ class CrossAttentionMemory(Memory):
         return float(context is not None) if "/memory/" in path else 1.0
 
     def chunk_parts(self, chunk: int) -> tuple[int, ...]:
-        """Returns sizes of the parts of a chunk that are encoded without seeing each other."""
+        """Returns the sizes of the parts of a chunk that are encoded independently."""
         return (chunk,)
 
     def attention_flops(
@@ -73,7 +76,7 @@ class CrossAttentionMemory(Memory):
         return inside, across * sum(self.reader_layers(config.num_layers))
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
-        """Returns the names of CEPE's code (princeton-nlp/CEPE), E the width of the states."""
+        """Returns the tensor names of CEPE's code (princeton-nlp/CEPE); E is the states' width."""
         name, path = "model.layers.{}.cross_attn.", "layers/memory/"
         return [
             (name + "layernorm.weight", "D", path + "norm/scale", "D"),
@@ -88,9 +91,9 @@ class CrossAttentionMemory(Memory):
 
 
 class CrossAttention(nn.Module):
-    """Cross-attention to the context: returns [B, T, D], 0 in rows whose context is all padding.
+    """Cross-attention to the context: returns [B, T, D], 0 for rows without a filled slot.
 
-    By default every reader layer projects the context's states itself.
+    By default every reader layer projects the context's states to its own keys and values.
     """
 
     config: ModelConfig
@@ -139,7 +142,7 @@ class CrossAttention(nn.Module):
         }
 
     def _layout(self, x: jax.Array, mask: jax.Array):
-        """Returns how text and context are sharded by length, where the devices divide both."""
+        """Returns the kernels' layout; length is sharded if the devices divide text and context."""
         if self.mesh is None or self.is_initializing():
             return None
         tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
@@ -147,16 +150,16 @@ class CrossAttention(nn.Module):
 
 
 def init_reader(layer: dict, output_share: float, width: int) -> dict:
-    """Returns a layer's first weights of `CrossAttention` to states of `width` channels.
+    """Returns a layer's initial weights of `CrossAttention` to states of `width` channels.
 
-    Queries are those of self-attention; keys and values its first E input rows, E the states'
-    width; the norm is that of the MLP, which follows in the same place (CEPE's released code; the
-    paper is silent).
+    The query projection is a copy of self-attention's. Key and value projections are the first E
+    input rows of self-attention's, where E is the width of the states. The norm is a copy of the
+    MLP's, which reads hidden states next. This is CEPE's released code; the paper does not say.
 
     Args:
-      layer: parameters of the decoder's layer, or of all layers in a stack.
-      output_share: the output projection is this part of self-attention's; with 0 the decoder
-        computes as before at first.
+      layer: parameters of the decoder's layer, or of all layers stacked.
+      output_share: the output projection is self-attention's times this factor; with 0 the
+        decoder's outputs do not change at first.
       width: E.
     """
     attention = layer["attention"]
@@ -171,13 +174,13 @@ def init_reader(layer: dict, output_share: float, width: int) -> dict:
 
 
 def init_output(attention: dict, share: float) -> dict:
-    """Returns an output projection that is `share` of self-attention's, in its dtype."""
+    """Returns self-attention's output projection times `share`, in its dtype."""
     kernel = attention["out"]["kernel"]
     return {"kernel": kernel * jnp.asarray(share, kernel.dtype)}
 
 
 def check_output_share(share: float) -> None:
-    """Raises an InputError unless `share` is one."""
+    """Raises an InputError unless `share` is in 0 ... 1."""
     if not 0 <= share <= 1:
         raise InputError(
             f"model.memory.output_share={share} must lie in 0 ... 1: the share of"

@@ -1,13 +1,13 @@
 """Prefix memories: the decoder encodes windows of the context one by one, before the text.
 
-A window is read after the slots of all windows before it. Its own slots, keys and values of every
-layer, follow these. The keys are not rotated: M filled slots have positions 0 ... M - 1 for
-whatever is read next, be it a window or the text, and the text begins at position M. They share one
-softmax with the keys of the text. A row without slots equals the decoder.
+Each window attends to the slots of all windows before it, and its own slots, keys and values of
+every layer, are appended to them. Keys are stored unrotated. For the next window, or for the text,
+M filled slots have positions 0 ... M - 1, and the tokens begin at position M. Slots share one
+softmax with the keys of the text. Rows without slots give the same result as the plain decoder.
 
 Checkpoints are Llama folders. Tensors have the names of the released code (Activation Beacon's
-`beacon_q_proj`, AutoCompressor's `embed_summary`); the memory's settings are in a field of
-config.json of our own. A program that reads the folder as a Llama ignores both.
+`beacon_q_proj`, AutoCompressor's `embed_summary`). The settings are in the field `lcjax_memory` of
+config.json. A program that reads the folder as a Llama ignores both.
 """
 
 import abc
@@ -46,10 +46,10 @@ from pallas_kernels import flash
 
 @dataclasses.dataclass(frozen=True)
 class PrefixMemory(Memory):
-    """Encodes windows of up to `chunk` tokens as a few keys and values each."""
+    """A memory that encodes each window of up to `chunk` tokens as a few keys and values."""
 
     chunk: int
-    # How the fields begin that only config.json files of the authors' code have.
+    # Prefix of field names that occur only in config.json files of the authors' code
     released_field: ClassVar[str | None] = None
 
     @abc.abstractmethod
@@ -61,32 +61,38 @@ class PrefixMemory(Memory):
         mask: Bool[Array, "B P"],
         key: jax.Array | None,
     ) -> EncodedContext:
-        """Returns `max_slots` slots of a window.
+        """Encodes one window as `max_slots` slots.
 
         Args:
-          reader: the decoder after the windows before.
-          embedding: of the memory's own tokens, n = `num_embeddings`.
-          tokens: the window, its padding first.
+          reader: applies the decoder after the slots of earlier windows.
+          embedding: embeddings of the memory's own tokens, n = `num_embeddings`.
+          tokens: the window, with padding before the text.
           mask: true where there is text.
-          key: a random key, in training.
+          key: a random key in training, else None.
         """
 
     @property
     @abc.abstractmethod
     def num_embeddings(self) -> int:
-        """Number of the memory's own tokens that have an embedding."""
+        """Number of embeddings of the memory's own tokens."""
 
     def max_slots(self, tokens: int) -> int:
-        """Returns the number of slots computed for a window: at least its `num_slots`."""
+        """Returns the number of slots that are computed for a window, at least `num_slots`."""
         return self.num_slots(tokens)
 
     @abc.abstractmethod
     def tokens_read(self, tokens: int) -> int:
-        """Returns the tokens that the decoder reads for a window, the memory's own included."""
+        """Returns how many tokens the decoder processes for a window of `tokens` tokens.
+
+        The memory's own tokens are included.
+        """
 
     @property
     def gradient_windows(self) -> int | None:
-        """Successive windows, the text as the last, that gradients flow through; None: all."""
+        """Number of successive windows that gradients flow through; None: all.
+
+        The text counts as the last window.
+        """
         return None
 
     def check(self, config: ModelConfig) -> None:
@@ -173,7 +179,8 @@ class PrefixMemory(Memory):
         num_chunks, size = context or (0, 0)
         is_memory, tokens = "/memory/" in path, self.tokens_read(size) if context else 0
         if self.attention_module is not None and "/attention/" in path:
-            tokens = tokens - size if is_memory else size  # the memory's tokens have their own
+            # The memory's tokens have separate projections.
+            tokens = tokens - size if is_memory else size
         return float(not is_memory) + num_chunks * tokens / length
 
     def attention_flops(
@@ -186,7 +193,11 @@ class PrefixMemory(Memory):
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
-        """Raises an InputError for folders of the authors' code, whose memory would be ignored."""
+        """Reads the config of a decoder with this memory, as `Memory.from_hf`.
+
+        Raises:
+          InputError: a checkpoint of the authors' code, whose memory would be ignored.
+        """
         released = cls.released_field if HF_FIELD not in hf else None
         for key, value in hf.items():
             if released is not None and key.startswith(released) and value:
@@ -203,12 +214,12 @@ class PrefixMemory(Memory):
 
 @dataclasses.dataclass(frozen=True)
 class WindowReader:
-    """The decoder after the slots of earlier windows."""
+    """Applies the decoder to a window after the slots of earlier windows."""
 
     model: Decoder
     params: dict
     rotation: Rotation
-    before: EncodedContext | None  # the slots; None: there are none
+    before: EncodedContext | None  # slots of earlier windows; None: there are none
     # int32 [B, P], the tokens of the window whose hidden states are collected; None: none
     hidden_index: jax.Array | None = None
 
@@ -222,7 +233,10 @@ class WindowReader:
         mask: Bool[Array, "B T"],
         **options: Any,
     ) -> tuple[jax.Array, Any]:
-        """Calls `Decoder.__call__` with hidden states; positions count from 0 without padding."""
+        """Calls `Decoder.__call__` with input embeddings x after the slots of earlier windows.
+
+        Positions count the window's tokens from 0, without padding.
+        """
         return self.model.apply(
             {"params": self.params},
             x,
@@ -236,12 +250,12 @@ class WindowReader:
     def slots(
         self, mask: Bool[Array, "B R"], layers: Any, hidden: Float[Array, "B P D"]
     ) -> EncodedContext:
-        """Returns collected keys and values [B, R, K, H] of the layers as slots.
+        """Converts collected keys and values [B, R, K, H] of the layers to slots.
 
         Args:
-          mask: which slots are filled.
-          layers: the pair of each layer, or one pair of stacks.
-          hidden: states of the window's own tokens.
+          mask: true where a slot is filled.
+          layers: (keys, values) of each layer, or one such pair stacked over layers.
+          hidden: hidden states of the window's tokens.
         """
         config, mesh = self.model.config, self.model.mesh
         pairs = unstack(layers, config.num_layers) if config.stacked else layers
@@ -256,7 +270,7 @@ class WindowReader:
 
 
 def collect_range(count: int, rows: int, start: int = 0) -> CollectKeyValues:
-    """Collects unrotated keys and values of `count` tokens of each row, from `start` on."""
+    """Selects unrotated keys and values of `count` tokens of each row, from `start` on."""
     index = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (rows, count))
     return CollectKeyValues(index, None)
 
@@ -264,7 +278,7 @@ def collect_range(count: int, rows: int, start: int = 0) -> CollectKeyValues:
 class WindowEncoder(nn.Module):
     """Encodes windows one by one with the decoder."""
 
-    config: ModelConfig  # of the decoder, its memory included
+    config: ModelConfig  # config of the decoder, its memory included
     mesh: Mesh | None = None
 
     @nn.compact
@@ -279,15 +293,15 @@ class WindowEncoder(nn.Module):
         key: jax.Array | None = None,
         collect_hidden: bool = False,
     ) -> EncodedContext | None:
-        """Returns the slots of windows; `mask` is true where there is text.
+        """Encodes windows and returns their slots; None in `init`.
 
         Args:
-          chunks: token ids.
+          chunks: token ids of the windows.
           mask: true where there is text.
-          params: of the decoder; None in `init`.
-          rotation: that of the text; None: that of `config.rope`, which follows no length.
-          after: slots of windows before these, which are not returned.
-          key: a random key, in training.
+          params: parameters of the decoder; None in `init`.
+          rotation: rotation of the text; None: that of `config.rope`, which depends on no length.
+          after: slots of earlier windows, which are not returned.
+          key: a random key in training, else None.
           collect_hidden: whether to return `EncodedContext.hidden`, for the loss of the windows.
         """
         c, memory = self.config, self.config.memory
@@ -307,11 +321,11 @@ class WindowEncoder(nn.Module):
 
         def encode_window(before, tokens, mask, key):
             tokens, length = without_padding(tokens, mask)
-            # Text stands at the end of the window, next to the memory's own tokens.
+            # Padding precedes the text, so that the memory's own tokens follow it directly.
             padding = tokens.shape[1] - length[:, None]
             source = jnp.arange(tokens.shape[1]) - padding
             hidden_index = None
-            if collect_hidden:  # where the tokens of the chunk have moved to
+            if collect_hidden:  # the places to which the tokens of the chunk have moved
                 hidden_index = jnp.maximum(padding + jnp.cumsum(mask, axis=1) - 1, 0)
             tokens = jnp.take_along_axis(tokens, jnp.maximum(source, 0), 1)
             reader = WindowReader(model, params, rotation, before, hidden_index)
@@ -322,7 +336,7 @@ class WindowEncoder(nn.Module):
 
 
 def _encode_windows(encode_window, config, chunks, mask, after, key) -> EncodedContext:
-    """Encodes each of the chunks [B, C, P] after those before, with a random key of its own."""
+    """Encodes chunks [B, C, P] one after the other, each after the slots of those before."""
     rows, count, size = chunks.shape
     keys = None if key is None else jax.random.split(key, count)
     if count == 1:
@@ -353,7 +367,7 @@ def _encode_windows(encode_window, config, chunks, mask, after, key) -> EncodedC
 def _stop_gradient(
     slots: EncodedContext, number: int | jax.Array, period: int | None
 ) -> EncodedContext:
-    """Returns the slots that window `number` reads, detached where it begins a new period."""
+    """Returns the slots that window `number` reads; without gradient if it begins a new period."""
     if period is None:
         return slots
     stop = number % period == 0
@@ -363,7 +377,7 @@ def _stop_gradient(
 def _append_empty(
     after: EncodedContext | None, config: ModelConfig, rows: int, count: int
 ) -> EncodedContext:
-    """Returns `after`, if given, with `count` empty slots after it."""
+    """Returns the slots `after`, if not None, followed by `count` empty slots."""
     shape = (rows, config.num_kv_heads, count, config.head_dim)
     pair = (jnp.zeros(shape, config.compute_dtype()),) * 2
     empty = EncodedContext(jnp.zeros((rows, count), bool), layers=(pair,) * config.num_layers)
@@ -382,7 +396,7 @@ def check_token(token: int, config: ModelConfig) -> None:
 
 
 def init_embeddings(params: dict, config: ModelConfig, token: int, mesh: Mesh | None) -> dict:
-    """Returns `params` with the memory's embeddings, all initialised with that of `token`."""
+    """Adds the memory's embeddings to `params`, all initialised with the embedding of `token`."""
 
     def init(embed):
         embedding = jnp.tile(embed["embedding"][token], (config.memory.num_embeddings, 1))

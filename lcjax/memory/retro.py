@@ -1,11 +1,11 @@
 """RETRO: each chunk of the text reads neighbours that were retrieved for the previous chunk.
 
 "Improving language models by retrieving from trillions of tokens" (Borgeaud et al. 2022, arXiv
-2112.04426, sec. 2). A text is split into chunks C_0, C_1, ... of m tokens. A datastore gives k
-neighbours for each finished chunk C_u, passages of r tokens (a chunk that is like C_u, and its
-continuation). A bidirectional encoder reads every neighbour by itself. Some layers, P = 6, 9, 12,
-... counted from 1, read the states E_u of the neighbours of C_u by chunked cross-attention, between
-self-attention and MLP:
+2112.04426, sec. 2). A text is split into chunks C_0, C_1, ... of m tokens. For each complete chunk
+C_u, k neighbours are retrieved from a datastore: passages of r tokens (a chunk similar to C_u, and
+its continuation). A bidirectional encoder encodes every neighbour independently. Some layers, P =
+6, 9, 12, ... counted from 1, read the states E_u of the neighbours of C_u by chunked
+cross-attention, between self-attention and MLP:
 
     h_i <- h_i + Wo softmax(Wq norm(h_i) (Wk E_u)^T / sqrt(H)) Wv E_u,  u = floor((i + 1) / m) - 1
 
@@ -18,14 +18,14 @@ This is the form that the paper calls RETRO-fitting: a trained decoder is frozen
 and the cross-attention are learned (`train.trainable: [memory]`). It differs from the paper:
 
 - The encoder is not conditioned on the decoder's states of C_u; it reads the neighbours alone. So
-  neighbours are encoded once, before the decoder reads anything, and may be stored.
-- The encoder begins as a copy of the decoder's embedding and first layers, which attend in both
-  directions, with the decoder's width and rotary positions. The paper trains a narrower one from
-  random weights.
-- Cross-attention begins as self-attention does, with an output projection of 0. Its logits have no
-  relative positions: the order of neighbours, and of tokens beyond what the encoder's states say of
-  it, does not count.
-- The neighbours of a chunk may be any number of passages of up to r tokens, and none.
+  neighbours are encoded once, before the decoder reads the text, and may be stored.
+- The encoder starts as a copy of the decoder's embedding and first layers, which attend in both
+  directions, with the decoder's width and rotary positions. The paper trains a narrower encoder
+  from random weights.
+- Cross-attention starts as a copy of self-attention with an output projection of 0. Its logits have
+  no relative positions: the order of neighbours has no effect, and that of their tokens only
+  through the encoder's states.
+- A chunk may have any number of neighbours, also none, of up to r tokens each.
 """
 
 import dataclasses
@@ -59,15 +59,15 @@ _HF_FIELD = "lcjax_retro"
 @Memory.register_subclass("retro")
 @dataclasses.dataclass(frozen=True)
 class Retro(CrossAttentionMemory):
-    """The encoder of neighbours, the chunks of the text, and the layers that read."""
+    """Options of RETRO: the encoder, the sizes of chunks and neighbours, and the reader layers."""
 
-    states: ModelConfig  # the encoder
+    states: ModelConfig  # config of the encoder
     chunk: int  # m, tokens of a chunk of the text
-    neighbours: int  # k, of a chunk
-    neighbour_tokens: int  # r, of a neighbour with its continuation
-    layers: tuple[int, ...]  # P, counted from 1
+    neighbours: int  # k, neighbours of a chunk
+    neighbour_tokens: int  # r, tokens of a neighbour with its continuation
+    layers: tuple[int, ...]  # P, reader layers, counted from 1
 
-    by_chunk: ClassVar[bool] = True  # a row of contexts has neighbours for each chunk
+    by_chunk: ClassVar[bool] = True
 
     def check(self, config: ModelConfig) -> None:
         check_integers("model.memory", self, 1, "chunk", "neighbours", "neighbour_tokens")
@@ -121,14 +121,14 @@ class Retro(CrossAttentionMemory):
         return tuple(layer in self.layers for layer in range(1, num_layers + 1))
 
     def uniform_layers(self, num_layers: int) -> bool:
-        """Always false: few layers read, and the first ones are copied to make the encoder."""
+        """Returns False: only some layers read, and the encoder copies the first layers."""
         return False
 
     def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return ChunkedCrossAttention(config.replace(lora=None), mesh, **options)
 
     def deal_chunks(self, chunks: Sequence[Any]) -> list[Sequence[Any]]:
-        """Returns the row of contexts in which chunk i is read after chunk i // k of the text."""
+        """Groups the passages of a row: passage i belongs to chunk i // k of the text."""
         return [chunks[i : i + self.neighbours] for i in range(0, len(chunks), self.neighbours)]
 
     def with_num_readers(self, count: int) -> "Retro":
@@ -168,12 +168,12 @@ class Retro(CrossAttentionMemory):
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns P = 6, 9, 12, ... up to `num_layers`; the last layer of a shallower decoder."""
+    """Returns P = 6, 9, 12, ... up to `num_layers`; the last layer if there are fewer than 6."""
     return tuple(range(min(6, num_layers), num_layers + 1, 3))
 
 
 class NeighbourEncoder(ChunkEncoder):
-    """A bidirectional transformer over every neighbour by itself."""
+    """A bidirectional transformer that encodes every neighbour independently."""
 
     memory: Retro | None = None
 
@@ -185,15 +185,15 @@ class NeighbourEncoder(ChunkEncoder):
         numbers: Int[Array, "B C"] | None = None,
         segments: Int[Array, "B T"] | None = None,
     ) -> EncodedContext:
-        """Returns the states of neighbours, and the tokens of the text that read them first.
+        """Returns the states of neighbours, with the first token of the text that reads each one.
 
         Args:
-          chunks: the neighbours of each chunk of the text, or all in one row with
-            `Retro.neighbours` for each chunk of the text.
+          chunks: token ids of the neighbours of each chunk of the text, [B, U, k, r]; or of all
+            neighbours, [B, C, r], with `Retro.neighbours` for each chunk.
           mask: true where there is text.
-          numbers: the chunk of the text that each neighbour belongs to; None: 0, 0, .., 1, 1, ..
-            Only whole chunks count. In a packed row those of the second document follow those of
-            the first, and so on.
+          numbers: the number of the text chunk that each neighbour belongs to; None: 0, 0, .., 1,
+            1, .. Only whole chunks count; in a packed row, those of the second document follow
+            those of the first.
           segments: documents of the text from 1, 0 is padding; None: one document.
         """
         per_chunk = self.memory.neighbours
@@ -212,13 +212,14 @@ class NeighbourEncoder(ChunkEncoder):
 def last_tokens(
     numbers: Int[Array, "B C"], size: int, segments: Int[Array, "B T"] | None
 ) -> tuple[Int[Array, "B C"], Int[Array, "B C"]]:
-    """Returns order index and document of the last token of chunks `numbers` of the text.
+    """Returns the order index and the document of the last token of some chunks of the text.
+
+    The document is 0 for a chunk that the row does not have.
 
     Args:
-      numbers: count the whole chunks of a row.
+      numbers: numbers of the chunks; only whole chunks of a row are counted.
       size: tokens of a chunk.
-      segments: documents of the text; None: one document. The document of a chunk that the row does
-        not have is 0.
+      segments: documents of the text; None: one document.
     """
     if segments is None:
         return (numbers + 1) * size - 1, jnp.ones_like(numbers)
@@ -231,7 +232,7 @@ def last_tokens(
 
 
 class ChunkedCrossAttention(CrossAttention):
-    """Cross-attention of every token to the neighbours of the last chunk that is finished."""
+    """Cross-attention of every token to the neighbours of the last complete chunk."""
 
     def visible_slots(self, context: LayerInputs) -> dict[str, Any]:
         metadata, encoded = context.attention_metadata(), context.memory
@@ -251,16 +252,16 @@ class ChunkedCrossAttention(CrossAttention):
 class RetroSection(MemorySection):
     """RETRO-fitting (arXiv 2112.04426): chunks of the text read neighbours of the chunk before.
 
-    The encoder begins as a copy of the first layers of the same checkpoint.
+    The encoder starts as a copy of the first layers of the same checkpoint.
     """
 
     encoder_layers: int = 2
     chunk: int = 64  # tokens of a chunk of the text
-    neighbours: int = 2  # of a chunk
-    neighbour_tokens: int = 128  # of a neighbour, with its continuation
-    # Layers that read, counted from 1; null: 6, 9, 12, ..., or the last one of fewer than 6
+    neighbours: int = 2  # neighbours of a chunk
+    neighbour_tokens: int = 128  # tokens of a neighbour, with its continuation
+    # Reader layers, counted from 1; null: 6, 9, 12, ..., or the last layer of fewer than 6
     layers: tuple[int, ...] | None = None
-    # The output projection begins with so much of self-attention's: 0 leaves the decoder as it was.
+    # Initial output projection as a share of self-attention's; 0 leaves the decoder as it was.
     output_share: float = 0.0
 
     def __post_init__(self):
@@ -284,7 +285,7 @@ class RetroSection(MemorySection):
     def init_params(
         self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
-        """Adds the encoder, and cross-attention made of self-attention (`init_reader`)."""
+        """Adds the encoder, and cross-attention copied from self-attention (`init_reader`)."""
 
         def init_layer(layer: dict) -> dict:
             return {"memory": init_reader(layer, self.output_share, config.width)}

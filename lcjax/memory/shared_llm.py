@@ -1,20 +1,20 @@
 """SharedLLM: a model reads a context through the keys and values of its lower layers.
 
 "Two are better than one: context window extension with multi-grained self-injection" (sec. 3). The
-lower model, a copy of the embedding and the first M layers, reads a context in chunks. Each chunk
-becomes a tree of nodes (`lcjax.memory.context_tree`). Each node is read by itself, causally, from
-position 0, and keys and values of some of its tokens are collected. One layer of the upper model
-attends to layer l of the lower model, between its self-attention and its MLP:
+lower model, a copy of the embedding and the first M layers, encodes a context in chunks. Each chunk
+becomes a tree of nodes (`lcjax.memory.context_tree`). Each node is encoded independently, with
+causal attention and positions from 0, and keys and values of some of its tokens are collected. One
+layer of the upper model attends to layer l of the lower model, between its self-attention and MLP:
 
     h <- h + Wo softmax(q K_l^T / sqrt(H)) V_l        q = R(n) Wq norm(h),  K_l = R(i + j) Wk ...
 
 where j is the position of a key in its node, i the number of its chunk, and n, the position of
-every query, the number of all chunks (sec. 3.3, eq. 6). There are no projections of keys and
-values: they are shared with the lower model's self-attention.
+every query, the number of all chunks (sec. 3.3, eq. 6). Cross-attention has no projections of keys
+and values: it shares them with the lower model's self-attention.
 
-Tensor names and fields of config.json are those of the released code (Clement25/SharedLLM), which
-is CEPE's with a number of layers below 0, from the first one up. Settings that it has no field for
-are written beside them.
+Tensor names and fields of config.json are those of the released code (Clement25/SharedLLM). It is
+CEPE's code, in which a negative `num_cross_attn_layers` counts the reader layers from the first
+layer on. Settings without a field in that code are in the field `lcjax_shared_llm`.
 """
 
 import dataclasses
@@ -65,25 +65,25 @@ PLACEMENTS = ("bottom", "top", "interleaved")
 POSITIONS = ("paper", "released", "none")
 _HF_FIELD = "lcjax_shared_llm"
 _HF_DEPTH = "segment_tree_depth"
-_HF_CHUNK = 1_024  # of the released language models; their config.json has no field for it
+_HF_CHUNK = 1_024  # chunk of the released language models, which config.json does not have
 
 
 @Memory.register_subclass("shared_llm")
 @dataclasses.dataclass(frozen=True)
 class SharedLlm(CrossAttentionMemory):
-    """The lower model, the tokens that it collects, and which layers of the upper one read them."""
+    """Options of SharedLLM: the lower model, its collected tokens, and the reader layers."""
 
     states: ModelConfig  # the lower model, of M layers
     chunk: int  # tokens of a chunk
     tree: Tree = Tree()
     policy: Policy = Right()
-    # Which M layers read: the first, the last, or M spread evenly from the first on; the first of
-    # them reads the lower model's first layer, and so on.
+    # The M reader layers. bottom: the first; top: the last; interleaved: spread evenly from the
+    # first on. The first reader layer reads the lower model's first layer, and so on.
     placement: str = "bottom"
-    # Positions of chunks: paper, keys at 0 ... n-1 and queries at n; released, as the released code
-    # computes whole texts: queries at n + 1, and keys at i / (tokens collected from a chunk), so
-    # nearly always 0 (it indexes its table of rotations twice); none, the ablation: keys at their
-    # places in nodes, whatever their chunk, and queries at 0.
+    # Positions of n chunks, added to the places of keys in nodes. paper: keys at 0 ... n-1 and
+    # queries at n. released: as the released code does for whole texts, queries at n + 1, and keys
+    # at i // (tokens collected from a chunk), so nearly always 0 (it indexes its table of rotations
+    # twice). none, the ablation: 0 for all chunks, and queries at 0.
     positions: str = "paper"
 
     def __post_init__(self):
@@ -91,7 +91,7 @@ class SharedLlm(CrossAttentionMemory):
 
     @property
     def layers(self) -> int:
-        """M."""
+        """The number of layers of the lower model, and of reader layers, M."""
         return self.states.num_layers
 
     def check(self, config: ModelConfig) -> None:
@@ -135,7 +135,7 @@ class SharedLlm(CrossAttentionMemory):
         return self.tree.max_selected(tokens)
 
     def for_inference(self) -> "SharedLlm":
-        """Returns a copy that splits nodes in the middle."""
+        """Returns a copy that splits nodes in the middle, without noise."""
         return dataclasses.replace(self, tree=dataclasses.replace(self.tree, noise=None))
 
     @property
@@ -159,7 +159,7 @@ class SharedLlm(CrossAttentionMemory):
         return ("numbers", "tags", "path", "key", *query)
 
     def rotation(self) -> Rotation:
-        """Returns the rotation of keys in nodes and of chunks, made for the length of a chunk."""
+        """Returns the rotation of the lower model and of cross-attention, for the chunk length."""
         return self.states.rope.rotation(self.states.rotary_dim, self.chunk)
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
@@ -172,7 +172,7 @@ class SharedLlm(CrossAttentionMemory):
         return tuple(layer in readers for layer in range(num_layers))
 
     def uniform_layers(self, num_layers: int) -> bool:
-        """Always false: each layer reads the keys of another one."""
+        """Returns False: each reader layer reads another layer of the lower model."""
         return False
 
     def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
@@ -216,7 +216,7 @@ class SharedLlm(CrossAttentionMemory):
             "is_decoder": True,
             "do_cross_attention": True,
             "num_cross_attn_layers": sign * self.layers,
-            "last_p": f'"{count},{count}"',  # the released code selects as many of every node
+            "last_p": f'"{count},{count}"',  # the released code selects equally many per node
             _HF_DEPTH: self.tree.depth,
             "do_retrieval": self.policy.query_dependent,
             "add_noise": False,  # it fails with true
@@ -253,7 +253,7 @@ class SharedLlm(CrossAttentionMemory):
 
 
 def _released_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
-    """Reads a folder of the released code, for chunks of 1,024 tokens; it never drew splits."""
+    """Returns the settings of a folder of the released code, which never drew noisy splits."""
     depth, text = hf[_HF_DEPTH], str(hf.get("last_p", -1))
     first = text.strip("\"'()[] ").split(",")[0]
     try:
@@ -274,7 +274,10 @@ def _released_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _ratio(length: int, share: float) -> int:
-    """Returns the ratio of a node; `share` is a count, a fraction, or <= 0 for all tokens."""
+    """Returns the ratio of a node of `length` tokens.
+
+    `share` is the number of selected tokens, a float fraction of them, or <= 0 for all tokens.
+    """
     if share <= 0:
         return 1
     count = int(length * share) if isinstance(share, float) else share
@@ -284,7 +287,7 @@ def _ratio(length: int, share: float) -> int:
 
 
 class TreeEncoder(nn.Module):
-    """The lower model: keys and values of the tokens that trees select."""
+    """The lower model, which returns keys and values of the tokens that trees select."""
 
     config: ModelConfig
     memory: SharedLlm
@@ -307,19 +310,19 @@ class TreeEncoder(nn.Module):
         tags: UInt[Array, "B C"] | None = None,
         tree: Tree | None = None,
     ) -> EncodedContext:
-        """Returns the keys and values of chunks; `mask` is true where there is text.
+        """Encodes chunks and returns the keys and values of their selected tokens.
 
         Args:
           chunks: token ids.
           mask: true where there is text.
-          numbers: the place of each chunk in its context; None: those with text count 0, 1, 2, ...
+          numbers: the place of each chunk in its context; None: chunks with text count 0, 1, 2, ...
           path: which halves are split again, from `choose`; None: chosen here with `query`, `key`.
           query: embedded questions (`Decoder.embed_query`).
-          has_query: which rows have a question: in others the half nearer to the text is split
-            again; None: all.
-          key: in training, moves splits and chooses for a random policy.
-          tags: tell chunks apart for a random policy.
-          tree: replaces the memory's: the tree below a node (`Tree.below`).
+          has_query: which rows have a question; in others the half nearer to the text is split
+            again. None: all rows have one.
+          key: random key in training, for the noise of splits and for a random policy.
+          tags: a hash of each chunk, which gives it a random key for a random policy.
+          tree: replaces the memory's tree: the tree below a node (`Tree.below`).
         """
         check_chunks(chunks, mask, self.memory.max_chunk_size)
         tree, (rows, count, width) = tree or self.memory.tree, chunks.shape
@@ -365,9 +368,9 @@ class TreeEncoder(nn.Module):
         key: jax.Array | None = None,
         tags: UInt[Array, "B C"] | None = None,
     ) -> Bool[Array, "B C h-1"]:
-        """Returns at which levels the right half of each chunk is split again.
+        """Returns, per level, whether the right half of each chunk's node is split again.
 
-        Arguments are those of `__call__`; `noise` moves splits, as in `preserved_nodes`.
+        Arguments are those of `__call__`; `noise` shifts the splits as in `preserved_nodes`.
         """
         tree, (rows, count, width) = tree or self.memory.tree, chunks.shape
         policy = Right() if self.is_initializing() else self.memory.policy
@@ -402,7 +405,7 @@ class TreeEncoder(nn.Module):
         return path.reshape(rows, count, -1)
 
     def _by_rows(self, layers, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Returns keys and values [B, K, C M, H] by layer of stacked ones [L, B C, M, K, H]."""
+        """Converts stacked keys and values [L, B C, M, K, H] to [B, K, C M, H] for each layer."""
 
         def one(x):
             x = x.reshape(rows, -1, *x.shape[2:]).swapaxes(1, 2)
@@ -414,7 +417,7 @@ class TreeEncoder(nn.Module):
 
 
 def _split_noise(tree: Tree, key: jax.Array | None, rows: int, count: int) -> jax.Array | None:
-    """Returns standard normal numbers [B C, h - 1] that move splits; a row's chunks share them."""
+    """Returns standard normal numbers [B C, h - 1] that shift splits, equal for a row's chunks."""
     if key is None or tree.noise is None:
         return None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, 1), jnp.arange(rows))
@@ -448,19 +451,19 @@ class SharedLlmSection(MemorySection):
     The lower model begins as a copy of the first layers of the same checkpoint.
     """
 
-    layers: int = 4  # M: of the lower model, and as many read it (16 for instructions)
-    chunk: int = 1024  # tokens (512 for instructions)
-    # At each level of a tree, level 1 first: of so many tokens one is kept. Beta, the tokens of a
-    # chunk for each that is kept, is 8 here; [1, 1, 1] keeps all.
+    layers: int = 4  # M: layers of the lower model, and reader layers (16 for instructions)
+    chunk: int = 1024  # tokens of a chunk (512 for instructions)
+    # Tokens per selected token at each level of a tree, level 1 first. The default selects an
+    # eighth of a chunk (beta = 8); [1, 1, 1] selects all tokens.
     ratios: tuple[int, ...] = (16, 8, 4)
-    # gamma, in training: nodes of l tokens are split l / (2 gamma) from the middle, more or less
-    # (10 for instructions); null: always in the middle.
+    # gamma, in training: the split of a node of l tokens has standard deviation l / (2 gamma) (10
+    # for instructions); null: always in the middle.
     noise: float | None = 5.0
     # Which half of a node is split again: right, query, random
     policy: Policy = dataclasses.field(default_factory=Right)
-    placement: str = "bottom"  # of the layers that read: bottom, top, interleaved
-    positions: str = "paper"  # of chunks; or released, none (see `lcjax.memory.SharedLlm`)
-    # The output projection begins with so much of self-attention's: 0 leaves the model as it was.
+    placement: str = "bottom"  # of the reader layers: bottom, top, interleaved
+    positions: str = "paper"  # of chunks: paper, released, none (see `lcjax.memory.SharedLlm`)
+    # Initial output projection as a share of self-attention's; 0 leaves the model as it was.
     output_share: float = 0.0
 
     def __post_init__(self):
@@ -483,8 +486,8 @@ class SharedLlmSection(MemorySection):
         """Adds the lower model, and cross-attention to every reader layer.
 
         The lower model is a copy of the embedding, the first M layers and the final norm (sec. 3.1;
-        the released code forgets to load it). Queries and the norm before them are those of
-        self-attention, whose keys they are to meet.
+        by mistake, the released code does not load it). The query projection and its norm are
+        copies of self-attention's, whose keys the queries attend to.
         """
 
         def init_layer(layer):
@@ -504,7 +507,10 @@ class SharedLlmSection(MemorySection):
 
 
 def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
-    """Returns the config of a decoder's first layers as a model with the default numerics."""
+    """Returns the config of a model of a decoder's first `layers`, with default dtypes and remat.
+
+    It has causal attention and no memory or adapters.
+    """
     default = {
         field.name: field.default
         for field in dataclasses.fields(ModelConfig)
@@ -522,10 +528,10 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def lower_params(params: dict, layers: int, mesh: Mesh | None) -> dict:
-    """Returns a copy of a decoder's embedding, first layers and final norm: {"encoder": ...}.
+    """Returns {"encoder": a copy of a decoder's embedding, first layers and final norm}.
 
     Args:
-      params: of the decoder, its layers not stacked.
+      params: parameters of the decoder; its layers must not be stacked.
       layers: the number of first layers.
       mesh: the devices of the copy.
     """

@@ -1,8 +1,9 @@
 """BERT (Devlin et al. 2019, arXiv 1810.04805): the encoder of dense retrievers.
 
-It differs from the decoders here in the order of operations: a layer is norm(x + attention(x)),
-then norm(x + mlp(x)), and positions and token types are learned embeddings. Projections, MLP and
-norms are those of `lcjax.models.layers`, so sharding rules and low-rank adapters apply.
+It differs from `lcjax.models.decoder` in the order of operations: a layer is
+norm(x + attention(x)), then norm(x + mlp(x)), and positions and token types have learned
+embeddings. Projections, MLP and norms are those of `lcjax.models.layers`, so sharding rules and
+low-rank adapters apply.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-# Field, key of config.json, and the value that transformers takes where the key is absent.
+# Field, key of config.json, and transformers' default for a missing key.
 _SIZES = (
     ("vocab_size", "vocab_size", 30_522),
     ("width", "hidden_size", 768),
@@ -43,7 +44,7 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """Sizes and choices of a BERT."""
+    """Configuration of a BERT."""
 
     vocab_size: int
     width: int
@@ -59,7 +60,7 @@ class BertConfig:
     param_dtype: str = "float32"
     lora: LoRA | None = None
 
-    # What the shared layers read, and is the same for every BERT.
+    # Fields that `lcjax.models.layers` reads; the same for every BERT.
     norm: ClassVar[str] = "layer"
     norm_plus_one: ClassVar[bool] = False
     qk_norm: ClassVar[str] = "none"
@@ -85,14 +86,14 @@ class BertConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], where: str = "config.json") -> "BertConfig":
-        """Returns the config of a `config.json` of BERT or DPR.
+        """Reads the `config.json` of a BERT or DPR checkpoint.
 
         Args:
           hf: the contents of the file.
           where: its name, for messages.
 
         Raises:
-          InputError: another architecture, or a value that no BERT of this library has.
+          InputError: another architecture, or an unsupported value.
         """
         kind = hf.get("model_type")
         if kind not in MODEL_TYPES:
@@ -129,7 +130,7 @@ class BertConfig:
         return {key: getattr(self, field) for field, key, _ in _SIZES}
 
     def hf_axes(self) -> dict[str, int]:
-        """Sizes of the letters in `hf_rows`."""
+        """Returns the sizes of the axis letters in `hf_rows`."""
         return {
             "V": self.vocab_size,
             "P": self.max_length,
@@ -142,9 +143,9 @@ class BertConfig:
         }
 
     def hf_rows(self) -> list[TensorRow]:
-        """The tensors of Hugging Face checkpoints, as in `lcjax.checkpoints.hf_names`.
+        """Returns the tensor names of Hugging Face checkpoints (see `lcjax.checkpoints.hf_names`).
 
-        Checkpoints that were converted from TensorFlow call the parameters of norms gamma and beta.
+        Checkpoints converted from TensorFlow name the parameters of norms gamma and beta.
         """
         rows = [
             ("embeddings.word_embeddings.weight", "V,D", "embed/embedding", "VD"),
@@ -188,7 +189,7 @@ def _norm(hf: str, path: str) -> list[TensorRow]:
 
 
 class Block(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
+    """A layer: norm(x + attention(x)), then norm(x + mlp(x))."""
 
     config: BertConfig
     mesh: jax.sharding.Mesh | None = None
@@ -209,13 +210,13 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """Hidden states of texts; every token sees the whole text.
+    """A bidirectional encoder that returns hidden states.
 
     `hidden = model.apply({"params": params}, tokens, lengths=lengths)`
     """
 
     config: BertConfig
-    mesh: jax.sharding.Mesh | None = None  # whose devices share rows and heads
+    mesh: jax.sharding.Mesh | None = None  # its devices share rows and heads
 
     def setup(self):
         c = self.config
@@ -249,9 +250,12 @@ class Bert(nn.Module):
 
         Args:
           tokens: token ids; T is at most `config.max_length`.
-          token_types: the row of the table of token types for each token; None: 0.
-          lengths: the number of first tokens that are visible; None: all. The tokens after them see
-            the visible ones (ColBERT reads its [MASK] tokens so).
+          token_types: token type of each token; None: 0.
+          lengths: number of visible tokens of each row, from the first one on; None: all. Later
+            tokens are invisible but see the visible ones, as the [MASK] tokens of ColBERT do.
+
+        Raises:
+          InputError: T exceeds `config.max_length`.
         """
         c, dtype = self.config, self.config.compute_dtype()
         if tokens.shape[1] > c.max_length:
@@ -260,7 +264,7 @@ class Bert(nn.Module):
                 " give it shorter texts"
             )
         mesh = None if self.is_initializing() else self.mesh
-        # Sums of three embeddings are rounded once, by the norm.
+        # float32, so that the sum of three embeddings is rounded only once, after the norm.
         x = look_up(self.embed.embedding, tokens, jnp.dtype(jnp.float32), mesh)
         x = x + self.position.embedding[: tokens.shape[1]].astype(jnp.float32)
         types = jnp.zeros_like(tokens) if token_types is None else token_types

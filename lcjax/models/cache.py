@@ -4,12 +4,12 @@ A *full* cache has a slot for every token. All rows of a batch fill the same slo
 prompts are padded on the left, and `segments` marks the slots that hold a token. A *rolling* cache
 serves patterns that see only the first and the last tokens (`Pattern.cache_window`): each row
 writes its tokens to the sinks, then to a ring, and the cache does not grow with the text. The slot
-of a token is then data, and masks test `index`, the order indices of the slots. Where layers
-differ, each has the slots that its own pattern needs.
+of a token then depends on the data, and masks test `index`, the order indices of the slots. If
+layers differ, each layer has the slots that its own pattern needs.
 
-Keys are stored rotated, which is exact if the rotation is the same for the whole request, or
-unrotated (`rotated=False`), so that every step rotates all of them. Patterns that move keys need
-unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3).
+Keys are stored rotated, which is exact if the rotation is the same for the whole request. With
+`rotated=False` they are stored unrotated, and every step rotates all of them. Patterns that move
+keys need unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3).
 """
 
 import dataclasses
@@ -39,11 +39,14 @@ class Rolling:
     recent: int  # last tokens that a new token may see, itself included
 
     def slots_for(self, chunk: int) -> int:
-        """The slots that are needed to read `chunk` tokens at once: the first one sees `recent`."""
+        """Returns the number of slots that are needed to read `chunk` tokens at once.
+
+        All `recent` tokens that the first of them sees must stay in the cache.
+        """
         return self.sinks + self.recent + chunk - 1
 
     def slot(self, order: Int[Array, "..."], slots: int) -> Int[Array, "..."]:
-        """The slots of the tokens with these order indices."""
+        """Returns the slots of the tokens with order indices `order`, in a cache of `slots`."""
         ring = slots - self.sinks
         return jnp.where(order < self.sinks, order, self.sinks + (order - self.sinks) % ring)
 
@@ -51,7 +54,7 @@ class Rolling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotGroup:
-    """The contents of the S slots of a group of layers whose patterns need the same keys."""
+    """The contents of S slots that are shared by layers whose patterns need the same keys."""
 
     segments: Int[Array, "B S"]  # 1 where a slot holds a token, else 0
     positions: Float[Array, "B S"]  # of the keys
@@ -67,7 +70,7 @@ class SlotGroup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values in slots, for every layer.
+    """Keys and values of every layer, in slots.
 
     `layers` holds (keys, values), each [B, K, S, H], and the pattern's state
     (`Pattern.cache_state_shapes`): stacked [L, ...] for scanned layers, else one such tuple per
@@ -78,24 +81,24 @@ class Cache:
     layers: Any
     slot_groups: tuple[SlotGroup, ...]
     filled: Int[Array, ""]  # tokens read, padding included
-    tokens: Int[Array, " B"]  # tokens read of each row, without padding
+    tokens: Int[Array, " B"]  # tokens read in each row, without padding
     group_by_layer: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def capacity(self) -> int:
-        """Slots of the layers that have most."""
+        """The largest number of slots of any layer."""
         return max(group.num_slots for group in self.slot_groups)
 
     @property
     def rolling(self) -> Rolling | None:
-        """The ring of these layers; None: they have a slot for every token."""
+        """The ring of the layers with the most slots; None: they have a slot for every token."""
         return max(self.slot_groups, key=lambda group: group.num_slots).rolling
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The slots of a layer in one call, with its T new tokens."""
+    """The slots of a layer in one call, including the T new tokens."""
 
     segments: Int[Array, "B S"]
     positions: Float[Array, "B S"]
@@ -107,13 +110,13 @@ class View:
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
 
     def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Replaces the keys of a call by those of the cache; the queries are its new tokens."""
+        """Returns metadata whose keys are the slots of the cache; queries are the new tokens."""
         slots = self.start + jnp.arange(self.q_index.shape[1], dtype=jnp.int32)
         return metadata.replace(
             k_positions=self.positions,
             q_index=self.q_index,
             k_index=self.index,
-            # A query that is padding itself sees nothing, like a key that is padding.
+            # Padding queries have segment 0 and so see no keys.
             q_segments=self.q_segments,
             k_segments=self.segments,
             row_indices=(slots, None) if self.write_slots is None else None,
@@ -134,15 +137,15 @@ def create(
 
     Args:
       config: the model.
-      batch: rows.
-      length: tokens of a row.
-      chunk: the most tokens that are read at once. A pattern that keeps only some keys gets a
-        rolling cache if that is smaller. None: a full cache.
+      batch: number of rows.
+      length: maximum number of tokens of a row.
+      chunk: maximum number of tokens that are read at once. A pattern that needs only some keys
+        gets a rolling cache if that is smaller. None: a full cache.
       rotated: whether keys are stored rotated; None: unless the pattern of a layer moves them.
       mesh: shards rows over data and fsdp, and heads over tensor; each device creates its part.
 
     Raises:
-      InputError: it is larger than the free memory of a device.
+      InputError: the cache is larger than the free memory of a device.
     """
     cache = abstract_cache(config, batch, length, chunk=chunk, rotated=rotated, mesh=mesh)
     check_fits(
@@ -163,7 +166,7 @@ def abstract_cache(
     rotated: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """Returns shapes, dtypes and shardings of `create`, for a cache that need not fit here."""
+    """Returns shapes, dtypes and shardings of the cache that `create` returns, unallocated."""
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
@@ -202,7 +205,7 @@ def abstract_cache(
 
 
 def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
-    """Returns the slots of a cache for `length` tokens, and its ring; None: a slot for each."""
+    """Returns the number of slots for `length` tokens, and the ring (None: a full cache)."""
     window = pattern.cache_window()
     if window is None or chunk is None:
         return length, None
@@ -221,7 +224,7 @@ def keep_layout(cache: Any, mesh: jax.sharding.Mesh | None) -> Any:
 
 
 def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedSharding | None:
-    """The sharding of layers [.., B, K, S, H], of fields of slots [B, S], or of a number []."""
+    """Returns the sharding of layers [.., B, K, S, H], fields of slots [B, S], or scalars []."""
     if mesh is None:
         return None
     first = max(len(shape) - 4, 0)
@@ -232,7 +235,7 @@ def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedShar
 
 
 def whole_blocks(slots: int) -> int:
-    """Rounds up to a capacity that attention reads without padding the cache first."""
+    """Rounds `slots` up to a multiple that attention reads without padding the cache first."""
     unit = 64 if slots <= 1024 else 1024
     return -(-slots // unit) * unit
 
@@ -242,11 +245,11 @@ def extend(
 ) -> tuple[Cache, tuple[View, ...]]:
     """Reserves slots for new tokens; `append` writes the keys and values of each layer.
 
-    jit cannot detect writes past the capacity of a full cache: callers create it for the prompt and
-    all new tokens.
+    Writes past the capacity of a full cache cannot be detected inside jit: create it for the prompt
+    and all new tokens.
 
     Args:
-      cache: the tokens so far.
+      cache: the earlier tokens.
       segments: 1 for a token, 0 for padding, which precedes the first token; None: all are tokens.
       positions: positions of the new tokens.
 
@@ -254,7 +257,7 @@ def extend(
       The cache, and the view of each layer.
 
     Raises:
-      InputError: the tokens overwrite keys of a rolling cache that they need.
+      InputError: the tokens would overwrite keys of a rolling cache that they need.
     """
     rows, length = positions.shape
     if segments is None:
@@ -291,7 +294,7 @@ def extend(
 def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) -> Int[Array, "B T"]:
     """Returns the order indices of `length` tokens that follow those in the cache.
 
-    `segments` [B, T] as in `extend`; padding has the index of the token before it.
+    `segments` is as in `extend`. Padding has the index of the token before it.
     """
     if segments is None:
         return cache.tokens[:, None] + jnp.arange(length, dtype=jnp.int32)
@@ -299,7 +302,10 @@ def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) ->
 
 
 def _ring_slots(group: SlotGroup, segments: jax.Array, order: jax.Array) -> jax.Array | None:
-    """The slots [B, T] to which a rolling cache writes tokens; S for padding, which is dropped."""
+    """Returns the slots [B, T] that a rolling cache writes tokens to; S for padding (dropped).
+
+    None for a full cache.
+    """
     rolling, length = group.rolling, segments.shape[1]
     if rolling is None:
         return None
@@ -320,21 +326,21 @@ def branch(
     slots: int,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """Returns a cache of several rows that all begin with the tokens of a full cache of one row.
+    """Copies a full cache of one row to B rows that continue it.
 
     Args:
       cache: the cache of one row.
-      filled: slots that are read of each row, padding included.
-      padding: int32 [B], padding before the tokens of each row.
+      filled: number of filled slots of each new row, padding included.
+      padding: int32 [B], number of padding slots before the tokens of each row.
       slots: capacity of the new cache.
-      mesh: shards it as in `create`.
+      mesh: shards the new cache as in `create`.
     """
     slot_ids = jnp.arange(slots, dtype=jnp.int32)
     source = slot_ids - padding[:, None]
     is_token = (source >= 0) & (slot_ids < filled)
 
     def rows(x):
-        """[1, S'] -> [B, S], or of layers [.., 1, K, S', H] -> [.., B, K, S, H]."""
+        """Maps [1, S'] to [B, S], or layers [.., 1, K, S', H] to [.., B, K, S, H]."""
         is_layer = x.ndim >= 4
         first, mask = (x.ndim - 4, is_token[:, None, :, None]) if is_layer else (0, is_token)
         x = x.squeeze(first)
@@ -352,7 +358,7 @@ def branch(
 
 
 def replace_layers(cache: Cache, layers: Any) -> Cache:
-    """Returns the cache with the keys and values that the layers returned."""
+    """Returns the cache with new keys and values `layers`, the results of the decoder's layers."""
     return dataclasses.replace(cache, layers=layers)
 
 
@@ -364,14 +370,17 @@ def append(
     view: View,
     metadata: AttentionMetadata,
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Returns the keys and values of a layer with those of the new tokens in their slots.
+    """Writes the keys and values of the new tokens to their slots of a layer's cache.
 
     Args:
       layer: keys and values [B, K, S, H] of the cache, and the pattern's state.
       k, v: unrotated keys, and values of the new tokens.
-      pattern: gives the positions to which keys are rotated.
+      pattern: its `key_positions` are the positions to which keys are rotated.
       view: slots of the new tokens.
       metadata: positions and rotation of the call (`View.update_metadata`).
+
+    Returns:
+      The keys and values of all slots.
     """
     if view.rotated:
         positions = pattern.key_positions(metadata.q_positions, view.q_index)

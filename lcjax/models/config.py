@@ -34,13 +34,13 @@ _CHOICES = {
 
 
 def check_choice(field: str, value: Any) -> None:
-    """Raises an InputError for a value that `field` of a model cannot have."""
+    """Raises an InputError if `value` is not a valid choice for the model field `field`."""
     check_one_of(f"model.{field}", value, _CHOICES[field])
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Successive layers that fix their pattern or RoPE method: an entry of `model.layers`."""
+    """Successive layers with their own pattern or RoPE method: an entry of `model.layers`."""
 
     repeat: int = 1  # layers
     pattern: Pattern | None = None  # attention pattern; null: that of the model
@@ -54,7 +54,10 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Llama, Mixtral, Qwen, Gemma, OLMo and Phi differ in values."""
+    """Configuration of a decoder-only transformer.
+
+    Llama, Mixtral, Qwen, Gemma, OLMo and Phi are values of these fields, not classes.
+    """
 
     vocab_size: int
     width: int  # D, the size of a token's hidden state
@@ -82,32 +85,33 @@ class ModelConfig:
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
-    residual_scale: float = 1.0  # factor of what attention and MLP add (Granite)
-    attention_scale: float | None = None  # factor of the logits of attention; null: 1 / sqrt(H)
-    attention_soft_cap: float | None = None  # logits become c tanh(logit / c) (Gemma 2)
-    logit_scale: float = 1.0  # factor of the logits of the vocabulary (Granite)
-    logit_soft_cap: float | None = None  # they become c tanh(logit / c) (Gemma 2)
-    # Model type of transformers in which it is stored, where that of another one computes the same
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP (Granite)
+    attention_scale: float | None = None  # factor of the attention logits; null: 1 / sqrt(H)
+    # c: attention logits become c tanh(logit / c) (Gemma 2)
+    attention_soft_cap: float | None = None
+    logit_scale: float = 1.0  # factor of the vocabulary logits (Granite)
+    logit_soft_cap: float | None = None  # c: vocabulary logits become c tanh(logit / c) (Gemma 2)
+    # `model_type` for export to Hugging Face, if several types have the same architecture
     family: str | None = None
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
     # or alibi, t5, transformer_xl, deberta, sinusoidal, learned (see `decoder.PositionEmbedding`)
     position: str = "rope"
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
-    # Layers that fix their pattern or rope, repeated from the first to the last layer. None of
-    # them: all layers have those above.
+    # Layers with their own pattern or rope, repeated from the first to the last layer. Empty: all
+    # layers have `pattern` and `rope`.
     layers: tuple[LayerKind, ...] = ()
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
-    # What a training step recomputes: none: nothing; full: layers; attention: layers except
+    # What the backward pass recomputes: none: nothing; full: whole layers; attention: layers except
     # attention; dots: all but attention and products with weights.
     remat: str = "none"
-    # Attention over the mesh axis `context`: keys pass around a ring, or heads are exchanged for
-    # tokens (which needs as many heads on a device as parts of the text).
+    # Attention over the mesh axis `context`. ring: keys pass around a ring of devices; all_to_all:
+    # heads are exchanged for tokens (needs as many heads on a device as parts of the text).
     context_parallel: str = "ring"
-    memory: Memory | None = None  # a context beside the window, and the layers that read it
+    memory: Memory | None = None  # encoder of a context outside the window, and its reader layers
     lora: LoRA | None = None
-    scan_layers: bool = True  # layers that are alike are compiled as one (see `stacked`)
+    scan_layers: bool = True  # scan over equal layers, which are compiled once (see `stacked`)
 
     def __post_init__(self):
         for field in _CHOICES:
@@ -143,7 +147,7 @@ class ModelConfig:
                 " pattern that chooses keys by their position alone, such as sliding or streaming"
             )
         for kind in self.kinds if self.layers else ():
-            self.of_kind(kind)  # raises what is wrong with this pattern or rope
+            self.of_kind(kind)  # its `__post_init__` checks this pattern and rope
             if kind.rope is not None and kind.rope.learned:
                 raise InputError(
                     f"model.layers: rope type {kind.rope.type} is learned for a whole model; set"
@@ -175,7 +179,7 @@ class ModelConfig:
                 )
 
     def _check_experts(self) -> None:
-        """Raises an InputError for fields that are not defined for mixtures of experts."""
+        """Raises an InputError if a field has a value that mixtures of experts do not support."""
         for field, value in {"gated_mlp": True, "mlp_bias": False}.items():
             if getattr(self, field) != value:
                 raise InputError(
@@ -190,7 +194,7 @@ class ModelConfig:
             )
 
     def _check_memory(self) -> None:
-        """Raises an InputError for models whose layers no memory reads."""
+        """Raises an InputError if memories, or this memory, do not support the architecture."""
         plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0, "experts": None}
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
         for field, value in plain.items():
@@ -215,13 +219,13 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers, each once; a single one where all layers are alike."""
-        once = (dataclasses.replace(kind, repeat=1) for kind in self.layers)
-        return tuple(dict.fromkeys(once)) or (LayerKind(),)
+        """The distinct kinds of layers; a single one if all layers are equal."""
+        kinds = (dataclasses.replace(kind, repeat=1) for kind in self.layers)
+        return tuple(dict.fromkeys(kinds)) or (LayerKind(),)
 
     @property
     def kind_by_layer(self) -> tuple[int, ...]:
-        """For each layer its index in `kinds`."""
+        """The index in `kinds` of each layer."""
         numbers = {kind: number for number, kind in enumerate(self.kinds)}
         cycle = [
             numbers[dataclasses.replace(kind, repeat=1)]
@@ -231,17 +235,17 @@ class ModelConfig:
         return tuple(itertools.islice(itertools.cycle(cycle or [0]), self.num_layers))
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
-        """Returns a config of equal layers with the pattern and the rope of layers of `kind`."""
+        """Returns a config in which all layers have the pattern and the rope of `kind`."""
         pattern, rope = kind.pattern or self.pattern, kind.rope or self.rope
         return self.replace(pattern=pattern, rope=rope, layers=())
 
     def layer(self, index: int) -> "ModelConfig":
-        """Returns a config of equal layers with the pattern and the rope of layer `index`."""
+        """Returns a config in which all layers have the pattern and the rope of layer `index`."""
         return self.of_kind(self.kinds[self.kind_by_layer[index]]) if self.layers else self
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
-        """The patterns of all layers, each once."""
+        """The distinct patterns of the layers."""
         return tuple(dict.fromkeys(kind.pattern or self.pattern for kind in self.kinds))
 
     @property
@@ -251,23 +255,23 @@ class ModelConfig:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a token's visible keys depend on later ones in some layer (`prefill_only`)."""
+        """Whether some layer's visible keys depend on later tokens (`Pattern.prefill_only`)."""
         return any(pattern.prefill_only for pattern in self.patterns)
 
     @property
     def layer_counts(self) -> list[tuple["ModelConfig", int]]:
-        """The config of each kind of layers, and how many of them there are."""
+        """The config of each kind of layers, and its number of layers."""
         counts = collections.Counter(self.kind_by_layer)
         return [(self.of_kind(self.kinds[kind]), count) for kind, count in counts.items()]
 
     def check_scores(self) -> None:
-        """Raises an InputError if a loss of this model is meaningless (`Pattern.prefill_only`)."""
+        """Raises an InputError if losses are meaningless in some layer (`Pattern.prefill_only`)."""
         for pattern in self.patterns:
             pattern.check_scores()
 
     @property
     def follows_length(self) -> bool:
-        """Whether `rotation` depends on the length."""
+        """Whether `rotation` depends on the length of the request."""
         return any(
             config.rope.depends_on_length or config.pattern.depends_on_length
             for config in map(self.of_kind, self.kinds)
@@ -278,12 +282,17 @@ class ModelConfig:
 
         Args:
           length: tokens of the whole request, as in `Rope.frequencies`.
-          learned: arrays of a learned rope.
+          learned: parameters of a learned rope.
         """
         return self.complete(self.rope.rotation(self.rotary_dim, length, learned), length)
 
     def complete(self, rotation: Rotation, length: int) -> Rotation:
-        """Returns `rotation`, of the model's rope, with what patterns and layers change."""
+        """Applies `Pattern.at_length` to `rotation` and adds the rotation of each kind of layers.
+
+        Args:
+          rotation: the rotation of the model's rope.
+          length: tokens of the whole request.
+        """
 
         def of(kind: LayerKind) -> Rotation:
             layer = self.of_kind(kind)
@@ -294,7 +303,7 @@ class ModelConfig:
         return self.pattern.at_length(rotation, length)._replace(kinds=kinds)
 
     def check_length(self, length: int) -> None:
-        """Raises an InputError for more tokens than a table of learned positions has rows."""
+        """Raises an InputError if `length` exceeds the rows of a table of learned positions."""
         if self.position == "learned" and length > self.max_length:
             raise InputError(
                 f"{length} tokens are more than the {self.max_length} positions that a model with "
@@ -303,9 +312,10 @@ class ModelConfig:
 
     @property
     def stacked(self) -> bool:
-        """Whether weights are stacked [L, ...] under `layers`, not separate under `layers_0`, ...
+        """Whether layer weights are stacked [L, ...] under `layers`.
 
-        They are separate if layers differ; `lcjax.models.layer_groups` then scans groups of them.
+        Otherwise each layer's weights are under `layers_0`, `layers_1`, ... They are so if layers
+        differ; `lcjax.models.layer_groups` then scans groups of equal layers.
         """
         memory = self.memory
         is_uniform = memory is None or memory.uniform_layers(self.num_layers)
@@ -318,7 +328,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of each head that the position rotates (`partial_rotary_factor`)."""
+        """Rotary channels R of each head (`partial_rotary_factor` of Hugging Face)."""
         return int(self.head_dim * self.rotary_fraction)
 
     def replace(self, **changes: Any) -> "ModelConfig":
@@ -329,7 +339,11 @@ class ModelConfig:
 
 
 def repeating(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Returns the shortest `layers` of a model whose layers are of these kinds, one for each."""
+    """Returns the shortest `ModelConfig.layers` that describes layers of these `kinds`.
+
+    Args:
+      kinds: the kind of each layer.
+    """
     lengths = range(1, len(kinds) + 1)
     period = next(n for n in lengths if all(map(operator.eq, kinds, kinds[n:])))
     runs = ((kind, len(list(run))) for kind, run in itertools.groupby(kinds[:period]))
@@ -341,7 +355,7 @@ def _llama2(width, mlp_width, layers, heads):
 
 
 def _encoder(vocab, width, mlp_width, layers, heads, length):
-    """A bidirectional Llama for masked language modelling: a vocabulary, and [MASK] after it."""
+    """Returns a bidirectional Llama for masked language modelling; [MASK] is the last token id."""
     return ModelConfig(
         *(vocab, width, mlp_width, layers, heads, heads, width // heads, length),
         norm_epsilon=1e-6,
@@ -351,7 +365,7 @@ def _encoder(vocab, width, mlp_width, layers, heads, length):
     )
 
 
-# As published, after its extension; before it the rope was the default one, for 8,192 tokens.
+# As published, after the context extension. Before it, the rope was `Default`, for 8,192 tokens.
 _OLMO3 = {
     "norm_epsilon": 1e-6,
     "norm_place": "after",
@@ -363,7 +377,7 @@ _OLMO3 = {
     ),
 }
 PRESETS = {
-    # A model for tests and dry runs: every part of a Llama, trained in seconds on a laptop.
+    # For tests and dry runs: has every part of a Llama, and trains in seconds on a laptop.
     "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
     # Llamas that learn to read code byte by byte in minutes on a laptop, for small studies.
     "llama-400k": ModelConfig(259, 96, 256, 3, 3, 3, 32, 128),
@@ -376,7 +390,7 @@ PRESETS = {
     "tinyllama-1.1b": ModelConfig(32_000, 2_048, 5_632, 22, 32, 4, 64, 2_048),
     # The encoder of CEPE: Llama-2's vocabulary and [MASK] (arXiv 2402.16617, sec. 2.1).
     "cepe-encoder": _encoder(32_001, 1_024, 4_096, 24, 16, 512),
-    # For SmolLM2-135M: a third of its size, two fifths of that embeddings.
+    # For SmolLM2-135M: a third of its size; two fifths of the parameters are embeddings.
     "smollm2-encoder": _encoder(49_153, 384, 1_536, 12, 6, 512),
     "tiny-encoder": _encoder(260, 32, 80, 2, 2, 64),
     "llama2-7b": _llama2(4_096, 11_008, 32, 32),
@@ -421,14 +435,18 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelConfig:
-    """Returns the architecture `name`; an unknown name is an InputError that lists similar ones."""
+    """Returns the architecture `name`.
+
+    Raises:
+      InputError: the name is unknown; the message lists similar names.
+    """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS) or sorted(PRESETS)
         raise InputError(f"model.preset={name!r} is not known; try {', '.join(near)}")
     return PRESETS[name]
 
 
-# Checkpoints of the hub whose architecture is a preset: estimates need no download.
+# Hub checkpoints whose architecture is a preset, so that estimates need no download.
 HUB = {
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",

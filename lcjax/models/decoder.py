@@ -37,9 +37,9 @@ from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
-# "attention" saves the output of attention, whose recomputation is the most expensive for long
-# texts, in time and in traffic between devices that share a text. "dots" also saves the results of
-# products and recomputes elementwise operations, which is cheaper than to write and read them.
+# "attention" saves the output of attention. For long texts, its recomputation costs the most time
+# and the most traffic between devices that share a text. "dots" also saves the results of matrix
+# products; it recomputes elementwise operations, which is cheaper than storing their results.
 _REMAT_POLICIES = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
@@ -49,14 +49,14 @@ _REMAT_POLICIES = {
     ),
 }
 
-BUCKETS = 32  # of T5's table, per head
-MAX_DISTANCE = 128  # from which all distances share its last bucket
+BUCKETS = 32  # rows of T5's bias table
+MAX_DISTANCE = 128  # from this distance on, all distances share T5's last bucket
 
 
 def _feed_forward(
     config: ModelConfig, mesh: jax.sharding.Mesh | None, x: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, Load | None]:
-    """What the MLP of a block gives, and the load of its experts if `inputs` collects that."""
+    """Returns the MLP's output, and the load of its experts if `inputs.collect` selects it."""
     if config.experts is None:
         return MLP(config, mesh, name="mlp")(x), None
     collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
@@ -66,8 +66,8 @@ def _feed_forward(
 class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen.
 
-    Norms may stand after attention and MLP (OLMo 2), or before and after (Gemma 2). A layer with
-    cross-attention to a memory adds it in between.
+    Norms may follow attention and MLP (OLMo 2), or precede and follow them (Gemma 2). A layer with
+    cross-attention to a memory adds its result between the two steps.
     """
 
     config: ModelConfig
@@ -85,18 +85,18 @@ class SequentialBlock(nn.Module):
         x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
         if self.reads and inputs.memory is not None:
             reader = c.memory.reader(c, self.mesh, name="memory")
-            if reader is not None:  # else self-attention has read it
+            if reader is not None:  # else self-attention has attended to the memory
                 x = keep_tokens(x + reader(x, inputs), self.mesh)
         y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), inputs)
         layer = layer if load is None else load
         return keep_tokens(x + self.added("mlp_after_norm", y), self.mesh), layer
 
     def norm_before(self, name: str, x: jax.Array) -> jax.Array:
-        """What attention or the MLP reads of hidden states x."""
+        """Returns the input of attention or the MLP for hidden states x."""
         return x if self.config.norm_place == "after" else Norm(self.config, name=name)(x)
 
     def added(self, name: str, y: jax.Array) -> jax.Array:
-        """What is added to hidden states of the output y of attention or the MLP."""
+        """Returns the residual update for the output y of attention or the MLP."""
         c = self.config
         y = y if c.norm_place == "before" else Norm(c, name=name)(y)
         return y if c.residual_scale == 1 else multiply(y, c.residual_scale)
@@ -107,7 +107,7 @@ class ParallelBlock(nn.Module):
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
-    reads: bool = False  # never: no memory is defined for it
+    reads: bool = False  # always False: no memory supports this block
 
     @nn.compact
     def __call__(
@@ -124,7 +124,7 @@ _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
 
 
 def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
-    """The block of `config`, rematerialised according to `config.remat`."""
+    """Returns the block class of `config`, rematerialised according to `config.remat`."""
     block = _BLOCKS[config.block]
     if config.remat == "none":
         return block
@@ -135,19 +135,23 @@ def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
 class PositionEmbedding(nn.Module):
     """Position embeddings and logit biases of decoders without rotations (`config.position`).
 
-    alibi: logits get -m_h (i - j), m_h fixed by the head (Press et al. 2022, arXiv 2108.12409).
-    t5: logits get a learned b[bucket(i - j), h], one table for all layers (Raffel et al. 2020,
-        sec. 2.1). Logits keep their scale 1/sqrt(H), which T5 leaves to its initial weights.
-    transformer_xl: logits get the products of queries with sinusoidal embeddings of i - j, which
-        each layer projects, and two learned biases of a head (Dai et al. 2019, arXiv 1901.02860).
-    deberta: logits get the products of queries, and of keys, with a learned row for the bucket of
-        i - j, one table for all layers, which each of them projects as its keys and queries
-        (He et al. 2021, arXiv 2006.03654; projections are shared as in V2 and V3).
-    sinusoidal: hidden states start at sqrt(D) embed + PE, PE[p, 2i] = sin(p / 10000^(2i/D)) and
+    alibi: adds -m_h (i - j) to the logits; m_h is fixed per head (Press et al. 2022, arXiv
+        2108.12409).
+    t5: adds a learned b[bucket(i - j), h] to the logits, with one table for all layers (Raffel et
+        al. 2020, sec. 2.1). Logits are scaled by 1/sqrt(H); T5 folds this factor into its initial
+        weights.
+    transformer_xl: adds to the logits the products of queries with sinusoidal embeddings of i - j,
+        which each layer projects, and two learned biases per head (Dai et al. 2019, arXiv
+        1901.02860).
+    deberta: adds to the logits the products of queries, and of keys, with a learned row for the
+        bucket of i - j. One table serves all layers; each layer projects it with its key and query
+        projections (He et al. 2021, arXiv 2006.03654; shared projections as in V2 and V3).
+    sinusoidal: hidden states start as sqrt(D) embed + PE, PE[p, 2i] = sin(p / 10000^(2i/D)) and
         PE[p, 2i+1] = cos of the same (Vaswani et al. 2017, sec. 3.4 and 3.5).
-    learned: they start at embed + a learned row for each position up to the trained length (GPT-2).
+    learned: hidden states start as embed + a learned row for each position up to the trained length
+        (GPT-2).
 
-    Distances are those of tokens in their document, also in packed rows.
+    Distances count tokens of the same document, also in packed rows.
     """
 
     config: ModelConfig
@@ -165,7 +169,7 @@ class PositionEmbedding(nn.Module):
             self.embedding = self.param("embedding", spread, (c.max_length, c.width), dtype)
 
     def logit_bias(self) -> Alibi | RelativeBias | Float[Array, "X D"] | None:
-        """Returns what all layers share of the bias of their logits (`Attention.bias`)."""
+        """Returns the part of the logit bias that all layers share (see `Attention.bias`)."""
         c = self.config
         if c.position == "alibi":
             return Alibi(jnp.asarray(alibi_slopes(c.num_heads)))
@@ -179,7 +183,7 @@ class PositionEmbedding(nn.Module):
         positions: Num[Array, "B T"],
         segments: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
-        """Returns the first hidden states of embeddings x at `positions`."""
+        """Adds absolute position embeddings to token embeddings x, if the model has any."""
         c = self.config
         if c.position not in ("sinusoidal", "learned"):
             return x
@@ -193,7 +197,7 @@ class PositionEmbedding(nn.Module):
                 f"positions of type {positions.dtype} have no row of the table that "
                 "model.position=learned looks up; give whole ones"
             )
-        # Past the table: a row of NaN, since traced positions cannot raise.
+        # Positions past the table give NaN, since traced positions cannot raise an error.
         rows = jnp.take(self.embedding, positions, axis=0, mode="fill", fill_value=jnp.nan)
         return x + rows.astype(x.dtype)
 
@@ -207,18 +211,18 @@ def sinusoids(positions: Num[Array, "..."], width: int) -> Float[Array, "... D"]
 
 
 class Decoder(nn.Module):
-    """A causal language model that returns hidden states; `logits` projects them.
+    """A language model that returns hidden states; `logits` projects them to the vocabulary.
 
     `hidden, cache = model.apply({"params": params}, tokens, ...)`
     """
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None  # whose devices share rows, heads and tokens
+    mesh: jax.sharding.Mesh | None = None  # its devices share rows, heads and tokens
 
     def setup(self):
         c = self.config
         dtype = jnp.dtype(c.param_dtype)
-        # The Llama and GPT families start from a standard deviation of 0.02.
+        # 0.02 is the initial standard deviation of the Llama and GPT families.
         self.embed = nn.Embed(
             c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
         )
@@ -266,21 +270,24 @@ class Decoder(nn.Module):
         """Returns hidden states [B, T, D] after the final norm, and the updated cache.
 
         Args:
-          tokens: int32, or hidden states in place of their embeddings.
+          tokens: int32 token ids, or float hidden states that replace their embeddings.
           positions: integers or fractions; None: the index of each token in its document,
-            after the tokens of the row in the cache.
+            continuing after the row's tokens in the cache.
           segments: documents from 1, 0 is padding; None: one document.
-          rotation: `config.rotation(length)`; None: that for length T, or for the capacity of the
-            cache, which is the full length of the request.
+          rotation: `config.rotation(length)`. None: the rotation for length T, or with a cache for
+            its capacity, which is the full length of the request.
           cache: earlier tokens, from `lcjax.models.cache.create`.
           order: int32 [T], a permutation of the tokens that balances work between devices
             (`token_order`); hidden states have the same order. None: text order.
           memory: the context from `encode`; None: the decoder reads the text alone.
-          collect: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
-            returned in its place, as `Cache.layers` has them but for the order of axes. Where
-            layers are scanned and it is `keys_only`, there are no hidden states. Or the tokens
-            that count in the `Load` of each layer's experts, which is returned in its place.
-          beacons: int32 [B, R], where the last R tokens are beacons (`LayerInputs.beacons`).
+          collect: only without a cache; replaces the second result. `CollectKeyValues` returns
+            keys and values [B, S, K, H] of each layer, as in `Cache.layers` apart from the order of
+            axes. If it is `keys_only` and layers are stacked, the first result is None.
+            `CollectLoad` returns the `Load` of each layer's experts.
+          beacons: int32 [B, R] if the last R tokens are beacons (`LayerInputs.beacons`).
+
+        Raises:
+          InputError: the inputs have a wrong shape or dtype, or do not fit the model.
         """
         c = self.config
         if tokens.ndim != (3 if jnp.issubdtype(tokens.dtype, jnp.floating) else 2):
@@ -299,7 +306,7 @@ class Decoder(nn.Module):
             positions = cache_lib.next_order(cache, segments, tokens.shape[1]) if cache else index
             if positions is None:
                 positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape[:2])
-        absolute = positions  # of embeddings, which a memory before the text does not move
+        absolute = positions  # for position embeddings, which a prefix memory does not shift
         if memory is not None:
             positions = positions + c.memory.prefix_length(memory)
         if cache is not None:
@@ -335,13 +342,13 @@ class Decoder(nn.Module):
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
-            self.logits(x[:, :1])  # so that `init` creates the head
+            self.logits(x[:, :1])  # `init` creates parameters of called modules only
         return None if x is None else self.final_norm(x), cache if collect is None else layers
 
     def _stacked(
         self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
     ) -> tuple[jax.Array, Any]:
-        """Applies layers whose weights are one stack."""
+        """Applies layers whose weights are stacked."""
         c = self.config
         inputs, collect = all_inputs[0], all_inputs[0].collect
         if getattr(collect, "keys_only", False) and not self.is_initializing():
@@ -378,41 +385,53 @@ class Decoder(nn.Module):
         return x, tuple(outputs)
 
     def embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Returns the embeddings of tokens; hidden states pass unchanged."""
+        """Returns the embeddings of token ids; casts hidden states to the compute dtype."""
         if tokens.ndim == 3:
             return tokens.astype(self.config.compute_dtype())
         c, mesh = self.config, None if self.is_initializing() else self.mesh
         x = look_up(self.embed.embedding, tokens, c.compute_dtype(), mesh)
-        # A factor in the type of x, as transformers rounds it.
+        # transformers rounds the factor to the dtype of x, too.
         return x if c.embedding_scale == 1 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def before_head(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Returns the inputs of `head`: hidden states, transformed in masked models."""
+        """Returns the inputs of the projection to logits.
+
+        These are the hidden states, transformed by `MaskedHead` in masked language models.
+        """
         return self.mlm(hidden) if self.config.mlm_head else hidden
 
     def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> EncodedContext:
-        """Encodes chunks int32 [B, C, P], with bool `mask` true where there is text.
+        """Encodes a context for the layers that read it.
 
-        `options` are those of the memory's encoder (`Memory.encoder_inputs`).
+        Args:
+          chunks: int32 [B, C, P], token ids.
+          mask: bool [B, C, P], true where there is text.
+          **options: keyword arguments of the memory's encoder (`Memory.encoder_inputs`).
         """
         check_memory(self.config.memory)
         options |= self.config.memory.select_inputs(params=self.variables.get("params"))
         return self.encoder(chunks, mask, **options)
 
     def embed_query(self, tokens: jax.Array, at: jax.Array, **options: Any) -> jax.Array:
-        """What a text asks a context for, at its tokens `at` int32 [B]: float32 [B, D], detached.
+        """Returns the embedding of a question, float32 [B, D], without gradient.
 
-        Hidden states after one layer and the final norm; `options` as of `first_layer`.
+        It is the hidden state of one token after the first layer and the final norm, with which
+        query-dependent memories compare the context.
+
+        Args:
+          tokens: int32 [B, T].
+          at: int32 [B], the index of this token.
+          **options: those of `first_layer`.
         """
         params = self.variables["params"]
-        found = first_layer(params, self.config, tokens, self.mesh, **options)
-        return found[jnp.arange(len(at)), at].astype(jnp.float32)
+        hidden = first_layer(params, self.config, tokens, self.mesh, **options)
+        return hidden[jnp.arange(len(at)), at].astype(jnp.float32)
 
     def token_order(self, length: int) -> np.ndarray | None:
-        """Returns the order of a row's tokens with equal work for the devices that share it.
+        """Returns an order of a row's tokens that gives equal work to the devices that share it.
 
-        None: text order, if no devices share a row, if in some layer a token sees a bounded part of
-        the text, or a pattern needs keys in text order.
+        None is text order. It is used if no devices share a row, if tokens see only a bounded part
+        of the text in some layer, or if a pattern needs keys in text order.
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
@@ -450,23 +469,29 @@ class Decoder(nn.Module):
 
 
 class States(NamedTuple):
-    """Hidden states of two places, [B, T, D] both."""
+    """Two representations of each token, both [B, T, D]."""
 
-    hidden: jax.Array  # after the final norm
-    ffn_input: jax.Array  # of the last layer: what its feed-forward reads, after its norm
+    hidden: jax.Array  # hidden states after the final norm
+    ffn_input: jax.Array  # normed input of the last layer's feed-forward
 
 
 def apply(
     model: Decoder, params: dict, tokens: jax.Array, *, with_ffn_input: bool = False, **options: Any
 ) -> tuple[jax.Array | States, Any]:
-    """Applies a decoder: returns its hidden states, and what `Decoder.__call__` returns with them.
+    """Applies a decoder, and optionally returns the input of the last feed-forward.
 
     Args:
-      model: the decoder; for `with_ffn_input` one whose layers are not scanned.
+      model: the decoder; with `with_ffn_input` its layers must not be stacked.
       params: the parameters.
       tokens: int32 [B, T].
-      with_ffn_input: whether the hidden states are `States`.
+      with_ffn_input: whether to return `States` in place of hidden states.
       **options: those of `Decoder.__call__`.
+
+    Returns:
+      Hidden states or `States`, and the second result of `Decoder.__call__`.
+
+    Raises:
+      InputError: `with_ffn_input`, and the feed-forward of the model has no norm before it.
     """
     if not with_ffn_input:
         return model.apply({"params": params}, tokens, **options)
@@ -496,7 +521,7 @@ def first_layer(
 ) -> Float[Array, "B T D"]:
     """Returns hidden states after the first layer and the final norm.
 
-    The memory is not read, and parameters get no gradient; `options` are those of
+    The layer does not read the memory, and parameters get no gradient. `options` are those of
     `Decoder.__call__`.
     """
     stacked = params.get("layers")
@@ -510,7 +535,7 @@ def first_layer(
 
 
 def head(params: dict, config: ModelConfig) -> Projection:
-    """Returns the projection to logits of a model's parameters, in the compute dtype."""
+    """Returns the projection of hidden states to logits from parameters, in the compute dtype."""
     return Decoder(config).apply({"params": params}, method="projection")
 
 
@@ -519,7 +544,13 @@ def _init(config: ModelConfig, key: jax.Array) -> dict:
 
 
 def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None = None) -> dict:
-    """Returns random weights; each array is created where it stays, on `mesh` or one device."""
+    """Returns random parameters; each array is created on its devices of `mesh`.
+
+    Args:
+      config: the model.
+      seed: seed of the random key.
+      mesh: the devices; None: the default device.
+    """
     key = jax.random.key(seed)
     shardings = None
     if mesh is not None:
@@ -528,16 +559,19 @@ def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None
 
 
 def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:
-    """Adds initial frequencies if `config.rope` learns them and `params` has none."""
+    """Adds initial arrays of a learned rope to parameters without them; else returns `params`."""
     if not config.rope.learned or "rope" in params:
         return params
     return params | {"rope": config.rope.init(jax.random.key(seed), config.rotary_dim)}
 
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:
-    """Returns shapes, dtypes and shardings of the parameters on `mesh`; nothing is computed.
+    """Returns shapes, dtypes and shardings of the parameters on `mesh`, without allocating them.
 
-    With `host` they are in the memory of its hosts.
+    Args:
+      config: the model.
+      mesh: the devices.
+      host: whether the shardings are in host memory.
     """
     shapes = jax.eval_shape(lambda k: _init(config, k), jax.random.key(0))
     shardings = param_shardings(mesh, shapes)

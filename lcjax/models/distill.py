@@ -1,12 +1,12 @@
-"""Learning from a teacher's probabilities of the next token: CEPED (arXiv 2402.16617, sec. 4).
+"""Distillation from a teacher's next-token probabilities: CEPED (arXiv 2402.16617, sec. 4).
 
-A teacher's distribution p is stored as its largest entries and the mass of all others. The student
-q, which has all logits, adds one of these terms to its cross-entropy:
+A teacher's distribution p is stored as its largest entries and the mass of all others. The loss
+adds one of these divergences of the student q, which has all logits, to the cross-entropy:
 
     drop         sum over the stored j of p_j (log p_j - log q_j)
     renormalise  the same of p and q divided by their sums over the stored j
-    rest         drop, and the same term of the two remaining masses
-    smooth       rest, with every one of the n masses x replaced by (x + d) / (1 + n d), d = 1e-6
+    rest         drop, plus the same term of the two remaining masses
+    smooth       rest, with each of the n masses x replaced by (x + d) / (1 + n d), d = 1e-6
 
 CEPED trains with `drop`. It is a part of a Kullback-Leibler divergence and may be negative, but its
 gradient moves q_j towards p_j. `rest` is not defined if the student has no remaining mass.
@@ -23,18 +23,18 @@ from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.models.loss import Projection, negative_log_likelihood, over_chunks, weighted_loss
 
 MODES = ("drop", "renormalise", "rest", "smooth")
-_SMOOTH = 1e-6  # of the released code's default, smooth_1e-6
+_SMOOTH = 1e-6  # d; the default of the released code, smooth_1e-6
 _TINY = jnp.finfo(jnp.float32).tiny
 
 
 @dataclass(frozen=True)
 class Distill:
-    """`train.distill`: the loss with the teacher's probabilities in the rows."""
+    """Options of distillation from stored teacher probabilities: `train.distill`."""
 
     ce: float = 1.0  # weight of the cross-entropy with the text
     kl: float = 2.0  # weight of the divergence from the teacher
     mode: str = "drop"  # which divergence: drop, renormalise, rest or smooth
-    top: int = 50  # probabilities of the teacher that count: as many as its rows have, or fewer
+    top: int = 50  # number of teacher probabilities used, at most as many as the rows have
 
     def __post_init__(self):
         for name in ("ce", "kl"):
@@ -52,19 +52,22 @@ class Teacher(NamedTuple):
 
     ids: Int[Array, "B T K"]  # tokens
     probabilities: Float[Array, "B T K"]  # in the whole vocabulary, not among the K entries
-    rest: Float[Array, "B T"]  # of all other tokens together
+    rest: Float[Array, "B T"]  # total probability of all other tokens
 
     def largest(self, count: int) -> "Teacher":
-        """The same with `count` stored entries, in float32."""
+        """Returns the distribution with only the `count` largest entries stored, in float32."""
         entries, others = jnp.split(self.probabilities.astype(jnp.float32), [count], axis=-1)
         rest = self.rest.astype(jnp.float32) + others.sum(-1)
         return Teacher(self.ids[..., :count].astype(jnp.int32), entries, rest)
 
 
 def divergence(log_q: Float[Array, "B T K"], teacher: Teacher, mode: str) -> Float[Array, "B T"]:
-    """Returns the divergence of the student's log q at `teacher.ids` from the teacher.
+    """Returns the divergence between teacher and student at every position.
 
-    `mode` is drop, renormalise, rest or smooth, as the module's docstring defines them.
+    Args:
+      log_q: the student's log-probabilities of `teacher.ids`.
+      teacher: the stored distribution.
+      mode: drop, renormalise, rest or smooth, as defined at the top of this module.
     """
     p, others = teacher.probabilities, teacher.rest
     if mode == "renormalise":
@@ -78,13 +81,13 @@ def divergence(log_q: Float[Array, "B T K"], teacher: Teacher, mode: str) -> Flo
         if mode == "smooth":
             p, q = ((x + _SMOOTH) / (1 + x.shape[-1] * _SMOOTH) for x in (p, q))
         log_q = jnp.log(jnp.maximum(q, _TINY))
-    # 0 log 0 is 0; half precision stores what is below 6e-8 as 0.
+    # 0 log 0 is 0; float16 stores probabilities below 6e-8 as 0.
     return jnp.where(p > 0, p * (jnp.log(jnp.maximum(p, _TINY)) - log_q), 0.0).sum(-1)
 
 
 @dataclass(frozen=True)
 class _WithTeacher:
-    """The criterion: the weighted sum of both losses of a token, and its derivative."""
+    """The `Criterion` that returns the weighted sum of both losses of a token."""
 
     config: Distill
 
@@ -114,14 +117,17 @@ def distillation(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Returns the sum of ce x cross-entropy + kl x divergence, the sum of weights, and both sums.
+    """Returns the weighted sum of ce x cross-entropy + kl x divergence, and its parts.
 
-    Logits are computed once for both losses, a chunk of positions at a time.
+    Logits are computed once for both losses, one chunk of positions at a time.
 
     Args:
       hidden, projection, targets, weights, chunk, mesh: as in `lcjax.models.loss.cross_entropy`.
-      teacher: distributions of the same targets.
-      config: weights and kind of the losses.
+      teacher: the stored distributions over the same targets.
+      config: weights of the losses, and the divergence.
+
+    Returns:
+      The sum of losses, the sum of weights, and the sums of both losses as {"ce", "kl"}.
 
     Raises:
       InputError: `config.top` exceeds the stored probabilities.
@@ -152,7 +158,7 @@ def largest_probabilities(
 ) -> Teacher:
     """Returns the `count` largest probabilities of the next token at every position.
 
-    They are float16, as in files; logits of a whole text never exist.
+    They are float16, as in files. The logits of a whole text are never stored.
     """
 
     def one(hidden, projection):

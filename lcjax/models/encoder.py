@@ -1,8 +1,8 @@
 """Masked language models, and encoders that start from the first layers of a decoder.
 
-A decoder becomes an encoder by letting its tokens see the later ones and by learning to fill in
-masked tokens (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961, sec. 2): far less training than
-from random weights. `lcjax.memory.cepe` reads contexts with the result.
+A decoder becomes an encoder by letting its tokens see later ones and by learning to fill in masked
+tokens (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961, sec. 2). This needs far less training
+than random initial weights. `lcjax.memory.cepe` encodes contexts with such an encoder.
 """
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Linear, Norm
 from lcjax.parallel.sharding import param_shardings
 
-_SHARED = ("rope", "position")  # learned by some models, for all layers
+_SHARED = ("rope", "position")  # parameters that some models have once for all layers
 
 
 class MaskedHead(nn.Module):
@@ -40,7 +40,10 @@ class MaskedHead(nn.Module):
 
 
 def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:
-    """Returns the config of an encoder: the first layers of a decoder, and the token [MASK]."""
+    """Returns the config of an encoder made of the first `layers` of a decoder.
+
+    Its vocabulary has one more token, [MASK], which is the last one.
+    """
     if not 1 <= layers <= config.num_layers:
         raise InputError(
             f"model.encoder_layers={layers} must lie in 1 ... {config.num_layers}, the layers of"
@@ -68,14 +71,14 @@ def encoder_params(
 ) -> dict:
     """Returns initial parameters for `encoder_config` from those of a decoder.
 
-    [MASK] begins as the mean of all tokens, and the dense layer of the head as the identity. The
-    final norm is the attention norm of the decoder's next layer, since cross-attention reads the
-    result as that layer would.
+    The embedding of [MASK] starts as the mean of all embeddings, and the dense layer of the head as
+    the identity. The final norm is the attention norm of the decoder's next layer, because
+    cross-attention reads the encoder's result in place of that layer.
 
     Args:
       params: parameters of the decoder, with stacked layers.
       config: the config of the encoder.
-      mesh: shards the result.
+      mesh: the devices of the result.
     """
     count, dtype = config.num_layers, jnp.dtype(config.param_dtype)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token is computed by the few of many MLPs that a router chooses.
+"""Mixtures of experts: a router chooses a few of many MLPs for each token.
 
     p = softmax(x Wr) over all E experts,   y = sum over the k largest p_e of  s_e MLP_e(x)
 
@@ -7,8 +7,8 @@ with s_e = p_e, or p_e over their sum (Shazeer et al. 2017, arXiv 1701.06538; Mi
 
 No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of
 which starts at a multiple of a block, and `grouped_matmul` multiplies every block by the weights of
-its expert. All moves of rows are gathers, forward and backward, so results do not depend on the
-order in which a device adds.
+its expert. Rows are moved by gathers only, forward and backward, so results do not depend on the
+order in which a device adds numbers.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from jaxtyping import Array, Float, Int
 from lcjax.errors import InputError, check_integer
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
-_FEW_ROWS = 16  # of a block at least, unless there are fewer rows than experts
-_MANY_ROWS = 512  # of a block at most: larger products are no faster, and pad more
+_FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
+_MANY_ROWS = 512  # maximum rows of a block: larger products are no faster, and need more padding
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The experts of each layer, which stand in place of its MLP."""
+    """Options of the experts that replace the MLP of each layer."""
 
     count: int  # E
     top_k: int = 2  # experts that compute a token
@@ -59,17 +59,17 @@ class Experts:
 
 
 class Load(NamedTuple):
-    """How a router spreads tokens, summed over those that count."""
+    """Statistics of a router, summed over the tokens that count."""
 
     assignments: Float[Array, "... E"]  # tokens that each expert computes; no gradient
-    probabilities: Float[Array, "... E"]  # of each expert
-    tokens: Float[Array, "..."]
+    probabilities: Float[Array, "... E"]  # sum of each expert's probabilities
+    tokens: Float[Array, "..."]  # number of tokens
 
 
 def route(
     logits: Float[Array, "M E"], experts: Experts
 ) -> tuple[Float[Array, "M E"], Float[Array, "M k"], Int[Array, "M k"]]:
-    """Returns all probabilities, and the weights and indices of the experts of each token."""
+    """Returns float32 probabilities of all experts, and weights and indices of the chosen ones."""
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weights, chosen = lax.top_k(probabilities, experts.top_k)
     if experts.normalize:
@@ -80,21 +80,21 @@ def route(
 def load_of(
     probabilities: Float[Array, "M E"], chosen: Int[Array, "M k"], counted: Float[Array, "M"]
 ) -> Load:
-    """Returns the load of one layer from the tokens whose `counted` is 1, and not 0."""
+    """Returns the load of one layer over the tokens for which `counted` is 1 instead of 0."""
     one_hot = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=jnp.float32).sum(1)
     assignments = lax.stop_gradient((one_hot * counted[:, None]).sum(0))
     return Load(assignments, (probabilities * counted[:, None]).sum(0), counted.sum())
 
 
 def balance_loss(load: Load) -> Float[Array, ""]:
-    """Returns E * sum_e f_e P_e, which is k if all experts are used equally.
+    """Returns the load-balancing loss E * sum_e f_e P_e; it is k if experts are used equally.
 
     f_e is the share of tokens that expert e computes and P_e its mean probability, both over the
-    tokens of all layers (Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6, with the sums that
-    transformers' `load_balancing_loss_func` takes). The gradient passes through P alone.
+    tokens of all layers (Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6, summed as in
+    transformers' `load_balancing_loss_func`). The gradient passes through P alone.
 
     Args:
-      load: arrays [..., E]; leading axes, those of layers, are summed.
+      load: arrays [..., E]; leading axes (layers) are summed.
     """
     count = load.assignments.shape[-1]
     assignments, probabilities = (x.reshape(-1, count).sum(0) for x in load[:2])
@@ -120,25 +120,28 @@ def mixture(
     activate: Callable[[jax.Array], jax.Array],
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
-    """Returns what the experts compute, and their load.
+    """Computes a mixture of experts.
 
     On a mesh, each device sorts its own tokens; XLA alone would gather all of them to sort. Devices
-    along `expert` exchange tokens: each reads those of all, computes what its experts are chosen
-    for, and gets the sum for its own back.
+    along the axis `expert` gather their tokens, apply their own experts to those that chose them,
+    and add up the results by a reduce-scatter.
 
     Args:
       x: hidden states.
-      router: its weights.
-      kernels: the weights of experts.
+      router: the weights of the router.
+      kernels: the weights of the experts.
       counted: 1 for tokens that count in the load, 0 for others; None: no load is returned.
       experts: how tokens are routed.
       activate: the activation of the gate.
       mesh: the devices that share tokens and weights; None: one device.
+
+    Returns:
+      The output in the dtype of x, and the load or None.
     """
 
     def compute(x, router, kernels, counted, layout=None):
         flat = x.reshape(-1, x.shape[-1])
-        # A router that an accelerator computes in fewer bits chooses other experts.
+        # With an accelerator's default precision of float32, the router chooses other experts.
         logits = _dot(flat, router.astype(flat.dtype), 1, 0)
         probabilities, weights, chosen = route(logits, experts)
         load = None
@@ -172,11 +175,11 @@ def mixture(
 class _ExpertLayout(NamedTuple):
     """How the devices of a mesh share tokens and the weights of experts."""
 
-    token_axes: tuple[str, ...]  # over which tokens are spread
-    specs: Kernels  # the partition of each weight
+    token_axes: tuple[str, ...]  # mesh axes over which tokens are sharded
+    specs: Kernels  # the partition spec of each weight
 
     def apply(self, x, weights, chosen, kernels, activate):
-        """`apply_experts` of each device's tokens, inside a `shard_map`."""
+        """Applies the experts to each device's tokens, inside a `shard_map`."""
         split, _, over_width = self.specs.gate
         kernels = Kernels(
             _whole(kernels.gate, 1, self.specs.gate, x.dtype),
@@ -198,9 +201,9 @@ class _ExpertLayout(NamedTuple):
 
 
 def _whole(kernel: jax.Array, axis: int, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
-    """A kernel with the axis that is split over `fsdp` put together, in the compute dtype.
+    """All-gathers the `axis` of a kernel that is sharded over `fsdp`, in the compute dtype.
 
-    The gradient of the exchange is a reduce-scatter.
+    The gradient of the all-gather is a reduce-scatter.
     """
     axes = spread_over(PartitionSpec(spec[axis]))
     return lax.all_gather(kernel.astype(dtype), axes, axis=axis, tiled=True) if axes else kernel
@@ -215,16 +218,16 @@ def apply_experts(
     *,
     traced_count: bool = False,
 ) -> Float[Array, "M D"]:
-    """Returns the weighted float32 sum of what the chosen experts compute of each token.
+    """Returns the weighted float32 sum of the outputs of each token's chosen experts.
 
     Args:
       x: hidden states.
-      weights: of the chosen experts.
-      chosen: indices of experts; others than 0 to E - 1 compute nothing.
-      kernels: of E experts.
+      weights: weights of the chosen experts.
+      chosen: indices of experts; indices outside 0 ... E - 1 contribute nothing.
+      kernels: weights of E experts.
       activate: the activation of the gate.
-      traced_count: whether most of `chosen` may be outside, so that the number of blocks is read
-        from them.
+      traced_count: whether many of `chosen` may be outside 0 ... E - 1, so that the number of
+        blocks is counted at run time.
     """
     count = kernels.gate.shape[0]
     groups = group_rows(chosen, count)
@@ -244,23 +247,24 @@ def apply_experts(
 
 
 class Groups(NamedTuple):
-    """Rows [R, ...] of (token, expert) pairs, those of an expert together.
+    """An arrangement of (token, expert) pairs in R rows, grouped by expert.
 
-    The group of an expert fills whole blocks; rows that pad it are of no pair.
+    The group of an expert fills whole blocks; its last rows may be padding.
     """
 
     sizes: Int[Array, "E"]  # rows of each group, multiples of `block`
-    block: int
-    token: Int[Array, "R"]  # of each row; M where it pads
-    pair: Int[Array, "R"]  # index in [M k] of each row; M k where it pads
-    places: Int[Array, "M k"]  # row of each pair; R for experts that are not among the E
+    block: int  # rows of a block
+    token: Int[Array, "R"]  # token of each row; M for padding
+    pair: Int[Array, "R"]  # index in [M k] of each row's pair; M k for padding
+    places: Int[Array, "M k"]  # row of each pair; R for experts outside 0 ... E - 1
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Returns the rows of a block for `rows` pairs.
+    """Returns the number of rows of a block for `rows` pairs.
 
-    A quarter of a mean group, so that padding adds an eighth of the work on average. A few pairs
-    have a block each: then the time goes into reading weights, and fewer of those are read.
+    It is about a quarter of a mean group, so that padding adds an eighth of the work on average. A
+    few pairs get one block each: reading weights then takes most of the time, and the weights of
+    unused experts are not read.
     """
     if rows <= experts:
         return 1
@@ -268,13 +272,21 @@ def block_rows(rows: int, experts: int) -> int:
 
 
 def max_blocks(rows: int, experts: int, block: int) -> int:
-    """Returns the blocks of `rows` pairs in the worst case, in which groups end with one row."""
+    """Returns the largest number of blocks of `rows` pairs.
+
+    In the worst case the last block of every group has one row.
+    """
     groups = min(experts, rows)
     return groups + (rows - groups) // block
 
 
 def group_rows(chosen: Int[Array, "M k"], count: int) -> Groups:
-    """Sorts the pairs of each token and its chosen experts by expert."""
+    """Groups the pairs of each token and its chosen experts by expert.
+
+    Args:
+      chosen: indices of experts; indices outside 0 ... count - 1 are in no group.
+      count: number of experts, E.
+    """
     tokens, top_k = chosen.shape
     pairs = tokens * top_k
     block = block_rows(pairs, count)
@@ -300,7 +312,7 @@ def group_rows(chosen: Int[Array, "M k"], count: int) -> Groups:
 
 
 def _owners(sizes: Int[Array, "E"], blocks: int, block: int) -> Int[Array, "B"]:
-    """The group of each block of rows; E behind the last group."""
+    """Returns the group of each block of rows; E for blocks after the last group."""
     starts = block * jnp.arange(blocks, dtype=jnp.int32)
     return (jnp.cumsum(sizes)[None] <= starts[:, None]).sum(1, dtype=jnp.int32)
 
@@ -309,13 +321,13 @@ def _owners(sizes: Int[Array, "E"], blocks: int, block: int) -> Int[Array, "B"]:
 def _take_rows(
     x: Float[Array, "M D"], index: Int[Array, "R"], places: Int[Array, "M k"]
 ) -> Float[Array, "R D"]:
-    """Returns rows x[index], and 0 for an index of M.
+    """Returns the rows x[index]; 0 for an index of M.
 
     Args:
       x: the rows.
-      index: of each row of the result.
-      places: where each row of x is in the result, R for nowhere. The gradient reads the rows at
-        these places; JAX's own rule would scatter and add, in an order that GPUs do not fix.
+      index: the row of x for each row of the result.
+      places: the rows of the result that copy each row of x; R: none. The gradient gathers these
+        rows. JAX's own rule would scatter and add, in an order that is not deterministic on GPUs.
     """
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
@@ -345,14 +357,15 @@ def grouped_matmul(
     block: int = 1,
     traced_count: bool = False,
 ) -> Float[Array, "R O"]:
-    """Multiplies each group of rows by a matrix of its own, as `jax.lax.ragged_dot` does.
+    """Multiplies each group of rows by the matrix of the group, as `jax.lax.ragged_dot` does.
 
-    CPUs and GPUs multiply one block after another by the weights of its group: XLA's CPU compiler
-    makes of `ragged_dot` the product of all rows with all matrices. Weights are converted to the
-    type of x a matrix at a time. TPUs have `ragged_dot`, and a kernel for the gradient of w.
+    On CPUs and GPUs, a loop multiplies one block at a time by the matrix of its group, because
+    XLA's CPU compiler lowers `ragged_dot` to the product of all rows with all matrices. Each matrix
+    is converted to the dtype of x when it is used. TPUs use `ragged_dot`, and a Pallas kernel for
+    the gradient of w.
 
     Args:
-      x: rows of group 0, then of group 1, and so on; rows behind the last group give 0.
+      x: rows of group 0, then of group 1, and so on; rows after the last group give 0.
       w: the matrix of each group, of any dtype.
       sizes: rows of each group, multiples of `block`; some may be 0.
       block: rows that are multiplied at a time; divides R.
@@ -376,7 +389,7 @@ _grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 
 def _products(x, w, sizes, block, traced_count, *, transpose=False):
-    """x W of each group, or x W^T with `transpose`."""
+    """Returns x W for each group, or x W^T with `transpose`."""
     return lax.platform_dependent(
         *(x, w, sizes),
         tpu=functools.partial(_ragged_products, transpose=transpose),
@@ -414,9 +427,9 @@ def _block_products(x, w, sizes, *, block, traced_count, transpose):
 
 
 def _matrix(w, index):
-    """One of several matrices. 16-bit ones are sliced as integers.
+    """Returns matrix `index` of w; slices 16-bit matrices as integers.
 
-    Else XLA for CPUs, which multiplies in float32, converts all of them before the loop.
+    Otherwise XLA for CPUs, which multiplies in float32, converts all matrices before the loop.
     """
     if w.dtype.itemsize != 2:
         return lax.dynamic_index_in_dim(w, index, keepdims=False)
@@ -425,9 +438,9 @@ def _matrix(w, index):
 
 
 def _sums_of_products(x, dy, sizes, block, traced_count):
-    """The float32 gradient [E, I, O] of the matrices."""
+    """Returns the float32 gradient [E, I, O] of the matrices."""
     by_blocks = functools.partial(_block_sums, block=block, traced_count=traced_count)
-    # The kernel rounds 32-bit operands, and its tiles have 128 rows or a multiple.
+    # The kernel rounds float32 operands, and the rows of its tiles are a multiple of 128.
     if block % 128 or x.dtype.itemsize > 2 or _tgmm() is None:
         return by_blocks(x, dy, sizes)
     kernel = functools.partial(_kernel_sums, block=block)
@@ -435,7 +448,10 @@ def _sums_of_products(x, dy, sizes, block, traced_count):
 
 
 def _tgmm() -> Callable | None:
-    """The kernel of JAX that XLA for TPUs lacks: its `ragged_dot` multiplies all rows E times."""
+    """Returns JAX's Pallas kernel for the gradient of w; None if this JAX has none.
+
+    For this product, XLA for TPUs lowers `ragged_dot` to E products of all rows.
+    """
     try:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
     except ImportError:  # experimental
@@ -476,5 +492,5 @@ def _dot(x, y, axis_x, axis_y, dtype=None):
 
 
 def _precision(dtype) -> lax.Precision | None:
-    """32-bit operands are multiplied in 32 bits, as in `lcjax.models.layers.matmul`."""
+    """Returns full precision for float32 operands, as in `lcjax.models.layers.matmul`."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -1,11 +1,11 @@
-"""The layers of a decoder: their weights stacked for a scan, in groups, or one by one.
+"""Scans over the layers of a decoder: all layers at once, or groups of equal or periodic layers.
 
 If the layers of a model differ, successive equal layers form a group, and so do layers that repeat
 with a period, such as five layers of one kind and one of another. Each group is one scan over its
-periods. Such a model stores the weights of every layer separately, under the names that they have
-without a scan, so checkpoints, training rules and generation know nothing of groups. The program
+periods. Such a model stores the weights of every layer separately, under the same names as without
+a scan, so checkpoints, training rules and generation do not depend on groups. The compiled program
 stacks the weights of a group, which costs one copy of them and of their gradients in a step.
-Without groups, compilers take minutes instead of seconds.
+Without groups, compilation takes minutes instead of seconds.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 def one_group_per_layer(count: int) -> list[Group]:
-    """Returns a group for each layer."""
+    """Returns `count` groups of one layer each."""
     return [Group(range(index, index + 1)) for index in range(count)]
 
 
@@ -47,7 +47,7 @@ def group_layers(layers: Sequence[dict], kinds: Sequence[Hashable]) -> list[Grou
 
     Args:
       layers: the weights of each layer.
-      kinds: of each layer.
+      kinds: the kind of each layer; only layers of equal kinds are scanned together.
     """
 
     def kind(index: int) -> Any:
@@ -82,14 +82,20 @@ def _is_offloaded(node: Any) -> bool:
 def contexts_by_layer(
     memory: EncodedContext | None, reads: Sequence[bool]
 ) -> list[EncodedContext | None]:
-    """Returns the part of `memory` that each layer reads: None for layers that do not read it."""
+    """Returns the part of `memory` that each layer reads; None for layers that read nothing."""
     numbers = itertools.count()
     return [memory.for_layer(next(numbers)) if memory and reads_it else None for reads_it in reads]
 
 
 def stack_contexts(memories: Sequence[EncodedContext | None]) -> tuple[EncodedContext | None, Any]:
-    """Returns the context that some layers share, and a stack [L, ...] of each layer's own, for a
-    scan."""
+    """Splits the contexts of several layers into what they share and what a scan iterates over.
+
+    Args:
+      memories: the context of each layer.
+
+    Returns:
+      The shared context, and keys and values stacked to [L, ...]; None if layers have none.
+    """
     memory = memories[0]
     if memory is None or memory.layers is None:
         return memory, None
@@ -104,7 +110,7 @@ def scan(
     x: Float[Array, "B T D"],
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[Float[Array, "B T D"], list]:
-    """Applies a group of layers, a period of them in each step.
+    """Applies a group of layers, one period per step of a scan.
 
     Args:
       blocks: the module of each layer of a period.
@@ -114,7 +120,7 @@ def scan(
       mesh: shards the stacked weights like those of each layer.
 
     Returns:
-      The hidden states, and the key-value pairs of each layer that `LayerInputs.collect` selects.
+      The hidden states, and for each layer what `LayerInputs.collect` selects.
     """
     period, stacks, shared = len(blocks), [], []
     for first in range(period):
@@ -140,9 +146,9 @@ def scan(
 def collect_keys(
     block: nn.Module, stacked: dict, x: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values [L, B, S, K, H] that `inputs.collect` selects, of all layers.
+    """Returns the keys and values [L, B, S, K, H] of all layers that `inputs.collect` selects.
 
-    The attention and the MLP of the last layer are not computed, since nothing reads them.
+    The attention and the MLP of the last layer are not computed, since their result is unused.
     """
 
     def apply_layer(x, scanned):
@@ -159,15 +165,15 @@ def collect_keys(
 
 
 def unstack(stacked: Any, count: int) -> list:
-    """Returns the trees of `count` layers of one whose arrays are [L, ...]."""
+    """Splits a tree of arrays [L, ...] into the trees of L = `count` layers."""
     return [jax.tree.map(operator.itemgetter(index), stacked) for index in range(count)]
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
     """Returns the parameters with one tree for each layer, `layers_0`, `layers_1`, ...
 
-    `params` has `layers`, arrays [L, ...], and is not changed: memory holds two copies of the
-    layers. Each part is sharded like its stack. `scan_layers=False` needs this form.
+    `params` has arrays [L, ...] under `layers` and is not changed, so memory holds two copies of
+    the layers. Each part is sharded like its stack. Models with `scan_layers=False` need this form.
     """
     params = dict(params)
     unstack_layers_in_place(params, config)
@@ -175,7 +181,7 @@ def unstack_layers(params: dict, config: ModelConfig) -> dict:
 
 
 def unstack_layers_in_place(params: dict, config: ModelConfig) -> None:
-    """Changes `params` to the result of `unstack_layers`, one array after another.
+    """Changes `params` to the result of `unstack_layers`, one array at a time.
 
     Each stacked array is released as soon as its parts exist, so memory holds no more than the
     model and one such array, provided that nothing else refers to the arrays.
@@ -189,23 +195,23 @@ def unstack_layers_in_place(params: dict, config: ModelConfig) -> None:
 
 
 def _unstack(stack: jax.Array) -> list[jax.Array]:
-    """The L arrays of a stack [L, ...], sharded like the stack."""
+    """Returns the L arrays of a stack [L, ...], sharded like the stack."""
     sharding = getattr(stack, "sharding", None)
     is_named = isinstance(sharding, NamedSharding)
     out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if is_named else None
-    # Without waiting, the stacks of all arrays would be alive until the device has finished.
+    # Without waiting, the stacks of all arrays would stay allocated until the device has finished.
     return jax.block_until_ready(jax.jit(list, out_shardings=out)(stack))
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:
-    """Returns the parameters with `layers` [L, ...]: the inverse of `unstack_layers`."""
+    """Returns the parameters with arrays [L, ...] under `layers`: inverts `unstack_layers`."""
     layers = [params[f"layers_{index}"] for index in range(config.num_layers)]
     rest = {name: child for name, child in params.items() if not name.startswith("layers_")}
     return rest | {"layers": jax.tree.map(_stack, *layers)}
 
 
 def arrange_layers(params: dict, config: ModelConfig) -> dict:
-    """Returns `params` with their layers stacked or separate, as `config.stacked` says.
+    """Returns `params` with layers stacked if `config.stacked` is true, else separate.
 
     Stacked layers are separated in place (`unstack_layers_in_place`).
     """

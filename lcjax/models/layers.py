@@ -28,40 +28,40 @@ from lcjax.rope import Rotation, rotate
 from pallas_kernels import Bias, Layout
 
 DEBERTA_SPAN = 256  # buckets of each direction (DeBERTa V3)
-DEBERTA_DISTANCE = 512  # from which all distances share the last one
+DEBERTA_DISTANCE = 512  # from this distance on, all distances share the last bucket
 
 
 class CollectLoad(NamedTuple):
-    """Tokens that count in the `Load` of experts that a layer returns, where nothing is cached."""
+    """Makes each layer without a cache return the `Load` of its experts over some tokens."""
 
-    counted: jax.Array  # float32 [B, T], 1 or 0, in the order of the hidden states
+    counted: jax.Array  # float32 [B, T], 1 for tokens that count; in the order of hidden states
 
 
 class CollectKeyValues(NamedTuple):
-    """Tokens whose keys and values [B, S, K, H] a layer returns if it has no cache."""
+    """Makes each layer without a cache return the keys and values [B, S, K, H] of some tokens."""
 
     index: jax.Array  # int32 [B, S], indices of the tokens in the row
-    # [B, S], positions assigned to these keys when they are attended to, and so their order
-    # indices; None: they are not rotated. Nor are keys that the pattern of the layer moves.
+    # [B, S], positions, and order indices, of these keys for later queries; None: keys are not
+    # rotated. Keys are never rotated if the pattern of the layer moves them.
     positions: jax.Array | None
-    keys_only: bool = False  # whether the decoder may skip hidden states after the last layer
+    keys_only: bool = False  # whether the decoder may omit its hidden states
 
 
 class LayerInputs(NamedTuple):
-    """The inputs of a layer besides hidden states; the same for layers that are alike."""
+    """The inputs of a layer besides hidden states; equal layers share one instance."""
 
-    positions: jax.Array  # [B, T] of the rotation; integers or fractions
+    positions: jax.Array  # [B, T], positions of the rotation; integers or fractions
     segments: jax.Array | None  # int32 [B, T], documents from 1, 0 is padding
     rotation: Rotation
     index: jax.Array | None = None  # int32 [B, T], order indices; None: 0, 1, 2, ...
-    view: cache_lib.View | None = None  # of the slots in the cache
-    # Of the logits, by distance; with position=deberta the rows [X, D] of its table
+    view: cache_lib.View | None = None  # the layer's slots in the cache
+    # Bias of the logits by distance; with position=deberta the rows [X, D] of its table
     bias: Bias | jax.Array | None = None
     order: jax.Array | None = None  # int32 [T], index of each token in the row; None: text order
-    memory: EncodedContext | None = None  # the context beside the text
-    # Tokens whose keys and values, or whose load of experts, are returned
+    memory: EncodedContext | None = None  # encoded context that reader layers attend to
+    # Selects tokens whose keys and values, or whose load of experts, the layer returns
     collect: CollectKeyValues | CollectLoad | None = None
-    # int32 [B, R]: the last R tokens are beacons, each after so many tokens of the text
+    # int32 [B, R] if the last R tokens are beacons: the number of window tokens each beacon sees
     beacons: jax.Array | None = None
 
     def attention_metadata(
@@ -70,12 +70,12 @@ class LayerInputs(NamedTuple):
         layout: Layout | None = None,
         soft_cap: float | None = None,
     ) -> AttentionMetadata:
-        """The positions, documents and rotation of one attention layer.
+        """Returns the metadata of one attention layer; with a cache, keys are those of its slots.
 
         Args:
           extra_partials: partials over keys outside the text, as in `AttentionMetadata`.
           layout: the mesh axes over which rows, heads and length are split.
-          soft_cap: of the logits, as in `AttentionMetadata`.
+          soft_cap: cap of the logits, as in `AttentionMetadata`.
         """
         metadata = AttentionMetadata(
             self.positions,
@@ -94,12 +94,12 @@ class LayerInputs(NamedTuple):
         return metadata if self.view is None else self.view.update_metadata(metadata)
 
     def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "LayerInputs":
-        """Returns a copy with the keys and values of a memory that one layer reads, if given."""
+        """Returns a copy whose memory has the keys and values `pair`; None: no change."""
         return self if pair is None else self._replace(memory=self.memory.with_layer(pair))
 
 
 class Linear(nn.Module):
-    """A projection of the last axes of x, with an optional bias and low-rank adapter."""
+    """Projects the last axes of x, with an optional bias and low-rank adapter."""
 
     inputs: tuple[int, ...]  # sizes of the summed axes: (D,), or (N, H) after attention
     outputs: tuple[int, ...]  # sizes of the new axes
@@ -141,7 +141,7 @@ class Linear(nn.Module):
         return y
 
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
-        """How devices sum the gradient of the kernel, as a flat matrix; None: as XLA does."""
+        """Returns how devices sum the gradient of the flattened kernel; None: XLA decides."""
         if self.is_initializing():
             return None
         path = "/".join((*self.path, "kernel"))
@@ -153,7 +153,7 @@ class Linear(nn.Module):
 
 
 class Head(nn.Module):
-    """The projection of hidden states to the vocabulary, if it is not the tied embedding."""
+    """Creates the projection of hidden states to logits for models with untied embeddings."""
 
     config: ModelConfig
 
@@ -174,9 +174,9 @@ def _project(
     contracted: int,
     product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Contracts the last axes of `x` with the first axes of `kernel`, as one flat `product`.
+    """Contracts the last axes of `x` with the first axes of `kernel` by one matrix `product`.
 
-    With several axes XLA may choose an order in which it copies the kernel first.
+    Contracting several axes directly may make XLA copy the kernel into another layout first.
     """
     batch_shape, out_shape = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
@@ -242,7 +242,7 @@ class Projections(nn.Module):
             return q, k, v
 
     def combine(self, y: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Returns the output projection of attention."""
+        """Applies the output projection to the result of attention."""
         with jax.named_scope("out"):
             return self.out(y)
 
@@ -261,7 +261,11 @@ class Attention(Projections):
             self.position_key = self.param("position_key", spread, (c.width, *heads), dtype)
 
     def bias(self, shared: Bias | jax.Array | None) -> Bias | RelativeTerms | None:
-        """The bias of this layer's logits, from `LayerInputs.bias`, which all layers share."""
+        """Returns the bias of this layer's logits.
+
+        Args:
+          shared: the part that all layers share, `LayerInputs.bias`.
+        """
         c = self.config
         if c.position == "transformer_xl":
             parts = (self.content_bias, self.position_bias, self.position_key)
@@ -276,7 +280,7 @@ class Attention(Projections):
     def __call__(self, x: jax.Array, inputs: LayerInputs, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
         inputs = inputs._replace(bias=self.bias(inputs.bias))
-        # Parameters do not depend on the pattern, and some patterns refuse the short rows of init.
+        # Parameters do not depend on the pattern, and some patterns reject the short rows of init.
         pattern = Causal() if self.is_initializing() else c.pattern
         mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
@@ -304,7 +308,7 @@ class Attention(Projections):
     def prefix_partials(
         self, q: jax.Array, inputs: LayerInputs
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns the partial attention (out, lse) to a memory that stands before the text."""
+        """Returns partial attentions (out, lse) to the slots of a prefix memory; [] if none."""
         if inputs.memory is None:
             return []
         return self.config.memory.prefix_partials(q, inputs, self.mesh)
@@ -313,7 +317,11 @@ class Attention(Projections):
 def collect_key_values(
     k: jax.Array, v: jax.Array, inputs: LayerInputs, pattern: Pattern
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns keys, rotated as a cache stores them if positions are given, and values."""
+    """Returns the keys and values of the tokens that `inputs.collect` selects.
+
+    Keys are rotated as in a cache if `inputs.collect.positions` is set and the pattern does not
+    move keys.
+    """
     index, positions = inputs.collect.index[:, :, None, None], inputs.collect.positions
     k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
     if positions is None or pattern.moves_keys:
@@ -322,9 +330,10 @@ def collect_key_values(
 
 
 def multiply(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
-    """Returns `factor` x in the dtype of x, rounded once, as torch multiplies by a Python number.
+    """Multiplies x by `factor` and rounds once, to the dtype of x.
 
-    JAX would round the factor to the dtype of x first.
+    PyTorch multiplies by a Python number in this way. JAX would round `factor` to the dtype of x
+    first.
     """
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
@@ -338,7 +347,7 @@ _ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020) if gated, else two projections with the activation between."""
+    """SwiGLU (Shazeer 2020) if `gated_mlp`, else two projections with an activation between."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
@@ -356,9 +365,9 @@ class MLP(nn.Module):
 
 
 class Kernel(nn.Module):
-    """A weight without the product: of a router [D, E], or of all experts [E, D, F]."""
+    """Creates a weight without applying it: a router [D, E], or one of all experts [E, D, F]."""
 
-    shape: tuple[int, ...]  # the axis before the last is the summed one
+    shape: tuple[int, ...]  # the axis before the last is the contracted one
     config: ModelConfig
 
     @nn.compact
@@ -368,7 +377,7 @@ class Kernel(nn.Module):
 
 
 class ExpertKernels(nn.Module):
-    """The weights of all experts."""
+    """Creates the weights of all experts."""
 
     config: ModelConfig
 
@@ -390,7 +399,7 @@ class SparseMLP(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], collect: CollectLoad | None = None
     ) -> tuple[Float[Array, "B T D"], Load | None]:
-        """Returns the output, and the load if `collect` names tokens that count."""
+        """Returns the output, and the load over the tokens of `collect`; None without `collect`."""
         c = self.config
         router = Kernel((c.width, c.experts.count), c, name="router")()
         kernels = ExpertKernels(c, name="experts")()
@@ -408,17 +417,17 @@ def look_up(
     dtype: jnp.dtype,
     mesh: jax.sharding.Mesh | None,
 ) -> Float[Array, "B T D"]:
-    """Returns the rows of an embedding whose columns may be sharded over many devices.
+    """Looks up token embeddings in a table whose columns may be sharded over devices.
 
-    A device reads its columns for the tokens of all devices that share the table, and they exchange
-    tokens for columns. The traffic is the size of the result, forward and backward, and the
-    gradient is summed where it stays, in the table's precision. XLA alone would gather the table or
-    the hidden states of all rows, and sum whole gradients.
+    Each device reads its columns for the tokens of all devices that share the table. An all-to-all
+    then exchanges tokens for columns. The traffic is the size of the result, forward and backward,
+    and each device sums the gradient of its own columns, in the table's precision. XLA alone would
+    gather the table or the hidden states of all rows, and sum whole gradients.
 
     Args:
       table: the embedding.
-      tokens: int32.
-      dtype: of the result.
+      tokens: int32 token ids.
+      dtype: dtype of the result.
       mesh: the devices; None: one device.
     """
     if mesh is None:
@@ -448,10 +457,10 @@ def matmul(
 ) -> Float[Array, "... O"]:
     """Multiplies x by the kernel, both of one dtype.
 
-    JAX's own rule computes the kernel's gradient as the transpose of dy^T x. A CPU then transposes
-    the large dy, together with all elementwise work before it and out of order: a fifth of a
-    training step. Here it is x^T dy, which needs no transposed result. 32-bit operands are
-    multiplied in 32 bits, also where an accelerator's default has fewer bits.
+    JAX's own rule computes the kernel's gradient as the transpose of dy^T x. On a CPU, this
+    transposes the large dy, fused with the elementwise operations before it and not in memory
+    order: a fifth of a training step. Here the gradient is x^T dy, which needs no transpose.
+    float32 operands are multiplied in full precision, also on accelerators whose default is lower.
 
     Args:
       x: the inputs.
@@ -486,8 +495,8 @@ def _dot_general(x, y, axis_x: int, axis_y: int):
     def of_16_bits(x, y, result):
         return lax.dot_general(x, y, axes, preferred_element_type=result).astype(x.dtype)
 
-    # XLA for CPUs uses a CPU's 16-bit matrix units (AMX) if the result is float32, and otherwise
-    # converts both operands to float32. On other devices the sums are float32 either way.
+    # XLA for CPUs uses the CPU's 16-bit matrix units (AMX) only if the result is float32; otherwise
+    # it converts both operands to float32. Other devices accumulate in float32 either way.
     on_cpu = functools.partial(of_16_bits, result=jnp.float32)
     elsewhere = functools.partial(of_16_bits, result=x.dtype)
     return lax.platform_dependent(x, y, cpu=on_cpu, default=elsewhere)
@@ -496,14 +505,14 @@ def _dot_general(x, y, axis_x: int, axis_y: int):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offloaded(meta.AxisMetadata):
-    """A weight in the host's memory, which is fetched when a module accesses the parameter.
+    """A box around a weight in host memory that moves it to the device on access.
 
-    Flax unboxes a parameter where a module names it. A box of this kind fetches the weight then:
-    inside the scan over layers one layer's part of it, and again when a layer is rematerialised.
+    Flax unboxes a parameter when a module accesses it, and this box then fetches the weight. Inside
+    a scan over layers it fetches one layer's part, and again when the layer is rematerialised.
 
-    `gradient` has the shape of the weight and is never read: the gradient is taken with respect
-    to it, and stays on the device. The gradient of the weight itself would be sent to the host.
-    None: the weight is not trained.
+    The loss is differentiated with respect to `gradient`, an array of the weight's shape whose
+    values are never read, so that the gradient stays on the device. The gradient of the weight
+    itself would be sent to the host. None: the weight is not trained.
     """
 
     weight: jax.Array
@@ -533,17 +542,20 @@ _fetch.defvjp(lambda weight, gradient: (to_device(weight), None), lambda _, slop
 
 
 def differentiable(params: dict) -> dict:
-    """Returns the arrays to differentiate by: the parameters, and zeros for those on the host."""
+    """Returns the arrays to differentiate with respect to.
+
+    These are the parameters, with zeros in place of parameters on the host.
+    """
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_offloaded(x) else x, params)
 
 
 def with_gradients(params: dict, by: dict) -> dict:
-    """Returns parameters for the model, with gradients by the arrays `by` of `differentiable`."""
+    """Returns model parameters whose gradients flow to the arrays `by` of `differentiable`."""
     return jax.tree.map(lambda x, d: Offloaded(x, d) if is_offloaded(x) else d, params, by)
 
 
 def box_offloaded(params: dict) -> dict:
-    """Returns the parameters of a model, with those on the host in boxes."""
+    """Wraps the parameters in host memory in `Offloaded` boxes."""
     return jax.tree.map(
         lambda x: x if isinstance(x, Offloaded) or not is_offloaded(x) else Offloaded(x),
         params,
@@ -552,5 +564,5 @@ def box_offloaded(params: dict) -> dict:
 
 
 def unbox_offloaded(tree: Any) -> Any:
-    """Returns a tree with its boxes replaced by their weights, which are fetched."""
+    """Replaces the boxes of a tree by their weights, fetched to the device."""
     return meta.unbox(tree)

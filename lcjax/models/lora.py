@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + (alpha / rank) B A x.
 
 `lcjax.models.layers.Linear` creates `lora_a` and `lora_b` beside the `kernel` of each targeted
-projection. This module has their config and merges trained adapters into kernels.
+projection. This module defines their config and merges trained adapters into kernels.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """The projections that get an adapter, and its rank."""
+    """Options of low-rank adapters."""
 
     rank: int = 8
     alpha: float = 16.0  # the update is scaled by alpha / rank
@@ -41,18 +41,21 @@ class LoRA:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether the parameter at `path` belongs to an adapter."""
+    """Returns whether the parameter at `path` belongs to an adapter."""
     return path.rpartition("/")[2].startswith("lora_")
 
 
 def merge(params: dict, lora: LoRA, *, dtype: jax.typing.DTypeLike | None = None) -> dict:
-    """Returns parameters with every adapter added to its kernel: same outputs, no extra cost.
+    """Adds every adapter to its kernel: the model computes the same without adapters.
 
     Args:
       params: parameters with adapters.
-      lora: their config.
-      dtype: the sum is computed in float32 and rounded to this type; None: the wider type of kernel
+      lora: config of the adapters.
+      dtype: dtype of merged kernels; sums are computed in float32. None: the wider dtype of kernel
         and adapter, so float32 adapters keep their precision on a bfloat16 base.
+
+    Returns:
+      The parameters without adapters.
     """
     if not isinstance(params, dict):
         return params

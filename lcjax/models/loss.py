@@ -1,8 +1,8 @@
-"""Next-token cross-entropy without the logits of a whole sequence.
+"""Next-token cross-entropy that never stores the logits of a whole sequence.
 
-Hidden states are projected a chunk of positions at a time, so memory is chunk x V instead of
-T x V. The gradients of a chunk are taken while its logits are there: one projection forward and
-two backward, none repeated (the idea of fused linear cross-entropy, Hsu et al. 2024).
+Hidden states are projected one chunk of positions at a time, so memory is chunk x V instead of
+T x V. The gradients of a chunk are computed with its logits, in the forward pass: one forward and
+two backward projections, and no recomputation (as in fused linear cross-entropy, Hsu et al. 2024).
 """
 
 import dataclasses
@@ -19,10 +19,12 @@ from jaxtyping import Array, Float, Int
 from lcjax.parallel.reduce_scatter import gradient_reduce_scatter
 from lcjax.parallel.sharding import spread_over, tokens_spec
 
-FEW_ROWS = 16  # up to which a CPU multiplies float32 rows by bfloat16 weights as three rows each
+# Maximum number of float32 rows that a CPU splits into three bfloat16 rows each, to multiply them
+# by bfloat16 weights
+FEW_ROWS = 16
 
-# The float32 logits of one chunk on one device stay below this many bytes: what a CPU's caches
-# still help with, and what keeps an accelerator's matrix unit busy.
+# Maximum bytes of the float32 logits of one chunk on one device: small enough for a CPU's caches,
+# large enough to keep an accelerator's matrix unit busy.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_DEFAULT = 2**30
 
@@ -32,8 +34,8 @@ _CHUNK_BYTES_DEFAULT = 2**30
 class Projection:
     """The projection of hidden states to the vocabulary.
 
-    A tied kernel keeps the layout of the embedding: a transpose would cost a copy of it, and of its
-    gradient, at every use.
+    A tied kernel keeps the layout [V, D] of the embedding: a transpose would copy it and its
+    gradient at every use.
     """
 
     kernel: Float[Array, "D V"] | Float[Array, "V D"]  # [V, D] if tied
@@ -42,7 +44,7 @@ class Projection:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of logits (Granite)
     # Logits become soft_cap tanh(logit / soft_cap) (Gemma 2).
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
-    # Of the weights before they were converted to that of hidden states
+    # Dtype of the stored weights, before their conversion to the compute dtype
     weights_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     @property
@@ -54,7 +56,7 @@ class Projection:
         return "VD" if self.tied else "DV"
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Returns float32 logits of hidden states, never rounded to 16 bits."""
+        """Returns float32 logits of hidden states; they are never rounded to 16 bits."""
         product = functools.partial(_einsum, f"...D,{self.axes}->...V")
         if hidden.ndim > 1 and has_few_rows(math.prod(hidden.shape[:-1]), self.weights_dtype):
             options = {"weights_dtype": self.weights_dtype, "axis": 1 if self.tied else 0}
@@ -72,14 +74,22 @@ class Projection:
     def before_cap(
         self, d_logits: Float[Array, "... V"], logits: Float[Array, "... V"]
     ) -> Float[Array, "... V"]:
-        """Returns the derivative by the products with the kernel, from that by `logits`."""
+        """Backpropagates from the logits through soft cap and scale.
+
+        Args:
+          d_logits: derivative with respect to the logits.
+          logits: the logits that `__call__` returns.
+
+        Returns:
+          The derivative with respect to hidden @ kernel + bias.
+        """
         if self.soft_cap is not None:
             d_logits = d_logits * (1 - jnp.square(logits / self.soft_cap))
         return d_logits if self.scale == 1 else d_logits * self.scale
 
 
 # (float32 logits [B, c, V], their log-sum-exp [B, c, 1], inputs of each token) -> (loss [B, c] of
-# every token, its parts by name, its derivative by the logits)
+# every token, parts of the loss by name, derivative of the loss with respect to the logits)
 Criterion = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict, jax.Array]]
 
 
@@ -95,13 +105,13 @@ def cross_entropy(
     """Returns the weighted sum of negative log-likelihoods and the sum of weights, float32.
 
     Args:
-      hidden: after the final norm.
-      projection: to the vocabulary of V tokens.
-      targets: int32.
-      weights: float32; 0 for tokens that are not predicted.
-      chunk: positions of T projected at once; None: from the rows of a device and V.
-      mesh: its devices share rows and tokens. Each processes its own, and the kernel's gradient is
-        communicated once instead of once per chunk.
+      hidden: hidden states after the final norm.
+      projection: the projection to V logits.
+      targets: int32 token ids.
+      weights: float32; 0 for positions that do not count.
+      chunk: number of positions projected at once; None: chosen from the rows per device and V.
+      mesh: the devices that share rows and tokens. Each processes its own tokens, and the kernel's
+        gradient is communicated once instead of once per chunk.
     """
     options = {"chunk": chunk, "mesh": mesh}
     total, count, _ = weighted_loss(
@@ -122,7 +132,7 @@ def weighted_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Returns the weighted sum of losses, the sum of weights, and weighted sums of loss parts.
 
-    It is `cross_entropy` with another function of a token's logits.
+    This generalises `cross_entropy` to any function of a token's logits.
 
     Args:
       hidden, projection, weights, chunk, mesh: as in `cross_entropy`.
@@ -145,7 +155,8 @@ def token_nll(
 ) -> Float[Array, "B T"]:
     """Returns float32 -log p(target) of every position.
 
-    Its gradient computes the logits of a chunk once more: a loss may combine tokens in any way.
+    A loss may combine the tokens in any way. For this, the backward pass computes the logits of
+    each chunk again.
     """
     return _token_nll(hidden, projection, targets, chunk, mesh)
 
@@ -182,12 +193,15 @@ def over_chunks(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Any:
-    """Applies a function of logits, without gradient, to one chunk of positions at a time.
+    """Applies a function to one chunk of positions at a time; not for differentiation.
 
     Args:
-      function: maps (hidden, projection, *arrays) to a tree of arrays [B, T, ...].
+      function: maps (hidden, projection, *arrays) of a chunk to a tree of arrays [B, chunk, ...].
       hidden, projection, chunk, mesh: as in `cross_entropy`.
-      arrays: more inputs [B, T, ...].
+      *arrays: more inputs [B, T, ...].
+
+    Returns:
+      The tree of results [B, T, ...].
     """
     chunk = _chunk_size(hidden, projection, chunk, mesh)
 
@@ -206,7 +220,7 @@ def over_chunks(
 
 
 def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
-    """Maps `run` over the tokens of each device; XLA decides how the kernel is split."""
+    """Maps `run` over the tokens of each device; XLA decides how other axes are sharded."""
     axes = spread_over(tokens)
     if not axes:
         return run
@@ -222,7 +236,7 @@ def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
         for size, over in zip(hidden.shape, spec)
     )
     if chunk is None:
-        # Of the mesh: a program may be compiled for devices that are not present.
+        # Not the default backend: a program may be compiled for devices that are not present.
         platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
         limit = _CHUNK_BYTES.get(platform, _CHUNK_BYTES_DEFAULT)
         chunk = max(1, limit // (4 * batch * projection.vocabulary))
@@ -231,7 +245,7 @@ def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
 
 
 def _chunked(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, T, ...] -> [T / chunk, B, chunk, ...], padded with zeros."""
+    """Splits x [B, T, ...] into chunks [T / chunk, B, chunk, ...], padded with zeros."""
     batch, length = x.shape[:2]
     count = -(-length // chunk)
     x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
@@ -239,19 +253,19 @@ def _chunked(x: jax.Array, chunk: int) -> jax.Array:
 
 
 def _joined(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_chunked`."""
+    """Inverts `_chunked` for `length` positions."""
     x = x.swapaxes(0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """einsum with float32 sums; float32 operands are not rounded, as accelerators would do."""
+    """Computes an einsum with float32 sums; accelerators do not round float32 operands."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def has_few_rows(rows: int, weights_dtype: str) -> bool:
-    """Whether `product_of_few_rows` is for so many rows and these weights."""
+    """Returns whether `product_of_few_rows` applies to so few rows and weights of this dtype."""
     return weights_dtype != "float32" and rows <= FEW_ROWS
 
 
@@ -264,23 +278,25 @@ def product_of_few_rows(
     axis: int = 0,
     one_device: bool = False,
 ) -> jax.Array:
-    """Returns `product(x, kernel)`, by what a CPU or a GPU does fast with 16-bit weights.
+    """Returns `product(x, kernel)` by a fast path for few rows and 16-bit weights.
 
-    XLA for CPUs converts 16-bit weights to float32 before most products, and for a few rows, as in
-    decoding, this takes ten times as long as the product. Only products of bfloat16 with bfloat16
-    read both as they are, if there are several rows and the result is float32. A float32 row is
-    the exact sum of three in bfloat16, a float16 row of two, so it is multiplied as so many rows.
+    CPU: XLA converts 16-bit weights to float32 before most products. For a few rows, as in
+    decoding, this takes ten times as long as the product. XLA reads both operands unconverted only
+    if both are bfloat16, there are several rows, and the result is float32. A float32 row is the
+    exact sum of three bfloat16 rows, and a float16 row of two, so each row is multiplied as that
+    many bfloat16 rows.
 
-    Of a single row and up to 10 million weights XLA for GPUs writes all products to memory in
-    float32, and adds them up in another kernel. A GPU multiplies 8 equal rows, for which XLA uses a
-    matrix kernel. Devices that share the weights would exchange 8 rows, and do not.
+    GPU: for a single row and up to 10 million weights, XLA writes all elementwise products to
+    memory in float32 and sums them in another kernel. Here the row is repeated 8 times, for which
+    XLA uses a matrix kernel. This is not done if devices share the weights, since they would
+    exchange 8 rows.
 
     Args:
-      product: for other devices, and for float16 weights.
+      product: the product on other devices, and for float16 weights.
       x: at most `FEW_ROWS` rows, of float32 or 16 bits.
       kernel: the weights, converted to the dtype of x.
-      weights_dtype: their own dtype, before the conversion.
-      axis: of the kernel that is summed.
+      weights_dtype: dtype of the weights before the conversion.
+      axis: the contracted axis of the kernel.
       one_device: whether no other device has a part of the kernel.
     """
 
@@ -290,7 +306,7 @@ def product_of_few_rows(
     def of_bfloat16(x, kernel):
         rest, parts = x.reshape(-1, x.shape[-1]).astype(jnp.float32), []
         for _ in range({"float32": 3, "float16": 2}.get(x.dtype.name, 1)):
-            # XLA may remove a conversion to bfloat16 and back, but not a reduced precision.
+            # XLA may remove a conversion to bfloat16 and back, but not `reduce_precision`.
             parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
             rest = rest - parts[-1]
         rows = jnp.concatenate(parts).astype(jnp.bfloat16)
@@ -323,7 +339,7 @@ def product_of_few_rows(
 
 
 def _logits(hidden, projection):
-    """Logits [B, c, V] and their log-sum-exp [B, c, 1], float32."""
+    """Returns float32 logits [B, c, V] and their log-sum-exp [B, c, 1]."""
     logits = projection(hidden)
     return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
@@ -331,7 +347,7 @@ def _logits(hidden, projection):
 def negative_log_likelihood(
     logits: jax.Array, lse: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, dict, jax.Array]:
-    """The criterion of `cross_entropy`: -log p(target)."""
+    """Returns -log p(target), no parts, and its derivative: the criterion of `cross_entropy`."""
     nll = (lse - jnp.take_along_axis(logits, targets[..., None], -1, mode="clip"))[..., 0]
     is_target = targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)
     return nll, {}, jnp.exp(logits - lse) - is_target
@@ -357,7 +373,7 @@ def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
 
 
 def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
-    """The loss, and its gradients for a cotangent of 1, chunk by chunk."""
+    """Returns the loss, and its gradients for a cotangent of 1, computed chunk by chunk."""
     tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
     path = "embed/embedding" if projection.tied else "head/kernel"
     reduce = gradient_reduce_scatter(mesh, path, projection.kernel.shape, *weights.shape)
@@ -375,10 +391,10 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
 
 
 def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=(), reduce=None):
-    """Sums over the tokens of one device, and arrays of its tokens.
+    """Returns sums over tokens, and arrays of the tokens of one device.
 
-    The sums are (loss, parts) and the gradient of the projection, of which `reduce` keeps a part;
-    the arrays are d_hidden and the loss.
+    The sums are (loss, parts) and the gradient of the projection; with `reduce` each device keeps
+    a part of the kernel's gradient. The arrays are d_hidden and the loss of each token.
     """
 
     def one(sums, xs):
@@ -388,8 +404,8 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
         d_logits = projection.before_cap(weights[..., None] * slope, logits)
         low = d_logits.astype(hidden.dtype)
         d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
-        # [D, V] also for a tied kernel, with one transpose at the end: [V, D] would transpose the
-        # large d_logits of every chunk.
+        # [D, V] also for a tied kernel, and one transpose at the end: [V, D] would require a
+        # transpose of the large d_logits of every chunk.
         d_kernel = _einsum("BTD,BTV->DV", hidden, low)
         d_bias = None if projection.bias is None else d_logits.sum((0, 1))
         losses = jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))

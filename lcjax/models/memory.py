@@ -23,44 +23,45 @@ if TYPE_CHECKING:
 TensorRow = tuple[str, str, str, str]
 ReadConfig = Callable[[dict[str, Any], str], "ModelConfig"]  # (config.json, its name) -> config
 WriteConfig = Callable[["ModelConfig"], dict[str, Any]]  # config -> config.json
-VisibleKeys = Callable[["ModelConfig", int], float]  # (model, length) -> keys a token sees
+# (model, length) -> mean number of keys that a token sees
+VisibleKeys = Callable[["ModelConfig", int], float]
 
 
-HF_FIELD = "lcjax_memory"  # of config.json
+HF_FIELD = "lcjax_memory"  # field of config.json with the settings of a memory
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EncodedContext:
-    """An encoded context of M slots, which all tokens of a row see unless `index` is given.
+    """An encoded context of M slots, visible to all tokens of a row unless `index` is set.
 
-    Either `states`, which every reader layer projects itself, or `layers`: the keys and values of
-    each reader layer, the first one first.
+    It has either `states`, which every reader layer projects to keys and values, or `layers`: the
+    keys and values of each reader layer, in the order of layers.
     """
 
     mask: Bool[Array, "B M"]  # true where a slot is filled
     states: Float[Array, "B M E"] | None = None
     layers: tuple[tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]], ...] | None = None
     num_chunks: Int[Array, " B"] | None = None  # chunks of each row that hold text
-    # The decoder's hidden states of the chunks' own tokens, where training asks for them.
+    # The decoder's hidden states of the tokens of chunks, for `data.chunks.learned`
     hidden: Float[Array, "B C P D"] | None = None
-    # Where a token sees some slots only: the token of the text that each slot belongs to.
+    # The text token that each slot belongs to, if tokens see only some slots (RETRO):
     index: Int[Array, "B M"] | None = None  # its order index
     segments: Int[Array, "B M"] | None = None  # its document, from 1; 0: none
 
     def with_layer(self, key_values: tuple[jax.Array, jax.Array]) -> "EncodedContext":
-        """Returns a copy for the layer that reads these keys and values."""
+        """Returns a copy with `key_values` as the keys and values of its only layer."""
         return dataclasses.replace(self, layers=(key_values,))
 
     def for_layer(self, number: int) -> "EncodedContext":
-        """Returns the copy that reader layer `number` reads."""
+        """Returns the part that reader layer `number` reads; reader layers count from 0."""
         return self if self.layers is None else self.with_layer(self.layers[number])
 
     def packed(self) -> "EncodedContext":
-        """Returns a copy with the filled slots of each row first, in their order.
+        """Returns a copy with the filled slots of each row first, in the same order.
 
-        Attention skips blocks of keys that no query sees. Padding at the end of every chunk leaves
-        visible keys in all blocks; after all text it fills blocks of its own.
+        Attention skips blocks of keys that no query sees. If the padding stays at the end of every
+        chunk, all blocks have visible keys; if it follows all text, it fills blocks to skip.
         """
         order = jnp.argsort(~self.mask, axis=1, stable=True)
 
@@ -78,36 +79,41 @@ class EncodedContext:
 
 
 def token_axis(x: jax.Array) -> int:
-    """Returns the slot axis of a mask [B, M], states [B, M, E], or keys and values [B, K, M, H]."""
+    """Returns the slot axis of masks [B, M], states [B, M, E], or keys and values [B, K, M, H]."""
     return 2 if x.ndim == 4 else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory(draccus.ChoiceRegistry, abc.ABC):
-    """How a context is encoded and which layers read it: the `memory` of a `ModelConfig`.
+    """The method that encodes contexts and the layers that read them: `ModelConfig.memory`.
 
-    Implement one of its two families: `lcjax.memory.CrossAttentionMemory`, which layers read
-    between self-attention and MLP, or `lcjax.memory.PrefixMemory`, which self-attention reads.
+    Subclass one of its two families. Layers read a `lcjax.memory.CrossAttentionMemory` between
+    self-attention and MLP. Self-attention reads a `lcjax.memory.PrefixMemory`.
     """
 
-    # What a config says
+    # Configuration
 
     @abc.abstractmethod
     def check(self, config: "ModelConfig") -> None:
-        """Raises an InputError for a decoder that the method is not defined for."""
+        """Raises an InputError if the method is not defined for this decoder."""
 
     @property
     @abc.abstractmethod
     def max_chunk_size(self) -> int:
-        """Tokens of the longest chunk that can be encoded."""
+        """The maximum number of tokens of a chunk."""
 
     @property
     def default_chunk_size(self) -> int:
-        """Tokens of the chunks that a long text is split into by default."""
+        """The default number of tokens of the chunks that a long text is split into."""
         return self.max_chunk_size
 
     def check_chunk(self, length: int, key: str) -> None:
-        """Raises an InputError, which names `key`, if chunks of `length` tokens are too long."""
+        """Raises an InputError if chunks of `length` tokens are too long.
+
+        Args:
+          length: tokens of a chunk.
+          key: the setting with this length, for the message.
+        """
         if length > self.max_chunk_size:
             raise InputError(
                 f"{key}={length} is more than the {self.max_chunk_size} tokens that the encoder was"
@@ -130,11 +136,12 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
             )
 
     def check_retrieved(self, stride: int | None, num_passages: int) -> None:
-        """Raises an InputError if the model does not read passages as rows have them.
+        """Raises an InputError if the memory cannot read the passages of stored rows.
 
         Args:
-          stride: `data.chunks.stride`, tokens of the text from one search to the next.
-          num_passages: passages of a search.
+          stride: `data.chunks.stride`, tokens of the text between two searches; None: one search
+            for the whole row.
+          num_passages: passages per search.
         """
         if stride is not None:
             raise InputError(
@@ -148,24 +155,28 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return tokens
 
     def for_inference(self) -> "Memory":
-        """Returns the memory without the settings that are for training only."""
+        """Returns the memory without training-only settings."""
         return self
 
     def encodes_as(self, other: "Memory | None") -> "Memory":
-        """Returns a copy with those settings of `other` that do not change encoded contexts."""
+        """Returns a copy that takes from `other` the settings that do not affect encoding.
+
+        A context that was encoded with `other` can be reused if the result equals `other`.
+        """
         return self
 
     @property
     def by_chunk(self) -> bool:
-        """Whether a row of contexts is a list of passages for each chunk of the text.
+        """Whether each chunk of the text has its own list of passages (RETRO).
 
-        Such a memory has `chunk`, the tokens of a chunk of the text, and `deal_chunks`.
+        Such a memory has an attribute `chunk`, the tokens of a chunk of the text, and a method
+        `deal_chunks`, which groups the passages of a row by chunk.
         """
         return False
 
     @property
     def query_dependent(self) -> bool:
-        """Whether the encoding depends on a question: the `query` of the encoder."""
+        """Whether the encoding depends on a question, the encoder's input `query`."""
         return False
 
     def without_query(self) -> "Memory":
@@ -176,19 +187,20 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def encoder_config(self) -> "ModelConfig | None":
-        """The model that encodes chunks; None: the decoder itself, or no model of this kind."""
+        """The encoder's config; None: the decoder encodes chunks, or it is no `ModelConfig`."""
         return None
 
     @abc.abstractmethod
     def encoder(self, config: "ModelConfig", mesh: Mesh | None) -> nn.Module:
-        """Returns a module (chunks int32 [B, C, P], mask bool [B, C, P], ...) -> EncodedContext.
+        """Returns a module that maps chunks to an `EncodedContext`.
 
-        Its further arguments are keywords, those of `encoder_inputs`.
+        Its arguments are chunks int32 [B, C, P], mask bool [B, C, P], and the keyword arguments
+        `encoder_inputs`.
         """
 
     @property
     def encoder_inputs(self) -> tuple[str, ...]:
-        """Names of the keyword arguments that the encoder takes, of these:
+        """The names of the encoder's keyword arguments, a selection of these:
 
         - params: parameters of the decoder.
         - rotation: the rotation of the text.
@@ -206,14 +218,20 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return ()
 
     def select_inputs(self, **inputs: Any) -> dict[str, Any]:
-        """Returns those of `inputs` that the encoder takes; a function is called for its value."""
+        """Returns the `inputs` that the encoder takes.
+
+        An input may be a function without arguments, which is called only if its value is needed.
+        """
         selected = {name: x for name, x in inputs.items() if name in self.encoder_inputs}
         return {name: x() if callable(x) else x for name, x in selected.items()}
 
     def project_states(
         self, params: dict, config: "ModelConfig", encoded: EncodedContext
     ) -> EncodedContext:
-        """Returns `encoded` with the keys and values of the reader layers in place of states."""
+        """Returns `encoded` with its states projected to the keys and values of reader layers.
+
+        By default returns it unchanged.
+        """
         return encoded
 
     # Reading
@@ -224,24 +242,27 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return False
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Returns for each layer whether it reads the context."""
+        """Returns whether each layer reads the context."""
         return (True,) * num_layers
 
     def uniform_layers(self, num_layers: int) -> bool:
-        """Whether all layers read the context in the same way, so that they can be scanned."""
+        """Returns whether all layers read the context in the same way and so can be scanned."""
         return all(self.reader_layers(num_layers))
 
     def reader(self, config: "ModelConfig", mesh: Mesh | None, **options: Any) -> nn.Module | None:
-        """Returns a module (x [B, T, D], LayerInputs) -> [B, T, D] between attention and MLP."""
+        """Returns the cross-attention module of a reader layer, between self-attention and MLP.
+
+        The module maps x [B, T, D] and `LayerInputs` to the update of x [B, T, D]. None: no module.
+        """
         return None
 
     @property
     def attention_module(self) -> type[nn.Module] | None:
-        """The self-attention module of the layers; None: the decoder's own."""
+        """The class of the layers' self-attention module; None: `lcjax.models.layers.Attention`."""
         return None
 
     def prefix_length(self, encoded: EncodedContext) -> Int[Array, "B 1"] | int:
-        """Returns the number of positions before the text that the context takes."""
+        """Returns the number of positions that the context occupies before the text."""
         return 0
 
     def prefix_partials(
@@ -253,17 +274,17 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     # Cost
 
     def with_num_readers(self, count: int) -> "Memory":
-        """Returns the memory of a decoder of which `count` layers read."""
+        """Returns a copy of the memory with `count` reader layers."""
         return self
 
     @abc.abstractmethod
     def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
-        """Returns how many tokens a weight multiplies per token of a text of `length` tokens.
+        """Returns how many tokens a weight is multiplied with per token of the text.
 
         Args:
-          path: of a parameter of the decoder, such as "layers/memory/key/kernel".
+          path: path of a parameter of the decoder, such as "layers/memory/key/kernel".
           length: tokens of the text.
-          context: (chunks, tokens of each); None: no context.
+          context: (chunks, tokens per chunk); None: no context.
         """
 
     @abc.abstractmethod
@@ -274,13 +295,13 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         context: tuple[int, int],
         visible_keys: VisibleKeys,
     ) -> tuple[float, float]:
-        """Returns FLOPs per token of the text: of attention inside chunks, and of all else.
+        """Returns forward attention FLOPs per token of the text: inside chunks, and all others.
 
         Args:
-          config: of the decoder.
+          config: config of the decoder.
           length: tokens of the text.
-          context: (chunks, tokens of each).
-          visible_keys: (model, length) -> keys that a token of it sees, on average.
+          context: (chunks, tokens per chunk).
+          visible_keys: (model, length) -> mean number of keys that a token sees.
         """
 
     # Hugging Face folders
@@ -289,14 +310,14 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def from_hf(
         cls, hf: dict[str, Any], where: str, read_config: ReadConfig
     ) -> "ModelConfig | None":
-        """Returns the config of a decoder with a memory; None: `hf` describes no such model.
+        """Returns the config of a decoder with this memory; None: `hf` describes another model.
 
-        By default settings are read from the field that `to_hf` writes by default.
+        By default the settings are read from the field that `to_hf` writes by default.
 
         Args:
           hf: the contents of a `config.json`.
-          where: its name, for messages.
-          read_config: reads a model without a memory.
+          where: the name of this file, for messages.
+          read_config: reads the config of a model without a memory.
         """
         if (settings := hf.get(HF_FIELD)) is None:
             return None
@@ -314,39 +335,42 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def to_hf(self, config: "ModelConfig", write_config: WriteConfig) -> dict[str, Any]:
         """Returns the `config.json` of a decoder with this memory.
 
-        By default the settings, which must be plain values, are in a field of their own. A program
-        that reads the folder as a Llama ignores it.
+        By default the settings, which must be plain values, are in the separate field `HF_FIELD`.
+        A program that reads the folder as a Llama ignores it.
 
         Args:
-          config: of the decoder.
-          write_config: writes a model without a memory.
+          config: config of the decoder.
+          write_config: writes the config of a model without a memory.
         """
         fields = {"type": self.get_choice_name(type(self))} | dataclasses.asdict(self)
         fields = {key: list(x) if isinstance(x, tuple) else x for key, x in fields.items()}
         return write_config(config.replace(memory=None)) | {HF_FIELD: fields}
 
     def hf_rows(self, config: "ModelConfig", decoder_rows: list[TensorRow]) -> list[TensorRow]:
-        """Returns the tensor names of the memory's parameters, but for a model that encodes.
+        """Returns the tensor names of the memory's parameters, without those of an encoder model.
 
-        Rows with `layers/` in their path are of every reader layer.
+        A row with `layers/` in its path describes a parameter of every reader layer.
 
         Args:
-          config: of the decoder.
-          decoder_rows: its own rows.
+          config: config of the decoder.
+          decoder_rows: the rows of the decoder.
         """
         return []
 
     def hf_axes(self, config: "ModelConfig") -> dict[str, int]:
-        """Returns the sizes of the letters in `hf_rows` that the decoder's rows do not have."""
+        """Returns the sizes of the axis letters of `hf_rows` that the decoder's rows lack."""
         return {}
 
     def misread_by_released(self) -> str | None:
-        """Returns the setting that the released code misreads, and how; None: it reads all."""
+        """Returns a setting that the released code reads differently, and how, for a message.
+
+        None: the released code reads all settings correctly.
+        """
         return None
 
 
 def check_memory(memory: Memory | None) -> None:
-    """Raises an InputError for a model that cannot read a context."""
+    """Raises an InputError if `memory` is None: the model cannot read a context."""
     if memory is None:
         raise InputError(
             "context: this model has no memory to read it with; put it in front of the text, or"
@@ -355,7 +379,7 @@ def check_memory(memory: Memory | None) -> None:
 
 
 def check_chunks(chunks: jax.Array, mask: jax.Array, max_size: int) -> None:
-    """Raises an InputError for chunks [B, C, P] that an encoder of `max_size` cannot read."""
+    """Raises an InputError unless chunks and mask are [B, C, P] and P is at most `max_size`."""
     if chunks.ndim != 3 or mask.shape != chunks.shape:
         raise InputError(
             f"chunks of shape {chunks.shape} with a mask of shape {mask.shape}: both must be [rows,"

@@ -214,7 +214,7 @@ def _append(words: list[str], report: config_lib.ErrorReport) -> None:
     parser = _folder_parser("append", "Adds the passages of further text.")
     parser.add_argument("--path", required=True, help="text, as data.path")
     parser.add_argument(
-        "--encoder", action="append", default=[], help="one that has moved: where it lies now"
+        "--encoder", action="append", default=[], help="new path of an encoder that has moved"
     )
     args = report.config = parser.parse_args(words)
     store = Datastore(args.folder)

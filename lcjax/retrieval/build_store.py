@@ -208,7 +208,7 @@ class _Sources:
             for source in self.sources
         ]
         for source in self.sources:
-            if isinstance(source, StoredSource):  # found only by resolving `data.path`
+            if isinstance(source, StoredSource):  # known only after `data.path` is resolved
                 raise InputError(f"data.path={source.path}: {source.kind} rows are no documents")
         self._reader = JobReader(self.files, _in_order)
 

@@ -62,7 +62,7 @@ class ChunksConfig(RowsConfig):
         chunks = self.data.chunks
         if chunks is None or chunks.text != "retrieved":
             raise InputError(
-                "data.chunks must say the number and length of passages in a row, with text:"
+                "data.chunks must give the number and length of passages in a row, with text:"
                 " retrieved, as {count: 16, length: 256, text: retrieved}"
             )
 

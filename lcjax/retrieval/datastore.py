@@ -145,8 +145,8 @@ def encode_passages(encoder: Encoder, passages: list[Passage], dtype: str) -> by
     vectors = np.asarray(vectors, np.float32)
     if vectors.shape != (len(passages), encoder.dim):
         raise InputError(
-            f"{encoder.name} gives vectors {list(vectors.shape)}, not"
-            f" {[len(passages), encoder.dim]}: one of its `dim` for each passage"
+            f"{encoder.name} returned vectors {list(vectors.shape)}, not"
+            f" {[len(passages), encoder.dim]}: one vector of size dim for each passage"
         )
     is_bad = ~np.isfinite(vectors).all(1)
     if is_bad.any():

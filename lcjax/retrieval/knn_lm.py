@@ -38,7 +38,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints.build import ModelSection
-from lcjax.data.config import TeacherSource, TextConfig
+from lcjax.data.config import StoredSource, TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
 from lcjax.data.jobs import begin
 from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
@@ -145,8 +145,8 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
     if config.faiss is not None:
         faiss_module()  # raises the error of a missing package before the text is read
     for source in config.data.resolved_sources():
-        if isinstance(source, TeacherSource):  # found only by resolving `data.path`
-            raise InputError(f"data.path={source.path}: teacher rows are no documents")
+        if isinstance(source, StoredSource):  # known only after `data.path` is resolved
+            raise InputError(f"data.path={source.path}: {source.kind} rows are no documents")
     corpora = open_split(config.data, "train", lm.tokenizer)
     names = ("window", "overlap", "max_tokens", "dtype", "faiss")
     identity = {

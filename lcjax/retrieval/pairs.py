@@ -35,7 +35,6 @@ class _PairScorer(abc.ABC):
     """Scores passages for one query, or pairs of a query and a passage."""
 
     name: str
-    _limit: LengthLimit
 
     def score(self, query: str | Sequence[str], passages: Sequence[str]) -> np.ndarray:
         """Returns float32 scores [n] of passages; larger is better.

@@ -187,8 +187,8 @@ class Retriever:
         scores = np.asarray(self._rerank.score(query, passages), np.float64)
         if scores.shape != (len(rows),) or not np.isfinite(scores).all():
             raise InputError(
-                f"rerank.score gives {list(scores.shape)}, not {len(rows)} finite numbers: one for"
-                " each passage"
+                f"rerank.score returned {list(scores.shape)}, not {len(rows)} finite numbers, one"
+                " for each passage"
             )
         return [(int(rows[i]), float(scores[i])) for i in top_rows(scores, len(scores))]
 

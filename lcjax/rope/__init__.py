@@ -1,4 +1,4 @@
-"""Rotary position methods: one registered dataclass per method, pure functions, no hidden state."""
+"""Rotary position methods: one registered dataclass per method, with pure functions only."""
 
 from lcjax.rope.base import Rope, from_hf
 from lcjax.rope.clex import Clex

@@ -1,12 +1,12 @@
-"""The interface of position methods, and their form in Hugging Face configs.
+"""The interface of RoPE methods, and their form in Hugging Face configs.
 
 A method changes the frequencies `f_j` of the angle `position * f_j`, and sometimes the amplitude of
 cos and sin, so that a model reads longer texts than it was trained with. Every function takes the
-length as an argument and has no state: results do not depend on the order of calls.
+length as an argument and has no state, so results do not depend on the order of calls.
 
 Old Hugging Face configs (`transformers` 4) have `rope_theta` and `rope_scaling`; new ones (5) have
 one dictionary `rope_parameters`. Both are read and written. A method that transformers does not
-know is exported as the nearest one that it can compute, and in full under `lcjax_rope`.
+implement is exported as the nearest one that it implements, and in full under `lcjax_rope`.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from jaxtyping import Array, Float
 from lcjax.errors import INT32_MAX, InputError, is_finite_number
 from lcjax.rope.rotation import Rotation
 
-_KEY = "lcjax_rope"  # the full form in a Hugging Face config
-_EXPORTED = "exported_as"  # its entry that repeats the `rope_parameters` of the same config
-# If the dictionary has no trained length, transformers takes it from the config for these types.
+_KEY = "lcjax_rope"  # field of a Hugging Face config with the full form of a method
+_EXPORTED = "exported_as"  # entry of the full form: the `rope_parameters` written with it
+# For these types, transformers takes a missing trained length from the config.
 _NEED_TRAINED_LENGTH = ("yarn", "longrope", "su", "llama3")
 # Factors are ratios of lengths, which are int32. The largest published theta is about 1e11.
 _MAX_NUMBER, _MAX_THETA = INT32_MAX, 1e15
@@ -43,12 +43,12 @@ class Rope(draccus.ChoiceRegistry):
     `int(head_dim * rotary_fraction)`. The exponents of all methods use it.
     """
 
-    # Base of the frequencies theta^(-2j/d); null: the checkpoint's own (see `resolve`)
+    # Base of the frequencies theta^(-2j/d); null: that of the checkpoint (see `resolve`)
     theta: float | None = None
 
     depends_on_length: ClassVar[bool] = False  # whether `length` changes the frequencies
-    learned: ClassVar[bool] = False  # whether `init` returns arrays that training changes
-    hf_types: ClassVar[tuple[str, ...]] = ()  # its names in Hugging Face configs
+    learned: ClassVar[bool] = False  # whether the method has trainable arrays (see `init`)
+    hf_types: ClassVar[tuple[str, ...]] = ()  # `rope_type` names in Hugging Face configs
 
     def __post_init__(self):
         self.check_numbers()
@@ -59,11 +59,11 @@ class Rope(draccus.ChoiceRegistry):
 
     @property
     def type(self) -> str:
-        """Name in the registry: the `type:` of a YAML section."""
+        """The name in the registry, `type` in a YAML section."""
         return Rope.get_choice_name(type(self))
 
     def resolve(self, *, theta: float | None = None, length: int | None = None) -> "Rope":
-        """Fills the fields `theta` and `original_length` that are None, from a checkpoint.
+        """Returns a copy in which `theta` and `original_length` are filled in if they are None.
 
         Args:
           theta: base of the checkpoint's frequencies.
@@ -80,12 +80,12 @@ class Rope(draccus.ChoiceRegistry):
     ) -> tuple[Float[np.ndarray, " R//2"], float]:
         """Computes the frequencies and the scale of cos and sin for a request.
 
-        They are computed in float64 on the host and rounded once: a half-precision frequency is
-        wrong by whole turns at long positions.
+        They are computed in float64 on the host and rounded once, to float32: a half-precision
+        frequency is wrong by whole turns at large positions.
 
         Args:
           head_dim: rotary channels R.
-          length: tokens of the whole request, prompt and new tokens, so that keys which were
+          length: tokens of the whole request, prompt and new tokens, so that keys that were
             rotated early agree with later queries.
           params: arrays of a learned method.
 
@@ -98,7 +98,7 @@ class Rope(draccus.ChoiceRegistry):
         del params  # only learned methods have any
         self.check_head_dim(head_dim)
         try:
-            with np.errstate(all="ignore"):  # `check_range` refuses what overflows
+            with np.errstate(all="ignore"):  # `check_range` raises an error on overflow
                 inv_freq, scale = self.compute(head_dim, length)
         except InputError:
             raise
@@ -109,31 +109,31 @@ class Rope(draccus.ChoiceRegistry):
         return self.check_range(inv_freq, scale)
 
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
-        """The formula of the method: float64 frequencies and the scale, computed on the host."""
+        """Returns float64 frequencies and the scale of cos and sin: the formula of the method."""
         raise NotImplementedError(f"{type(self).__name__} has to define `compute`")
 
     def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
-        """`frequencies` as the `Rotation` that attention takes; arguments as there."""
+        """Returns `frequencies`, with the same arguments, as a `Rotation` for attention."""
         inv_freq, scale = self.frequencies(head_dim, length, params)
         return Rotation(jnp.asarray(inv_freq, jnp.float32), scale)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """The initial learned arrays; empty if the method has none."""
+        """Returns the initial learned arrays; empty if the method has none."""
         del key, head_dim
         return {}
 
     # Checks
 
     def require(self, holds: bool, field: str, rule: str) -> None:
-        """Raises a one-line InputError about `field` unless `holds`."""
+        """Raises an InputError with the message "`field` must `rule`" unless `holds`."""
         if not holds:
             value = reprlib.repr(getattr(self, field))  # shortens long values
             raise InputError(f"rope.{field}={value} ({self.type}) must {rule}")
 
     def check_numbers(self) -> None:
-        """Raises an InputError for numbers that are not finite or absurdly large, and for flags.
+        """Raises an InputError if a field has a wrong type, or is not finite or absurdly large.
 
-        None is valid where the type of the field allows it.
+        None is valid if the annotation of the field allows it.
         """
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
@@ -162,11 +162,11 @@ class Rope(draccus.ChoiceRegistry):
     def check_range(
         self, inv_freq: Float[np.ndarray, " R//2"], scale: float
     ) -> tuple[Float[np.ndarray, " R//2"], float]:
-        """Rounds `inv_freq` to float32.
+        """Rounds `inv_freq` to float32 and checks the result.
 
         Raises:
-          InputError: a frequency or the scale is 0, infinite or NaN in float32, or the scale is
-            absurd.
+          InputError: a frequency or the scale is not a positive normal number of float32, or the
+            scale is not in 0.001 ... 1000.
         """
         with np.errstate(all="ignore"):
             rounded = np.asarray(inv_freq, np.float32)
@@ -181,17 +181,17 @@ class Rope(draccus.ChoiceRegistry):
         return rounded, float(scale)
 
     def range_error(self, problem: str, head_dim: int) -> InputError:
-        """An error that names all fields, since any of them may be the cause."""
+        """Returns an InputError that lists all fields, since any of them may be the cause."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        shown = [f"{k}={reprlib.repr(v)}" for k, v in values.items() if v is not None]
+        settings = [f"{k}={reprlib.repr(v)}" for k, v in values.items() if v is not None]
         return InputError(
-            f"rope {self.type} with {', '.join(shown)} must give positive frequencies and a "
+            f"rope {self.type} with {', '.join(settings)} must give positive frequencies and a "
             f"positive scale in float32; for {head_dim} rotary channels {problem}; use values "
             "nearer to the published ones"
         )
 
     def get_resolved(self, field: str) -> Any:
-        """The value of `field`; raises an InputError if it is None (see `resolve`)."""
+        """Returns the value of `field`; raises an InputError if it is None (see `resolve`)."""
         value = getattr(self, field)
         if value is None:
             raise InputError(
@@ -230,31 +230,31 @@ class Rope(draccus.ChoiceRegistry):
     # Hugging Face
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
-        """transformers' rope dictionary (`rope_type`, `rope_theta`, ...) and other config entries.
+        """Returns transformers' rope dictionary (`rope_type`, ...) and other config entries.
 
-        It is the nearest method that transformers can compute; `to_hf` adds the full form.
+        They describe the nearest method that transformers implements; `to_hf` adds the full form.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define `hf_rope`")
 
     @classmethod
     def from_hf_rope(cls, rope: dict, config: dict) -> "Rope":
-        """The method of a rope dictionary of transformers and of the config that contains it."""
+        """Reads a method from transformers' rope dictionary and the config that contains it."""
         raise NotImplementedError(f"{cls.__name__} has to define `from_hf_rope`")
 
     @property
     def hf_limit(self) -> int | None:
-        """The length up to which transformers computes the same from `to_hf`; None: any length."""
+        """The length up to which transformers computes the same from `to_hf`; None: no limit."""
         return None
 
     def to_hf(self, head_dim: int | None = None) -> dict[str, Any]:
-        """Entries of a Hugging Face config from which `from_hf` restores this method.
+        """Returns entries of a Hugging Face config from which `from_hf` restores this method.
 
-        They replace the model's own entries, because some types fix `max_position_embeddings`. A
-        method that transformers cannot compute is exported as plain rope, which is equal up to
+        They override the model's entries, because some types set `max_position_embeddings`. A
+        method that transformers does not implement is exported as plain rope, which is equal up to
         `hf_limit` tokens.
 
         Args:
-          head_dim: rotary channels. Methods that transformers knows only in another form need it:
+          head_dim: rotary channels; required by methods that have another form in transformers:
             ntk, dynamic_ntk with `min_length`, and yarn with the frequency ramp.
 
         Returns:
@@ -283,12 +283,12 @@ class Rope(draccus.ChoiceRegistry):
 
 
 def base_frequencies(theta: float, head_dim: int) -> Float[np.ndarray, " R//2"]:
-    """theta^(-2j/d) for j = 0..d/2-1, float64 (RoFormer, arXiv 2104.09864, eq. 15)."""
+    """Returns float64 theta^(-2j/d) for j = 0..d/2-1 (RoFormer, arXiv 2104.09864, eq. 15)."""
     return np.float64(theta) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 def ntk_theta(theta: float, alpha: float, head_dim: int) -> float:
-    """theta * alpha^(d/(d-2)): keeps the fastest pair, divides the slowest by `alpha`."""
+    """Returns theta * alpha^(d/(d-2)): the fastest pair stays, the slowest is divided by alpha."""
     if head_dim < 4:
         raise InputError(
             f"rotary channels={head_dim} must be at least 4 for NTK scaling, whose exponent is "
@@ -298,7 +298,16 @@ def ntk_theta(theta: float, alpha: float, head_dim: int) -> float:
 
 
 def hf_number(rope: dict, key: str, default: float | None = None) -> float:
-    """A number of a Hugging Face rope dictionary; raises an InputError if it is not a number."""
+    """Returns a number of a Hugging Face rope dictionary.
+
+    Args:
+      rope: the dictionary.
+      key: the entry.
+      default: replaces a missing entry or None.
+
+    Raises:
+      InputError: the value is not a finite number.
+    """
     value = rope.get(key)
     value = default if value is None else value
     if not is_finite_number(value):
@@ -310,10 +319,10 @@ def hf_number(rope: dict, key: str, default: float | None = None) -> float:
 
 
 def from_hf(config: Mapping[str, Any]) -> Rope:
-    """Reads the position method of a Hugging Face config.
+    """Reads the RoPE method of a Hugging Face config.
 
     It reads `rope_scaling` (with `type` or `rope_type`) and `rope_parameters`; the first has
-    precedence, as in transformers. `partial_rotary_factor` belongs to the model's config.
+    precedence, as in transformers. `partial_rotary_factor` is part of the model's config instead.
 
     Args:
       config: the dictionary of `config.json`.
@@ -342,7 +351,7 @@ def from_hf(config: Mapping[str, Any]) -> Rope:
 
 
 def _read(config: dict) -> Rope:
-    """The method that transformers reads from a config."""
+    """Returns the method that transformers reads from a config."""
     new = config.get("rope_parameters") or {}
     rope = config.get("rope_scaling") or new
     if not isinstance(rope, Mapping) or not isinstance(new, Mapping):
@@ -391,13 +400,13 @@ def _fill_lengths(rope: dict, config: dict) -> None:
 
 
 def _encode(rope: Rope) -> dict[str, Any]:
-    """The fields of a method as JSON values."""
+    """Returns the fields of a method as JSON values."""
     values = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def _decode(values: dict) -> Rope:
-    """The method of `_encode` and its `type`."""
+    """Restores a method from the values of `_encode` and its `type`."""
     kind = values.pop("type", None)
     choices = Rope.get_known_choices()
     if not isinstance(kind, str) or kind not in choices:

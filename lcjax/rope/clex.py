@@ -15,7 +15,7 @@ from lcjax.errors import InputError
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 from lcjax.rope.rotation import Rotation
 
-# The published layer always uses this base inside the network, not the model's base.
+# The published layer always uses this base inside the network, instead of the model's base.
 _NETWORK_THETA = 10000.0
 _MAX_STEPS = 1_000_000  # max_factor / time_dt; published: 1,600 and 3,200
 
@@ -34,11 +34,12 @@ class Clex(Rope):
     d ln xi / dt is integrated in closed form and only the network's term by the rule. The limit is
     the same, without the published code's rounding error of 2e-5 over 3,100 float32 steps.
 
-    The published trainings have one learning rate, 2e-5, and one gradient clip for all parameters.
+    The published runs train with one learning rate, 2e-5, and one gradient clip for all parameters.
     A frequency changes every distance, so the gradients of U and D are large: at the start of the
-    small study their norm is 55 at t = 2 and 5,100 at t = 8, and the model's is 1. Clipping by the
-    global norm then keeps the model from learning at any t > 1. So do not set `train.clip`, and
-    with a larger learning rate give U and D a separate one (`train.rates`: rule rope).
+    small study their norm is 55 at t = 2 and 5,100 at t = 8, and that of the model is 1. Clipping
+    by the global norm then prevents the model from learning at any t > 1. So do not set
+    `train.clip`, and give U and D a separate learning rate (`train.rates`: rule rope) if that of
+    the model is larger.
     """
 
     original_length: int | None = None  # P; null: the checkpoint's trained length
@@ -46,7 +47,8 @@ class Clex(Rope):
     param_factor: int = 1  # m, hidden width of the network / rotary channels
     act: str = "silu"  # silu or tanh; old checkpoints that name none used silu
     time_dt: float = 0.01
-    log_scale: bool = False  # queries times ln(n) / ln(P), below P too; published: evaluation only
+    # Multiply queries by ln(n) / ln(P), also for n < P; published code: only in evaluation
+    log_scale: bool = False
 
     depends_on_length = True
     learned = True
@@ -65,7 +67,10 @@ class Clex(Rope):
         self.require(steps <= _MAX_STEPS, "time_dt", f"give {_MAX_STEPS:,} steps or fewer")
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """U uniform in +-1/sqrt(m R) (torch's kaiming_uniform(a=sqrt 5) of that layout), D = 0."""
+        """Returns U uniform in +-1/sqrt(m R), D = 0, and plain frequencies.
+
+        The range of U is that of torch's kaiming_uniform(a=sqrt 5) for this layout.
+        """
         half, hidden = self._shape(head_dim)
         bound = 1 / math.sqrt(hidden)
         theta = base_frequencies(self.get_resolved("theta"), head_dim)
@@ -76,7 +81,7 @@ class Clex(Rope):
         }
 
     def length_factor(self, length: int) -> int:
-        """t = ceil(n / P) of a request of n = `length` tokens.
+        """Returns t = ceil(n / P) for a request of n = `length` tokens.
 
         Raises:
           InputError: t exceeds `max_factor`.
@@ -109,9 +114,9 @@ class Clex(Rope):
 
     @functools.partial(jax.jit, static_argnums=0)
     def table(self, params: dict[str, Array]) -> Float[Array, "max_factor R//2"]:
-        """The frequencies of t = 1, 2, .. max_factor by one integration; row t - 1 is for t."""
+        """Returns the frequencies of all t = 1 .. max_factor (row t - 1) from one integration."""
         path, times = self._integrate(params, jnp.float32(self.max_factor)), self._grid()
-        # torchdiffeq interpolates linearly between grid points; most whole factors are grid points.
+        # torchdiffeq interpolates linearly between grid points; most integer t are grid points.
         factors = np.arange(1, self.max_factor + 1, dtype=np.float64)
         column = factors[:, None].astype(np.float32)
         if len(times) == 1:
@@ -126,9 +131,9 @@ class Clex(Rope):
     def frequencies_at(
         self, params: dict[str, Array], t: Float[Array, ""]
     ) -> Float[Array, " R//2"]:
-        """The frequencies of a traced length factor, differentiable in U and D.
+        """Returns the frequencies of a traced length factor, differentiable in U and D.
 
-        The grid always has the number of steps of `max_factor`; those beyond `t` have length 0.
+        The grid always has the number of steps for `max_factor`; steps beyond `t` have length 0.
 
         Args:
           params: learned arrays.
@@ -138,12 +143,12 @@ class Clex(Rope):
         return self._frequencies_from(params, self._integrate(params, t)[-1], t)
 
     def _grid(self) -> np.ndarray:
-        """Float64 times 1, 1 + dt, ..; the last is max_factor."""
+        """Returns the float64 times 1, 1 + dt, ..; the last one is max_factor."""
         steps = math.ceil((self.max_factor - 1) / self.time_dt - 1e-6)
         return np.minimum(1 + self.time_dt * np.arange(steps + 1), self.max_factor)
 
     def _integrate(self, params: dict[str, Array], end: Array) -> Float[Array, "steps+1 R//2"]:
-        """w = z - ln theta - ln(xi(t) / xi(1)) on the grid cut at `end`, by the 3/8 rule."""
+        """Returns w = z - ln theta - ln(xi(t) / xi(1)) on the grid up to `end`, by the 3/8 rule."""
         up, down = (params[k].astype(jnp.float32) for k in ("up", "down"))
         start = self._log_frequencies(self.get_resolved("theta"), 2 * up.shape[0])
         network = self._log_frequencies(_NETWORK_THETA, 2 * up.shape[0])
@@ -170,7 +175,7 @@ class Clex(Rope):
         return jnp.concatenate([zero[None], path])
 
     def _frequencies_from(self, params: dict[str, Array], learned: Array, t: Array) -> Array:
-        """exp(z(t)) of the integrated network term `learned`; at t = 1 the stored frequencies."""
+        """Returns exp(z(t)) for the integrated network term `learned`; at t = 1 `inv_freq`."""
         half = params["up"].shape[0]
         theta = base_frequencies(self.get_resolved("theta"), 2 * half).astype(np.float32)
         stored = jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32))
@@ -182,7 +187,7 @@ class Clex(Rope):
 
     @staticmethod
     def _drift(t: Array, half: int) -> Array:
-        """ln(xi(t) / xi(1)) = -2j/(d-2) ln(2t - 1)."""
+        """Returns ln(xi(t) / xi(1)) = -2j/(d-2) ln(2t - 1)."""
         exponent = (np.arange(half) / (half - 1)).astype(np.float32)
         return -exponent * jnp.log(2 * t - 1)
 
@@ -221,7 +226,7 @@ class Clex(Rope):
         return self.get_resolved("original_length")
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
-        """Plain rope, to which CLEX is equal up to `original_length`; transformers has no CLEX."""
+        """Returns plain rope, equal up to `original_length`, because transformers has no CLEX."""
         return {"rope_type": "default", "rope_theta": self.theta}, {}
 
     @classmethod

@@ -13,8 +13,8 @@ from lcjax.rope.base import Rope, base_frequencies
 class Default(Rope):
     """f_j = theta^(-2j/d), j = 0..d/2-1 (RoFormer, arXiv 2104.09864).
 
-    Some papers count j from 1 in the same formula, which has no frequency 1. All published code
-    counts from 0.
+    Some papers count j from 1 in this formula, so that no frequency is 1. All published code counts
+    from 0.
     """
 
     hf_types = ("default",)

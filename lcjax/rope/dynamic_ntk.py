@@ -1,4 +1,4 @@
-"""NTK scaling whose strength grows with the request."""
+"""NTK scaling whose strength grows with the length of the request."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ class DynamicNTK(Rope):
     """NTK with alpha(n) = factor * n / C - (factor - 1), n = max(length, C, min_length).
 
     C is `original_length`; alpha(C) = 1 for every factor. Without `min_length` this is
-    transformers' `dynamic`. With it, this is LCEG's NTK-32K and NTK-64K (arXiv 2409.12181, 9.2),
-    which are trained at `min_length` and use its alpha for shorter inputs too: factor 4, C 4096 and
-    min_length 32768 give 29. Other implementations remember the longest input; here the length is
-    an argument, so results do not depend on the order of requests.
+    transformers' `dynamic`. With `min_length` it is LCEG's NTK-32K and NTK-64K (arXiv 2409.12181,
+    sec. 9.2), which are trained at `min_length` and use its alpha for shorter inputs, too: factor
+    4, C = 4096 and min_length = 32768 give alpha 29. Other implementations store the longest input
+    so far; here the length is an argument, so results do not depend on the order of requests.
     """
 
     factor: float
     original_length: int | None = None  # trained length C; null: the checkpoint's
-    min_length: int | None = None  # length of the extension's training (LCEG); null: HF form
+    min_length: int | None = None  # length of the long-context training (LCEG); null: HF's form
 
     depends_on_length = True
     hf_types = ("dynamic",)
@@ -34,7 +34,7 @@ class DynamicNTK(Rope):
         self.require(length is None or length >= 1, "min_length", "be a number of tokens, or null")
 
     def alpha(self, length: int) -> float:
-        """The NTK strength for a request of `length` tokens."""
+        """Returns the NTK strength for a request of `length` tokens."""
         trained = self.get_resolved("original_length")
         effective = max(self.check_length(length), trained, self.min_length or 0)
         return self.factor * effective / trained - (self.factor - 1)
@@ -44,10 +44,10 @@ class DynamicNTK(Rope):
         return base_frequencies(theta, head_dim), 1.0
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
-        """A `dynamic` rope that is equal at every length.
+        """Returns transformers' `dynamic` rope that is equal at every length.
 
         With M = min_length and a = alpha(M), alpha(n) is a times the strength of a `dynamic` rope
-        of trained length M and factor `factor * M / (C * a)`.
+        with trained length M and factor `factor * M / (C * a)`.
         """
         rope = {"rope_type": "dynamic", "rope_theta": self.theta, "factor": self.factor}
         length = self.original_length

@@ -12,12 +12,12 @@ from lcjax.rope.base import Rope, base_frequencies
 @Rope.register_subclass("e2_llm")
 @dataclass(frozen=True, kw_only=True)
 class E2LLM(Rope):
-    """f_j = theta_j / g, where g is fixed or max(1, ceil(n / L)) (sec. 4).
+    """f_j = theta_j / g, where g is fixed or max(1, ceil(n / L)) for n tokens (sec. 4).
 
     One training on short rows with many scales and offsets (`lcjax.rope.positions.E2Positions`) is
     enough for every g. The paper changes g "based on the length of input context" without a
-    formula. It trains with whole numbers up to 20, and evaluates up to 120K tokens with larger ones
-    (sec. 5.5).
+    formula. It trains with whole numbers up to 20, and uses larger ones to evaluate up to 120K
+    tokens (sec. 5.5).
     """
 
     factor: float | None = None  # g for every request (8 for E2-32K of L = 4096); null: from length
@@ -34,7 +34,7 @@ class E2LLM(Rope):
         return self.factor is None
 
     def scale(self, length: int) -> float:
-        """g for a request of `length` tokens."""
+        """Returns g for a request of `length` tokens."""
         if self.factor is not None:
             return self.factor
         length = self.check_length(length)

@@ -11,7 +11,7 @@ from lcjax.rope.base import Rope, base_frequencies, hf_number
 @Rope.register_subclass("linear")
 @dataclass(frozen=True, kw_only=True)
 class Linear(Rope):
-    """f_j = theta^(-2j/d) / factor: every position divided by `factor` (PI, arXiv 2306.15595)."""
+    """f_j = theta^(-2j/d) / factor: divides every position by `factor` (PI, arXiv 2306.15595)."""
 
     factor: float  # target length / trained length, the same at every input length
 

@@ -15,9 +15,9 @@ from lcjax.rope.base import Rope, base_frequencies, hf_number
 class LongRope(Rope):
     """f_j = theta_j / ext_j, ext = long_factor beyond the trained length L, else short_factor.
 
-    A = sqrt(1 + ln(factor) / ln(L)) in both modes (Phi-3's form). The paper also leaves the first
-    tokens unscaled; Phi-3's form does not. A request that grows beyond L needs all keys rotated
-    again, so its length must be known beforehand.
+    cos and sin are multiplied by A = sqrt(1 + ln(factor) / ln(L)) in both cases (Phi-3's form). The
+    paper also leaves the first tokens unscaled; Phi-3's form does not. A request that grows beyond
+    L would need all keys rotated again, so its length must be known beforehand.
     """
 
     short_factor: tuple[float, ...]  # [R/2] divisors up to the trained length
@@ -27,7 +27,7 @@ class LongRope(Rope):
     attention_factor: float | None = None  # A; null: from `factor`
 
     depends_on_length = True
-    hf_types = ("longrope", "su")  # su: the name in early Phi-3 configs
+    hf_types = ("longrope", "su")  # su is the name in early Phi-3 configs
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,7 +74,7 @@ class LongRope(Rope):
             "attention_factor": self.attention_factor,
             "original_max_position_embeddings": self.original_length,
         }
-        # Phi-3's code reads the trained length at the top of the config.
+        # Phi-3's code reads the trained length from the top level of the config.
         length = self.original_length
         return rope, {} if length is None else {"original_max_position_embeddings": length}
 

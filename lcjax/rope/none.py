@@ -1,4 +1,4 @@
-"""Layers or models without positions: queries and keys are not rotated."""
+"""No rotation of queries and keys, for layers or models without positions."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from lcjax.rope.rotation import Rotation, no_rotation
 @Rope.register_subclass("none")
 @dataclass(frozen=True, kw_only=True)
 class NoRotation(Rope):
-    """NoPE: a causal mask alone tells tokens apart (Kazemnejad et al. 2023, arXiv 2305.19466).
+    """NoPE: the causal mask is the only source of order (Kazemnejad et al. 2023, arXiv 2305.19466).
 
-    For some layers of a model (`model.layers`), as in SmolLM3 and Llama 4 (every fourth one) and
-    RNoPE (Yang et al. 2025, arXiv 2501.18795), or for all.
+    Use it for some layers of a model (`model.layers`), as in SmolLM3 and Llama 4 (every fourth
+    layer) and RNoPE (Yang et al. 2025, arXiv 2501.18795), or for all layers.
     """
 
     def __post_init__(self):

@@ -13,14 +13,14 @@ from lcjax.rope.base import Rope, base_frequencies, ntk_theta
 class NTK(Rope):
     """Plain frequencies of the base theta' = theta * alpha^(d/(d-2)).
 
-    The fastest pair is unchanged and the slowest is divided by `alpha`. Pairs between leave the
-    trained range, so `alpha` must exceed target length / trained length: LCEG (arXiv 2409.12181)
-    has 29 for a ratio of 8, that is s * ratio - (s - 1) with s = ratio / 2.
+    The fastest pair is unchanged and the slowest is divided by `alpha`. Pairs in between leave the
+    trained range, so `alpha` must exceed target length / trained length. LCEG (arXiv 2409.12181)
+    uses 29 for a ratio of 8, that is s * ratio - (s - 1) with s = ratio / 2.
     """
 
     alpha: float
 
-    hf_types = ()  # in transformers it is plain rope with another base
+    hf_types = ()  # exported to transformers as plain rope with another base
 
     def __post_init__(self):
         super().__post_init__()

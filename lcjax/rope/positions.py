@@ -1,7 +1,7 @@
 """Methods that sample the positions of training rows.
 
-Each takes document-relative positions [B, T] and returns new positions and the rotation to use. It
-is a pure function of its key: the same key gives the same positions on any number of devices.
+Each method maps document-relative positions [B, T] to new positions and a rotation. It is a pure
+function of its random key: the same key gives the same positions on any number of devices.
 """
 
 import abc
@@ -28,7 +28,7 @@ _NUM_WITHOUT_OFFSET = 4  # E2-LLM: first tokens of a document without an offset 
 class Positions(draccus.ChoiceRegistry, abc.ABC):
     """A method of choosing training positions: the `train.positions` config section."""
 
-    fits_any_rope: ClassVar[bool] = False  # else chosen for the frequencies of the model's rope
+    fits_any_rope: ClassVar[bool] = False  # whether it works with every RoPE method
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -49,12 +49,12 @@ class Positions(draccus.ChoiceRegistry, abc.ABC):
         Args:
           key: random key of the step.
           positions: document-relative positions.
-          rope: position method of the model.
+          rope: RoPE method of the model.
           head_dim: rotary channels.
           params: learned arrays of the rope.
 
         Raises:
-          InputError: the method does not fit the rope or the length of the rows.
+          InputError: the method does not support the rope or the length of the rows.
         """
 
 
@@ -73,19 +73,19 @@ class PlainPositions(Positions):
 @Positions.register_subclass("bf16")
 @dataclass(frozen=True, kw_only=True)
 class Bf16Positions(Positions):
-    """Positions rounded to bfloat16: an artefact of published trainings, not a method.
+    """Positions rounded to bfloat16: reproduces an artefact of published training runs.
 
     DeepSpeed's ZeRO-3 converts the float32 array of `torch.arange` to bfloat16, which has 8
-    significant bits. So tokens from 256 on share positions, and only 1,153 of 32,768 are different.
-    LCEG (arXiv 2409.12181) seems to have trained PI, YaRN and LongLoRA with such positions, NTK and
-    CLEX without, and evaluated all of them without. This class measures how much of a ranking that
-    explains. Evaluation uses exact positions here, too. The angles, which PI's code rounds again,
-    stay float32.
+    significant bits. So tokens from 256 on share positions, and only 1,153 of 32,768 positions are
+    distinct. LCEG (arXiv 2409.12181) seems to have trained PI, YaRN and LongLoRA with such
+    positions, NTK and CLEX without, and evaluated all of them without. This class serves to measure
+    how much of LCEG's ranking this explains. Evaluation uses exact positions here, too. The angles,
+    which PI's code rounds again, stay float32.
     """
 
     fits_any_rope: ClassVar[bool] = True
-    frequencies: bool = True  # also rounds the frequencies: true in PI and LongLoRA, not in YaRN
-    bits: int = 8  # significant bits; fewer bits affect short rows as bfloat16 affects long ones
+    frequencies: bool = True  # also round frequencies: true for PI and LongLoRA, false for YaRN
+    bits: int = 8  # significant bits; fewer bits affect short rows as bfloat16 affects long rows
 
     def __post_init__(self):
         check_integer("positions.bits", self.bits, 1)
@@ -113,11 +113,11 @@ class E2Positions(Positions):
     """Scales g ~ U{min_scale..max_scale}, offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951).
 
     Token m has position m/g for m < 4 and (m + t)/g otherwise, so that windows of R tokens cover
-    [0, L) at every density. The paper's formulas draw once a step, its text once a sample; here
-    every row draws, which includes both (sec. 4.2). The frequencies stay plain.
+    [0, L) at every density. The paper draws g and t per step in its formulas, and per sample in its
+    text; here every row draws them, which includes both (sec. 4.2). The frequencies stay plain.
 
-    The ablations of table 4 are a fixed g (without g: rows of 8K with min_scale = max_scale = 2),
-    and `offsets: false` (without t).
+    The ablations of table 4 are a fixed g ("without g": rows of 8K with min_scale = max_scale = 2),
+    and `offsets: false` ("without t").
     """
 
     min_scale: int = 1
@@ -157,7 +157,7 @@ class E2Positions(Positions):
 
 
 def e2_max_offset(scale: Int[Array, " B"], original: int, window: int) -> Int[Array, " B"]:
-    """t_max = max(0, g L - R), with which the window ends at the end of the interpolated range.
+    """Returns t_max = max(0, g L - R); the window then ends at the end of the interpolated range.
 
     Args:
       scale: g.
@@ -170,7 +170,7 @@ def e2_max_offset(scale: Int[Array, " B"], original: int, window: int) -> Int[Ar
 def e2_positions(
     positions: Int[Array, "B T"], scale: Int[Array, " B"], offset: Int[Array, " B"]
 ) -> Float[Array, "B T"]:
-    """m / g for the first four tokens of a document, (m + t) / g for the rest."""
+    """Returns m / g for the first four tokens m of a document, and (m + t) / g for the others."""
     shifted = positions + jnp.where(positions < _NUM_WITHOUT_OFFSET, 0, offset[:, None])
     return shifted.astype(jnp.float32) / scale[:, None].astype(jnp.float32)
 
@@ -178,15 +178,15 @@ def e2_positions(
 @Positions.register_subclass("clex")
 @dataclass(frozen=True, kw_only=True)
 class ClexPositions(Positions):
-    """One length factor t ~ U{min_factor..max_factor} a step, and T sorted positions below T t.
+    """One length factor t ~ U{min_factor..max_factor} per step, and T sorted positions below T t.
 
-    This is the training of CLEX's code; the paper draws t from an interval. Rows of T tokens have
-    distances of the longer context. All rows of a batch share t and the positions, and
-    document-relative token m has the m-th position. Training has no log scaling of queries.
+    This is the training of CLEX's code; the paper draws t from an interval. Rows of T tokens thus
+    have the distances of a longer context. All rows of a batch share t and the positions, and
+    document-relative token m has the m-th position. Training does not scale queries (`log_scale`).
     """
 
     min_factor: int = 1  # 2 in early checkpoints
-    max_factor: int | None = None  # null: the rope's
+    max_factor: int | None = None  # null: that of the rope
 
     def __post_init__(self):
         check_integers("positions", self, 1, "min_factor", "max_factor")
@@ -216,7 +216,7 @@ class ClexPositions(Positions):
 def clex_positions(
     draws: Int[Array, " T-2"], length: int, factor: Int[Array, ""], original: int
 ) -> Float[Array, " T"]:
-    """The positions 0, (r_i + 1) / s and n t // s - 1, where s = max(1, n // P).
+    """Returns the positions 0, (r_i + 1) / s and n t // s - 1, where s = max(1, n // P).
 
     For s > 2 the last position can be below its neighbour, as in the published code.
 

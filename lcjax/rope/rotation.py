@@ -1,11 +1,11 @@
 """The rotation of queries and keys, with angles that are accurate at any int32 position.
 
-A float32 product of position 1,000,000 and a frequency is off by 0.03 radians in the fastest
-channel, one of position 4,000,000 by 0.12. Attention needs the angle modulo whole turns only. So a
-frequency is written in fixed point, as the part of a turn that one position adds: `whole` counts
-units of 2^-32 turns, `fine` counts units of 2^-48 turns, and a float32 holds the rest. An int32
-product with `whole` may overflow, because an overflow drops whole turns. All other steps are exact
-or round a small number.
+The float32 product of a position and a frequency has an error of 0.03 radians in the fastest
+channel at position 1,000,000, and of 0.12 at position 4,000,000. Attention needs the angle modulo
+whole turns only. So a frequency is written in fixed point, as the part of a turn that one position
+adds: `whole` counts units of 2^-32 turns, `fine` counts units of 2^-48 turns, and a float32 holds
+the rest. The int32 product with `whole` may overflow, because an overflow drops whole turns. All
+other steps are exact or round a small number.
 """
 
 import math
@@ -26,33 +26,33 @@ FINE = 2.0**-16  # units in a unit of `fine`
 class Rotation(NamedTuple):
     """The frequencies and scales with which attention rotates queries and keys; a pytree."""
 
-    # float32, R rotary channels; [B, R//2] when rows differ
+    # float32 radians per position; R rotary channels; [B, R//2] if rows differ
     inv_freq: Float[Array, " R//2"] | Float[Array, "B R//2"]
     scale: float | Array = 1.0  # multiplies cos and sin of queries and keys (logits get its square)
     query_scale: float | Array = 1.0  # multiplies queries only (CLEX log scaling)
-    # Of a model whose layers differ: the rotation of each of `ModelConfig.kinds`
+    # The rotation of each of `ModelConfig.kinds` if layers differ
     kinds: tuple["Rotation", ...] = ()
 
     def rows(self, index: Int[np.ndarray, " M"]) -> "Rotation":
-        """The rows `index` of a stacked rotation (`stack_rotations`)."""
+        """Returns the rows `index` of a stacked rotation (`stack_rotations`)."""
         return jax.tree.map(lambda x: x[index], self)
 
     def equals(self, other: "Rotation") -> bool:
-        """Whether both have the same numbers, those of all kinds of layers included."""
+        """Returns whether both have equal numbers, including those of all kinds of layers."""
         return bool(jax.tree.all(jax.tree.map(np.array_equal, self, other)))
 
     def of_kind(self, kind: int) -> "Rotation":
-        """The rotation of the layers of one of `ModelConfig.kinds`."""
+        """Returns the rotation of layers of one kind, an index in `ModelConfig.kinds`."""
         return self.kinds[kind] if self.kinds else self
 
 
 def no_rotation() -> Rotation:
-    """Returns the rotation that rotates no channel."""
+    """Returns a rotation of 0 channels."""
     return Rotation(np.zeros(0, np.float32))
 
 
 def stack_rotations(rotations: Sequence[Rotation]) -> Rotation:
-    """A rotation for each row: fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
+    """Stacks one rotation per row to fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
     inv_freq, scale, query_scale = (
         jnp.stack([jnp.asarray(x, jnp.float32) for x in field])
         for field in zip(*(rotation[:3] for rotation in rotations))
@@ -102,7 +102,7 @@ def angles(
     """Computes `positions * inv_freq` modulo 2 pi, within about [-pi, pi], differentiable in both.
 
     The error is below 6e-7 for positions -2^31 <= p < 2^31 and frequencies up to 1. For frequencies
-    from 1 to 4,096 that holds for whole positions; a fraction adds the rounding of its product.
+    from 1 to 4,096 this holds for whole positions; the product with a fraction adds its rounding.
 
     Args:
       positions: integers, or floats with fractions.
@@ -163,7 +163,7 @@ def turn_units(
 def _split(value: Fraction, places: int, count: int) -> np.ndarray:
     """Splits `value` into float32 pieces [count] of 12 bits, the first with `places` binary places.
 
-    Their sum is `value` to `places` + 12 (count - 1) binary places.
+    Their sum equals `value` to `places` + 12 (count - 1) binary places.
     """
     pieces = []
     for last in range(places, places + 12 * count, 12):

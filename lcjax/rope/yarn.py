@@ -17,17 +17,17 @@ class Yarn(Rope):
     r_j is 0 for pairs that turn more than `beta_fast` times in the trained length, and 1 for pairs
     that turn less than `beta_slow` times. All released models use `ramp="index"`, which is linear
     in the index j between the rounded indices of these bounds. `ramp="frequency"` is the paper's
-    eq. 17-20, linear in the number of turns. In the middle they differ by up to 3 times.
+    eq. 17-20, linear in the number of turns. In between, the two differ by a factor of up to 3.
     A = 0.1 ln(factor) + 1, at every length (sec. 3.4, sqrt(1/t)).
     """
 
     factor: float  # target length / trained length
     original_length: int | None = None  # trained length; null: the checkpoint's
     beta_fast: float = 32.0  # turns above which a pair is unchanged (sec. 3.2, Llama)
-    beta_slow: float = 1.0  # turns below which a pair is interpolated fully
+    beta_slow: float = 1.0  # turns below which a pair is fully interpolated
     ramp: str = "index"  # index (code, all checkpoints) or frequency (paper)
     truncate: bool = True  # round the bounds of the index ramp outwards (gpt-oss does not)
-    extrapolation: float = 1.0  # multiplies the share that is unchanged
+    extrapolation: float = 1.0  # multiplies 1 - r_j, the share of the unchanged frequency
     attention_factor: float | None = None  # A; null: from `factor` and the two below
     mscale: float | None = (
         None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
@@ -86,7 +86,7 @@ class Yarn(Rope):
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         if self.ramp == "index" and self.extrapolation == 1.0:
             return self._hf_yarn(), {}
-        # transformers does not have this ramp, but its longrope takes any divisors.
+        # transformers does not have this ramp, but its longrope supports arbitrary divisors.
         head_dim = self.check_export(head_dim)
         inv_freq, scale = self.compute(head_dim, self.get_resolved("original_length"))
         divisors = (base_frequencies(self.theta, head_dim) / inv_freq).tolist()
@@ -121,7 +121,7 @@ class Yarn(Rope):
             theta=rope.get("rope_theta"),
             factor=hf_number(rope, "factor"),
             original_length=rope.get("original_max_position_embeddings"),
-            # transformers takes 0 for the default.
+            # transformers treats 0 as the default.
             beta_fast=hf_number(rope, "beta_fast", 32.0) or 32.0,
             beta_slow=hf_number(rope, "beta_slow", 1.0) or 1.0,
             truncate=True if (truncate := rope.get("truncate")) is None else truncate,

@@ -77,7 +77,7 @@ def words(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
     rows = [
         {"question": "What is red?", "answer": [["Red"], "crimson"], "relevant": ["b"]},
-        {"question": "What is blue?", "answer": "blue"},
+        {"question": "What is blue?", "answers": ["blue"]},
         {"question": "What is grey?", "relevant": {"c": 2, "a": 1}},
         {"question": "Neither?"},
     ]

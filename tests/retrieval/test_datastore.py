@@ -359,7 +359,7 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(text, tmp_path):
     ):
         build(settings(text, tmp_path / "nan"), encoder=short)
     short.encode_passages = lambda texts, titles: np.zeros((len(texts), 15))
-    with pytest.raises(InputError, match=r"words gives vectors \[\d+, 15\], not \[\d+, 16\]"):
+    with pytest.raises(InputError, match=r"words returned vectors \[\d+, 15\], not \[\d+, 16\]"):
         build(settings(text, tmp_path / "dim"), encoder=short)
     for fields, match in [
         ({"out": ""}, "out is empty"),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper, text
+from tiny_lm import ids, sharp_lm, text
 
 import lcjax.retrieval.knn_lm as knn_lib
 from lcjax.attention import Landmark
@@ -37,7 +37,7 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def lm():
-    return sharper(LanguageModel.load(ModelSection(preset="tiny")))
+    return sharp_lm()
 
 
 @pytest.fixture(scope="module")
@@ -410,6 +410,10 @@ def test_builds_that_do_not_fit(lm, corpus, tmp_path):
     assert files(out) == before
     with pytest.raises(InputError, match="enough text"):
         build_tokens(config(tmp_path / "short", tmp_path / "none"), lm=lm)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "retrieved.json").write_text("{}")
+    with pytest.raises(InputError, match="retrieved rows are no documents"):
+        build_tokens(config(tmp_path / "rows", tmp_path / "none"), lm=lm)
     assert not (tmp_path / "none" / "index.json").exists()
     for changes, words in (
         ({"overlap": WINDOW - 1}, "overlap=23"),

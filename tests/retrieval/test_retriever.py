@@ -109,7 +109,7 @@ def test_the_best_candidates_are_ranked_again(store):
     # where more hits are asked for than candidates, all of them are ranked again
     assert len(retriever.search(QUERIES[:1], 9)[0]) == 9
     rerank.score = lambda query, passages: np.zeros(2)
-    with pytest.raises(InputError, match=r"rerank.score gives \[2\], not 6 finite numbers"):
+    with pytest.raises(InputError, match=r"rerank.score returned \[2\], not 6 finite numbers"):
         retriever.search(QUERIES[:1], 3)
 
 

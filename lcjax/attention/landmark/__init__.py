@@ -1,1 +1,1 @@
-"""Landmark attention: the pattern, its retrieval from a cache, and landmark tokens among text."""
+"""Landmark attention: the pattern, its retrieval from a cache, and landmark tokens in texts."""

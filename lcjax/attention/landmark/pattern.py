@@ -1,17 +1,18 @@
 """Landmark attention (Mohtashami & Jaggi 2023, arXiv 2305.16300), and its retrieval from a cache.
 
-Let P tokens be in the cache, b = P // block complete blocks, K = min(top_k, b). Positions are
-those of the released code ("stingy", arXiv 2305.16300, sec. 3.2.1), which uses only K + 1 blocks of
-positions before the open block.
+Let P tokens be in the cache, in b = P // block complete blocks, and K = min(top_k, b). Positions
+are those of the released code ("stingy", arXiv 2305.16300, sec. 3.2.1), which uses only K + 1
+blocks of positions before the incomplete block:
 
-    first = (b - K - 1) block                          where retrieved blocks begin
+    first position of retrieved blocks: first = (b - K - 1) block
     scoring block n: its last token at first + m block + block - 1, m = max(0, n - (b - K) + 1)
     attending to block n at rank s: from first + s block, + block if n >= b - K
 
 So the last K blocks are scored at their true positions and all older ones at one position. The
 selected blocks are ranked in the order of the text: old blocks fill the positions from the left,
-recent ones from the right. Keys stay rotated to their true positions. Landmarks are rotated
-further, and each query has one copy per rank, rotated back by the shift of the block.
+recent ones from the right. Keys in the cache stay rotated to their true positions. For scoring,
+landmarks are rotated by their shift; for attention, each query has one copy per rank, rotated back
+by the shift of the block.
 
 Letters: C blocks of the cache, M selected blocks, P tokens of a block.
 """
@@ -44,12 +45,11 @@ class Landmark(Pattern):
     """A softmax over blocks, by their landmark tokens, and a softmax inside each block.
 
     Every `block`-th token is a landmark (`lcjax.attention.landmark.tokens` inserts them). A token
-    sees the ordinary tokens of its own block, and those of an older block with the weight that the
-    block's landmark gets (sec. 3.1). Tokens of one call, as in training, see all older blocks of
-    the call.
-    Earlier tokens come from the cache: the `top_k` blocks with the best landmarks, moved to
-    positions at which no distance exceeds the trained length (sec. 3.2 and 3.2.1). So a long text
-    must be read in calls of `chunk` tokens.
+    sees the ordinary tokens of its own block. It also sees those of older blocks, weighted by the
+    attention that the block's landmark receives (sec. 3.1). Tokens of one call, as in training, see
+    all older blocks of the call. Of earlier calls, they see the `top_k` blocks of the cache with
+    the best landmarks, moved to positions at which no distance exceeds the trained length (sec. 3.2
+    and 3.2.1). So a long text must be read in calls of `chunk` tokens.
     """
 
     examples = (
@@ -59,11 +59,11 @@ class Landmark(Pattern):
     has_landmarks = True
 
     block: int = 64  # tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
-    top_k: int | None = 5  # blocks that a query reads from the cache; null: all, where they stand
-    select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for what is read at once
+    top_k: int | None = 5  # cached blocks that a query sees; null: all, at their true positions
+    select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for all tokens of a call
     train_length: int = 512  # the trained length in tokens, landmarks included
     token: int | None = None  # id of the landmark token
-    loss: str = "predict"  # what is learned around it: predict, skip or drop (see tokens.py)
+    loss: str = "predict"  # targets around landmarks: predict, skip or drop (see tokens.py)
 
     def __post_init__(self):
         check_integer("pattern.block", self.block, 2)
@@ -83,16 +83,16 @@ class Landmark(Pattern):
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens that one call may read: the trained length less the retrieved blocks.
+        """Maximum tokens of a call: whole blocks of the trained length, less top_k + 1 blocks.
 
-        None without retrieval.
+        None: no limit, since nothing is retrieved (`top_k` is None).
         """
         if self.top_k is None:
             return None
         return (self.train_length // self.block - self.top_k - 1) * self.block
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        """The keys that one call multiplies with the queries; `attend` weighs them by blocks."""
+        """Returns a causal pass over the keys of a call; `attend` weights them by blocks."""
         return [Pass(metadata.q_positions, metadata.k_positions, causal())]
 
     def attend(self, q, k, v, metadata):
@@ -119,9 +119,9 @@ class CachedBlocks(NamedTuple):
     """The blocks that were in the cache before this call."""
 
     slots: Int[Array, "B C P"]  # the slots of the cache that hold each block
-    num_blocks: Int[Array, " B"]  # complete blocks, the b above
-    num_selected: Int[Array, " B"]  # the K above
-    block: int
+    num_blocks: Int[Array, " B"]  # number of complete blocks, b in the module's docstring
+    num_selected: Int[Array, " B"]  # K in the module's docstring
+    block: int  # tokens of a block
 
     @property
     def first_recent(self) -> Int[Array, " B"]:
@@ -134,13 +134,16 @@ class CachedBlocks(NamedTuple):
         return (self.first_recent - 1) * self.block
 
     def scoring_shift(self) -> Int[Array, "B C"]:
-        """How far each block is moved for scoring."""
+        """Returns the number of positions by which each block moves for scoring."""
         ids = jnp.arange(self.slots.shape[1])
         rank = jnp.maximum(0, ids - self.first_recent[:, None] + 1)
         return self.first_position[:, None] + (rank - ids) * self.block
 
     def selection_shift(self, ids: Int[Array, "B ... M"]) -> Int[Array, "B ... M"]:
-        """How far the selected blocks `ids` are moved to the positions of ranks 0 .. M - 1."""
+        """Returns the number of positions by which the selected blocks `ids` move for attention.
+
+        They move to the positions of ranks 0 .. M - 1.
+        """
         first_recent, first_position = (
             jnp.expand_dims(x, tuple(range(1, ids.ndim)))
             for x in (self.first_recent, self.first_position)
@@ -174,7 +177,7 @@ def _attend_cached_blocks(
     v: Float[Array, "B S K Hv"],
     metadata: AttentionMetadata,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention over the own block, the blocks of this call, and the best blocks of the cache."""
+    """Computes attention over each query's own block, blocks of the call, and selected blocks."""
     q_order, is_query = _order_and_mask(metadata.q_order, metadata.q_segments, q)
     k_order, is_key = _order_and_mask(metadata.k_order, metadata.k_segments, k)
     inputs = _Inputs(pattern, metadata, q, rotated_q, k, v, q_order, is_query)
@@ -203,7 +206,7 @@ def _attend_cached_blocks(
 def _order_and_mask(
     order: Int[Array, "*B T"], segments: Int[Array, "B T"] | None, x: Float[Array, "B T N H"]
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Order indices with a row axis, and whether each entry is a token."""
+    """Returns order indices with a row axis, and whether each entry is a token."""
     shape = x.shape[:2]
     is_token = jnp.ones(shape, bool) if segments is None else segments != 0
     return jnp.broadcast_to(order, shape), is_token
@@ -212,7 +215,7 @@ def _order_and_mask(
 def _cached_blocks(
     inputs: _Inputs, k_order: Int[Array, "B S"], is_key: Bool[Array, "B S"]
 ) -> tuple[Int[Array, "B S"], CachedBlocks]:
-    """The slot of each order index, and the blocks before the first new token of each row."""
+    """Returns the slot of each order index, and the blocks before each row's first new token."""
     (rows, length), block, is_query = k_order.shape, inputs.pattern.block, inputs.is_query
     row_ids, slot_ids = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
     slots = jnp.zeros((rows, length), jnp.int32)
@@ -227,7 +230,7 @@ def _cached_blocks(
 
 
 def _attend_new_blocks(inputs: _Inputs, slots: Int[Array, "B S"], cached: CachedBlocks) -> Partial:
-    """The partial over the blocks that the new tokens complete, for the new tokens after them."""
+    """Returns the partial of new tokens over earlier blocks that end among the new tokens."""
     block, rows = cached.block, jnp.arange(inputs.k.shape[0])[:, None]
     count = min(inputs.q.shape[1] // block + 1, max(cached.slots.shape[1], 1))
     block_ids = cached.num_blocks[:, None] + jnp.arange(count)
@@ -251,7 +254,7 @@ def _attend_new_blocks(inputs: _Inputs, slots: Int[Array, "B S"], cached: Cached
 
 
 def _attend_selected(inputs: _Inputs, cached: CachedBlocks) -> Partial:
-    """The partial over the selected blocks of the cache."""
+    """Returns the partial over the selected blocks of the cache."""
     pattern, q, k, v, scale = inputs.pattern, inputs.q, inputs.k, inputs.v, inputs.scale
     rotation, positions = inputs.metadata.rotation, inputs.metadata.q_positions
     landmarks = gather.landmarks(k, cached.slots)
@@ -307,7 +310,7 @@ def _attend_blocks(
     is_valid: Bool[Array, "B N M"],
     scale: float,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
-    """The grouped softmax (out, lse) of one query per row, which has a copy for each block."""
+    """Returns the grouped softmax (out, lse) of one query per row, with a copy for each block."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     sums = {"precision": precision, "preferred_element_type": jnp.float32}
     logits = scale * jnp.einsum("BNMH,BNMPH->BNMP", q, keys, **sums)

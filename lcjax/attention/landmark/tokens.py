@@ -1,8 +1,8 @@
-"""Landmark tokens among ordinary ones: in training rows, in prompts and while generating.
+"""Insertion of landmark tokens into training rows, prompts and generated text.
 
-A block is `tokens_per_block` ordinary tokens and the landmark that closes it (Mohtashami & Jaggi
-2023, arXiv 2305.16300, sec. 3.1). Landmarks have positions of their own, so the pattern's `block`
-is `tokens_per_block` + 1. Each document of a row is divided into blocks separately.
+A block is `tokens_per_block` ordinary tokens and a landmark at its end (Mohtashami & Jaggi 2023,
+arXiv 2305.16300, sec. 3.1). Landmarks occupy positions, so the pattern's `block` is
+`tokens_per_block` + 1. Each document of a row is divided into blocks separately.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lcjax.errors import InputError, check_integer, check_one_of
 
 @dataclass(frozen=True)
 class Landmarks:
-    """The landmark token, the number of tokens that it stands for, and the targets around it.
+    """The landmark token, the tokens per landmark, and the targets around landmarks (`loss`).
 
-    predict: landmarks are predicted like other tokens: the last token of a block predicts the
-        landmark, and the landmark predicts the next token (epfml's LLaMA code and LCEG).
-    skip: landmarks are not predicted and predict nothing, and end-of-text tokens predict nothing:
-        the last token of a block predicts the first one of the next (the paper's language models).
-    drop: as skip, but every full block is closed, also the last one, and end-of-text tokens count:
-        rows must consist of whole blocks (LLaMA with fused attention).
+    predict: landmarks are like other tokens. The last token of a block predicts the landmark, and
+        the landmark predicts the next token (epfml's LLaMA code and LCEG).
+    skip: landmarks are no targets and predict nothing. The last token of a block predicts the first
+        token of the next block. End-of-text tokens predict nothing (the paper's language models).
+    drop: as skip, but every full block has a landmark, also the last one, and end-of-text tokens
+        have targets. Rows must consist of whole blocks (LLaMA with fused attention).
     """
 
     token: int
@@ -44,7 +44,7 @@ class Landmarks:
 
     @classmethod
     def from_pattern(cls, pattern: Landmark) -> Landmarks:
-        """The landmarks of models with this pattern.
+        """Returns the landmarks of models with this pattern.
 
         Raises:
           InputError: the pattern has no landmark token.
@@ -58,16 +58,16 @@ class Landmarks:
 
     @classmethod
     def read_by(cls, pattern: Pattern) -> Landmarks | None:
-        """The landmarks of models with this pattern; None if it is not a Landmark pattern."""
+        """Returns the landmarks of models with this pattern; None if it is not `Landmark`."""
         return cls.from_pattern(pattern) if isinstance(pattern, Landmark) else None
 
     def row_length(self, length: int) -> int:
-        """The length of a row of `length` ordinary tokens after landmarks are inserted.
+        """Returns the length of a row of `length` ordinary tokens with inserted landmarks.
 
-        Rows of short documents need fewer landmarks and are padded.
+        Rows of short documents need fewer landmarks and are padded to this length.
 
         Raises:
-          InputError: loss "drop" with a row that does not consist of whole blocks.
+          InputError: the loss is "drop" and the row does not consist of whole blocks.
         """
         if self.loss != "drop":
             return length + (length - 1) // self.tokens_per_block
@@ -90,7 +90,7 @@ def insert(
     Args:
       batch: fields tokens, targets, segments, weights and positions, each [B, T].
       landmarks: the token, the block size and the kind of loss.
-      eos_ids: end-of-text tokens, which predict nothing under the loss "skip".
+      eos_ids: end-of-text tokens, which predict nothing with the loss "skip".
 
     Returns:
       The same fields, each [B, row_length(T)].
@@ -106,7 +106,7 @@ def insert(
 def _insert_row(
     row: dict[str, np.ndarray], landmarks: Landmarks, eos_ids: Collection[int], length: int
 ) -> dict[str, np.ndarray]:
-    """`insert` for one row, whose fields are [T]."""
+    """Inserts landmarks into one row, whose fields are [T]."""
     tokens, targets, segments, weights = (
         row[name] for name in ("tokens", "targets", "segments", "weights")
     )
@@ -116,7 +116,7 @@ def _insert_row(
     predict = landmarks.loss == "predict"
     if landmarks.loss == "skip" and len(eos_ids):
         weights = np.where(np.isin(tokens, list(eos_ids)), 0, weights)
-    # Of each field: values of the ordinary tokens, values of the landmarks.
+    # Per field: values of the ordinary tokens, values of the landmarks
     fields = {
         "tokens": (tokens, landmarks.token),
         "targets": (
@@ -135,7 +135,7 @@ def _insert_row(
 
 
 def _closed_blocks(segments: Int[np.ndarray, " T"], landmarks: Landmarks) -> Bool[np.ndarray, " T"]:
-    """Whether a landmark follows each token: the last one of a full block.
+    """Returns whether a landmark follows each token, which then is the last one of a full block.
 
     Unless the loss is "drop", no landmark follows the last token of a document.
     """
@@ -149,7 +149,7 @@ def _closed_blocks(segments: Int[np.ndarray, " T"], landmarks: Landmarks) -> Boo
 
 
 def _order_indices(segments: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
-    """The place of every token in its run of equal segments (`order_indices` for numpy)."""
+    """Returns the place of every token in its run of equal segments: `order_indices` in NumPy."""
     places = np.arange(len(segments))
     is_start = np.append(True, segments[1:] != segments[:-1])
     return places - np.maximum.accumulate(np.where(is_start, places, 0))
@@ -176,12 +176,12 @@ def aligned(
 
     Args:
       texts: token ids, landmarks included.
-      longest: the least number of columns; it is rounded up to whole blocks.
+      longest: minimum number of columns; it is rounded up to whole blocks.
       landmarks: the token and the block size.
 
     Returns:
-      tokens and segments, int32; the number of padding tokens before each text; and the column
-      whose logits predict the next token (`next_token_offset`), counted from the end.
+      int32 tokens and segments; the number of padding tokens before each text; and the column whose
+      logits predict the next token (`next_token_offset`), counted from the end: 1 is the last one.
     """
     block = landmarks.tokens_per_block + 1
     width = -(-longest // block) * block
@@ -196,10 +196,10 @@ def aligned(
 
 
 def next_token_offset(ids: Sequence[int], landmarks: Landmarks) -> int:
-    """The index in `ids` whose logits predict the next ordinary token: -1 or -2, from the end.
+    """Returns the index in `ids` whose logits predict the next ordinary token: -1 or -2.
 
-    After a full block it is the landmark if the model learned to predict from landmarks, else the
-    token before it.
+    After a full block it is the landmark if the model was trained to predict from landmarks, else
+    the token before it.
     """
     is_closed = len(ids) > 1 and ids[-1] == landmarks.token
     return -2 if is_closed and landmarks.loss != "predict" else -1
