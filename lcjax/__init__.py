@@ -4,7 +4,7 @@ implementation.
     lm = lcjax.LanguageModel.load("smollm2-135m-instruct", rope=lcjax.rope.Yarn(factor=4))
     print(lm.chat("What is a dog?"))
 
-Importing lcjax imports nothing else: every name below is read from its file when it is used.
+Importing lcjax imports nothing else: each name below is imported from its module on first use.
 
 Letters used for array axes everywhere: `B` batch, `T` query length, `S` key length, `N` query
 heads, `K` key/value heads, `G = N/K`, `H` head size, `D` model width, `F` feed-forward width,
@@ -14,7 +14,7 @@ heads, `K` key/value heads, `G = N/K`, `H` head size, `D` model width, `F` feed-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
+if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports these names
     from lcjax import attention, checkpoints, data, evaluation, models, retrieval, rope, training
     from lcjax.checkpoints.build import ModelSection
     from lcjax.errors import InputError
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         value = _version()
     else:
         raise AttributeError(f"module 'lcjax' has no attribute {name!r}")
-    globals()[name] = value  # found without a call from now on
+    globals()[name] = value  # later uses do not call `__getattr__`
     return value
 
 
@@ -88,7 +88,7 @@ def _version() -> str:
     try:
         return metadata.version("lcjax")
     except metadata.PackageNotFoundError:
-        return "0+source"  # run from a folder that nobody installed
+        return "0+source"  # run from a source folder that is not installed
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""`python -m lcjax.convert SRC DST`: any readable checkpoint -> a Hugging Face folder.
+"""`python -m lcjax.convert SRC DST` converts any readable checkpoint to a Hugging Face folder.
 
---rope.type=yarn --rope.factor=8 exports a RoPE method that needs no training with the weights; its
-keys are those of `model.rope` (`python train.py --help`), and --import FILE.py registers your own.
+--rope.type=yarn --rope.factor=8 also exports a RoPE method that needs no training. Its keys are
+those of `model.rope` (`python train.py --help`), and --import FILE.py registers your own methods.
 
-`python -m lcjax.convert check FOLDER` says which inference engines read a model's position method
-and attention pattern right. A source folder of the name check is written ./check.
+`python -m lcjax.convert check FOLDER` shows which inference engines read a model's position method
+and attention pattern correctly. To convert a source folder with the name check, write ./check.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from lcjax.storage import URLPath, check_writable, to_path
 
 @dataclasses.dataclass(frozen=True)
 class _Method:
-    """The method that is exported with the weights."""
+    """Keys of the RoPE method that is exported with the weights."""
 
     rope: Rope | None = None  # null: the checkpoint's own
 
@@ -63,7 +63,7 @@ class _CheckParser(_Parser):
 
 
 def _check(words: list[str]) -> int:
-    """Prints the table; 0 if all engines in it are right, 1 if one is not."""
+    """Prints the table; returns 0 if all engines in it are right, 1 if one is not."""
     parser = _CheckParser(
         prog="python -m lcjax.convert check",
         description="Says which inference engines read a model's position method and attention"
@@ -155,7 +155,7 @@ def _convert(args: argparse.Namespace, method: _Method) -> None:
 
 
 def _check_destination(args: argparse.Namespace) -> None:
-    """Refuses a destination that cannot be written or that holds the source, before loading."""
+    """Raises an InputError if DST cannot be written or overlaps a source, before loading."""
     dst = args.dst
     check_path("DST", dst)
     if isinstance(dst, Path):
@@ -164,8 +164,8 @@ def _check_destination(args: argparse.Namespace) -> None:
             raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
     for key, name in (("SRC", args.src), ("--base", args.base)):
         source = to_path(name or "").expanduser()
-        is_there = name and type(source) is type(dst) and source.exists()
-        if is_there and _overlap(source.resolve(), dst.resolve()):
+        source_exists = name and type(source) is type(dst) and source.exists()
+        if source_exists and _overlap(source.resolve(), dst.resolve()):
             raise InputError(f"DST {dst} overlaps {key}={name}; choose a separate folder")
     check_destination(dst, HF_FOLDER, args.force, "--force")
     if isinstance(dst, URLPath):
@@ -173,7 +173,7 @@ def _check_destination(args: argparse.Namespace) -> None:
 
 
 def _overlap(source: Path, dst: Path) -> bool:
-    """Whether `dst` is `source`, lies in it, or holds it and other files."""
+    """Whether `dst` is `source`, lies inside it, or contains it."""
     if isinstance(dst, URLPath):
         return source in (dst, *dst.parents) or dst in source.parents
     if any(parent.exists() and parent.samefile(source) for parent in (dst, *dst.parents)):
@@ -182,7 +182,7 @@ def _overlap(source: Path, dst: Path) -> bool:
 
 
 def _bar(what: str) -> tqdm:
-    # With a delay there is no bar before the first bytes, so that errors are one line.
+    # The delay hides the bar until the first bytes, so that an error before them is one line.
     return tqdm(desc=what, unit="B", unit_scale=True, mininterval=0.5, delay=0.01)
 
 

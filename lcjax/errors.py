@@ -1,4 +1,4 @@
-"""The one error that scripts turn into a single line and exit code 2; checks that raise it."""
+"""`InputError`, which scripts print as one line with exit code 2, and checks that raise it."""
 
 import contextlib
 import difflib
@@ -11,16 +11,16 @@ import shlex
 from collections.abc import Collection, Iterable
 from types import ModuleType
 
-_CLOSE = 0.65  # of difflib: `trian` is close to `train`, `nope` is not to `longrope_7b`
-_MAX_NAMES = 16  # known names that an error lists; of more it lists only similar ones
+_CLOSE = 0.65  # difflib's ratio: `trian` suggests `train`, `nope` does not suggest `longrope_7b`
+_MAX_NAMES = 16  # most known names that an error lists; if there are more, only similar ones
 
 INT32_MAX = 2**31 - 1  # counts, lengths and steps are int32 on devices
 
 
 class InputError(ValueError):
-    """Something that the user can put right: a key, a file, a length.
+    """An error that the user can correct, such as a wrong key, file or length.
 
-    The message is one line that names the key, the value, the rule and the way out.
+    The message is one line that names the key, the value, the rule and a way to correct it.
     """
 
 
@@ -37,7 +37,7 @@ def is_finite_number(value: object) -> bool:
 def check_integer(
     key: str, value: object, least: int, way_out: str = "", *, most: int = INT32_MAX
 ) -> None:
-    """Raises an InputError unless `value` is a whole number in least ... most; True is none."""
+    """Raises an InputError unless `value` is a whole number in least ... most; a bool is not."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if is_whole and least <= value <= most:
         return
@@ -53,7 +53,7 @@ def check_integers(section: str, owner: object, least: int, *names: str) -> None
       section: the fields' section of the config, for error messages; empty: the top level.
       owner: the dataclass instance.
       least: the smallest value that is allowed.
-      *names: of the fields.
+      *names: names of the fields.
     """
     for name in names:
         value = getattr(owner, name)
@@ -64,12 +64,12 @@ def check_integers(section: str, owner: object, least: int, *names: str) -> None
 
 
 def check_seed(key: str, value: object) -> None:
-    """Raises an InputError unless `value` is a seed that NumPy and JAX take: 0 ... 2**32 - 1."""
+    """Raises an InputError unless `value` is a valid seed of NumPy and JAX: 0 ... 2**32 - 1."""
     check_integer(key, value, 0, "seeds have 32 bits", most=2**32 - 1)
 
 
 def _shown(value: object) -> str:
-    """The `repr` of a value, shortened: Python refuses to print integers of 4,300 digits."""
+    """Returns `repr(value)`; shortens integers, as Python prints no more than 4,300 digits."""
     if isinstance(value, numbers.Integral) and abs(value) >= 10**40:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)
@@ -82,28 +82,28 @@ def check_one_of(key: str, value: object, known: Collection) -> None:
 
 
 def missing_extra(what: str, package: str, extra: str, error: ImportError) -> InputError:
-    """Returns the error of `what` without `package`, which the extra `extra` of lcjax brings."""
+    """Returns the error that `what` needs `package`, which lcjax's extra `extra` installs."""
     return InputError(f"{what} needs {package}: {install_command(extra)} ({error})")
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs the packages of an extra: lcjax itself is on no index."""
+    """Returns the command that installs the packages of an extra; lcjax itself is on no index."""
     ending = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         required = importlib.metadata.requires("lcjax") or []
         packages = {line.partition(";")[0].strip() for line in required if ending.search(line)}
         if packages:
             return shlex.join(["pip", "install", *sorted(packages)])
-    return f"pip install -e '.[{extra}]'"  # in a clone that was never installed, or long ago
+    return f"pip install -e '.[{extra}]'"  # a clone whose metadata lacks this extra
 
 
 def import_package(package: str, what: str, extra: str = "") -> ModuleType:
     """Imports a package that only `what` needs.
 
     Args:
-      package: its name, or that of one of its modules.
+      package: name of the package, or of one of its modules.
       what: the file or command that needs it, for the error.
-      extra: the extra of lcjax that brings it; empty: none does.
+      extra: the extra of lcjax that installs the package; empty: none does.
 
     Raises:
       InputError: it cannot be imported.
@@ -123,7 +123,7 @@ def suggestion(word: object, known: Iterable[str], ending: str = "") -> str:
     Args:
       word: the unknown name.
       known: all names.
-      ending: a suffix of all names, which similarity leaves out.
+      ending: a suffix that all names share; the similarity ignores it.
     """
     known = sorted(known)
     names = {name.removesuffix(ending): name for name in known}

@@ -1,13 +1,13 @@
-"""Writes files and folders that are complete or absent, whenever the process is killed.
+"""Atomic writes: files and folders are complete or absent, even if the process is killed.
 
-Both are written under another name and renamed when their content is on the disk, so a machine that
-stops leaves no empty file under the final name either. A folder is replaced only where this library
-wrote every file in it: `FolderFormat` says what one kind of writer puts into its folder.
+Both are written under another name and renamed when their content is on the disk, so that a machine
+that crashes leaves no empty file under the final name either. A folder is replaced only if this
+library wrote every file in it: `FolderFormat` lists the files of one kind of output folder.
 
-At a URL (`lcjax.storage`) a file is complete or absent as well. A folder there is marked as partial
-until its last file is written, and has its config file from then on.
+At a URL (`lcjax.storage`) a file is complete or absent as well. A folder there contains a file
+`PARTIAL` until it is complete, and its config file is written last.
 
-SHA-256 sums beside files find bits that were flipped later: `write_sums` and `check_sums`.
+`write_sums` and `check_sums` detect files that were damaged later, by their SHA-256 sums.
 """
 
 import concurrent.futures
@@ -32,23 +32,23 @@ import yaml
 from lcjax.errors import InputError
 from lcjax.storage import StorageError, URLPath, is_running, to_path
 
-CHECKSUMS = "checksums.sha256"  # in a folder: the sums of its other files
-PARTIAL = "lcjax.partial"  # in a folder at a URL that is not written to its end
+CHECKSUMS = "checksums.sha256"  # file of a folder with the sums of its other files
+PARTIAL = "lcjax.partial"  # file that marks an incomplete folder at a URL
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line of `sha256sum`
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
 # FUSE and network file systems, such as a mounted Google Drive, may not be able to sync.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_NO_REPLACE = (*_NO_SYNC, errno.EEXIST, errno.ENOTEMPTY)  # to rename onto what exists
+_NO_REPLACE = (*_NO_SYNC, errno.EEXIST, errno.ENOTEMPTY)  # of a rename onto an existing path
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike | URLPath, mode: str = "w") -> Iterator[IO]:
-    """A file `<path>.tmp` to write to, which becomes `path` when the block ends without an error.
+    """Yields a file `<path>.tmp` that becomes `path` when the block ends without an error.
 
     Args:
-      path: is replaced if it exists; its folder is created.
+      path: the file to write. It is replaced if it exists; its folder is created.
       mode: "w" (UTF-8) or "wb".
     """
     path = to_path(path)
@@ -66,7 +66,7 @@ def atomic_file(path: str | os.PathLike | URLPath, mode: str = "w") -> Iterator[
 
 
 def _replace(draft: Path, path: Path) -> None:
-    """Renames a file; where that cannot replace one, the old one is deleted before."""
+    """Renames a file; deletes the old one first where a rename cannot replace it."""
     try:
         draft.replace(path)
     except OSError as error:
@@ -77,13 +77,13 @@ def _replace(draft: Path, path: Path) -> None:
 
 
 def sync_file(file: IO) -> None:
-    """Returns when what was written to an open file is on the disk."""
+    """Flushes an open file; returns when its content is on the disk."""
     file.flush()
     _fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
+    """Returns when the content of a file, or the names in a folder, are on the disk."""
     if os.name != "posix":  # elsewhere folders cannot be opened
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -102,15 +102,15 @@ def _fsync(descriptor: int) -> None:
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file, which others may be reading, whole or not at all."""
+    """Writes a text file atomically, so that no reader sees a part of it."""
     with atomic_file(path) as file:
         file.write(text)
 
 
 def write_sums(path: Path, files: Sequence[Path]) -> None:
-    """Writes the SHA-256 sums of `files`, which lie below the folder of `path`, to `path`.
+    """Writes the SHA-256 sums of `files` to `path`, whose folder contains the files.
 
-    In that folder `sha256sum -c` compares them as `check_sums` does.
+    `sha256sum -c` in that folder compares them as `check_sums` does.
     """
     sums = zip(_sha256_sums(files), files, strict=True)
     lines = (f"{sum}  {file.relative_to(path.parent).as_posix()}\n" for sum, file in sums)
@@ -118,12 +118,12 @@ def write_sums(path: Path, files: Sequence[Path]) -> None:
 
 
 def check_sums(paths: Sequence[Path], *, part: int = 0, num_parts: int = 1) -> None:
-    """Raises an InputError for the first file that is not as it was written.
+    """Raises an InputError for the first file that is missing or has another SHA-256 sum.
 
     Args:
       paths: the files that `write_sums` wrote; if there are none, nothing is compared.
-      part: number of the part of the entries that is compared here; other processes compare others.
-      num_parts: number of these parts.
+      part: index of the part of the entries to compare; other processes compare the other parts.
+      num_parts: number of parts.
     """
     entries = [entry for path in paths for entry in _read_sums(path)]
     if paths and not entries:
@@ -159,7 +159,7 @@ def _sha256_sums(files: Sequence[Path]) -> list[str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, whose only error is ValueError: nesting that is too deep is one too."""
+    """Calls `json.loads`, and raises a ValueError also for nesting that is too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -172,7 +172,7 @@ def read_json(path: Path, default: Any = None) -> Any:
         return default
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
-    except InputError:  # of a store
+    except InputError:  # a StorageError, which is a ValueError, too
         raise
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; is this a Hugging Face model folder?") from error
@@ -198,7 +198,7 @@ def check_path(key: str, path: str | os.PathLike) -> None:
 
 
 def package_path(name: str) -> Path:
-    """Returns the file or folder that `package:NAME[/path]` names, without running its code.
+    """Returns the path that `package:NAME[/path]` names, without importing the package.
 
     Raises:
       InputError: no such package is installed.
@@ -222,7 +222,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_hf_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file as transformers does, into a folder that is written as a whole."""
+    """Writes a JSON file in the form of transformers; not atomic: use it in an `atomic_folder`."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -230,19 +230,19 @@ def write_hf_json(path: Path, values: dict[str, Any]) -> None:
 class FolderFormat:
     """The files of one kind of output folder, by which such a folder is recognised.
 
-    A user's own download may have files of the same names, so the config counts as well.
+    A download of the user may have files of the same names, so the config's keys are tested, too.
     """
 
-    name: str  # of such a folder, in errors
+    name: str  # of this kind of folder, in errors
     files: tuple[str, ...]  # patterns of relative paths; `**` matches everything below a folder
     config: str  # JSON or YAML file that every such folder has
     keys: frozenset[str]  # keys that this library always writes into it
     foreign_keys: frozenset[str] = frozenset()  # keys that other libraries always write into it
 
     def unknown(self, folder: Path, names: Collection[str] | None = None) -> list[str]:
-        """Lists relative paths of files, links and empty folders that are not of this format.
+        """Returns the relative paths of files, links and empty folders not of this format.
 
-        Ends after `_MAX_COUNTED` + 1 paths. `names` are the entries of `folder` to look at.
+        Stops after `_MAX_COUNTED` + 1 paths. `names`: entries of `folder` to test; None: all.
         """
         return list(itertools.islice(self._unknown(folder, (), names), _MAX_COUNTED + 1))
 
@@ -278,7 +278,7 @@ class FolderFormat:
                 yield _printable("/".join(path))
 
     def _is_known(self, path: tuple[str, ...], is_file: bool) -> bool:
-        """Whether a file is of this format; links, sockets and so on only below a `**`."""
+        """Whether a path is of this format; links, sockets and so on are only below a `**`."""
         patterns = [pattern for pattern in self._patterns if is_file or pattern[-1] == "**"]
         return any(_matches(path, pattern) for pattern in patterns)
 
@@ -295,7 +295,7 @@ class FolderFormat:
         return [tuple(pattern.split("/")) for pattern in self.files]
 
     def has_config(self, folder: Path) -> bool:
-        """Whether the config exists as this library writes it, or will when a folder is whole."""
+        """Whether the config has this library's keys; also True for a partial folder at a URL."""
         if isinstance(folder, URLPath) and (folder / PARTIAL).is_file():
             return True
         file = folder / self.config
@@ -314,7 +314,7 @@ class FolderFormat:
 
 
 def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Compares part by part; a `**` at the end matches one part or more."""
+    """Whether each part matches; a `**` at the end of `pattern` matches one part or more."""
     if pattern and pattern[-1] == "**" and len(path) >= len(pattern):
         path, pattern = path[: len(pattern) - 1], pattern[:-1]
     return len(path) == len(pattern) and all(map(fnmatch.fnmatchcase, path, pattern))
@@ -334,8 +334,8 @@ def check_replaceable(
     """Raises an InputError unless this library wrote everything in an existing folder.
 
     Args:
-      folder: is walked without following symbolic links.
-      contents: what this library writes into such a folder.
+      folder: the existing folder; symbolic links in it are not followed.
+      contents: the format of the folder.
       names: entries of `folder` that are to be replaced; None: all.
       label: path of the folder in the error; None: `folder`.
     """
@@ -359,12 +359,13 @@ def check_replaceable(
 def check_destination(
     folder: Path, contents: FolderFormat, overwrite: bool, way_out: str = "overwrite=True"
 ) -> None:
-    """Refuses a destination that is not absent, empty, or an output that may be replaced.
+    """Raises an InputError unless a destination is absent, empty or may be replaced.
 
     Args:
-      folder: where a folder is to be written.
-      contents: what will be written; with `overwrite` a folder of this format is replaced.
-      way_out: how the user allows that.
+      folder: the destination.
+      contents: the format of the folder that will be written.
+      overwrite: whether an existing folder of this format may be replaced.
+      way_out: the user's option for `overwrite`, for the error.
     """
     if folder.is_symlink():
         raise InputError(f"{folder} is a symbolic link; name the folder itself")
@@ -385,14 +386,14 @@ def check_destination(
 def atomic_folder(
     folder: Path, contents: FolderFormat, overwrite: bool, *, checksums: bool = False
 ) -> Iterator[Path]:
-    """A hidden folder to write into, which becomes `folder` when the block ends without an error.
+    """Yields a hidden folder, which becomes `folder` when the block ends without an error.
 
-    `check_destination` is applied again when the new folder is complete, so that files that were
-    added to `folder` meanwhile survive as well. With `checksums` the sums of its files are written
-    to `CHECKSUMS`, which `contents` must list.
+    `check_destination` is called again when the new folder is complete, so that files which were
+    added to `folder` in the meantime are not deleted. With `checksums` the sums of all files are
+    written to `CHECKSUMS`, which `contents` must list.
 
-    At a URL the block writes into `folder` itself, and must write the config of `contents` last: a
-    folder without it is no folder of this format. What was there before is deleted first.
+    At a URL the block writes into `folder` itself, whose earlier files are deleted first. The block
+    must write the config of `contents` last: without it the folder is not of this format.
     """
     if isinstance(folder, URLPath):
         yield from _folder_at_url(folder, contents, overwrite, checksums)
@@ -435,22 +436,22 @@ def _folder_at_url(
 
 
 def _sweep(folder: Path, contents: FolderFormat) -> None:
-    """Removes the hidden folders of killed processes, not those of running ones."""
+    """Removes the hidden folders that killed processes left behind."""
     kinds = ["partial"]
-    if folder.exists():  # else what was set aside may be the only copy
+    if folder.exists():  # otherwise the old folder may be the only copy
         kinds.append("old")
     for kind in kinds:
         for leftover in folder.parent.glob(f"{glob.escape(f'.{folder.name}')}.{kind}-*"):
             pid = leftover.name.rpartition("-")[2]
             if not pid.isdigit() or _is_another_running(int(pid)):
                 continue
-            # An old output that is half removed may lack its config: its other files are enough.
+            # A half-removed old output may lack its config, so only its files are tested.
             if kind == "partial" or not contents.unknown(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_another_running(pid: int) -> bool:
-    """Whether `pid` runs and is not this process, whose number an earlier one may have had."""
+    """Whether another process with the id `pid` runs; an earlier one may have had this one's."""
     return pid != os.getpid() and is_running(pid)
 
 
@@ -460,7 +461,7 @@ def _publish(partial: Path, folder: Path, contents: FolderFormat, overwrite: boo
     if replaces:
         folder.rename(old)
     try:
-        if replaces and any(old.iterdir()):  # under this name no other program adds files
+        if replaces and any(old.iterdir()):  # no other program adds files under this name
             check_replaceable(old, contents, label=folder)
         try:
             partial.rename(folder)  # also onto an empty folder

@@ -2,16 +2,17 @@
 
 `to_path` returns a `pathlib.Path`, or a `URLPath` for `gs://`, `s3://`, `https://` and every other
 scheme of fsspec. A `URLPath` has those methods of `pathlib.Path` that this library calls, so most
-code does not tell the two apart. They differ in this:
+code handles both alike. The differences:
 
-- A file appears whole when the `with` block of its `open` ends without an error, since a put is
-  atomic in object stores. There is no rename, append, lock or memory map.
-- A folder exists as long as there is a file in it.
-- All errors but a missing file are a `StorageError`. fsspec's own `exists` takes a failed
-  connection for a missing file, with which a run would start again from nothing.
+- A file appears as a whole when the `with` block of its `open` ends without an error, because
+  uploads to object stores are atomic. `rename` is not, and there is no append, lock or memory map.
+- A folder exists as long as it contains a file.
+- Failures are raised as a `StorageError`, also by `exists`. fsspec's own `exists` reports a missing
+  file after a failed connection, and a run would then start again from the beginning.
 
-What must be mapped into memory is copied into an anonymous temporary file, whose space the system
-frees when the process ends, however it ends. What other libraries write goes through a `Staging`.
+A file that must be mapped into memory is copied to an anonymous temporary file; the system frees
+its space when the process ends, even if it is killed. Files that other libraries write go through a
+`Staging`.
 """
 
 import concurrent.futures
@@ -41,7 +42,7 @@ from upath.extensions import ProxyUPath
 from lcjax.errors import InputError, install_command
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# Stores without folders, whose listings fsspec would cache; their `mkdir` makes buckets.
+# Stores without folders. fsspec must not cache their listings; their `mkdir` creates buckets.
 _OBJECT_STORES = frozenset(
     ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "oss", "hf", "memory")
 )
@@ -52,18 +53,18 @@ _LOGIN = {
     **dict.fromkeys(("s3", "s3a"), "`aws configure`, or AWS_ACCESS_KEY_ID with its secret"),
 }
 _DENIED = re.compile("credential|denied|forbidden|unauthorized|anonymous|40[13]", re.IGNORECASE)
-_CHUNK = 1 << 24  # bytes of a range that is read at once
+_CHUNK = 1 << 24  # most bytes of one read
 _PUT_EVERY = 30.0  # seconds between two puts of a file to which lines are appended
-_BUFFER = 1 << 22  # bytes that an open file reads at least
-_PREFIX = "lcjax-staging-"  # of temporary folders; machine and number of the process follow
+_BUFFER = 1 << 22  # least bytes that an open file requests at once
+_PREFIX = "lcjax-staging-"  # of temporary folders; `_namespace()` and the process id follow
 
 
 class StorageError(InputError, OSError):
-    """A store did not answer, or refused; the message names the URL."""
+    """A store failed or denied a request; the message names the URL."""
 
 
 def is_storage_failure(error: BaseException | None) -> bool:
-    """Whether an error is a StorageError, or was raised from one or while one was handled."""
+    """Whether an error is a StorageError, or one is among its causes and contexts."""
     while error is not None and not isinstance(error, StorageError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -103,7 +104,7 @@ def is_url(name: Any) -> bool:
 
 
 def local_path(key: str, name: str | os.PathLike, reason: str) -> Path:
-    """Returns the path of a name, and raises an InputError for a URL, which `reason` excludes."""
+    """Returns the local path of a name; raises an InputError with `reason` if it is a URL."""
     path = to_path(name)
     if isinstance(path, URLPath):
         raise InputError(f"{key}={name} must be a local path: {reason}")
@@ -111,7 +112,7 @@ def local_path(key: str, name: str | os.PathLike, reason: str) -> Path:
 
 
 class URLPath(ProxyUPath):
-    """A file or folder at a URL; see the top of this module."""
+    """A file or folder at a URL, with methods of `pathlib.Path`; the module lists differences."""
 
     @property
     def _is_web(self) -> bool:
@@ -137,19 +138,19 @@ class URLPath(ProxyUPath):
             raise StorageError(f"{self}: {reason}{way_out}") from error
 
     def _info(self) -> dict[str, Any] | None:
-        """What the store says of this file or folder; None if there is none."""
+        """Returns the store's metadata of this file or folder; None if it does not exist."""
         with self._errors():
             try:
                 info = self.fs.info(self.path)
             except (FileNotFoundError, NotADirectoryError) as error:
-                # For the web fsspec says "not found" of any failure, from which it raises.
+                # For web servers fsspec raises "not found" for any failure, with its cause.
                 cause = error.__cause__
                 if cause is None or isinstance(cause, FileNotFoundError):
                     return None
                 if getattr(cause, "status", None) in (404, 410):
                     return None
                 raise cause from None
-        # Web servers have no folders; an index page lists files.
+        # Web servers have no folders; an HTML page that lists files counts as one.
         is_page = self._is_web and "html" in (info.get("mimetype") or "")
         if is_page and self.suffix not in (".html", ".htm"):
             return {**info, "type": "directory"}
@@ -168,7 +169,7 @@ class URLPath(ProxyUPath):
         return False
 
     def stat(self, **_: Any) -> SimpleNamespace:
-        """`st_size` alone; `modified` is a request of its own."""
+        """Returns an object with `st_size` only; `modified` needs a request of its own."""
         info = self._info()
         if info is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self))
@@ -177,7 +178,7 @@ class URLPath(ProxyUPath):
         return SimpleNamespace(st_size=int(info["size"]))
 
     def modified(self) -> float:
-        """Returns when the file was written, in seconds, on the clock of the store."""
+        """Returns the time of the last write, in seconds since the epoch, by the store's clock."""
         with self._errors():
             return self.fs.modified(self.path).timestamp()
 
@@ -194,7 +195,7 @@ class URLPath(ProxyUPath):
         return str(self) == str(other)
 
     def _child(self, name: str) -> "URLPath":
-        """The path of a name that the store lists below this one."""
+        """Returns the path of a name from the store's listing of this folder."""
         root = self.fs._strip_protocol(self.path).rstrip("/")
         relative = self.fs._strip_protocol(name).removeprefix(root).strip("/")
         return self / relative if relative else self
@@ -206,18 +207,18 @@ class URLPath(ProxyUPath):
             except FileNotFoundError:
                 return
         children = {str(child): child for child in map(self._child, names)}
-        children.pop(str(self), None)  # object stores may hold an empty object of this name
-        # A page of a web server links to other places, too.
+        children.pop(str(self), None)  # an empty object may stand for the folder itself
+        # A web page also links to files outside this folder.
         yield from (c for c in children.values() if c.parent == self)
 
     def glob(self, pattern: str, **_: Any) -> "Iterator[URLPath]":
         with self._errors():
-            # A folder may be called `lr[3e-3]`.
+            # A folder's name may have wildcards: `lr[3e-3]`.
             names = sorted(self.fs.glob(f"{glob.escape(self.path.rstrip('/'))}/{pattern}"))
         yield from map(self._child, names)
 
     def rglob(self, pattern: str, **_: Any) -> "Iterator[URLPath]":
-        """Yields files, no folders."""
+        """Yields the files below this folder whose names match; no folders."""
         yield from (path for path in self.files() if fnmatch.fnmatchcase(path.name, pattern))
 
     def files(self) -> "list[URLPath]":
@@ -227,7 +228,7 @@ class URLPath(ProxyUPath):
         return [child for child in map(self._child, names) if child != self]
 
     def open(self, mode: str = "r", encoding: str | None = None, **text: Any) -> Any:
-        """Opens a file for reading, or for writing whole ("w", "wb"): a context manager."""
+        """Returns a context manager with the open file, to read or to write anew ("w", "wb")."""
         encoding = None if "b" in mode else encoding or "utf-8"
         if mode in ("w", "wb"):
             return self._writer(mode, encoding, **text)
@@ -252,7 +253,7 @@ class URLPath(ProxyUPath):
         return io.TextIOWrapper(data, encoding or "utf-8", errors).read()
 
     def read_range(self, start: int, size: int) -> bytes:
-        """Reads `size` bytes from byte `start` on."""
+        """Returns `size` bytes of the file from byte `start` on."""
         if size == 0:
             return b""
         with self._errors():
@@ -274,10 +275,10 @@ class URLPath(ProxyUPath):
         return self.write_bytes(text.encode(encoding or "utf-8"))
 
     def create(self, data: bytes) -> None:
-        """Writes a file that must not exist yet; raises FileExistsError.
+        """Writes a file that must not exist yet; raises a FileExistsError if it does.
 
-        Stores that compare before they write (gs, s3) let one of several processes do so. In others
-        two that ask at the same moment may both succeed.
+        In stores with conditional writes (gs, s3) only one of several processes succeeds. In others
+        two processes that call this at the same moment may both succeed.
         """
         with self._errors(is_write=True):
             self._make_parent()
@@ -313,7 +314,7 @@ class URLPath(ProxyUPath):
                     raise
 
     def rename(self, target: "URLPath", **_: Any) -> "URLPath":
-        """Copies a file or folder to a path that is free, and deletes it here. Not atomic."""
+        """Copies a file or folder to a free path, then deletes the original; this is not atomic."""
         files = self.files() or [self]
         with self._errors():
             for file in files:
@@ -325,7 +326,7 @@ class URLPath(ProxyUPath):
 
 
 class _Reader(io.RawIOBase):
-    """The bytes of a file at a URL, read by ranges."""
+    """A raw stream of a file at a URL; each read requests a range of bytes."""
 
     def __init__(self, path: URLPath):
         if path.is_dir():
@@ -364,9 +365,9 @@ def check_writable(folder: URLPath) -> None:
 class AppendedFile:
     """A text file to which lines are appended.
 
-    On a local disk they are in the file when `write` returns. A URL cannot be appended to: there a
-    local copy grows, which is put to it by `flush`, and by a `write` every 30 s. A process that is
-    killed loses the lines since then.
+    On a local disk the lines are in the file when `write` returns. A file at a URL cannot be
+    appended to, so lines are appended to a local copy. `flush` uploads it, and so does `write` if
+    the last upload was more than 30 s ago. A killed process loses the lines after its last upload.
     """
 
     def __init__(self, path: Path | URLPath):
@@ -391,7 +392,7 @@ class AppendedFile:
                 self.flush()
 
     def flush(self) -> None:
-        """Returns when all lines are at the URL."""
+        """Uploads lines that are not yet at the URL; returns when they are stored."""
         if self._copy is not None and not self._is_put:
             self._copy.flush()
             self._path.put(Path(self._copy.name))
@@ -414,9 +415,10 @@ class AppendedFile:
 
 
 def close_all(files: Iterable[Any], error: BaseException | None) -> None:
-    """Closes all files, also after one that fails, and raises the first failure.
+    """Closes all files, even if some of them fail to close, and raises the first failure.
 
-    After an `error`, which is the one to see, failures are warnings.
+    With `error`, an exception that is already being raised, failures are only warnings, so that
+    they do not hide it.
     """
     failures = []
     for file in files:
@@ -431,9 +433,9 @@ def close_all(files: Iterable[Any], error: BaseException | None) -> None:
 
 
 def remove(path: Path | URLPath) -> None:
-    """Deletes a file or a folder with all that is in it."""
+    """Deletes a file, or a folder with all of its content."""
     if isinstance(path, URLPath):
-        # One by one: `fs.rm` takes a name with *, ? or [ for a pattern, and deletes what matches.
+        # One by one: `fs.rm` reads a name with *, ? or [ as a pattern and deletes all matches.
         with path._errors():
             files = [path._child(name) for name in path.fs.find(path.path)]
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -448,14 +450,14 @@ def remove(path: Path | URLPath) -> None:
 
 
 def read_range(path: Path | URLPath, start: int, size: int) -> np.ndarray:
-    """Reads `size` bytes from byte `start` on, into new memory: uint8 [size]."""
+    """Returns `size` bytes from byte `start` on as a new array, uint8 [size]."""
     if isinstance(path, URLPath):
         return np.frombuffer(path.read_range(start, size), np.uint8)
     return np.fromfile(path, np.uint8, size, offset=start)
 
 
 def chunks(path: Path | URLPath) -> Iterator[bytes]:
-    """Yields the bytes of a file in order."""
+    """Yields the content of a file in order, in pieces of at most 16 MiB."""
     if isinstance(path, URLPath):
         size = path.stat().st_size
         yield from (path.read_range(i, min(_CHUNK, size - i)) for i in range(0, size, _CHUNK))
@@ -466,7 +468,10 @@ def chunks(path: Path | URLPath) -> Iterator[bytes]:
 
 
 def map_file(path: Path | URLPath) -> mmap.mmap:
-    """Maps a file that is not empty, of a URL a temporary copy; many threads can read at once."""
+    """Maps a non-empty file, or a temporary copy of one at a URL, into memory for reading.
+
+    Many threads can read the map at the same time.
+    """
     if not isinstance(path, URLPath):
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -478,29 +483,29 @@ def map_file(path: Path | URLPath) -> mmap.mmap:
 
 
 class Staging:
-    """A local folder for programs that write to disks only, and its place in the end.
+    """A local folder for libraries that can only write to a disk, and its final place.
 
-    For a local place it is that folder. For a URL it is a temporary one, from which `upload` copies
-    what has changed. Those of killed processes are removed when the next one is made. Use it as a
-    context manager.
+    If the place is a local folder, files are written directly into it. If it is a URL, they are
+    written into a temporary folder, and `upload` copies new and changed files. Temporary folders of
+    killed processes are removed when the next one is created. Use it as a context manager.
 
     Attributes:
-      place: where the files are in the end.
-      local: where they are to be written.
-      is_temporary: whether these are two folders.
+      place: the final place of the files.
+      local: the folder to write them into.
+      is_temporary: whether `local` is a temporary folder, which `close` removes.
     """
 
     def __init__(self, place: Path | URLPath, local: Path | None = None, *, always: bool = False):
-        """`local` is a folder of the caller; `always` makes a temporary one for a local place."""
+        """`local` is a folder of the caller; `always`: make a temporary one for a local place."""
         self.place = place
-        self._uploaded: dict[Path, tuple[int, int]] = {}  # size and time of change
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # size and time of change when uploaded
         self.is_temporary = local is None and (always or isinstance(place, URLPath))
         self.local = _temporary_folder() if self.is_temporary else local or place
 
     def upload(self, last: str = "") -> None:
-        """Copies new and changed files to their place; returns when they are there.
+        """Copies new and changed files to `place`; returns when all of them have arrived.
 
-        `last` is a file that is copied when all others are there.
+        `last` is the name of a file that is copied after all others have arrived.
         """
         if self.local == self.place:
             return
@@ -514,7 +519,7 @@ class Staging:
                     target.put(file)
                 else:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, target)  # without times, which may not be set there
+                    shutil.copyfile(file, target)  # without times: some disks cannot set them
                 self._uploaded[file] = state
 
         files = list(filter(Path.is_file, self.local.rglob("*")))
@@ -525,7 +530,7 @@ class Staging:
                 put(file)
 
     def download(self) -> None:
-        """Copies the files of a URL into the temporary folder."""
+        """Copies the files at a URL into `local`; does nothing for a local place."""
         files = self.place.files() if isinstance(self.place, URLPath) else []
 
         def get(file: URLPath) -> None:
@@ -537,7 +542,7 @@ class Staging:
             list(pool.map(get, files))
 
     def close(self) -> None:
-        """Removes the temporary folder; what was not uploaded is lost."""
+        """Removes a temporary folder; files that were not uploaded are lost."""
         if self.is_temporary:
             shutil.rmtree(self.local, ignore_errors=True)
 
@@ -558,9 +563,9 @@ def _temporary_folder() -> Path:
 
 
 def _namespace() -> str:
-    """A digest of the machine or container whose processes have numbers of their own.
+    """Returns a digest of the host name and the PID namespace, in which process ids are unique.
 
-    Several of them may share the folder of temporary files.
+    Several machines or containers may share the folder of temporary files.
     """
     name = socket.gethostname()
     with contextlib.suppress(OSError):  # no /proc
@@ -569,13 +574,13 @@ def _namespace() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this machine has the number `pid`."""
+    """Whether a process with the id `pid` runs on this machine; always True without POSIX."""
     if os.name != "posix":  # elsewhere signal 0 would end the process
         return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # the process belongs to another user
         return True
     return True

@@ -3,11 +3,10 @@
     out, lse = flash(q, k, v, causal() & window(4096))
     out, lse = merge([(out_a, lse_a), (out_b, lse_b)])
 
-The visible keys are given by a mask of atoms (`causal`, `window`, ...) and optionally a
-`BlockTable`, which `tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`). `decode`
-reads a cache in its memory layout, `landmark_attention` computes a grouped softmax, and `Layout`
-distributes each of them over the devices of a mesh. `explain` reports which implementation runs,
-and why.
+A mask built from `causal`, `window`, ... defines the visible keys. A `BlockTable` can restrict them
+further; `tables` makes it (`tables.from_mask`, `from_block_mask`, `from_top_k`). `decode` reads a
+cache in its memory layout, `landmark_attention` computes a grouped softmax, and `Layout` shards
+each of them over the devices of a mesh. `explain` reports which implementation runs, and why.
 
 Depends on JAX only.
 """

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `flash` and `landmark_attention`, and the meshes that they run on."""
+"""Argument checks of `flash` and `landmark_attention`, and their support of Explicit mesh axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_arrays(call: str, q, k, v, scale, **positions):
 
 
 def _is_finite(value) -> bool:
-    """Whether `value` is a number of Python or NumPy, or an array of one, that is finite."""
+    """Returns whether `value` is a finite number: of Python, of NumPy, or a 0-dimensional array."""
     number = np.asarray(value)
     return number.ndim == 0 and number.dtype.kind in "iuf" and bool(np.isfinite(number))
 
@@ -63,7 +63,7 @@ def _check_qkv(call: str, q, k, v):
 
 
 def _check_positions(call: str, q, k, q_index, k_index, q_segments, k_segments, k_lengths=None):
-    """Raises unless indices, segments and lengths are integers of q's and k's lengths.
+    """Raises unless indices, segments and lengths are integers whose shapes fit q and k.
 
     Segments may also be bool.
     """
@@ -115,7 +115,7 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
     if sinks is not None and jnp.shape(sinks) != (n,):
         raise ValueError(f"flash: sinks has shape {jnp.shape(sinks)}, must be ({n},)")
     if splits is not None:
-        integer("flash: splits (None suits the platform)", splits, 1)
+        integer("flash: splits", splits, 1)
     if layout is not None and not hasattr(layout, "fitting"):
         raise TypeError(f"flash: layout is a {type(layout).__name__}, must be a Layout")
     if table is not None:
@@ -146,12 +146,12 @@ def _check_table(table, b: int, t: int, n: int, s: int, heads: int):
 def on_any_mesh(attention: Callable) -> Callable:
     """Wraps `attention(q, k, v, ...) -> (out, lse)` so that it runs under Explicit mesh axes.
 
-    `jax.make_mesh` makes such axes by default. The loops of the implementations do not state the
-    sharding of each of their steps, so the call runs with these axes Auto; results are split as q's
-    rows, length and heads are.
+    `jax.make_mesh` makes such axes by default. The loops of the implementations do not annotate the
+    sharding of each of their steps, so the call runs with these axes Auto. Results are sharded like
+    the rows, length and heads of q.
 
     Raises:
-      ValueError: inside a `jax.shard_map` that checks which values vary (check_vma).
+      ValueError: the call is inside a `jax.shard_map` that checks which values vary (check_vma).
     """
 
     @functools.wraps(attention)
@@ -177,7 +177,7 @@ def on_any_mesh(attention: Callable) -> Callable:
 
 
 def _explicit(arrays):
-    """The sharding of the first array that has axes of the kind Explicit, or None."""
+    """Returns the sharding of the first array on a mesh with Explicit axes, or None."""
     shardings = (jax.typeof(x).sharding for x in arrays)
     return next((x for x in shardings if x.mesh.explicit_axes), None)
 

@@ -1,7 +1,7 @@
 """Biases of the logits that depend on the head and on the distance `k_index - q_index`.
 
-A bias is a pytree whose leaves end in the axis of query heads, so a part of the heads is a slice
-of the leaves. Its parameters get gradients. Kernels call two methods, block by block:
+A bias is a pytree. The last axis of its leaves is that of query heads, so slices of the leaves are
+the bias of some heads. Its parameters get gradients. Kernels call two methods, block by block:
 
 - `logits(q_index [..., T], k_index [..., S]) -> float32 [..., N, T, S]`
 - `gradient(q_index, k_index, d_logits [..., N, T, S])`: the cotangent of the parameters, summed
@@ -22,7 +22,7 @@ from pallas_kernels.masks import integer
 
 
 def _distance(q_index, k_index):
-    """k - q, int32 [..., T, S]."""
+    """Returns k - q, int32 [..., T, S]."""
     return jnp.asarray(k_index)[..., None, :] - jnp.asarray(q_index)[..., :, None]
 
 
@@ -56,9 +56,9 @@ class Alibi:
 class RelativeBias:
     """table[bucket(k - q), n]: T5's relative bias (Raffel et al. 2020, section 2.1).
 
-    Buckets hold one distance each up to half of their number, from there logarithmically longer
-    ranges up to `max_distance`, and the last one everything beyond. Bidirectional tables use their
-    second half for keys ahead of the query; otherwise those share bucket 0.
+    The first half of the buckets hold one distance each. The others hold logarithmically growing
+    ranges up to `max_distance`, and the last one also all larger distances. Bidirectional tables
+    use their second half for keys ahead of the query; in other tables these keys share bucket 0.
     """
 
     table: jax.Array  # float [buckets, N]
@@ -75,11 +75,11 @@ class RelativeBias:
         return _thresholds(self.table.shape[0] // (1 + self.bidirectional), self.max_distance)
 
     def buckets(self, q_index, k_index):
-        """int32 [..., T, S]."""
+        """Returns the bucket of each query and key, int32 [..., T, S]."""
         ahead = _distance(q_index, k_index)
         away = jnp.abs(ahead) if self.bidirectional else jnp.maximum(-ahead, 0)
         thresholds = self.thresholds
-        # The bucket of every distance up to the last threshold, looked up.
+        # Buckets are looked up by distance; distances beyond the last threshold share its bucket.
         known = np.searchsorted(thresholds, np.arange(thresholds[-1] + 1), side="right")
         bucket = jnp.asarray(known.astype(np.int32))[jnp.minimum(away, thresholds[-1])]
         if not self.bidirectional:
@@ -91,7 +91,7 @@ class RelativeBias:
         return jnp.moveaxis(values, -1, -3)
 
     def gradient(self, q_index, k_index, d_logits):
-        # A product with the one-hot buckets: a scatter would add element by element.
+        # A product with one-hot buckets is faster than a scatter, which adds element by element.
         buckets = self.buckets(q_index, k_index)
         chosen = jax.nn.one_hot(buckets, self.table.shape[0], dtype=jnp.float32)
         chosen = jnp.broadcast_to(chosen, (*d_logits.shape[:-3], *chosen.shape[-3:]))
@@ -105,10 +105,10 @@ Bias = Alibi | RelativeBias
 
 
 def _thresholds(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """First distance of buckets 1.. where the later half of `buckets` is spaced logarithmically.
+    """Returns the first distance of buckets 1, 2, ...; the later half is spaced logarithmically.
 
     bucket(d) = d for d < e = buckets / 2, else e + floor(log(d/e) / log(max_distance/e) (buckets -
-    e)), in float32 as in the published models: the boundaries are rounded there.
+    e)), in float32 like the published models, whose boundaries depend on its rounding.
     """
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -129,8 +129,8 @@ def _thresholds(buckets: int, max_distance: int) -> tuple[int, ...]:
 def alibi_slopes(heads: int) -> np.ndarray:
     """Returns float32 [heads]: 2^(-8 i / heads) for i = 1.., as in the paper's released code.
 
-    For a number of heads that is no power of two: the slopes of the power below, then every second
-    one of the power above.
+    If `heads` is no power of two, these are the slopes of the next lower power of two, followed by
+    every second slope of the next higher one.
     """
     power = 2 ** int(math.log2(integer("alibi_slopes: heads", heads, 1)))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
@@ -139,5 +139,5 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def of_heads(tree, first: int, count: int):
-    """The slice [first, first + count) of the last axis of every leaf."""
+    """Returns the slice [first, first + count) of the last axis of every leaf."""
     return jax.tree.map(lambda x: x[..., first : first + count], tree)

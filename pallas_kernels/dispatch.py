@@ -7,21 +7,22 @@ A backend is a module with three functions over q [B, T, N, H], k [B, S, K, H], 
     backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform)
         -> dq, dk, dv in the dtypes of q, k, v, and the cotangent of operands.bias (None: no bias)
     unsupported(q, k, v, operands, spec) -> str | None
-        a reason not to run these inputs, or None; only shapes, dtypes and structure are read
+        why the backend cannot run these inputs, or None; reads only shapes, dtypes and structure
 
-It computes logit = cap(scale q k^T) + bias with cap(x) = spec.soft_cap tanh(x / spec.soft_cap),
-hides the keys that `spec.mask`, the segments or the table hide, and returns the softmax's weighted
-values and its log-sum-exp (natural logarithm). A query that sees no key gets out 0, lse -inf and
-zero gradients. Softmax and sums are float32; float32 operands are multiplied in full precision. The
-cotangent of lse enters the backward pass through `di = rowsum(out * d_out) - d_lse`; d_lse is None
-where nothing depends on lse.
+A backend computes logit = cap(scale q k^T) + bias with cap(x) = spec.soft_cap tanh(x /
+spec.soft_cap). It hides the keys that `spec.mask`, the segments or the table hide, and returns the
+softmax's weighted values and its log-sum-exp (natural logarithm). A query that sees no key gets out
+0, lse -inf and zero gradients. Softmax and sums are float32; float32 operands are multiplied in
+full precision. The cotangent of lse enters the backward pass through
+`di = rowsum(out * d_out) - d_lse`; d_lse is None if nothing depends on lse.
 
 The caller of a backend has already split masks per head (`spec.mask` is one mask for all heads) and
-turned k_lengths into segments; it merges sinks and replaces the results of tables that overflowed.
+turned k_lengths into segments. It merges sinks, and replaces the results of tables that overflowed.
 `platform` is the one that the program is lowered for ("cpu", "tpu", "cuda", ...), or "default".
 
-`LANDMARK` has the backends of `pallas_kernels.landmark.older_blocks`: the same three functions,
-where `spec.block` is set, and masks, indices and segments of keys are those of landmark blocks.
+`LANDMARK` lists the backends of `pallas_kernels.landmark.older_blocks`. They have the same three
+functions; `spec.block` is set, and masks, indices and segments of keys are those of landmark
+blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class Constant:
-    """NumPy arrays that a program is compiled for: hashable, and equal where the contents are."""
+    """A pytree of NumPy arrays that are constants of a program: hashable, compared by contents."""
 
     def __init__(self, tree):
         leaves, structure = jax.tree.flatten(tree)
@@ -89,10 +90,10 @@ class Spec:
 
 
 class Operands(NamedTuple):
-    """Arrays beside q, k, v; None where the caller gives none.
+    """The array arguments besides q, k, v; None if the caller passes none.
 
-    With `Spec.block`, k_index and k_segments are [.., C] of C landmark blocks, and the indices are
-    numbers of blocks; q_index None stands for t // block.
+    If `Spec.block` is set, k_index and k_segments are [.., C] for C landmark blocks, and both
+    indices are block numbers; q_index None means t // block.
     """
 
     q_index: Any = None  # int32 [1 or B, T]; None: 0, 1, ..., known when traced
@@ -104,14 +105,14 @@ class Operands(NamedTuple):
 
 
 def split_heads(q, k, v, operands: Operands, spec: Spec) -> Iterator[tuple]:
-    """Yields (q, k, v, operands, spec) for each run of query heads that share a mask."""
+    """Yields (q, k, v, operands, spec) for runs of query heads that share a mask."""
     heads, group, start = q.shape[2], q.shape[2] // k.shape[2], 0
     for mask, count in by_heads(spec.mask, heads):
         if count == heads:
             yield q, k, v, operands, replace(spec, mask=mask)
             return
         while count:
-            # Whole groups of queries that share a key head, or a part of one group.
+            # A run must be whole groups of query heads that share a key head, or a part of one.
             size = min(count, group - start % group)
             if start % group == 0 and count >= group:
                 size = count - count % group
@@ -120,7 +121,7 @@ def split_heads(q, k, v, operands: Operands, spec: Spec) -> Iterator[tuple]:
 
 
 def join_heads(results: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """Concatenates the (out, lse) of `split_heads`."""
+    """Concatenates the (out, lse) of the runs of `split_heads` along heads."""
     if len(results) == 1:
         return results[0]
     out, lse = (jnp.concatenate(x, 2) for x in zip(*results, strict=True))
@@ -128,7 +129,7 @@ def join_heads(results: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Arra
 
 
 def _some_heads(q, k, v, operands: Operands, spec: Spec, start: int, count: int):
-    """(q, k, v, operands, spec) of `count` query heads from `start` on."""
+    """Returns (q, k, v, operands, spec) of `count` query heads from `start` on."""
     key_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     first, num_keys = start // group, -(-count // group)
 
@@ -149,16 +150,16 @@ def _some_heads(q, k, v, operands: Operands, spec: Spec, start: int, count: int)
 
 
 def user_table(operands: Operands, spec: Spec) -> BlockTable | None:
-    """The caller's BlockTable, of NumPy or of traced arrays, or None.
+    """Returns the caller's BlockTable, of NumPy or of traced arrays, or None.
 
-    Only its blocks are visible, on top of the mask. A block that it calls full is full with respect
-    to the mask alone: segments still apply there (`pallas_kernels.tables.restrict` applies them).
+    It hides all blocks that it does not list, in addition to the mask. Its full blocks are full
+    with respect to the mask only: `pallas_kernels.tables.restrict` applies segments to them.
     """
     return operands.table if spec.table is None else spec.table.tree
 
 
 def default_q_index(spec: Spec, queries: int) -> np.ndarray:
-    """int32 [1, T], which stands for operands.q_index None: 0, 1, ... or numbers of blocks."""
+    """Returns the q_index, int32 [1, T], that None stands for: 0, 1, ... or block numbers."""
     index = np.arange(queries, dtype=np.int32)[None]
     return index if spec.block is None else index // spec.block
 
@@ -166,7 +167,7 @@ def default_q_index(spec: Spec, queries: int) -> np.ndarray:
 def visible_blocks(
     operands: Operands, spec: Spec, queries: int, keys: int, q_block: int, k_block: int
 ) -> BlockTable:
-    """The blocks to visit: those of the caller's table, or blocks of the given sizes."""
+    """Returns the blocks to visit: those of the caller's table, or blocks of the given sizes."""
     q_index, k_index, q_segments, k_segments = operands[:4]
     if q_index is None and spec.block is not None:
         q_index = default_q_index(spec, queries)
@@ -178,7 +179,7 @@ def visible_blocks(
 
 
 def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
-    """The reason against q, k and v that are not all of one of `dtypes`, or None."""
+    """Returns a reason unless q, k and v all have the same one of `dtypes`, else None."""
     names = {str(x.dtype) for x in (q, k, v)}
     if any(names == {dtype} for dtype in dtypes):
         return None
@@ -187,16 +188,16 @@ def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
 
 
 def unsupported_mask(spec: Spec) -> str | None:
-    """The reason against a mask that kernels cannot compute, or None."""
+    """Returns a reason if kernels cannot compute the mask, else None."""
     if spec.mask.arithmetic:
         return None
     return "the mask looks indices up in a long list; kernels compute masks from scalars"
 
 
 def unsupported_blocks(q, k, table: BlockTable | None, multiple: int) -> str | None:
-    """The reason against a table whose blocks are no multiple of `multiple`, or None.
+    """Returns a reason if a block size of the table is no multiple of `multiple`, else None.
 
-    A block that is alone may have any size.
+    A single block that covers a whole axis may have any size.
     """
     if table is None:
         return None
@@ -208,29 +209,32 @@ def unsupported_blocks(q, k, table: BlockTable | None, multiple: int) -> str | N
 
 
 class Backend(NamedTuple):
-    """A module, and the platforms that it is for; a portable one runs on all others too."""
+    """A backend's module and its platforms; a portable one runs on all other platforms too."""
 
     module: str
     platforms: tuple[str, ...]
     portable: bool = False
-    by_name: bool = False  # runs only if it is named or has passed the self-check
-    takes_d_lse: bool = True  # else its backward pass runs only where nothing depends on lse
-    deterministic: bool = True  # else gradients may differ in bits between two runs
+    needs_check: bool = False  # runs only if it is named or has passed the self-check
+    takes_d_lse: bool = True  # False: its backward pass runs only if nothing depends on lse
+    deterministic: bool = True  # False: gradients may differ in bits between two runs
 
     def load(self):
         return importlib.import_module(self.module)
 
 
-# The first one that can run the inputs is taken on its platforms; "default" is every other one.
+# `choose` takes, on each platform, the first one in its order that can run the inputs there;
+# "default" stands for every platform that has no entry.
 BACKENDS = {
     "xla": Backend("pallas_kernels.backends.xla.attention", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels.backends.tpu.attention", ("tpu",)),
-    "triton": Backend("pallas_kernels.backends.triton.attention", ("cuda",), by_name=True),
-    "mosaic_gpu": Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cuda",), by_name=True),
+    "triton": Backend("pallas_kernels.backends.triton.attention", ("cuda",), needs_check=True),
+    "mosaic_gpu": Backend(
+        "pallas_kernels.backends.mosaic_gpu.attention", ("cuda",), needs_check=True
+    ),
     "cudnn": Backend(
         "pallas_kernels.backends.cudnn",
         ("cuda",),
-        by_name=True,
+        needs_check=True,
         takes_d_lse=False,
         deterministic=False,
     ),
@@ -238,11 +242,11 @@ BACKENDS = {
 LANDMARK = {
     "xla": Backend("pallas_kernels.backends.xla.landmark", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels.backends.tpu.landmark", ("tpu",)),
-    "triton": Backend("pallas_kernels.backends.triton.landmark", ("cuda",), by_name=True),
+    "triton": Backend("pallas_kernels.backends.triton.landmark", ("cuda",), needs_check=True),
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
-MUCH_FASTER = 1.1  # how many times as fast gradients must be that differ in bits between runs
+MUCH_FASTER = 1.1  # speedup for which gradients that differ in bits between runs are accepted
 BY_NAME, NO_D_LSE = "chosen by name", "it takes no cotangent of lse"
 UNMEASURED = (
     "{}: XLA's blockwise attention runs ({}) on {}: {}; no kernel was measured there yet, which "
@@ -252,17 +256,17 @@ UNMEASURED = (
 
 
 class CannotRun(ValueError):
-    """A backend that the caller names cannot run the call."""
+    """Raised if the backend that the caller names cannot run the call."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One kind of attention call, the implementation that computes it here, and the reasons."""
+    """An attention call, the implementation that computes it on this platform, and the reasons."""
 
     call: str
-    kind: str | None  # of calls that are measured together (`pallas_kernels.timings`)
+    kind: str | None  # the kind of call by which measurements are stored (`timings.kind`)
     implementation: str
-    reasons: tuple[tuple[str, str], ...]  # of every implementation that was considered
+    reasons: tuple[tuple[str, str], ...]  # (name, reason) of each implementation considered
 
     def __str__(self) -> str:
         marks = ((">" if name == self.implementation else " ") for name, _ in self.reasons)
@@ -282,7 +286,7 @@ def explain(function, *args, **options) -> list[Explanation]:
 
     `function(*args, **options)` is traced and not run. Each different call is listed once; backward
     passes are listed if the function differentiates. Functions that `jax.jit` has traced before are
-    not traced again: give the function under `jit`.
+    not traced again: pass the original function, without `jit`.
 
     Args:
       function: calls `flash`, `decode` or `landmark_attention`.
@@ -303,10 +307,10 @@ def explain(function, *args, **options) -> list[Explanation]:
 
 @contextlib.contextmanager
 def record_explanations() -> Iterator[list[Explanation]]:
-    """Records the explanation of every attention call that is traced inside, also of programs.
+    """Records the explanation of every attention call that is traced inside the context.
 
-    It is for what `explain` cannot trace as a whole, such as a loop in Python over several jitted
-    programs. What `jax.jit` has traced before is not traced again.
+    Use it where `explain` cannot trace the whole computation, such as a Python loop over several
+    jitted programs. Functions that `jax.jit` has traced before are not traced again.
     """
     explanations: list[Explanation] = []
     token = _explanations.set(explanations)
@@ -319,15 +323,19 @@ def record_explanations() -> Iterator[list[Explanation]]:
 def choose(
     name: str | None, q, k, v, operands, spec, direction: str = "forward", d_lse: bool = False
 ):
-    """((platform, backend), ...) for `run`; a name that cannot run raises its reason.
+    """Returns ((platform, backend), ...), the argument `choice` of `run`.
 
-    Of the backends that can run on a platform, the one that was measured to be the fastest is
-    taken (`ranked_by`); on GPUs where nothing was measured for such calls, the first of
-    `tuning.order`. Kernels of GPUs have to pass the self-check for calls like it
-    (`pallas_kernels.self_check`). Any backend can run the backward pass of another's results.
+    Of the backends that can run on a platform, the one with the fastest measurement is chosen
+    (`ranked_by`); on GPUs without a measurement of such calls, the first of `tuning.order`. GPU
+    kernels must pass the self-check for such calls (`pallas_kernels.self_check`). Any backend can
+    run the backward pass on another one's results.
 
     Args:
+      name: the implementation that the caller requires, or None.
       d_lse: whether the backward pass has a cotangent of lse.
+
+    Raises:
+      CannotRun: the backend `name` is unknown or cannot run the call.
     """
     inputs = q, k, v, operands, spec
     kind = timings.kind(*inputs)
@@ -346,7 +354,11 @@ def choose(
 
 
 def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool):
-    """The choice, and why each backend is or is not taken; times: of those that were measured."""
+    """Returns {platform: backend}, and {backend: why it is or is not chosen}.
+
+    Args:
+      times: milliseconds of the backends that were measured.
+    """
     backends, chosen, reasons = FAMILIES[inputs[-1].family], {}, {}
     rules = [] if times else [x for x in tuning.order() if x in backends]
 
@@ -360,15 +372,15 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
         if _varies(name, direction):
             duration += f", counted as {MUCH_FASTER} times that: its gradients vary in bits"
         if backend.portable:
-            timed = ("cuda",) if name in times else ()  # slower backends are not considered
+            timed = ("cuda",) if name in times else ()  # slower backends are then not considered
             chosen = dict.fromkeys((*backend.platforms, *timed), name) | chosen
             reasons[name] = duration if name in times else "it runs everywhere"
             continue
-        if backend.by_name and name not in times and name not in rules:
-            reasons[name] = f"not measured here for {kind or 'float32'}"
+        if backend.needs_check and name not in times and name not in rules:
+            reasons[name] = f"no measurement on this GPU for {kind or 'float32'}"
             continue
         if chosen.keys() >= set(backend.platforms):
-            reasons[name] = duration if name in times else "another one is first"
+            reasons[name] = duration if name in times else "another backend is preferred"
             continue
         can, why = _may_run(name, backend, name in times, inputs, direction, d_lse)
         if can:
@@ -379,22 +391,22 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
 
 
 def ranked_by(name: str, milliseconds: float, direction: str) -> float:
-    """What backends that were measured are ordered by: reproducible gradients are preferred."""
+    """Returns the sort key of a measured backend, which prefers reproducible gradients."""
     return milliseconds * (MUCH_FASTER if _varies(name, direction) else 1.0)
 
 
 def _varies(name: str, direction: str) -> bool:
-    """Whether results differ in bits between two runs."""
+    """Returns whether results may differ in bits between two runs."""
     return direction == "backward" and name in BACKENDS and not BACKENDS[name].deterministic
 
 
 def _may_run(name: str, backend: Backend, measured: bool, inputs, direction: str, d_lse: bool):
-    """(whether a backend can run a call, why)."""
+    """Returns whether a backend may run a call, and why."""
     if d_lse and not backend.takes_d_lse:
         return False, NO_D_LSE
     if reason := backend.load().unsupported(*inputs):
         return False, reason
-    if not backend.by_name:
+    if not backend.needs_check:
         return True, f"for {', '.join(backend.platforms)}"
     form = timings.form_of(timings.kind_of_any_dtype(*inputs))
     if reason := timings.why_wrong(name, str(inputs[0].dtype), form):
@@ -403,31 +415,31 @@ def _may_run(name: str, backend: Backend, measured: bool, inputs, direction: str
 
 
 def _self_check():
-    """The module, which is also a command and imports this package itself."""
+    """Imports the module late: it is also a command, and itself imports this package."""
     return importlib.import_module("pallas_kernels.self_check")
 
 
 def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> None:
-    """Warns once on a platform if a better backend is refused, or if XLA runs unmeasured."""
+    """Warns once if a preferred backend of this platform is refused, or if XLA runs unmeasured."""
     current, backends = platform(), FAMILIES[family]
     fastest = chosen.get(current, chosen["default"])
     refused = list(itertools.takewhile(lambda name: name != fastest, reasons))
-    # In the order of the backends, so that both directions say the same, once.
+    # Table order gives forward and backward the same message, which is then logged once.
     of_cuda = {x: reasons[x] for x in backends if x in refused and "cuda" in backends[x].platforms}
     unmeasured = current == "cuda" and kind and not times and backends[fastest].portable
-    # What the self-check refuses has a line of its own.
+    # The self-check has already logged what it refuses.
     if unmeasured and not any(x.startswith(_self_check().LOGGED) for x in of_cuda.values()):
         why = "; ".join(f"not {name}, {reason}" for name, reason in of_cuda.items())
         _warn_once(UNMEASURED.format(family, kind, tuning.device_kind(), why))
     for name in refused:
-        known = name in times or not backends[name].by_name
-        said = reasons[name] == NO_D_LSE or reasons[name].startswith(_self_check().LOGGED)
-        if known and current in backends[name].platforms and not said:
+        known = name in times or not backends[name].needs_check
+        is_silent = reasons[name] == NO_D_LSE or reasons[name].startswith(_self_check().LOGGED)
+        if known and current in backends[name].platforms and not is_silent:
             _warn_once(f"{family}: not {name}, {reasons[name]}; {fastest} runs")
 
 
 def _explicit(name: str, inputs, d_lse: bool):
-    """As `_fastest`, for a backend that the caller names."""
+    """Returns the results of `_fastest` for a backend that the caller names."""
     family = inputs[-1].family
     backends, call = FAMILIES[family], f"{family}(implementation={name!r})"
     if name not in backends:
@@ -450,7 +462,7 @@ def _explicit(name: str, inputs, d_lse: bool):
 
 
 def platform() -> str:
-    """The platform of this process under the name that lowered programs use: "cuda", not "gpu"."""
+    """Returns the process' platform as lowered programs name it: "cuda" instead of "gpu"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -469,7 +481,8 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
       forward: ((q, k, v), operands, static) -> (out, lse).
       backward: ((q, k, v, out, lse, d_out, d_lse), operands, static) -> dq, dk, dv and the
         cotangent of operands.bias; d_lse is None where nothing depends on lse.
-      name: of the residuals out and lse: a remat policy that saves it recomputes no attention.
+      name: checkpoint name of the residuals out and lse. A remat policy that saves this name does
+        not recompute attention.
     """
 
     def attention(q, k, v, operands, static):
@@ -498,9 +511,10 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
 
 
 def _once_differentiable(function: Callable, arrays, operands: Operands, static):
-    """`function(arrays, operands, static)`, a part of a first derivative, without one of its own.
+    """Runs `function(arrays, operands, static)`; its derivative raises a clear NotImplementedError.
 
-    Kernels raise a bare NotImplementedError where they are differentiated.
+    It runs the parts of a first derivative. Kernels that are differentiated would raise a
+    NotImplementedError without a message.
     """
 
     @jax.custom_jvp
@@ -518,9 +532,10 @@ def _once_differentiable(function: Callable, arrays, operands: Operands, static)
 
 
 def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str | None, Spec]):
-    """`run` by the backends that `choose` takes for (q, k, v, ...).
+    """Runs a pass with the backends that `choose` returns.
 
     Args:
+      arrays: (q, k, v, ...), as in `differentiable`.
       static: the name of the implementation or None, and the spec.
     """
     name, spec = static
@@ -529,17 +544,17 @@ def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str
     return run(direction, choice, arrays, operands, spec)
 
 
-# Compiled once per shape also when called outside jit, and traced once for all layers of a model.
+# With jit a call outside jit compiles once per shape, and all layers of a model share one trace.
 @functools.partial(jax.jit, static_argnames=("direction", "choice", "spec"))
 def run(direction: str, choice, arrays, operands, spec):
-    """`forward` or `backward` of the chosen backends, by the platform that the program is for."""
+    """Runs `forward` or `backward` of the backend chosen for the platform of the program."""
     branches = {
         platform: functools.partial(
             getattr(FAMILIES[spec.family][name].load(), direction), spec=spec, platform=platform
         )
         for platform, name in choice
     }
-    # Whatever the caller's default is, kernels and XLA's loops count and sum in 32 bits.
+    # Kernels and XLA's loops count and sum in 32 bits, even if the caller enables x64.
     narrow, operands = jax.tree.map(_in_32_bits, (arrays, operands))
     with jax.enable_x64(False):
         if len(branches) == 1:

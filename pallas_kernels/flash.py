@@ -47,36 +47,39 @@ def flash(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the logits' log-sum-exp.
 
-    Both are differentiable in q, k, v, the bias and the sinks, once and in reverse: forward mode
-    (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) is not supported. A query that sees no key gets out 0,
-    lse -inf and zero gradients. Softmax and sums are float32 for every input dtype. Mesh axes may
-    be Auto or Explicit; inside `jax.shard_map` give that check_vma=False.
+    Both results have first-order, reverse-mode gradients with respect to q, k, v, the bias and the
+    sinks. Forward mode and second derivatives (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) are not
+    supported. A query that sees no key gets out 0, lse -inf and zero gradients. Softmax and sums
+    are float32 for every input dtype. Mesh axes may be Auto or Explicit; a surrounding
+    `jax.shard_map` needs check_vma=False.
 
     Args:
       q: queries; N is a multiple of K.
       k: keys.
       v: values.
-      mask: tests order indices (`pallas_kernels.masks`), for all heads or per head; None shows all.
+      mask: a rule over order indices (`pallas_kernels.masks`), for all heads or per head; None
+        shows all keys.
       scale: None means H ** -0.5.
-      soft_cap: logits become soft_cap tanh(logit / soft_cap), before the bias and the mask.
+      soft_cap: maps logits to soft_cap tanh(logit / soft_cap), before the bias and the mask.
       bias: `Alibi` or `RelativeBias`, a function of k_index - q_index.
       sinks: learned logits that only add to the denominator (and to lse).
-      table: only the blocks that it lists are visible, on top of the mask; calling a block full is
-        a promise that the mask shows all of it. NumPy tables are part of the compiled program.
-        Where a traced table overflowed its capacity, everything returned is NaN.
-      q_index, k_index: order indices of queries and keys, of all rows or of each, by default
-        0, 1, ...; they may be traced (a decoding step passes offset + arange(T)).
-      q_segments, k_segments: keys are seen only inside the same segment; segment 0 is padding,
-        which sees no key and is visible to no query.
-      k_lengths: the number of first keys of each row that are no padding.
+      table: hides all blocks that it does not list, in addition to the mask. The mask must show
+        every pair of a block that the table marks as full, because it is not tested there. NumPy
+        tables are constants of the compiled program. If a traced table overflowed its capacity,
+        all results are NaN.
+      q_index, k_index: order indices of queries and keys, shared by all rows or one set per row; by
+        default 0, 1, .... They may be traced (a decoding step passes offset + arange(T)).
+      q_segments, k_segments: a query sees only keys of its own segment; segment 0 is padding, which
+        sees no key and is visible to no query.
+      k_lengths: the number of valid keys of each row; the keys after them are padding.
       splits: see `decode`.
-      layout: the axes of a mesh over which rows, heads and the length are split, and whether a
-        split length is put together by a ring or an all-to-all exchange
-        (`pallas_kernels.sharded`). None leaves it to the compiler, which cannot split kernels.
+      layout: the mesh axes over which rows, heads and the length are sharded, and the method for a
+        sharded length, a ring or an all-to-all exchange (`pallas_kernels.sharded`). None leaves
+        sharding to the compiler, which cannot partition kernels.
       implementation: a name of `pallas_kernels.dispatch.BACKENDS`, "reference" (dense, for tests),
         or None for the platform's default: on GPUs the fastest one that was measured there
         (`pallas_kernels.timings`), else the first one that passed a self-check, which the first
-        call starts (`pallas_kernels.self_check`). `explain` returns which one, and why.
+        call starts (`pallas_kernels.self_check`). `explain` reports the choice and its reasons.
 
     Returns:
       out in q's dtype, and lse in float32.
@@ -127,19 +130,19 @@ def decode(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns `flash` of few queries over a cache of keys and values, read in its memory layout.
 
-    Heads precede keys, as in a cache that grows along S: a step multiplies whole runs of it, and no
-    part of it is reordered, padded or copied. Key blocks that no query sees, such as those of a
-    cache that are not filled yet or lie before a window, are not read. Where T queries times the G
-    of them that share a key head are at most 128 rows, TPUs run a kernel of their own.
+    The axis of heads precedes that of keys, as in a cache that grows along S: a step reads
+    contiguous parts of the cache, and does not reorder, pad or copy it. Key blocks that no query
+    sees, such as unfilled ones or those before a window, are not read. TPUs have a separate kernel
+    for at most 128 rows per key head (T queries times G query heads).
 
     Args:
       q: queries; N is a multiple of K.
       keys, values: the cache.
       mask: as in `flash`.
-      splits: the number of parts of the visible keys that are computed side by side and merged by
-        log-sum-exp, for devices with more cores than there are rows and heads; the result is the
-        same. None: the platform's default.
-      **options: those of `flash`. The result is differentiable in all that flash's is.
+      splits: the number of parts into which the visible keys are split; the parts are computed in
+        parallel and merged by log-sum-exp, which is exact. It helps devices with more cores than
+        there are rows and heads. None: the platform's default.
+      **options: those of `flash`. The result is differentiable in the same arguments as flash's.
 
     Raises:
       ValueError, TypeError: as `flash` does.
@@ -160,13 +163,13 @@ def _rows(index):
 
 
 def _empty(q, v):
-    """Attention without a row, a query or a key: no backend has a block of size 0."""
+    """Returns (out, lse) without rows, queries or keys: no backend has a block of size 0."""
     shape = q.shape[:3]
     return jnp.zeros((*shape, v.shape[3]), q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
 
 
 def _with_lengths(q, k, q_segments, k_segments, k_lengths):
-    """int32 segments, in which keys from k_lengths on are padding."""
+    """Returns int32 (q_segments, k_segments), in which keys from k_lengths on are padding."""
     if q_segments is None and k_lengths is None:
         return None, None
     if q_segments is None:

@@ -1,7 +1,7 @@
 """Selection of the best blocks of keys: summaries, scores, the best k, and their tokens.
 
-A block is summarised by one vector, such as its last key, the landmark. A query scores summaries
-instead of keys, and only the tokens of the best blocks are gathered.
+One vector summarises a block, such as its last key, the landmark. Queries are scored against
+summaries instead of keys, and only the tokens of the best blocks are gathered.
 
 Letters: C blocks, M selected blocks.
 """
@@ -18,8 +18,8 @@ from jax import lax
 # At most this many elements are gathered at a time: 64 MB in float32.
 BUDGET = 2**24
 SCOPES = ("token_and_head", "head_and_chunk", "chunk")
-# Scores count as equal if they differ by less than this share of |q| |summary|: rounding of float32
-# through some tens of layers moves them by 2^-16 of it, products of bfloat16 by 2^-12.
+# Scores count as equal if they differ by less than this fraction of |q| |summary|. Rounding of
+# float32 through some tens of layers changes them by 2^-16 of it, products of bfloat16 by 2^-12.
 TIE = 2.0**-12
 
 
@@ -28,28 +28,27 @@ def best_blocks(
 ):
     """Returns (ids, is_valid) [..., M] of the `count` blocks whose summaries match queries best.
 
-    Scores that differ by no more than rounding may make them differ count as equal, and of equal
-    blocks the later ones are taken. Otherwise noise would choose between blocks whose summaries are
-    the same vector, as all landmarks are to the first layer: other blocks in another batch or
-    under another compiler.
+    Scores that differ by no more than their rounding error count as equal, and the later of equal
+    blocks are chosen. Otherwise rounding would decide between blocks with identical summaries, such
+    as all landmarks in the first layer, and the choice would depend on the batch and the compiler.
 
     Args:
       q: float [B, T, N, H].
       summary: float [B, C, K, H]; K divides N.
       count: number of blocks; M = min(count, C).
-      per: the scope of a choice, as in `pooled`.
-      is_query: bool [B, T], queries that are no padding; all if None.
-      exists: bool [B, C], blocks that may be taken; all if None.
-      scale: of the products, which matters where scores go through a softmax.
+      per: the queries that share a choice, as in `pooled`.
+      is_query: bool [B, T], queries that are not padding; None: all.
+      exists: bool [B, C], blocks that may be chosen; None: all.
+      scale: factor of the products; it matters for "head_and_chunk", which applies a softmax.
 
     Returns:
-      ids int32, ascending, and whether each is a block: [B, T, N, M] per token and head, [B, N, M]
-      per head and chunk, [B, M] per chunk.
+      int32 ids in ascending order, and whether each is a block: [B, T, N, M] for
+      "token_and_head", [B, N, M] for "head_and_chunk", [B, M] for "chunk".
     """
     share = max(TIE, float(jnp.finfo(q.dtype).eps) / 8)
     margin = share * scale * _score_bound(q, summary, exists)
     x = pooled(scale * scores(q, summary), per, is_query, exists)
-    if per == "head_and_chunk":  # rounding moves the score and the softmax's sum
+    if per == "head_and_chunk":  # rounding changes both the score and the softmax's sum
         if is_query is not None:
             margin = jnp.where(is_query[..., None, None], margin, 0.0)
         margin = 2 * margin.max(1)
@@ -61,7 +60,7 @@ def best_blocks(
 
 
 def _score_bound(q, summary, exists=None):
-    """|q| times the length of the longest summary: at least |`scores`|, float32 [B, T, N, 1]."""
+    """Returns |q| times the largest |summary|, a bound of |`scores`|: float32 [B, T, N, 1]."""
     size = [
         jnp.linalg.norm(lax.stop_gradient(x).astype(jnp.float32), axis=-1) for x in (q, summary)
     ]
@@ -71,12 +70,16 @@ def _score_bound(q, summary, exists=None):
 
 
 def landmarks(k, slots):
-    """The last key of every block [B, C, K, H]: k [B, S, K, H] at slots int [B, C, block]."""
+    """Returns the last key of every block, [B, C, K, H], of k [B, S, K, H].
+
+    Args:
+      slots: int [B, C, block], the slots of the tokens of every block.
+    """
     return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(k, slots[..., -1])
 
 
 def scores(q, summary):
-    """Products of q [B, T, N, H] and summaries [B, C, K, H]: float32 [B, T, N, C], not scaled."""
+    """Returns the unscaled float32 products [B, T, N, C] of q and of summaries [B, C, K, H]."""
     grouped = q.reshape(*q.shape[:2], summary.shape[2], -1, q.shape[3])
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     x = jnp.einsum(
@@ -92,11 +95,12 @@ def scores(q, summary):
 def pooled(x, per: str, is_query=None, exists=None):
     """Returns scores [B, T, N, C] pooled over the queries that share a choice.
 
-    "token_and_head": as they are. "head_and_chunk": [B, N, C], the logarithm of a softmax over
-    blocks, the largest over the chunk's tokens (Landmark attention's offloaded cache). "chunk":
-    [B, C], the mean over tokens, summed over heads (InfLLM).
+    "token_and_head": unchanged. "head_and_chunk": [B, N, C], the largest value over the chunk's
+    tokens of a log-softmax over blocks (Landmark attention's offloaded cache). "chunk": [B, C], the
+    mean over tokens, summed over heads (InfLLM).
 
-    Only queries of is_query bool [B, T] and blocks of exists bool [B, C] count.
+    Queries where is_query, bool [B, T], is false do not count in the last two. "head_and_chunk"
+    leaves blocks where exists, bool [B, C], is false out of its softmax.
     """
     if per not in SCOPES:
         raise ValueError(f"pooled(per={per!r}): choose one of {', '.join(SCOPES)}")
@@ -115,10 +119,13 @@ def pooled(x, per: str, is_query=None, exists=None):
 def best(x, count: int, exists=None, margin=0.0):
     """Returns (ids, is_valid) [..., M] of the `count` blocks with the highest scores [..., C].
 
-    M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not valid and
-    have id 0. exists bool, broadcastable to x: blocks that may be taken.
-    Scores no further than `margin` [..., 1] from the least that is taken equal it: of these the
-    later blocks are taken.
+    M = min(count, C). ids are ascending. If fewer blocks exist, the remaining entries are not valid
+    and have id 0.
+
+    Args:
+      exists: bool, broadcastable to x, blocks that may be chosen; None: all.
+      margin: [..., 1]. Scores within it of the lowest chosen score count as equal; of these the
+        later blocks are chosen.
     """
     blocks = x.shape[-1]
     if exists is not None:
@@ -136,9 +143,10 @@ def best(x, count: int, exists=None, margin=0.0):
 
 
 def tokens(x, slots):
-    """x [B, S, K, H] at slots int [B, ..., N, M, block], of query heads: [B, ..., N, M, block, H].
+    """Returns x [B, S, K, H] at the slots of each query head, [B, ..., N, M, block, H].
 
-    Every query head reads its own slots of the key head that it shares.
+    Args:
+      slots: int [B, ..., N, M, block]; every query head reads its own slots of its key head.
     """
     heads = slots.shape[-3]
     head = jnp.arange(heads) // (heads // x.shape[2])
@@ -150,12 +158,12 @@ def tokens(x, slots):
 
 
 def by_query(run: Callable[[Any], Any], arrays, elements: int):
-    """Returns `run` of every query, arrays [B, T, ...] -> [B, T, ...], a few queries at a time.
+    """Applies `run` to every query, a few queries at a time: arrays [B, T, ...] -> [B, T, ...].
 
     Args:
       run: a function from arrays [B, ...] to arrays [B, ...].
-      elements: the number that it gathers for one query of the whole batch; as many queries run
-        together as stay below `BUDGET`, at least one.
+      elements: the number of elements that `run` gathers for one query of the whole batch. As many
+        queries run together as stay within `BUDGET` elements, at least one.
     """
     num_queries = max(1, BUDGET // max(1, elements))
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)

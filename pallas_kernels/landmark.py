@@ -1,15 +1,16 @@
-"""Landmark attention: blocks of keys that are weighted by the logit of the token that closes them.
+"""Landmark attention: the logit of a block's last token, its landmark, weights the whole block.
 
 The grouped softmax of Mohtashami and Jaggi 2023, arXiv 2305.16300, sec. 3.1. The last token of
-every block, its landmark, stands for the block. A query shares its attention among the ordinary
-tokens of its own block and the landmarks of older blocks, and what a landmark gets is shared among
-the ordinary tokens of that block by a second softmax:
+every block, its landmark, stands for the block. A first softmax distributes a query's attention
+over the ordinary tokens of its own block and the landmarks of older blocks. A second softmax
+distributes the weight of each landmark over the ordinary tokens of that block:
 
     a = softmax over {own ordinary tokens j <= i} and {landmarks of older blocks} of s_ij
     out_i = sum_own a_j v_j + sum_blocks a_landmark(b) sum_{j in b} softmax_{j in b}(s_ij) v_j
 
-The own block is ordinary attention. Older blocks are visited once, in O(T) memory: their outer
-softmax is running (Milakov and Gimelshein 2018), and the inner one needs a single block.
+The query's own block is ordinary attention. Older blocks are visited once, in O(T) memory: the
+outer softmax is a running one (Milakov and Gimelshein 2018), and the inner one needs a single
+block.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ OLDER = causal() & ~window(1)  # of block numbers: the blocks before the query's
 
 
 def older_spec(block: int, scale: float) -> Spec:
-    """The static part of the grouped softmax over older blocks."""
+    """Returns the static part of the grouped softmax over older blocks."""
     return Spec(OLDER, float(scale), block=block)
 
 
 def own_block(block: int) -> Mask:
-    """The ordinary tokens of the query's own block, up to the query."""
+    """Returns the mask of the ordinary tokens of the query's own block, up to the query."""
     return causal() & chunks(block) & ~tail_of(block, 1)
 
 
@@ -68,13 +69,13 @@ def landmark_attention(
       q: queries; N is a multiple of K.
       k: keys.
       v: values.
-      block: tokens of a block, the landmark included.
+      block: the number of tokens of a block, including the landmark.
       scale: None means H ** -0.5.
-      q_index, k_index: order indices within the document, of all rows or of each, by default
-        0, 1, ... The tokens of a row have to be in order; padding may stand between them. A
+      q_index, k_index: order indices within the document, shared by all rows or one set per row; by
+        default 0, 1, .... The tokens of a row must be in order; padding may lie between them. A
         block whose first key is missing is not seen.
       q_segments, k_segments: documents; 0 is padding.
-      layout: as in `flash`; keys of a split length are gathered, and must be in order.
+      layout: as in `flash`; keys of a sharded length are gathered, and must be in order.
       implementation: as in `flash`: a name of `pallas_kernels.dispatch.LANDMARK`, "reference"
         (dense, for tests), or None for the platform's default.
 
@@ -84,7 +85,7 @@ def landmark_attention(
     positions = dict(q_index=q_index, k_index=k_index)
     positions |= dict(q_segments=q_segments, k_segments=k_segments)
     check_arrays("landmark_attention", q, k, v, scale, **positions)
-    block = integer("landmark_attention: block (a token and its landmark)", block, 2)
+    block = integer("landmark_attention: block", block, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if layout is not None:
         run = functools.partial(_of_operands, block, scale, implementation)
@@ -125,9 +126,9 @@ def older_blocks(
 
     Args:
       k, v: C whole blocks, [B, C * block, K, H] and [B, C * block, K, Hv].
-      q_numbers, k_numbers: int [B, T] and [B, C], numbers of blocks within their document; None
-        stands for t // block and 0, 1, ...
-      k_segments: int [B, C].
+      q_numbers, k_numbers: int [B, T] and [B, C], block numbers within the document; None means
+        t // block and 0, 1, ...
+      k_segments: int [B, C], the segment of each block.
       implementation: as in `landmark_attention`, without "reference".
     """
     operands = Operands(q_numbers, k_numbers, q_segments, k_segments)
@@ -135,7 +136,7 @@ def older_blocks(
 
 
 def _rows(index, segments, k):
-    """Order indices and segments as [B, S]."""
+    """Returns order indices and segments [B, S]; by default 0, 1, ... and 1."""
     shape = k.shape[:2]
     index = jnp.arange(shape[1], dtype=jnp.int32) if index is None else index
     segments = jnp.ones(shape, jnp.int32) if segments is None else segments
@@ -150,9 +151,10 @@ def _query_blocks(q, index, segments, k_numbers, k_segments, block: int):
 
 
 def _complete_blocks(k, v, index, segments, block: int):
-    """k, v [B, C * block, ...], numbers and segments [B, C] of the complete blocks, C = S // block.
+    """Gathers the complete blocks: k, v [B, C * block, ...], numbers and segments [B, C].
 
-    Blocks of a row do not overlap, so there are never more; missing ones have segment 0.
+    C = S // block is enough, because the blocks of a row do not overlap. Unused entries have
+    segment 0.
     """
     (rows, length), offset = index.shape, index % block
     at, count = jnp.arange(length, dtype=jnp.int32), length // block
@@ -174,9 +176,9 @@ def _complete_blocks(k, v, index, segments, block: int):
 
 
 def _closing(index, segments, block: int):
-    """Which tokens are the last of a complete block, and the index of the last token of each block.
+    """Returns which tokens end a complete block, and the slot of the last token of each block.
 
-    bool and int32 [B, S]; S for tokens of an incomplete block and for padding.
+    bool and int32 [B, S]; the slot is S for tokens of an incomplete block and for padding.
     """
     length, offset = index.shape[1], index % block
     place, token_at = _without_padding(segments)
@@ -187,10 +189,11 @@ def _closing(index, segments, block: int):
 
 
 def _without_padding(segments):
-    """The place of each token among the tokens of its row, and the token at each place.
+    """Returns each slot's rank among the tokens of its row, and the slot of the token of each rank.
 
-    Both int32 [B, S]; S at places that no token has. While rows of several lengths are generated,
-    the landmark of one row is padding in the others, so padding may stand inside of blocks.
+    Both are int32 [B, S]; the slot is S for ranks that no token has. While rows of several lengths
+    are generated, the landmark of one row is padding in the others, so padding may lie inside
+    blocks.
     """
     rows, length = segments.shape
     is_token = segments != 0
@@ -201,15 +204,15 @@ def _without_padding(segments):
 
 
 def _take(x, index, beyond):
-    """x [B, S] at index [B, M]; `beyond` for an index of at least S."""
+    """Returns x [B, S] at index [B, M]; `beyond` where an index is at least S."""
     return jnp.take_along_axis(x, index, 1, mode="fill", fill_value=beyond)
 
 
 @jax.custom_vjp
 def _gather(x, slots, back):
-    """x [B, S, ...] -> [B, M, ...]: x[slots], 0 where slots is S; `back` is the inverse map.
+    """Returns x[slots], [B, S, ...] -> [B, M, ...], with 0 where slots is S; `back` inverts slots.
 
-    With it the gradient is a gather too: no scatter, whose order of sums could vary.
+    With `back` the gradient is a gather too, and not a scatter, whose order of sums could vary.
     """
     take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
     return jax.vmap(take)(x, slots)
@@ -228,7 +231,7 @@ _older = dispatch.differentiable(
 
 
 def _dense(q, k, v, q_index, q_segments, k_index, k_segments, *, block: int, scale: float):
-    """The formula at the top of this file, all scores at once: for tests and small inputs."""
+    """Computes the formula of this module on all scores at once: for tests and small inputs."""
     (b, t, n, h), (length, heads) = q.shape, k.shape[1:3]
     query = q.reshape(b, t, heads, n // heads, h).astype(jnp.float32) * scale
     exact = {"precision": lax.Precision.HIGHEST}

@@ -9,15 +9,16 @@ in their document. It is never materialised for a whole sequence. A mask has two
   whether all pairs are. Interval ends are inclusive. The result is conservative: `any` may be true
   for an empty block and `all` false for a full one, never the other way round.
 
-Masks combine with `&`, `|` and `~`; `per_head` gives query heads masks of their own. A mask that
-depends on `q - k` only is `shift_invariant`.
+Masks combine with `&`, `|` and `~`; `per_head` combines different masks for different query heads.
+A mask that depends on `q - k` only is `shift_invariant`.
 
-Both methods use integer arithmetic and comparison alone, so one formula serves Python integers,
+Both methods use only integer arithmetic and comparisons. So one formula serves Python integers,
 NumPy arrays (at trace time) and traced JAX arrays, and runs inside kernels. `//` and `%` round down
-in all of them, so indices below 0 (queries before every key) need no special case. `0 * x` widens
-a result about keys alone to the queries' shape: as integers, because some compilers cannot
-broadcast booleans. A kernel's body cannot hold arrays of its own, so for traced indices a short
-list is unrolled into comparisons with scalars; a long one is looked up, and `arithmetic` is false.
+in all of them, so indices below 0 (queries before every key) need no special case. Adding `0 * q`
+broadcasts a test of keys only to the queries' shape. It is added to integers, because some
+compilers cannot broadcast booleans. A kernel's body cannot contain constant arrays. For traced
+indices a short list is therefore unrolled into comparisons with scalars; a long list is looked up
+in an array, and `arithmetic` is false.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ __all__ = [
 ]  # fmt: skip
 
 UNROLLED = 128  # longest list that is unrolled
-NEAR = 2**30  # what may be subtracted from an order index above -NEAR without overflow
+NEAR = 2**30  # numbers below it can be subtracted from order indices above -NEAR without overflow
 # A table of random blocks is summed over rectangles up to this many cells (16 MB).
 SUMMED_CELLS = 2**22
-NO_BLOCK = -(2**31)  # no key has this block
+NO_BLOCK = -(2**31)  # fills unused entries of a table: no key is in this block
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ class Mask:
     """Base of all masks; subclasses define `element`, `bounds` and `shift_invariant`.
 
     `element` and `bounds` return flags of the full broadcast shape of the queries and the keys,
-    also where only one of the two matters.
+    even if the mask depends on only one of the two.
     """
 
     def element(self, q, k):
-        """Whether the query with order index q sees the key with order index k."""
+        """Returns whether the query with order index q sees the key with order index k."""
         raise NotImplementedError(f"{type(self).__name__} has no element test")
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
-        """(any, all) over the queries from q_lo to q_hi and the keys from k_lo to k_hi.
+        """Returns (any, all) over the queries from q_lo to q_hi and the keys from k_lo to k_hi.
 
         Where a flag is not known, `any` is true and `all` is false.
         """
@@ -67,18 +68,18 @@ class Mask:
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether the mask depends on `q - k` only, so that any common origin serves."""
+        """Whether the mask depends on `q - k` only, so that indices may have any common origin."""
         return False
 
     @property
     def arithmetic(self) -> bool:
-        """Whether `element` is integer arithmetic with scalars, as a kernel's body must be.
+        """Whether `element` uses only integer arithmetic with scalars, as a kernel's body must.
 
-        A long list of indices or blocks is looked up in an array instead.
+        Masks that look up a long list of indices or blocks in an array do not.
         """
         return True
 
-    # A mask of several heads combines part by part: its own reflected operators do that.
+    # A PerHead operand combines part by part, which its reflected operators do.
     def __and__(self, other: Mask) -> Mask:
         return And(self, other) if _single(other) else NotImplemented
 
@@ -124,20 +125,20 @@ class _Pair(Mask):
 
 
 class And(_Pair):
-    """Visible in both masks."""
+    """Shows the pairs that both masks show."""
 
     combine = staticmethod(operator.and_)
 
 
 class Or(_Pair):
-    """Visible in at least one of the masks."""
+    """Shows the pairs that at least one of the masks shows."""
 
     combine = staticmethod(operator.or_)
 
 
 @dataclass(frozen=True)
 class Not(Mask):
-    """Visible exactly where the inner mask hides."""
+    """Shows exactly the pairs that the inner mask hides."""
 
     inner: Mask
 
@@ -160,7 +161,7 @@ class Not(Mask):
 
 @dataclass(frozen=True)
 class PerHead(Mask):
-    """Different masks for consecutive groups of query heads: `parts` of (mask, heads).
+    """Different masks for consecutive query heads: `parts` of (mask, number of heads).
 
     `element` and `bounds` raise a TypeError; `by_heads` returns the parts, each of which is an
     ordinary mask.
@@ -194,10 +195,12 @@ class PerHead(Mask):
         return all(mask.arithmetic for mask, _ in self.parts)
 
     def element(self, q, k):
-        raise TypeError("a mask per head has no single element test; take its parts by_heads()")
+        raise TypeError(
+            "a mask per head has no single element test; use by_heads() to get its parts"
+        )
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
-        raise TypeError("a mask per head has no single bounds; take its parts by_heads()")
+        raise TypeError("a mask per head has no single bounds; use by_heads() to get its parts")
 
     def __and__(self, other):
         return self._combine(other, lambda a, b: a & b)
@@ -228,7 +231,7 @@ class PerHead(Mask):
 
 
 def by_heads(mask: Mask, heads: int) -> tuple[tuple[Mask, int], ...]:
-    """(mask, number of heads) of consecutive query heads; one part unless masks differ by head."""
+    """Returns (mask, number of heads) for runs of query heads; one run unless masks differ."""
     if not isinstance(mask, PerHead):
         return ((mask, heads),)
     if mask.heads != heads:
@@ -240,21 +243,25 @@ def by_heads(mask: Mask, heads: int) -> tuple[tuple[Mask, int], ...]:
 
 
 def integer(name: str, value, least: int | None = None) -> int:
-    """`value` as an int of 32 bits and at least `least`, or an error that names the argument."""
+    """Returns `value` as an int.
+
+    Raises a ValueError that begins with `name` unless `value` is an integer of at least `least`
+    that fits into 32 bits.
+    """
     rule = "an integer" if least is None else f"an integer of at least {least}"
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):
-        raise ValueError(f"{name} is {value!r}, must be {rule}")
+        raise ValueError(f"{name}={value!r} must be {rule}")
     if abs(number) >= 2**31:
-        raise ValueError(f"{name} is {value!r}, must fit into 32 bits")
+        raise ValueError(f"{name}={value!r} must fit into 32 bits")
     return number
 
 
 def floor_divide(x, n: int):
-    """x // n; JAX's own form needs `sign`, which the TPU compiler lowers only on a TPU."""
+    """Returns x // n; that of JAX needs `sign`, which the TPU compiler lowers only on a TPU."""
     return lax.div(x - x % n, jnp.asarray(n, x.dtype)) if isinstance(x, jax.Array) else x // n
 
 
@@ -273,7 +280,7 @@ class Everything(Invariant):
     def element(self, q, k):
         return 0 * q + 0 * k == 0
 
-    # Known without knowing the indices: NumPy, so that tables stay static for traced indices.
+    # The flags do not depend on the indices: NumPy keeps tables static for traced indices.
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
         whole = np.ones(np.broadcast_shapes(np.shape(q_lo), np.shape(k_lo)), bool)
         return whole, whole
@@ -372,7 +379,7 @@ class ChunkDistance(Mask):
     shift: int
 
     def _within(self, least, most):
-        """(whether some difference from least to most is in the range, whether all are)."""
+        """Returns whether some, and whether all, differences from least to most are in range."""
         some, whole = most >= self.low, least >= self.low
         if self.high is None:
             return some, whole
@@ -407,7 +414,7 @@ class TailOf(Mask):
 
 @dataclass(frozen=True)
 class SinceChunk(Mask):
-    """`k >= c(q) - recent`, c(q) being the first index of the chunk that q is in."""
+    """`k >= c(q) - recent`, where c(q) is the first index of the chunk of q."""
 
     stride: int
     first: int
@@ -424,7 +431,7 @@ class SinceChunk(Mask):
 
 
 def _count_up_to(values: tuple[int, ...], x, side: str = "right"):
-    """The number of the sorted `values` at most x ("right") or below x ("left")."""
+    """Returns how many of the sorted `values` are at most x ("right") or below x ("left")."""
     if not isinstance(x, jax.Array):
         return np.searchsorted(np.asarray(values, np.int64), x, side=side)
     if len(values) > UNROLLED:
@@ -434,7 +441,7 @@ def _count_up_to(values: tuple[int, ...], x, side: str = "right"):
 
 
 def _pick(values: tuple[int, ...], i, default: int):
-    """values[i], or `default` where i is out of range."""
+    """Returns values[i], or `default` where i is out of range."""
     if isinstance(i, jax.Array) and len(values) <= UNROLLED:
         picked = jnp.full_like(i, default)
         for index, value in enumerate(values):
@@ -454,7 +461,7 @@ class _Listed(Mask):
         return len(self.indices) <= UNROLLED
 
     def _inside(self, lo, hi):
-        """The number of listed indices from lo to hi."""
+        """Returns the number of listed indices from lo to hi."""
         return _count_up_to(self.indices, hi) - _count_up_to(self.indices, lo, "left")
 
 
@@ -484,7 +491,7 @@ class QueriesIn(_Listed):
 
 @dataclass(frozen=True)
 class Documents(_Listed):
-    """The same document, where documents begin at the listed indices."""
+    """Keys of the query's own document; documents begin at the listed indices."""
 
     def element(self, q, k):
         return _count_up_to(self.indices, q) == _count_up_to(self.indices, k)
@@ -512,7 +519,7 @@ class RandomBlocks(Mask):
 
     @functools.cached_property
     def _sums(self) -> np.ndarray | None:
-        """sums[i, j]: listed pairs of query blocks below i and key blocks below j."""
+        """sums[i, j]: the number of listed pairs of query blocks below i and key blocks below j."""
         rows, columns = (
             len(self.table),
             1 + max((max(r, default=-1) for r in self.table), default=-1),
@@ -546,27 +553,30 @@ class RandomBlocks(Mask):
 
 
 def everything() -> Mask:
-    """All keys."""
+    """Returns a mask that shows all keys."""
     return Everything()
 
 
 def nothing() -> Mask:
-    """No keys."""
+    """Returns a mask that shows no keys."""
     return Nothing()
 
 
 def causal() -> Mask:
-    """Keys at or before the query: `k <= q`."""
+    """Returns a mask that shows keys at or before the query: `k <= q`."""
     return Causal()
 
 
 def window(size: int) -> Mask:
-    """Keys less than `size` behind the query, and all keys ahead of it: `q - k < size`."""
+    """Returns a mask that shows keys less than `size` behind the query: `q - k < size`.
+
+    It shows all keys ahead of the query; combine it with `causal()` to hide them.
+    """
     return Window(integer("window: size", size, 1))
 
 
 def band(low: int, high: int) -> Mask:
-    """Keys from `low` to `high` behind the query: `low <= q - k <= high`.
+    """Returns a mask that shows keys `low` to `high` behind the query: `low <= q - k <= high`.
 
     `band(-w, w)` is an encoder's window; `band(-w * r, w * r) & stride(r)` dilates it by r
     (Longformer, Beltagy et al. 2020, sec. 3.1).
@@ -576,7 +586,7 @@ def band(low: int, high: int) -> Mask:
 
 
 def stride(n: int) -> Mask:
-    """Every n-th key, counted from the query: `(q - k) % n == 0`.
+    """Returns a mask that shows every n-th key, counted from the query: `(q - k) % n == 0`.
 
     The strided pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3).
     """
@@ -584,7 +594,7 @@ def stride(n: int) -> Mask:
 
 
 def tail_of(n: int, c: int) -> Mask:
-    """The last `c` keys of every stretch of `n`: `k % n >= n - c`.
+    """Returns a mask that shows the last `c` keys of every stretch of `n`: `k % n >= n - c`.
 
     The summaries of the fixed pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3).
     """
@@ -595,19 +605,22 @@ def tail_of(n: int, c: int) -> Mask:
 
 
 def prefix(n: int) -> Mask:
-    """The first `n` keys, such as attention sinks: `k < n`."""
+    """Returns a mask that shows the first `n` keys, such as attention sinks: `k < n`."""
     return Prefix(integer("prefix: n", n, 0))
 
 
 def chunks(size: int, shift: int = 0) -> Mask:
-    """Keys of the query's own chunk: `(q + shift) // size == (k + shift) // size`."""
+    """Returns a mask that shows keys of the query's own chunk.
+
+    `(q + shift) // size == (k + shift) // size`.
+    """
     return chunk_distance(size, 0, 0, shift)
 
 
 def chunk_distance(size: int, low: int, high: int | None = None, shift: int = 0) -> Mask:
-    """Keys whose chunk is `low` to `high` chunks behind the query's; None leaves `high` open.
+    """Returns a mask that shows keys whose chunk is `low` to `high` chunks behind the query's.
 
-    `low <= (q + shift) // size - (k + shift) // size <= high`.
+    `low <= (q + shift) // size - (k + shift) // size <= high`; None leaves `high` open.
     """
     size, low = integer("chunk_distance: size", size, 1), integer("chunk_distance: low", low)
     high = None if high is None else integer("chunk_distance: high", high, low)
@@ -615,11 +628,12 @@ def chunk_distance(size: int, low: int, high: int | None = None, shift: int = 0)
 
 
 def since_chunk(stride: int, first: int, recent: int) -> Mask:
-    """Keys from `recent` before the query's chunk on: `k >= c(q) - recent`.
+    """Returns a mask that shows keys from `recent` before the query's chunk: `k >= c(q) - recent`.
 
-    Chunks are what is fed at once: `first` tokens, then `stride` at a time, so c(q) is 0 for
-    q < first and first + (q - first) // stride * stride after it. The parallel form of a cache
-    that keeps the `recent` last keys between chunks (StreamingLLM, Xiao et al. 2023).
+    c(q) is the first index of the query's chunk. The first chunk has `first` tokens and the others
+    `stride`, so c(q) is 0 for q < first, and first + (q - first) // stride * stride after it. This
+    is the parallel form of a cache that is fed chunk by chunk, and keeps the `recent` last keys
+    between chunks (StreamingLLM, Xiao et al. 2023).
     """
     return SinceChunk(
         integer("since_chunk: stride", stride, 1),
@@ -629,24 +643,25 @@ def since_chunk(stride: int, first: int, recent: int) -> Mask:
 
 
 def keys_in(indices: Iterable[int]) -> Mask:
-    """The listed keys, for every query."""
+    """Returns a mask that shows the listed keys to every query."""
     return KeysIn(_sorted("keys_in: indices", indices))
 
 
 def queries_in(indices: Iterable[int]) -> Mask:
-    """All keys, for the listed queries."""
+    """Returns a mask that shows all keys to the listed queries, and none to others."""
     return QueriesIn(_sorted("queries_in: indices", indices))
 
 
 def documents(starts: Iterable[int]) -> Mask:
-    """Keys of the query's own document; `starts` are the indices where documents begin."""
+    """Returns a mask that shows keys of the query's document; documents begin at `starts`."""
     return Documents(_sorted("documents: starts", starts))
 
 
 def random_blocks(block: int, table: Sequence[Sequence[int]]) -> Mask:
-    """Listed blocks: `k // block in table[q // block]`; queries beyond the table see nothing.
+    """Returns a mask that shows listed blocks: `k // block in table[q // block]`.
 
-    The random part of BigBird (Zaheer et al. 2020, sec. 2), or any static block list.
+    Queries beyond the table see no key. It is the random part of BigBird (Zaheer et al. 2020,
+    sec. 2), or any static list of blocks.
     """
     rows = tuple(
         tuple(sorted({integer("random_blocks: a key block", x, 0) for x in row})) for row in table
@@ -655,7 +670,10 @@ def random_blocks(block: int, table: Sequence[Sequence[int]]) -> Mask:
 
 
 def per_head(*parts: tuple[Mask, int]) -> PerHead:
-    """Masks of consecutive query heads: `per_head((chunks(8), 16), (chunks(8, shift=4), 16))`."""
+    """Combines masks of consecutive query heads, given as pairs (mask, number of heads).
+
+    For example `per_head((chunks(8), 16), (chunks(8, shift=4), 16))`.
+    """
     if not all(isinstance(part, tuple) and len(part) == 2 for part in parts):
         raise ValueError(f"per_head{parts!r}: each part must be a pair (mask, number of heads)")
     return PerHead(parts)

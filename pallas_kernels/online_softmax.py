@@ -1,4 +1,4 @@
-"""Running softmax (Milakov and Gimelshein 2018) and partial attentions merged by log-sum-exp."""
+"""Running softmax (Milakov and Gimelshein 2018), and partial attentions merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def merge(
 def merge_parts(
     outs: Float[Array, "P B T N Hv"], lses: Float[Array, "P B T N"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """`merge` for parts stacked in one array: XLA compiles one sum, not a kernel for each part."""
+    """Returns `merge` of stacked parts: XLA compiles one sum, not a kernel for each part."""
     if len(outs) == 1:
         return outs[0], lses[0]
     weights, total, lse = _weights(lses)
@@ -49,7 +49,7 @@ def merge_parts(
 
 
 def _weights(lses):
-    """(weights of the parts [P, ...], what to divide their sum by, lse of the union)."""
+    """Returns the parts' weights [P, ...], their denominator (never 0), and the union's lse."""
     lses = lses.astype(jnp.float32)
     top = jnp.max(lses, 0)
     some = top > -jnp.inf
@@ -63,8 +63,8 @@ def _weights(lses):
 def with_sinks(out, lse, sinks):
     """Merges with the partial (0, sinks [N]): adds a learned logit per head to the denominator.
 
-    Attention that may attend to nothing (gpt-oss, OpenAI 2025; with sinks 0 StreamingLLM's zero
-    sink, arXiv 2309.17453, sec. 3.3).
+    With sinks a query may attend to nothing (gpt-oss, OpenAI 2025; sinks of 0 are StreamingLLM's
+    zero sink, arXiv 2309.17453, sec. 3.3).
     """
     total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
     share = jnp.exp(lse - jnp.where(total > -jnp.inf, total, 0.0))
@@ -72,22 +72,23 @@ def with_sinks(out, lse, sinks):
 
 
 def scales(scale: float, dtype) -> tuple[float, float]:
-    """(factor of the queries, factor of the scores) that make up `scale`.
+    """Returns a factor of the queries and one of the scores, whose product is `scale`.
 
-    Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
+    Scaling the queries saves a pass over the scores. In 16 bits this is exact only for a power of
+    two; other scales apply to the scores.
     """
     exact = dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
     return (scale, 1.0) if exact else (1.0, scale)
 
 
 def start(rows: tuple[int, ...], size: int):
-    """(maximum, denominator, weighted values) before the first key, in float32."""
+    """Returns (maximum, denominator, weighted values) before the first key, in float32."""
     zeros = jnp.zeros(rows, jnp.float32)
     return zeros + LOWEST, zeros, jnp.zeros((*rows, size), jnp.float32)
 
 
 def finish(top, total, out, dtype):
-    """(out in dtype, lse) after the last key; 0 and -inf where no key was seen."""
+    """Returns (out in dtype, lse) after the last key; 0 and -inf where no key was seen."""
     some = total > 0
     safe = jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
@@ -95,6 +96,9 @@ def finish(top, total, out, dtype):
 
 
 def row_cotangent(out, d_out, d_lse):
-    """di float32 [B, T, N], which is subtracted from the cotangents of a row's logits."""
+    """Returns di = rowsum(out * d_out) - d_lse, float32 [B, T, N].
+
+    The cotangent of a row's logits is p (d_out v^T - di).
+    """
     di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1)
     return di if d_lse is None else di - d_lse

@@ -11,9 +11,9 @@ from pallas_kernels.tables import BlockTable, namespace
 
 
 def expand(table: BlockTable, queries: int, keys: int):
-    """The pairs of a query and a key that the table lists, bool [b, h, T, S]."""
+    """Returns which pairs of a query and a key the table lists, bool [b, h, T, S]."""
     nk = -(-keys // table.k_block)
-    # One hot over key blocks: an entry counts if it is listed, not a repeat at the row's end.
+    # Entries that are not listed only repeat the last block of their list.
     chosen = table.index[..., None] == np.arange(nk, dtype=np.int32)
     blocks = (chosen & table.listed[..., None]).any(-2)
     xp = namespace(blocks)
@@ -65,19 +65,20 @@ def attention(
     sinks=None,
     table: BlockTable | None = None,
 ):
-    """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the log of its sum.
+    """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the logits' log-sum-exp.
 
     cap(x) = soft_cap tanh(x / soft_cap).
 
     Args:
-      bias: float [N, T, S] or [B, N, T, S], or such logits as a function of (q_index [1 or B, T],
-        k_index), also as a method `logits`.
-      sinks: [N] logits that only add to the sum.
-      table: only the blocks that it lists are visible, on top of the mask; if it has overflowed
-        everything is NaN.
+      bias: float [N, T, S] or [B, N, T, S]; or a function of (q_index [1 or B, T], k_index) that
+        returns it; or an object with such a method `logits`.
+      sinks: [N] logits that only add to the denominator (and to lse).
+      table: hides all blocks that it does not list, in addition to the mask; if it overflowed, all
+        results are NaN.
 
-    Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]. A query that sees no key gets
-    out 0, lse -inf and zero gradients. Memory is O(T S): for tests and small inputs.
+    Returns:
+      out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]. A query that sees no key gets out 0,
+      lse -inf and zero gradients. Memory is O(T S): for tests and small inputs.
     """
     t, heads, s = q.shape[1], q.shape[2], k.shape[1]
     q_index = jnp.arange(t) if q_index is None else q_index
@@ -105,19 +106,19 @@ def _every_head(x, heads: int):
 
 
 def products(formula: str, x, y):
-    """Returns an einsum of float32 in full precision."""
+    """Returns the einsum of x and y, computed in float32 with full precision."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.einsum(formula, x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def _softmax(logits, seen, sinks):
-    """Weights [B, N, T, S] over what is seen, and the log-sum-exp [B, N, T]."""
+    """Returns the weights [B, N, T, S] of the keys that are seen, and the log-sum-exp [B, N, T]."""
     top = jnp.max(jnp.where(seen, logits, -jnp.inf), -1, keepdims=True)
     if sinks is not None:
         sinks = jnp.asarray(sinks, jnp.float32)[:, None, None]
         top = jnp.maximum(top, sinks)
     has_keys = top > -jnp.inf
-    # The maximum is a constant shift: no gradient. Where nothing is seen it must stay finite.
+    # The maximum is a constant shift without a gradient. Rows that see no key need a finite one.
     top = jax.lax.stop_gradient(jnp.where(has_keys, top, 0.0))
     p = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0.0)), 0.0)
     total = jnp.sum(p, -1, keepdims=True)

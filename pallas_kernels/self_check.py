@@ -1,24 +1,25 @@
-"""Whether the attention kernels are right on the GPU of this machine: checked once, then read.
+"""Checks the attention kernels on the GPU of this machine once, and stores the results.
 
-GPU kernels run by default only where they passed. At the first call that one of them could run, a
-child process for each of them computes a few small cases of the call's dtype, forward and backward,
-and compares them with `pallas_kernels.reference` in float32 on the CPU. Results count by backend,
-dtype, kind of call and direction; what fails, crashes or takes too long is not used, which one line
-of the log says. They are kept in a file in `timings.folder()`, under the name of the GPU and a hash
-of it, its driver, the versions of JAX, cuDNN and compilers, and the sources of the kernels. A check
-that ran out of time or memory is made again: by whoever allows more time, and by every process.
+GPU kernels run by default only if they passed. The first call that one of them could run starts the
+check: a child process for each backend computes a few small cases of the call's dtype, forward and
+backward, and compares them with `pallas_kernels.reference` in float32 on the CPU. Results are
+stored by backend, dtype, kind of call and direction. What fails, crashes or takes too long is not
+used, and one line of the log lists it. The file of results is in `timings.folder()`. Its name
+contains the name of the GPU, and a hash of it, its driver, the versions of JAX, cuDNN and
+compilers, and the sources of the kernels. A check that ran out of time is repeated by processes
+that allow more time, and one that ran out of memory by every process.
 
     python -m pallas_kernels.self_check                     # now, again, and prints the results
     python -m pallas_kernels.self_check --dtypes bfloat16
 
-LCJAX_KERNEL_CHECK=0 switches it off: cuDNN is used unchecked then, our own kernels by name only or
-where they were measured. Programs that are compiled for a GPU that is not here take all kernels to
-be right. LCJAX_KERNEL_CHECK_SECONDS is how long it may take: 120 if not set, 600
-for the command.
+LCJAX_KERNEL_CHECK=0 switches the check off: then cuDNN runs unchecked, and our own kernels run only
+by name or where they were measured. Programs that are compiled for a GPU that this process does not
+have assume that all kernels are right. LCJAX_KERNEL_CHECK_SECONDS limits the time of the check, by
+default to 120 seconds, and to 600 for the command.
 
-Processes of one job have to choose the same kernels, so a job of several processes starts no check:
-it reads the file, and without one takes XLA. Run the command above on every machine first, or once
-with a folder that they share (LCJAX_KERNELS).
+Processes of one job must choose the same kernels, so a job of several processes starts no check: it
+reads the file, and runs XLA without one. Run the command above on every machine first, or once with
+a folder that they share (LCJAX_KERNELS).
 """
 
 from __future__ import annotations
@@ -53,37 +54,37 @@ log = logging.getLogger(__name__)
 SWITCH, SECONDS = "LCJAX_KERNEL_CHECK", "LCJAX_KERNEL_CHECK_SECONDS"
 COMMAND = "python -m pallas_kernels.self_check"
 DTYPES = ("bfloat16", "float16", "float32")
-TRUSTED = ("cudnn",)  # NVIDIA's, which may run where no check can be made
-PASSED, LOGGED = "passed", "self-check: "  # how reasons begin that the log has named
-# Largest errors, relative to the norm and to the largest number; half of it is rounding.
+TRUSTED = ("cudnn",)  # NVIDIA's kernels, which may run where no check is possible
+PASSED, LOGGED = "passed", "self-check: "  # LOGGED: prefix of reasons that were logged already
+# Largest errors, relative to the norm and to the largest number; rounding is half of them.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}
 DESCRIBED = "the program is compiled for a described GPU"
-MARK = "@case "  # begins the child's lines of results
-LATE, FULL = "not done in", "RESOURCE_EXHAUSTED"  # in reasons that another time may not have
+MARK = "@case "  # prefix of the lines of results in a child's output
+TIMED_OUT, OUT_OF_MEMORY = "not done in", "RESOURCE_EXHAUSTED"  # reasons with them are temporary
 PACKAGE = Path(__file__).resolve().parent
 _lock = threading.Lock()
 
 
 class Case(NamedTuple):
-    """One call. T and S are no multiples of a tile; 2 query heads share a key head."""
+    """One checked call. T and S are no multiples of a tile; 2 query heads share a key head."""
 
     t: int
     s: int
     size: int
     mask: Any = None
-    options: dict[str, Any] | None = None  # of `flash`
-    slopes: bool = False  # a linear bias, whose gradient is compared too
-    landmark: int = 0  # tokens of a block of `landmark_attention`
+    options: dict[str, Any] | None = None  # further arguments of `flash`
+    slopes: bool = False  # adds a linear bias, whose gradient is compared too
+    landmark: int = 0  # tokens of a block of `landmark_attention`; 0: the call is `flash`
 
 
-# Cases that calls with them need beside their kind. In the last one several query heads share a key
-# head and its programs are few, so that their dk and dv are computed apart.
+# Cases that calls with such an option need besides their kind. In the last one several query heads
+# share a key head and there are few programs, so dk and dv are computed for each query head.
 BIAS, CAP, GROUPS = "linear bias", "soft cap", "grouped heads"
 
 
 @functools.cache
 def cases(dtype: str) -> dict[str, Case]:
-    """The cases by kind of call (`timings.kind_of_any_dtype`), the most usual first."""
+    """Returns the cases by kind of call (`timings.kind_of_any_dtype`), the most usual first."""
     from pallas_kernels.masks import causal, everything, window
     from pallas_kernels.tables import from_block_mask
 
@@ -92,7 +93,7 @@ def cases(dtype: str) -> dict[str, Case]:
     table = from_block_mask(listed, q_block=64, k_block=64)
     ids = np.repeat([1, 2, 0], (140, 130, 30))[None].astype(np.int32)
     large = 128 if dtype != "float32" else tuning.LARGEST_EXACT
-    found = {
+    by_kind = {
         f"causal, heads of {large}": Case(300, 300, large, causal()),
         "causal, heads of 64": Case(333, 333, 64, causal()),
         f"window, heads of {large}": Case(300, 300, large, causal() & window(100)),
@@ -110,63 +111,63 @@ def cases(dtype: str) -> dict[str, Case]:
         GROUPS: Case(1100, 1100, large, causal()),
     }
     if dtype != "float32":
-        found["landmark, heads of 64"] = Case(300, 300, 64, landmark=64)
-        found["landmark, heads of 128"] = Case(300, 300, 128, landmark=64)
-        found["causal, heads of 256"] = Case(300, 300, 256, causal())
-    return found
+        by_kind["landmark, heads of 64"] = Case(300, 300, 64, landmark=64)
+        by_kind["landmark, heads of 128"] = Case(300, 300, 128, landmark=64)
+        by_kind["causal, heads of 256"] = Case(300, 300, 256, causal())
+    return by_kind
 
 
 def needed(q, k, v, operands, spec) -> list[str]:
-    """The cases that have to be right for a call.
+    """Returns the cases that must be right for a call.
 
-    Its own kind; if that is no case, its form with another size of heads, and its size with a
-    causal mask.
+    They are its own kind; if that is no case, its form with another head size, and its head size
+    with a causal mask.
     """
     kind, known = timings.kind_of_any_dtype(q, k, v, operands, spec), cases(str(q.dtype))
     form, size = kind.split(", ")
-    found = [kind]
+    names = [kind]
     if kind not in known:
-        found = [x for x in known if x.startswith(f"{form}, ")] + [f"causal, {size}"]
-    found += [BIAS] * (operands.bias is not None) + [CAP] * (spec.soft_cap is not None)
+        names = [x for x in known if x.startswith(f"{form}, ")] + [f"causal, {size}"]
+    names += [BIAS] * (operands.bias is not None) + [CAP] * (spec.soft_cap is not None)
     grouped = spec.block is None and q.shape[2] > k.shape[2] and form != "few queries"
-    found += [GROUPS] * grouped
-    return list(dict.fromkeys(found))
+    names += [GROUPS] * grouped
+    return list(dict.fromkeys(names))
 
 
 def may_run(name: str, direction: str, inputs, measured: bool = False) -> tuple[bool, str]:
-    """Whether a backend may run a call, and why; may start the check.
+    """Returns whether a backend may run a call, and why; may start the check.
 
     Args:
       inputs: (q, k, v, operands, spec), which the backend supports.
-      measured: whether it was right in a measurement of calls like this one, which is enough where
-        no check can be made.
+      measured: whether a measurement of such calls was right, which is enough where no check is
+        possible.
     """
     dtype = str(inputs[0].dtype)
     if measured and jax.process_count() > 1 and timings.is_current() and not known().get(dtype):
         return True, "measured, and not checked in a job of several processes"
-    found = results(dtype)
-    if isinstance(found, str):
-        refused, said = found.startswith(LOGGED), f"not checked: {found}"
+    outcomes = results(dtype)
+    if isinstance(outcomes, str):
+        refused, reason = outcomes.startswith(LOGGED), f"not checked: {outcomes}"
         if measured and not refused:
-            return True, f"measured, and {said}"
-        # Nothing can be checked for a GPU that is not here: it is taken to pass.
-        if found == DESCRIBED or (name in TRUSTED and not refused):
-            return True, said
-        return False, found if refused else said
-    of = needed(*inputs)
-    for case in of:
-        said = found.get(name, {}).get(case, {})
-        if direction not in said:
+            return True, f"measured, and {reason}"
+        # Kernels cannot be checked on a GPU that this process does not have: they count as passed.
+        if outcomes == DESCRIBED or (name in TRUSTED and not refused):
+            return True, reason
+        return False, outcomes if refused else reason
+    required = needed(*inputs)
+    for case in required:
+        by_direction = outcomes.get(name, {}).get(case, {})
+        if direction not in by_direction:
             return False, f"not checked: {case}"
-        if said[direction] != PASSED:
-            return False, f"{LOGGED}{case}, {direction}: {said[direction]}"
-    return True, f"passed the self-check: {'; '.join(of)}"
+        if by_direction[direction] != PASSED:
+            return False, f"{LOGGED}{case}, {direction}: {by_direction[direction]}"
+    return True, f"passed the self-check: {'; '.join(required)}"
 
 
 def results(dtype: str) -> dict | str:
-    """What passed by backend, case and direction, or why nothing is known; may start the check.
+    """Returns outcomes by backend, case and direction, or why there are none; may start the check.
 
-    It is plain Python, and another process computes: it may be called while JAX traces.
+    It may be called while JAX traces, because child processes run the kernels.
     """
     if tuning.is_described():
         return DESCRIBED
@@ -174,7 +175,7 @@ def results(dtype: str) -> dict | str:
         return f"{SWITCH}={os.environ[SWITCH]}"
     if not tuning.is_here():
         return "the GPU is not the first device of this process"
-    with _lock:  # threads that trace at the same time
+    with _lock:  # several threads may trace at the same time
         return _results(timings.folder(), tuple(key(dtype).items()))
 
 
@@ -183,7 +184,10 @@ def _is_off() -> bool:
 
 
 def known() -> dict:
-    """What this machine has by dtype, which processes of a job must share; starts nothing."""
+    """Returns the stored results by dtype, which must be the same in all processes of a job.
+
+    It starts no check.
+    """
     if _is_off():
         return {"is_off": True}
     if not tuning.is_here():
@@ -194,35 +198,35 @@ def known() -> dict:
 
 @functools.cache
 def _results(folder: Path, items: tuple) -> dict | str:
-    """Once in a process: what its file says, or the check. Logs what is not used."""
-    of = dict(items)
-    found = _read(file_of(folder, of), of)
-    if found is None and jax.process_count() > 1:
+    """Returns the stored results, or runs the check; logs, once per process, what is not used."""
+    check = dict(items)
+    outcomes = _read(file_of(folder, check), check)
+    if outcomes is None and jax.process_count() > 1:
         log.warning(
             "attention runs as XLA's: kernels for %s were not checked on %s, and a job of several "
             "processes starts no check; run `%s` on every machine, or once with %s in a folder "
             "that they share",
-            of["dtype"], of["device"], COMMAND, timings.VARIABLE,
+            check["dtype"], check["device"], COMMAND, timings.VARIABLE,
         )  # fmt: skip
         return f"{LOGGED}it is not started in a job of several processes"
-    if found is None:
+    if outcomes is None:
         with _machine_lock(folder):
-            found = _read(file_of(folder, of), of) or run(of, folder, limit())
-    if bad := failures(found):
+            outcomes = _read(file_of(folder, check), check) or run(check, folder, limit())
+    if bad := failures(outcomes):
         log.warning(
             "the self-check of attention kernels for %s on %s failed, and these are not used: %s; "
             "`%s` runs it again",
-            of["dtype"], of["device"], bad, COMMAND,
+            check["dtype"], check["device"], bad, COMMAND,
         )  # fmt: skip
-    return found
+    return outcomes
 
 
 def failures(found: dict) -> str:
-    """What is not right, in one line: for each backend and reason the cases."""
-    said = []
-    for name, of in found.items():
+    """Returns one line with the failed cases of each backend and reason."""
+    lines = []
+    for name, by_case in found.items():
         by_reason: dict = {}
-        for case, directions in of.items():
+        for case, directions in by_case.items():
             wrong = {x: why for x, why in directions.items() if x != "unsupported"}
             for direction, why in wrong.items():
                 # One entry where both directions have the same reason.
@@ -231,13 +235,13 @@ def failures(found: dict) -> str:
                     entry = case if both else f"{case}, {direction}"
                     by_reason.setdefault(why, {})[entry] = True
         for why, entries in by_reason.items():
-            which = "in every case" if list(entries) == list(of) else f"({'; '.join(entries)})"
-            said.append(f"{name}: {why} {which}")
-    return "; ".join(said)
+            which = "in every case" if list(entries) == list(by_case) else f"({'; '.join(entries)})"
+            lines.append(f"{name}: {why} {which}")
+    return "; ".join(lines)
 
 
 def key(dtype: str) -> dict[str, str]:
-    """What results depend on."""
+    """Returns what the results of a check depend on."""
     return {
         "device": tuning.device_kind(),
         **timings.versions(),
@@ -253,17 +257,20 @@ def file_of(folder: Path, of: dict) -> Path:
 
 
 def _read(file: Path, of: dict) -> dict | None:
-    """The results in a file; None where there are none, or more time is allowed than they had."""
+    """Returns the results in a file, or None if a check is due.
+
+    It is due without valid results, and if a case ran out of time and more time is allowed now.
+    """
     try:
         content = json.loads(file.read_text())
         results = content["results"] if content["key"] == of else None
-        had_time = content["seconds"] >= limit() or LATE not in json.dumps(results)
+        had_time = content["seconds"] >= limit() or TIMED_OUT not in json.dumps(results)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # it is run again
+        return None
     return results if had_time else None
 
 
-# Beside JAX: what compiles and computes.
+# Packages besides JAX on which the results of kernels depend.
 LIBRARIES = (
     "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
     "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12",
@@ -272,7 +279,7 @@ LIBRARIES = (
 
 @functools.cache
 def _libraries() -> str:
-    """The installed versions of `LIBRARIES`, and flags of XLA."""
+    """Returns the installed versions of `LIBRARIES`, and the flags of XLA."""
     installed = []
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -282,13 +289,13 @@ def _libraries() -> str:
 
 @contextlib.contextmanager
 def _machine_lock(folder: Path):
-    """Lets one process at a time check this machine; others wait, and then find its results."""
+    """Lets one process at a time check this machine; others wait, and then read its results."""
     try:
         import fcntl
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"self_check_{platform.node()}.lock").open("w")
-    except (ImportError, OSError):  # not Linux, or a folder that nobody can write into
+    except (ImportError, OSError):  # not Linux, or a folder that is not writable
         yield
         return
     with file:
@@ -298,11 +305,11 @@ def _machine_lock(folder: Path):
 
 
 def run(of: dict, folder: Path, seconds: float) -> dict:
-    """Checks the backends of this GPU in processes of their own, and writes the file."""
+    """Checks the backends of this GPU in child processes; writes and returns the results."""
     log.info("checking attention kernels for %s on %s, once", of["dtype"], of["device"])
     results = check_in_children(tuning.order(), of["dtype"], seconds)
     content, file = {"key": of, "seconds": seconds, "results": results}, file_of(folder, of)
-    if FULL in json.dumps(results):
+    if OUT_OF_MEMORY in json.dumps(results):
         log.warning("the GPU has too little free memory for the self-check of attention kernels")
         return results
     part = file.with_suffix(f".{os.getpid()}")
@@ -316,52 +323,52 @@ def run(of: dict, folder: Path, seconds: float) -> dict:
 
 
 def command(name: str, dtype: str) -> list[str]:
-    """That runs `child`."""
+    """Returns the command line that runs `child`."""
     return [sys.executable, "-m", "pallas_kernels.self_check", "--child", name, dtype]
 
 
 def limit(default: float = 120.0) -> float:
-    """Seconds that a check may take."""
-    said = os.environ.get(SECONDS, default)
+    """Returns how many seconds a check may take."""
+    text = os.environ.get(SECONDS, default)
     try:
-        seconds = float(said)
+        seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ValueError(
-            f"{SECONDS}={said!r} is no number of seconds above 0; {SWITCH}=0 switches the check off"
+            f"{SECONDS}={text!r} is no number of seconds above 0; {SWITCH}=0 switches the check off"
         )
     return seconds
 
 
 def check_in_children(names, dtype: str, seconds: float, platforms: str = "cuda,cpu") -> dict:
-    """{backend: {case: {direction: PASSED or why not}}}; cases of a child that died have its end.
+    """Runs child processes; returns {backend: {case: {direction: PASSED or the reason why not}}}.
 
-    One process for each backend, at the same time: a crash or a hang takes no other one along. This
-    process holds most of the GPU's memory already, so they take what they need and no more.
+    Every backend has its own process, so that a crash or a hang does not affect the others; they
+    run at the same time. Cases without a result have the exit of the child as their reason. This
+    process already holds most of the GPU's memory, so children do not preallocate.
     """
     environment = os.environ | {SWITCH: "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment |= {"JAX_PLATFORMS": platforms}
-    deadline, found, children = time.monotonic() + seconds, {}, {}
+    deadline, outcomes, children = time.monotonic() + seconds, {}, {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             for name in names:
-                # A file and not a pipe, which a compiler that the child has started could keep
-                # open.
+                # A file and not a pipe: a compiler that the child started could keep a pipe open.
                 output = Path(folder) / name
                 children[name] = _start(command(name, dtype), output, environment)
             for name, process in children.items():
                 end = process if isinstance(process, str) else _end(process, deadline, seconds)
-                found[name] = _cases_of(Path(folder) / name, end, dtype)
-        finally:  # also where the user interrupts
+                outcomes[name] = _cases_of(Path(folder) / name, end, dtype)
+        finally:  # also after an interrupt by the user
             for process in children.values():
                 if not isinstance(process, str) and process.poll() is None:
                     _kill(process)
-    return found
+    return outcomes
 
 
 def _start(words, output: Path, environment) -> subprocess.Popen | str:
-    """A process in a group of its own, or why there is none."""
+    """Starts a process in a process group of its own; returns it, or why it did not start."""
     try:
         with output.open("w") as file:
             return subprocess.Popen(
@@ -373,52 +380,52 @@ def _start(words, output: Path, environment) -> subprocess.Popen | str:
 
 
 def _end(child: subprocess.Popen, deadline: float, seconds: float) -> str:
-    """Waits for a process, and ends it at the deadline; how it ended."""
+    """Waits for a process, and kills it at the deadline; returns how it ended."""
     try:
         return f"exit code {child.wait(max(0.0, deadline - time.monotonic()))}"
     except subprocess.TimeoutExpired:
         _kill(child)
-        return f"{LATE} {seconds:g} s"
+        return f"{TIMED_OUT} {seconds:g} s"
 
 
 def _kill(child: subprocess.Popen) -> None:
     try:
-        os.killpg(child.pid, signal.SIGKILL)  # what it started, too
+        os.killpg(child.pid, signal.SIGKILL)  # also kills the processes that it started
         child.wait(5.0)  # a process that waits for the driver may not end
     except (OSError, subprocess.TimeoutExpired):
         pass
 
 
 def _cases_of(output: Path, end: str, dtype: str) -> dict:
-    """The results in a child's output; cases that are not there have failed with its end."""
-    found, last = {}, ""
+    """Returns the results in a child's output; the reason of missing cases is how it ended."""
+    outcomes, last = {}, ""
     for line in output.read_text(errors="replace").splitlines() if output.exists() else ():
         if not line.startswith(MARK):
             last = line.strip() or last
             continue
         try:
-            found |= json.loads(line.removeprefix(MARK))
+            outcomes |= json.loads(line.removeprefix(MARK))
         except ValueError:
-            continue  # cut off where the process died
+            continue  # the process died in the middle of the line
     if end == "exit code 0":
         end = "it ended without a result"
     elif end.startswith("exit code") and last:
         end = f"{end}: {last[:120]}"
     missing = dict.fromkeys(("forward", "backward"), end)
-    return {name: found.get(name, missing) for name in cases(dtype)}
+    return {name: outcomes.get(name, missing) for name in cases(dtype)}
 
 
 def child(name: str, dtype: str) -> None:
     """Checks all cases of a backend in this process, and prints a line for each."""
-    of = cases(dtype)
+    by_name = cases(dtype)
     with concurrent.futures.ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 1))) as pool:
-        begun = {case: _begin(pool, name, of[case], dtype) for case in of}
-        for case, results_of in begun.items():
+        pending = {case: _begin(pool, name, by_name[case], dtype) for case in by_name}
+        for case, results_of in pending.items():
             print(MARK + json.dumps({case: results_of()}), flush=True)
 
 
 def _begin(pool, name: str, case: Case, dtype: str):
-    """Starts to compile a case and the reference; returns a function that gives its results."""
+    """Starts to compile a case and the reference; returns a function that returns its results."""
     from pallas_kernels.dispatch import BACKENDS, CannotRun
 
     d_lse, inputs = BACKENDS[name].takes_d_lse, arrays(case, dtype)
@@ -431,20 +438,20 @@ def _begin(pool, name: str, case: Case, dtype: str):
         wrong = _reason(error)
         return lambda: dict.fromkeys(("forward", "backward"), wrong)
     compiled = pool.submit(lowered.compile)
-    wanted = pool.submit(expected, case, inputs, d_lse)
+    reference = pool.submit(expected, case, inputs, d_lse)
 
     def finish() -> dict[str, str]:
         try:
-            found = _in_float32(compiled.result()(*inputs))
+            actual = _in_float32(compiled.result()(*inputs))
         except Exception as error:
             # The forward pass may be right without a backward pass.
-            forward = _forward_alone(case, name, inputs, wanted.result(), dtype)
+            forward = _forward_alone(case, name, inputs, reference.result(), dtype)
             return {"forward": forward, "backward": _reason(error)}
-        forward = {x: found.pop(x) for x in ("out", "lse")}
-        wanted_here = wanted.result()
+        forward = {x: actual.pop(x) for x in ("out", "lse")}
+        right = reference.result()
         return {
-            "forward": compared(forward, wanted_here, dtype),
-            "backward": compared(found, wanted_here, dtype),
+            "forward": compare(forward, right, dtype),
+            "backward": compare(actual, right, dtype),
         }
 
     return finish
@@ -452,8 +459,8 @@ def _begin(pool, name: str, case: Case, dtype: str):
 
 def _forward_alone(case: Case, name: str, inputs, wanted: dict, dtype: str) -> str:
     try:
-        found = jax.jit(program(case, name, None))(*inputs)
-        return compared(_in_float32(found), wanted, dtype)
+        actual = jax.jit(program(case, name, None))(*inputs)
+        return compare(_in_float32(actual), wanted, dtype)
     except Exception as error:
         return _reason(error)
 
@@ -466,8 +473,8 @@ def _in_float32(found: dict) -> dict:
     return {name: np.asarray(x, np.float32) for name, x in found.items()}
 
 
-def compared(found: dict, wanted: dict, dtype: str) -> str:
-    """PASSED, or the largest error."""
+def compare(found: dict, wanted: dict, dtype: str) -> str:
+    """Returns PASSED, or a reason with the largest error."""
     errors = {name: error_of(x, wanted[name]) for name, x in found.items()}
     worst = max(errors, key=lambda x: (errors[x] != errors[x], errors[x]))  # NaN is the worst
     return (
@@ -478,8 +485,11 @@ def compared(found: dict, wanted: dict, dtype: str) -> str:
 
 
 def error_of(x, y) -> float:
-    """The larger of two errors: of the norm, and of any number relative to the largest one."""
-    hidden = np.isneginf(y)  # lse of queries that see nothing
+    """Returns the larger of two errors of x: |x - y| / |y|, and max |x - y| / max |y|.
+
+    NaN if the shapes or the elements that are -inf differ.
+    """
+    hidden = np.isneginf(y)  # lse of queries that see no key
     if x.shape != y.shape or not np.array_equal(np.isneginf(x), hidden):
         return float("nan")
     x, y = np.where(hidden, 0.0, x).ravel(), np.where(hidden, 0.0, y).ravel()
@@ -491,7 +501,10 @@ def error_of(x, y) -> float:
 
 
 def arrays(case: Case, dtype: str) -> tuple:
-    """q, k, v, slopes or None, and the cotangents of out and lse: NumPy, as the dtype has them."""
+    """Returns NumPy q, k, v, slopes or None, and the cotangents of out and lse.
+
+    q, k, v and d_out are rounded to `dtype`.
+    """
     rng, heads, rows = np.random.default_rng(0), 4, 1
     q, k = (rows, case.t, heads, case.size), (rows, case.s, heads // 2, case.size)
     q, k, v, d_out = (
@@ -502,9 +515,10 @@ def arrays(case: Case, dtype: str) -> tuple:
 
 
 def program(case: Case, name: str, d_lse: bool | None):
-    """`arrays` -> out and lse, and the gradients, by an implementation.
+    """Returns a function that maps `arrays` to out, lse and the gradients of an implementation.
 
-    d_lse: whether lse has a cotangent; None: no gradients.
+    Args:
+      d_lse: whether lse has a cotangent; None: the function computes no gradients.
     """
     from pallas_kernels.biases import Alibi
     from pallas_kernels.flash import flash
@@ -536,14 +550,14 @@ def program(case: Case, name: str, d_lse: bool | None):
 
 
 def expected(case: Case, inputs, d_lse: bool) -> dict:
-    """The reference's results for the same numbers in float32, on the CPU."""
+    """Returns the reference's results for the same numbers, in float32 on the CPU."""
     inputs = [None if x is None else np.asarray(x, np.float32) for x in inputs]
     with jax.default_device(jax.devices("cpu")[0]):
         return _in_float32(jax.jit(program(case, "reference", d_lse))(*inputs))
 
 
 def main(argv=None) -> int:
-    """The command: checks this machine's GPU again and prints what is used from now on."""
+    """Checks this machine's GPU again, stores the results for later processes, and prints them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -557,13 +571,13 @@ def main(argv=None) -> int:
         return 2
     failed = False
     for dtype in args.dtypes:
-        of = key(dtype)
-        found = run(of, timings.folder(), limit(600.0))
-        print(f"{dtype} on {of['device']}, kept in {file_of(timings.folder(), of)}")
-        for name, by_case in found.items():
-            for case, said in by_case.items():
-                print(f"  {name:10} {case}: {', '.join(f'{x} {y}' for x, y in said.items())}")
-        failed |= bool(failures(found))
+        check = key(dtype)
+        outcomes = run(check, timings.folder(), limit(600.0))
+        print(f"{dtype} on {check['device']}, kept in {file_of(timings.folder(), check)}")
+        for name, by_case in outcomes.items():
+            for case, results in by_case.items():
+                print(f"  {name:10} {case}: {', '.join(f'{x} {y}' for x, y in results.items())}")
+        failed |= bool(failures(outcomes))
     return int(failed)
 
 

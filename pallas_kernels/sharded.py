@@ -1,16 +1,18 @@
-"""Attention over a mesh: rows, heads and also the length of q, k, v split over devices.
+"""Attention over a mesh: rows, heads and the length of q, k, v are sharded over devices.
 
-Rows and heads are independent. A length that is split over c devices needs keys of others:
+Rows and heads are independent. If the length is sharded over c devices, each needs keys of others:
 
-- "ring": queries stay, keys and values go round the ring of devices in c - 1 hops, and every hop's
-  partial result is merged by log-sum-exp (Ring Attention, Liu et al. 2023, arXiv 2310.01889). No
-  device ever holds more than two parts of the keys. The backward pass goes round again with the
-  log-sum-exp of the whole, the gradients of keys and values travelling along.
-- "all_to_all": an exchange gives every device the whole length of some heads and takes the result
-  back (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads limits it.
+- "ring": queries stay on their device. Keys and values move around the ring of devices in c - 1
+  hops, and the partial result of every hop is merged by log-sum-exp (Ring Attention, Liu et al.
+  2023, arXiv 2310.01889). No device ever holds more than two parts of the keys. The backward pass
+  repeats the hops with the log-sum-exp over all keys; the gradients of keys and values move along
+  with them.
+- "all_to_all": an exchange gives every device the whole length of some heads, and a second one
+  returns the results (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads
+  limits the number of devices.
 
-Tokens may be in any order, which `q_index` and `k_index` give. With the order `zigzag` all devices
-have the same work under a causal mask.
+Tokens may be in any order, which `q_index` and `k_index` define. With the order `zigzag` all
+devices have the same work under a causal mask.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ METHODS = ("ring", "all_to_all")
 
 @dataclass(frozen=True)
 class Layout:
-    """Over which axes of a mesh q, k and v [B, T, N, H] are split."""
+    """The mesh axes over which q, k and v [B, T, N, H] are sharded."""
 
     mesh: jax.sharding.Mesh
-    rows: tuple[str, ...] = ()  # axes that share the rows of the batch
-    heads: str | None = None  # the axis that shares the heads
-    length: str | None = None  # the axis along which queries and keys are split
-    method: str = "ring"  # how a split length is put together: ring or all_to_all
+    rows: tuple[str, ...] = ()  # axes that shard the rows of the batch
+    heads: str | None = None  # the axis that shards the heads
+    length: str | None = None  # the axis that shards the lengths of queries and keys
+    method: str = "ring"  # how devices exchange keys if the length is sharded: ring or all_to_all
 
     def __post_init__(self):
         if self.method not in METHODS:
@@ -57,12 +59,16 @@ class Layout:
             )
 
     def size(self, axis: str | tuple[str, ...] | None) -> int:
-        """Devices along an axis, along several together, or 1."""
+        """Returns the number of devices along an axis or several axes together; 1 for None."""
         axes = (axis,) if isinstance(axis, str) else axis or ()
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def fitting(self, q, k) -> Layout:
-        """The layout without the axes that do not divide rows or heads: these stay whole."""
+        """Returns the layout without the axes that do not divide rows or heads.
+
+        Raises:
+          ValueError: the axis `length` does not divide the number of queries or keys.
+        """
         rows = self.rows if q.shape[0] % self.size(self.rows) == 0 else ()
         heads = self.heads if q.shape[2] % self.size(self.heads) == 0 else None
         length = self.length if self.size(self.length) > 1 else None
@@ -77,16 +83,16 @@ class Layout:
         return replace(self, rows=rows, heads=heads, length=length)
 
     def spec(self, x, *, heads: bool = False) -> PartitionSpec:
-        """Of [1 or B, T], or of [B, T, N, ...] if it has heads."""
+        """Returns the PartitionSpec of x [1 or B, T], or with `heads` of x [B, T, N, ...]."""
         rows = self.rows if self.rows and x.shape[0] > 1 else None
         return PartitionSpec(rows, self.length, *((self.heads,) if heads else ()))
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
-    """Returns int32 [length], the order of tokens in which causal work is balanced.
+    """Returns int32 [length], an order of tokens that balances the work of a causal mask.
 
-    The text is split into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i: one
-    that sees little and one that sees much (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
+    The text is split into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i. One of
+    them sees few keys and the other sees many (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
     """
     if length % (2 * devices):
         near = -(-length // (2 * devices)) * 2 * devices
@@ -100,7 +106,7 @@ def zigzag(length: int, devices: int) -> np.ndarray:
 
 
 def over_mesh(q, k, v, operands: Operands, spec: Spec, implementation, layout: Layout):
-    """(out, lse) of attention over the mesh of `layout`."""
+    """Returns (out, lse) of attention that is sharded by `layout`."""
     if dispatch.user_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
@@ -119,9 +125,9 @@ def over_mesh(q, k, v, operands: Operands, spec: Spec, implementation, layout: L
 
 
 def gathered(run, q, k, v, operands: Operands, layout: Layout):
-    """`run(q, k, v, operands) -> (out, lse)` on each device's queries and heads, with all keys.
+    """Calls `run(q, k, v, operands) -> (out, lse)` on each device's queries and heads and all keys.
 
-    For attention that is no sum of parts: the keys of a split length are gathered.
+    It gathers the keys of a sharded length, for attention that cannot be merged from parts.
     """
     layout = layout.fitting(q, k)
     if layout.length is not None:
@@ -138,7 +144,7 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
 
 
 def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
-    """`local(q, k, v, operands) -> (out, lse)` on each device's part of them."""
+    """Runs `local(q, k, v, operands) -> (out, lse)` on each device's shards."""
     k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
     positions = (None if x is None else layout.spec(x) for x in operands[:4])
     bias = jax.tree.map(
@@ -147,7 +153,7 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
     whole = layout.spec(q, heads=True)
     specs = whole, whole, whole, Operands(*positions, bias)
     arrays = q, k, v, operands
-    if layout.mesh.explicit_axes:  # types of arrays contain their sharding, which has to agree
+    if layout.mesh.explicit_axes:  # the types of arrays contain their sharding, which must match
         on = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
         arrays = jax.tree.map(jax.reshard, arrays, on)
     run = jax.shard_map(
@@ -157,7 +163,7 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
         out_specs=(whole, whole),
         check_vma=False,
     )
-    # Run op by op, shard_map knows no symbolic zeros: which outputs nothing depends on.
+    # Without jit shard_map has no symbolic zeros, which mark outputs that nothing depends on.
     return jax.jit(run)(*arrays)
 
 
@@ -167,7 +173,7 @@ def _joined_keys(operands: Operands, join) -> Operands:
 
 
 def _with_indices(q, k, operands: Operands) -> Operands:
-    """The operands with explicit order indices, which are split along with the tokens."""
+    """Returns the operands with explicit order indices, which are sharded like the tokens."""
 
     def explicit(index, x):
         return jnp.arange(x.shape[1], dtype=jnp.int32)[None] if index is None else index
@@ -176,13 +182,13 @@ def _with_indices(q, k, operands: Operands) -> Operands:
 
 
 def _shareable(x, parts: int):
-    """x [B, S, K, H] with its heads repeated until `parts` divides them."""
+    """Returns x [B, S, K, H] with heads repeated until `parts` divides their number."""
     return jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2)
 
 
 @dataclass(frozen=True)
 class _ByShard(Mask):
-    """One mask for each device along the axes that share the heads."""
+    """One mask for each device along the axes that shard the heads."""
 
     masks: tuple[Mask, ...]
 
@@ -192,7 +198,7 @@ class _ByShard(Mask):
 
 
 def _of_shard(mask: Mask, shards: int) -> Mask:
-    """The mask of the heads of one shard: the parts of a mask per head differ between shards."""
+    """Returns the mask of one shard's heads; parts that differ between shards are `_ByShard`."""
     if not isinstance(mask, PerHead) or shards == 1:
         return mask
     each = [part for part, count in mask.parts for _ in range(count)]
@@ -204,9 +210,9 @@ def _of_shard(mask: Mask, shards: int) -> Mask:
 
 
 def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
-    """The number of devices whose keys a device has to see: all unless the mask hides the rest.
+    """Returns the number of devices whose keys a device needs: all unless the mask hides the rest.
 
-    It is known if tokens are in their order and the mask depends on differences only.
+    It is all, too, unless tokens are in order and the mask depends on differences of indices only.
     """
     count = layout.size(layout.length)
     ordered = operands.q_index is None and operands.k_index is None
@@ -225,7 +231,7 @@ def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
 
 
 def _exchanged(implementation, layout: Layout, q, k, v, operands: Operands, spec: Spec):
-    """Attention of some heads over the whole length, between two exchanges."""
+    """Computes attention of some heads over the whole length, between two exchanges."""
     axis, parts = layout.length, layout.size(layout.length)
     if q.shape[2] % parts:
         raise ValueError(
@@ -261,7 +267,7 @@ def _axes(*names):
 
 @dataclass(frozen=True)
 class _Ring:
-    """The static part of a device's attention over the keys of `hops` devices, its own first."""
+    """The static part of a device's attention over keys of `hops` devices, its own first."""
 
     implementation: str | None
     layout: Layout
@@ -270,7 +276,7 @@ class _Ring:
 
 
 def _local(q, k, v, operands: Operands, ring: _Ring):
-    """(out, lse) of this device's queries and heads."""
+    """Returns (out, lse) of this device's queries and heads."""
     results = []
     for *arrays, spec in dispatch.split_heads(q, k, v, operands, ring.spec):
         results.append(_ring(*arrays, replace(ring, spec=spec)))
@@ -292,7 +298,7 @@ def _ring_forward(arrays, operands: Operands, ring: _Ring):
 
     def hop(carry, _):
         partial, keys = carry
-        # The next keys travel while these are multiplied.
+        # The next keys are sent while these are multiplied.
         return (add(partial, keys), _send(keys, ring.layout, 1)), None
 
     (partial, keys), _ = lax.scan(hop, start, None, length=ring.hops - 1)
@@ -304,7 +310,7 @@ def _ring_backward(arrays, operands: Operands, ring: _Ring):
     q, k, v, *rows = arrays
 
     def add(sums, keys):
-        """(dq, d_bias) and (dk, dv) with what these keys add: probabilities are of the whole."""
+        """Adds the cotangents of these keys; lse, and so the probabilities, are over all keys."""
         dq, dk, dv, d_bias = _run(
             "backward", ring, (q, *keys[:2], *rows), _with_keys(operands, keys)
         )
@@ -322,7 +328,7 @@ def _ring_backward(arrays, operands: Operands, ring: _Ring):
     if hops > 1:
         (sums, keys), _ = lax.scan(hop, (sums, keys), None, length=hops - 1)
     (dq, d_bias), travelling = add(sums, keys)
-    # The cotangents of keys and values return to the device that holds these.
+    # The cotangents of keys and values return to the device of those keys.
     dk, dv = _send(travelling, ring.layout, 1 - hops) if hops > 1 else travelling
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
 
@@ -335,14 +341,14 @@ def _with_keys(operands: Operands, keys) -> Operands:
 
 
 def _send(tree, layout: Layout, hops: int):
-    """Every array of the tree to the device `hops` further along the ring."""
+    """Sends every array of the tree to the device `hops` further along the ring."""
     count = layout.size(layout.length)
     pairs = [(i, (i + hops) % count) for i in range(count)]
     return jax.tree.map(lambda x: lax.ppermute(x, layout.length, pairs), tree)
 
 
 def _run(direction: str, ring: _Ring, arrays, operands: Operands):
-    """A backend's `forward` or `backward` under this device's mask."""
+    """Runs a backend's `forward` or `backward` with the mask of this device."""
     mask = ring.spec.mask
     masks = mask.masks if isinstance(mask, _ByShard) else (mask,)
     different = tuple(dict.fromkeys(masks))

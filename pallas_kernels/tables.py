@@ -1,9 +1,9 @@
 """Block tables: which blocks of keys each block of queries visits, and which need an element test.
 
-A table is static (NumPy leaves) if all its inputs are, and traced otherwise. It costs
-O(blocks of queries x blocks of keys) array operations from a mask and O(listed blocks) from a
-list, never O(T S). A transposed table lists for each block of keys the blocks of queries that visit
-it, as the pass over keys of a backward kernel needs.
+A table is static (NumPy leaves) if all its inputs are, and traced otherwise. Making it from a mask
+takes O(blocks of queries x blocks of keys) array operations, and from a list O(listed blocks);
+never O(T S). A transposed table lists for each block of keys the blocks of queries that visit it;
+the pass over keys of a backward kernel needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels.masks import Mask, PerHead, integer
 
-# Static tables are made from this many pairs of blocks at a time, to stay small in memory.
+# Static tables are made from this many pairs of blocks at a time, to save memory.
 CELLS = 2**21
 _LEAVES = ("index", "full", "seen", "overflow")
 
@@ -33,14 +33,15 @@ class BlockTable:
     """The visited key blocks of every query block; b is 1 or B, h is 1, K or N.
 
     Attributes:
-      index: int32 [b, h, nq, capacity], key blocks in visiting order, first the `full` ones, each
-        kind ascending unless stated otherwise; the tail repeats the last one.
-      full: int32 [b, h, nq], the number that are visible to all their queries: no element test.
+      index: int32 [b, h, nq, capacity], key blocks in visiting order: the `full` ones first, then
+        the others, both ascending unless stated otherwise. The tail repeats the last one.
+      full: int32 [b, h, nq], the number of full blocks: all their pairs are visible, so kernels do
+        not test them.
       seen: int32 [b, h, nq], the number of all visited blocks.
-      overflow: bool [] or None: a traced table did not fit into its capacity, so blocks are missing
-        and results computed from it must not be used. None: it cannot happen.
-      q_block: rows of a block; the last one may be shorter.
-      k_block: as q_block, of keys; a shorter last block is never full, so that kernels may read it
+      overflow: bool [], whether a traced table exceeds its capacity, so that blocks are missing
+        and results computed from it are invalid. None: it cannot overflow.
+      q_block: queries of a block; the last one may be shorter.
+      k_block: keys of a block; a shorter last block is never full, so that kernels may read it
         padded.
     """
 
@@ -62,25 +63,25 @@ class BlockTable:
 
     @property
     def listed(self):
-        """bool [b, h, nq, capacity]: which entries of `index` are no repeats."""
+        """Which entries of `index` are not repeats, bool [b, h, nq, capacity]."""
         return np.arange(self.capacity) < self.seen[..., None]
 
     @property
     def known_full(self):
-        """bool [b, h, nq, capacity]: which entries of `index` are full."""
+        """Which entries of `index` are full blocks, bool [b, h, nq, capacity]."""
         return np.arange(self.capacity) < self.full[..., None]
 
     def tested(self) -> BlockTable:
-        """The table without full blocks: kernels test the elements of all blocks."""
+        """Returns the table without full blocks: kernels test the elements of all blocks."""
         return replace(self, full=0 * self.full)
 
     def heads(self, change: Callable) -> BlockTable:
-        """The table with `change` applied to the arrays along their axis of heads, 1."""
+        """Returns the table with `change` applied to index, full and seen (heads: axis 1)."""
         arrays = {name: change(getattr(self, name)) for name in ("index", "full", "seen")}
         return replace(self, **arrays)
 
     def lists(self) -> BlockLists:
-        """The concatenated lists of the query blocks."""
+        """Returns the concatenated lists of the query blocks."""
         first = np.arange(self.seen.shape[2], dtype=np.int32) * self.capacity
         index = self.index.reshape(*self.seen.shape[:2], -1)
         return BlockLists(index, np.broadcast_to(first, self.seen.shape), self.full, self.seen)
@@ -88,13 +89,13 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """For every block the blocks that it meets, as kernels read them; b is 1 or B, h is 1, K or N.
+    """Lists of the blocks that every block visits, for kernels; b is 1 or B, h is 1, K or N.
 
     Attributes:
-      index: int32 [b, h, entries], the lists of all blocks; entries outside have no meaning.
+      index: int32 [b, h, entries], the lists of all blocks; entries outside of lists are undefined.
       first: int32 [b, h, blocks], the offset of a block's list in `index`.
-      full: int32 [b, h, blocks], the number of blocks of a list that need no element test, which
-        come first.
+      full: int32 [b, h, blocks], the number of full blocks of a list, which come first and need no
+        element test.
       seen: int32 [b, h, blocks], the number of all blocks of a list.
     """
 
@@ -109,18 +110,19 @@ def on_device(*arrays) -> bool:
 
 
 def namespace(*arrays):
-    """NumPy for arrays that are known, jax.numpy as soon as one is traced or on a device."""
+    """Returns the module jax.numpy if any array is a JAX array, else NumPy."""
     return jnp if on_device(*arrays) else np
 
 
 def choose(columns, some, whole, capacity: int | None):
-    """(index, full, seen) of candidates with flags [..., candidates]: full ones, then others.
+    """Returns (index, full, seen) of the visible candidates: full blocks first, then the others.
 
     Args:
       columns: the block of each candidate; None means 0, 1, ...
-      some, whole: the flags: some pairs of a block are visible, and all of them.
-      capacity: None is the need of the longest row if that is known, else the number of candidates.
-        Longer rows are truncated.
+      some, whole: flags [..., candidates]: whether some, and whether all, pairs of a block are
+        visible.
+      capacity: the length of a row of `index`; longer rows are truncated. None: the length of the
+        longest row if that is known, else the number of candidates.
     """
     xp = namespace(some, whole)
     whole = whole & some
@@ -136,14 +138,14 @@ def choose(columns, some, whole, capacity: int | None):
 
 
 def build(columns, some, whole, capacity: int | None, q_block: int, k_block: int) -> BlockTable:
-    """A table from candidates with flags [b, h, nq, candidates], see `choose`."""
+    """Returns a table of candidates with flags [b, h, nq, candidates]; arguments as in `choose`."""
     return _fitted(*choose(columns, some, whole, capacity), capacity, q_block, k_block)
 
 
 def build_static(
     pieces: Iterable, shape: tuple[int, int, int], capacity: int | None, q_block: int, k_block: int
 ) -> BlockTable:
-    """A table [b, h, nq] from NumPy flags (some, whole) [rows, nk] of consecutive rows."""
+    """Returns a table [b, h, nq] of NumPy flags (some, whole) [rows, nk] of consecutive rows."""
     parts = [choose(None, some, whole, None) for some, whole in pieces]
     index, full, seen = ([part[i] for part in parts] for i in range(3))
     width = max(x.shape[-1] for x in index) if capacity is None else capacity
@@ -154,13 +156,13 @@ def build_static(
 
 
 def row_pieces(rows: int, columns: int) -> Iterable[slice]:
-    """Slices of rows, of about CELLS cells each."""
+    """Returns slices of rows with about CELLS cells each."""
     step = max(1, CELLS // columns)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def stack_heads(parts: list[tuple[BlockTable, int]]) -> BlockTable:
-    """One table from (table, times it is repeated) of consecutive heads."""
+    """Concatenates the tables of consecutive heads, given as pairs (table, number of repeats)."""
     width = max(part.capacity for part, _ in parts)
     leaves = {}
     xp = namespace(*(x for part, _ in parts for x in (part.index, part.seen)))
@@ -184,7 +186,7 @@ def any_overflow(*tables: BlockTable):
 
 
 def _widen(index, capacity: int):
-    """[..., c] -> [..., capacity]; the last entry is repeated already."""
+    """[..., c] -> [..., capacity], by repeating the last entry, or by truncation."""
     xp, more = namespace(index), capacity - index.shape[-1]
     if more <= 0:
         return index[..., :capacity]
@@ -192,7 +194,7 @@ def _widen(index, capacity: int):
 
 
 def _fitted(index, full, seen, capacity: int | None, q_block: int, k_block: int) -> BlockTable:
-    """A table; if it overflows its capacity, an error where that is known, else a flag."""
+    """Returns a table. If it overflows its capacity: raises if that is known, else sets a flag."""
     overflow = None
     if capacity is not None:
         integer("a block table: capacity", capacity, 1)
@@ -202,8 +204,8 @@ def _fitted(index, full, seen, capacity: int | None, q_block: int, k_block: int)
             full = jnp.minimum(full, capacity)
         elif int(most) > capacity:
             raise ValueError(
-                f"a block table: capacity {capacity} is too small, a block visits {int(most)} "
-                f"others; give at least {int(most)}"
+                f"a block table: capacity={capacity} is too small, since a query block visits "
+                f"{int(most)} key blocks; give at least {int(most)}"
             )
     q_block, k_block = (integer("a block table: block", x, 1) for x in (q_block, k_block))
     return BlockTable(index, full, seen, overflow, q_block, k_block)
@@ -213,7 +215,8 @@ class BlockBounds(NamedTuple):
     """Bounds of every block of queries or keys; arrays [1 or B, blocks].
 
     The order indices are within lo..hi. The segments other than padding are within first..last
-    (first > last: none); both are None without segments. mixed: some rows are padding.
+    (first > last: the block is padding); both are None without segments. mixed: whether the block
+    contains padding.
     """
 
     lo: jax.Array | np.ndarray
@@ -229,7 +232,7 @@ class BlockBounds(NamedTuple):
         return self.take(lambda x: x[min(b, len(x) - 1)])
 
     def piece(self, part: slice) -> BlockBounds:
-        """A slice of the blocks of one row, as a column."""
+        """Returns a slice of the blocks of one row, as a column."""
         return self.take(lambda x: x[part, None])
 
     @property
@@ -242,7 +245,7 @@ class BlockBounds(NamedTuple):
 
 
 def block_bounds(index, segments, length: int, block: int, is_padded: bool = False) -> BlockBounds:
-    """The bounds of blocks; is_padded: kernels read a shorter last block padded, so it is mixed."""
+    """Returns the bounds of blocks; with is_padded a shorter last block counts as mixed."""
     integer("a block table: block", block, 1)
     count = -(-integer("a block table: length", length, 1) // block)
 
@@ -270,7 +273,7 @@ def block_bounds(index, segments, length: int, block: int, is_padded: bool = Fal
 
 
 def block_visibility(mask: Mask, q: BlockBounds, k: BlockBounds, known_full=False):
-    """(any, all) of pairs of blocks under the mask and the segments; q and k are broadcast."""
+    """Returns (any, all) of pairs of blocks under the mask and the segments; q and k broadcast."""
     some, whole = mask.bounds(q.lo, q.hi, k.lo, k.hi)
     whole = (whole | known_full) & ~(q.mixed | k.mixed)
     if (q.first is None) != (k.first is None):
@@ -282,7 +285,7 @@ def block_visibility(mask: Mask, q: BlockBounds, k: BlockBounds, known_full=Fals
 
 
 def _visibility_by_rows(mask: Mask, q: BlockBounds, k: BlockBounds) -> Iterable:
-    """The flags of `block_visibility`, [rows, nk] at a time, batch row by batch row."""
+    """Yields the flags of `block_visibility`, [rows, nk] at a time, batch row by batch row."""
     for b in range(max(q.batch, k.batch)):
         rows, columns = q.row(b), k.row(b)
         for piece in row_pieces(q.count, k.count):
@@ -290,7 +293,7 @@ def _visibility_by_rows(mask: Mask, q: BlockBounds, k: BlockBounds) -> Iterable:
 
 
 def _gather_blocks(x, index):
-    """x[b, index[b, ...]] of x [1 or B, nk] for every entry of a table."""
+    """Returns x[b, index[b, ...]] of x [1 or B, nk] for every entry of a table."""
     x = namespace(x, index).asarray(x)
     if len(x) == 1:
         return x[0][index]
@@ -312,9 +315,15 @@ def from_mask(
 ) -> BlockTable:
     """Returns the table of the blocks that are visible under `mask` and the segments.
 
-    q_index [T] or [B, T], k_index [S] or [B, S]: order indices, by default 0, 1, ...;
-    q_segments [B, T], k_segments [B, S]: segment 0 is padding. A table with a row per batch row has
-    one for each if they differ, and N heads for a mask per head; others have one for all.
+    The table has b = B if indices or segments are given per batch row, else b = 1; and h = N for a
+    mask per head, else h = 1.
+
+    Args:
+      queries, keys: the lengths T and S.
+      q_block, k_block: the sizes of a block.
+      q_index, k_index: order indices [T] or [B, T], and [S] or [B, S]; by default 0, 1, ...
+      q_segments, k_segments: segments [B, T] and [B, S]; 0 is padding.
+      capacity: the most key blocks of a query block; None: as many as are needed or possible.
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"from_mask: the mask is a {type(mask).__name__}, must be as causal()")
@@ -343,8 +352,10 @@ def from_block_mask(
 ) -> BlockTable:
     """Returns the table of the blocks of `visible` bool [nq, nk], [h, nq, nk] or [b, h, nq, nk].
 
-    full: bool of the same shape, blocks whose pairs are all visible (not a shorter last key
-    block); None: no block.
+    Args:
+      full: bool of the same shape, blocks whose pairs are all visible; a shorter last key block
+        must not be full. None: no block.
+      capacity: as in `from_mask`.
     """
     if not (hasattr(visible, "dtype") and visible.dtype == bool):
         kind = getattr(visible, "dtype", type(visible).__name__)
@@ -379,12 +390,18 @@ def from_top_k(
     k_index=None,
     capacity: int | None = None,
 ) -> BlockTable:
-    """Returns the table of chosen key blocks, int [b, h, nq, k], and the blocks of the mask `also`.
+    """Returns the table of chosen key blocks, and of the blocks of the mask `also`.
 
-    Blocks may be chosen several times and are visited once, in ascending order; choices where
-    `valid` (bool, same shape) is false or that are no block of keys are ignored. None of them is
-    full. `also` is tested on q_index and k_index as in `from_mask` (default 0, 1, ...); its
-    blocks become visible as wholes, so the mask of the attention must still hide what `also` does.
+    Blocks are visited once, in ascending order, and none is full.
+
+    Args:
+      indices: int [b, h, nq, k], the key blocks chosen for each query block. Repeats, and numbers
+        that are no block of keys, are ignored.
+      valid: bool of the same shape; choices where it is false are ignored.
+      also: a mask whose blocks are added. They become visible as a whole, so the mask of the
+        attention must still hide what `also` hides.
+      q_index, k_index: order indices for `also`, as in `from_mask`.
+      capacity: as in `from_mask`.
     """
     shape = np.shape(indices) if valid is None else np.shape(valid)
     if np.ndim(indices) != 4 or shape != np.shape(indices):
@@ -434,8 +451,9 @@ def restrict(
 ) -> BlockTable:
     """Returns the blocks of `table` that are visible under `mask` and the segments.
 
-    Costs O(listed blocks). Full blocks of the table stay full with respect to the mask; segments
-    and a shorter last key block are applied on top. The order within each kind is the table's.
+    It takes O(listed blocks) operations. Full blocks of the table stay full with respect to the
+    mask; segments and a shorter last key block still apply to them. Full blocks, and the others,
+    keep the order of the table.
     """
     if isinstance(mask, PerHead):
         options = dict(queries=queries, keys=keys, q_index=q_index, k_index=k_index)
@@ -458,9 +476,9 @@ def restrict(
 
 
 def transpose(table: BlockTable, keys: int) -> BlockLists:
-    """Returns the same pairs of blocks, listed for every block of keys: query blocks, ascending.
+    """Returns the same pairs as lists of the query blocks of every key block, ascending.
 
-    A traced table costs one sort of its entries, and memory for them alone. No list overflows.
+    A traced table takes one sort of its entries, and memory for these only. No list overflows.
     """
     nk = -(-keys // table.k_block)
     return _transpose_static(table, nk) if table.static else _transpose_traced(table, nk)
@@ -469,14 +487,14 @@ def transpose(table: BlockTable, keys: int) -> BlockLists:
 def _transpose_traced(table: BlockTable, nk: int) -> BlockLists:
     """`transpose` of a traced table."""
     b, h, nq, capacity = table.index.shape
-    # Each block of keys has two numbers in a row, of its full pairs and of the others. They are
-    # unsigned, as XLA wants them for sorting by radix on a GPU.
+    # Each block of keys has two consecutive sort keys, for its full pairs and for the others. They
+    # are unsigned, which XLA needs for a radix sort on a GPU.
     kinds = 2 * table.index + jnp.where(table.known_full, 0, 1)
     kinds = jnp.where(table.listed, kinds, 2 * nk).astype(jnp.uint32)
     rows = lax.broadcasted_iota(jnp.int32, kinds.shape, 2)
     lists = (x.reshape(b, h, nq * capacity) for x in (kinds, rows))
     kinds, rows = lax.sort(tuple(lists), num_keys=1, is_stable=True)
-    # Unrolled: a loop of few steps, each a launch or more.
+    # Unrolled, because each of the few steps of a loop would be a kernel launch or more.
     numbers = np.arange(2 * nk + 1, dtype=np.uint32)
     find = functools.partial(jnp.searchsorted, v=numbers, method="scan_unrolled")
     bounds = jax.vmap(jax.vmap(find))(kinds).astype(jnp.int32)
@@ -494,7 +512,7 @@ def _transpose_static(table: BlockTable, nk: int) -> BlockLists:
         dense = np.zeros((nk, nq), np.int8)
         dense[index[rows, slots], rows] = kinds[rows, slots]
         parts = [dense[piece] for piece in row_pieces(nk, nq)]
-        # Full pairs before the others: the non-zero entries are in the order of a list.
+        # Full pairs precede the others, so that the non-zero entries are in the order of a list.
         columns = [np.nonzero(np.concatenate([x == 2, x == 1], 1))[1] % nq for x in parts]
         lists.append(np.concatenate(columns).astype(np.int32))
         counts.append([(dense == 2).sum(1), (dense > 0).sum(1)])
@@ -505,7 +523,7 @@ def _transpose_static(table: BlockTable, nk: int) -> BlockLists:
 
 
 def _every_head(x, heads: int):
-    """[b, h, ...] -> [b, heads, ...]: every head of x is repeated for its query heads."""
+    """[b, h, ...] -> [b, heads, ...]: repeats every head of x for its query heads."""
     if heads % x.shape[1]:
         raise ValueError(
             f"a block table of {x.shape[1]} heads does not fit a mask of {heads} heads; "

@@ -1,7 +1,7 @@
-"""Which NVIDIA GPU a program is for, and the block sizes of its kernels.
+"""The NVIDIA GPU that programs are for, and the block sizes of its kernels.
 
-Tiles were chosen by the compilers' reports without a GPU (`benchmarks/gpu/compile.py`): no spilled
-register, tensor cores, shared memory within the limit.
+Tiles were chosen without a GPU, by the reports of the compilers (`benchmarks/gpu/compile.py`): they
+spill no registers, use tensor cores, and stay within the limit of shared memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pathlib import Path
 
 import jax
 
-# Compute capability by name, for described devices (ahead-of-time compilation).
+# Compute capability by name, for abstract devices (ahead-of-time compilation).
 CAPABILITIES = {
     "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "L40": 89, "L40S": 89,
     "RTX 4090": 89, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100,
 }  # fmt: skip
-# Kernels in the order in which they are taken where none was measured, by capability; elsewhere
-# none of them. On an H100 Mosaic-GPU is about as fast as cuDNN backward, and faster forward
-# (docs/benchmarks.md); on Ampere others measured cuDNN behind FlashAttention.
+# Kernels by compute capability, the preferred ones first, for GPUs without a measurement; GPUs that
+# are not listed run none of them. On an H100 Mosaic-GPU is about as fast as cuDNN backward, and
+# faster forward (docs/benchmarks.md). On Ampere, measurements of others show cuDNN behind
+# FlashAttention.
 ORDER = {90: ("mosaic_gpu", "cudnn", "triton")}
 ORDER |= dict.fromkeys(range(80, 90), ("triton", "cudnn"))
 
@@ -31,8 +32,8 @@ ORDER |= dict.fromkeys(range(80, 90), ("triton", "cudnn"))
 def device_kind() -> str | None:
     """Returns the name of the NVIDIA GPU that programs are for, or None.
 
-    It is the name of the abstract device of the mesh in use, for which a program is compiled ahead
-    of time, or of this process' first device.
+    It is the name of the abstract device of the mesh in use, for which programs are compiled ahead
+    of time, or else of this process' first device.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.platform in ("gpu", "cuda"):
@@ -78,8 +79,8 @@ def is_described() -> bool:
 def assembler() -> tuple[int, ...] | None:
     """Returns the version of the ptxas that JAX runs, (12, 9, 86) in CUDA 12.9.1, or None.
 
-    It is the first one on the PATH, in an installed CUDA or in NVIDIA's wheels, as XLA searches.
-    The version of the runtime, which JAX knows, has no patch level.
+    It is the first ptxas on the PATH, in an installed CUDA or in NVIDIA's wheels, in the order of
+    XLA's search. The version of the runtime, which JAX reports, has no patch level.
     """
     wheels = importlib.util.find_spec("nvidia")
     roots = [Path("/usr/local/cuda"), Path("/opt/cuda")]
@@ -101,18 +102,18 @@ def _device():
 
 
 def architecture() -> str | None:
-    """Returns the row of the tables for `capability`; None without a GPU, or before sm80."""
+    """Returns the tables' key for `capability`; None without a GPU, or before sm80."""
     version = capability()
     if version is None or version < 80:
         return None
-    if version in (80, 100, 103):  # 10.x gets the tiles that are known to fit 8.0
+    if version in (80, 100, 103):  # 10.x uses the tiles that are known to fit 8.0
         return "sm80"
-    return "sm90" if version == 90 else "sm86"  # the least shared memory of all
+    return "sm90" if version == 90 else "sm86"  # for the least shared memory of all
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and keys of a step, and how Triton compiles it."""
+    """Rows and keys of a step, and its warps and pipeline stages in Triton."""
 
     rows: int
     keys: int
@@ -121,7 +122,7 @@ class Tile:
 
 
 KINDS = ("forward", "d_queries", "d_keys", "decode")
-# Tiles of the four kinds by architecture, head size as it is read, and dtype.
+# Tiles of the four kinds by architecture, padded head size (a power of two), and dtype.
 TRITON = {
     ("sm90", 64, "bfloat16"): ((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 3)),
     ("sm90", 128, "bfloat16"): (
@@ -135,23 +136,23 @@ TRITON = {
     ("sm86", 128, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
     ("sm86", 256, "bfloat16"): ((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 2), (64, 32, 4, 2)),
 }  # fmt: skip
-# float32 on all architectures: a product is three, of operands of twice the bytes.
+# float32 on all architectures: a product is three in TF32, and operands have twice the bytes.
 EXACT = (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)
-LARGEST_EXACT = 64  # head size of float32: larger ones have no tile that does not spill
+LARGEST_EXACT = 64  # largest head size in float32: beyond it every tile spills registers
 
 
 @dataclass(frozen=True)
 class Warpgroups:
-    """Compute warpgroups of a Mosaic-GPU program, rows of a streamed tile, stages of the ring."""
+    """Compute warpgroups of a Mosaic-GPU program, rows of a streamed tile, stages of its ring."""
 
     groups: int
     streamed: int
     stages: int
 
 
-# For Hopper by kernel and the larger head size, rounded up to 64: what the registers of a thread,
-# 240 of two compute warpgroups or 160 of three, and the 227 KB of a program's shared memory hold
-# without spills.
+# For Hopper, by kernel and the larger head size rounded up to a multiple of 64. Without spills, a
+# step fits into the registers of a thread (240 with two compute warpgroups, 160 with three) and the
+# 227 KB of a program's shared memory.
 MOSAIC_GPU = {
     ("forward", 64): Warpgroups(3, 128, 4),
     ("forward", 128): Warpgroups(2, 128, 2),
@@ -163,13 +164,13 @@ MOSAIC_GPU = {
 
 
 def mosaic_gpu(kind: str, size: int, capped: bool, vectors: int = 0) -> Warpgroups:
-    """The tiles of a Mosaic-GPU kernel for heads of `size`.
+    """Returns the tiles of a Mosaic-GPU kernel for heads of `size`.
 
     Args:
-      capped: a soft cap's slope is a third number of every score beside p and its cotangent; beside
-        dk and dv, or dq of 128, registers hold half as many scores.
-      vectors: how many of indices and segments the element test reads; beside both, or a cap, the
-        registers of three warpgroups do not hold a step.
+      capped: whether there is a soft cap. Its slope is a third number per score, besides p and its
+        cotangent; next to dk and dv, or dq of size 128, registers then hold half as many scores.
+      vectors: how many of indices and segments the element test reads (0 to 2). With both, or with
+        a cap, the registers of three warpgroups do not hold a step.
     """
     tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
     if capped and (kind == "d_keys" or (kind == "d_queries" and size > 64)):
@@ -180,10 +181,12 @@ def mosaic_gpu(kind: str, size: int, capped: bool, vectors: int = 0) -> Warpgrou
 
 
 def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
-    """The tile of a kernel of KINDS for heads that are read as a power of two, `size`.
+    """Returns the tile of a kernel of KINDS.
 
-    busy: every score has more numbers beside it (indices, segments, soft cap, bias); the streamed
-    side of a tile is halved then, because registers hold no more.
+    Args:
+      size: the head size, padded to a power of two.
+      busy: whether a step also holds indices, segments, a soft cap or a bias. The streamed side of
+        a tile is then halved, because registers hold no more.
     """
     tiles = TRITON.get((architecture() or "sm86", max(size, 64), str(dtype)), EXACT)
     rows, keys, warps, stages = tiles[KINDS.index(kind)]
@@ -194,9 +197,9 @@ def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     return Tile(rows, keys, warps, stages)
 
 
-# Rows, warps and stages of the first three kinds of grouped softmax, whose steps are one landmark
-# block; the last key is the number of its tokens as they are read. Other tiles spill registers or
-# were not tried.
+# Rows, warps and stages of the first three kinds for grouped softmax, where a step is one landmark
+# block; the last entry of a key is the block's number of tokens, padded to a power of two. Other
+# tiles spill registers or were not tried.
 LANDMARK = {
     ("sm90", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
     ("sm90", 128, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
@@ -208,9 +211,11 @@ LANDMARK = {
 
 
 def landmark(kind: str, size: int, height: int, dtype) -> Tile | None:
-    """The tile of a kernel of grouped softmax for heads of `size` and blocks of `height` tokens.
+    """Returns the tile of a kernel of grouped softmax, or None if no tile is known.
 
-    Both as they are read: a power of two. None where no tile is known.
+    Args:
+      size: the head size, padded to a power of two.
+      height: the number of tokens of a block, padded to a power of two.
     """
     sizes = max(size, 64), str(dtype), max(height, 64)
     if (tiles := LANDMARK.get((architecture() or "sm86", *sizes))) is None:

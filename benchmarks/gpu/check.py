@@ -99,7 +99,7 @@ def calls_of(name: str) -> tuple[str, set[str]]:
         return "float32", {"landmark"}
     if name.startswith(DECODE):
         return case.dtype, {"few queries"}
-    alike = dataclasses.replace(case, dtype=timings.MEASURED)  # float32 has no kind
+    alike = dataclasses.replace(case, dtype=timings.TIMED_DTYPE)  # float32 has no kind
     found = explain(oracle.program(alike, "xla"), *oracle.inputs(alike))
     return case.dtype, {timings.form_of(x.kind) for x in found}
 

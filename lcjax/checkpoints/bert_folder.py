@@ -1,8 +1,8 @@
-"""Folders of BERT encoders: transformers' `BertModel` and DPR, sentence-transformers, ColBERT.
+"""Reads and writes BERT encoders: transformers' `BertModel`, DPR, sentence-transformers, ColBERT.
 
-Beside weights and tokenizer a folder of sentence-transformers says how token vectors become one
-vector: `modules.json`, `1_Pooling/config.json`, `2_Normalize`, `sentence_bert_config.json` (the
-longest text) and `config_sentence_transformers.json` (what stands before queries and passages).
+A folder of sentence-transformers also describes how token vectors become one vector:
+`modules.json`, `1_Pooling/config.json`, `2_Normalize`, `sentence_bert_config.json` (the longest
+text) and `config_sentence_transformers.json` (the prefixes of queries and passages).
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ _POOLING_KEYS = {
 _SIMILARITIES = (None, "cosine", "dot", "dot_score")
 _WORDS = "embeddings.word_embeddings.weight"
 _SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"}
-# Tokenizers whose `vocab.txt` is one of WordPiece; others cut words by other rules first.
+# Tokenizer classes whose `vocab.txt` is a WordPiece vocabulary; others split words differently.
 _WORDPIECE_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _WORDPIECE_PREFIXES = ("Bert", "DPR", "Retri", "Electra", "MobileBert")
 _NOT_WORDPIECE = ("BertJapanese", "BertGeneration", "Bertweet")
@@ -59,11 +59,11 @@ _NOT_WORDPIECE = ("BertJapanese", "BertGeneration", "Bertweet")
 
 @dataclasses.dataclass(frozen=True)
 class SentenceModules:
-    """What the files of sentence-transformers say of a folder."""
+    """The settings in the files of sentence-transformers: pooling, normalization and prefixes."""
 
     pooling: str  # one of POOLINGS
     normalize: bool  # whether vectors have unit length
-    query_prefix: str | None = None  # None: the folder does not say
+    query_prefix: str | None = None  # None: the folder does not state it
     passage_prefix: str | None = None
 
 
@@ -87,13 +87,13 @@ BERT_FOLDERS = dataclasses.replace(
 
 
 class BertFolder:
-    """Config, weights, tokenizer and modules of a folder; nothing large is read before `params`."""
+    """Config, weights, tokenizer and modules of a folder; only `params` reads all weights."""
 
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False):
         """Opens a folder.
 
         Args:
-          folder: of the checkpoint.
+          folder: the folder of the checkpoint.
           allow_pickle: whether `.bin` files are read (with a restricted reader).
 
         Raises:
@@ -129,7 +129,7 @@ class BertFolder:
         return self.hf["model_type"] == "dpr"
 
     def _max_tokens(self, root: Path) -> int:
-        """The longest text, special tokens included, that the files and the model allow."""
+        """Returns the tokens of the longest text that files and model allow, with special ones."""
         settings = read_hf_json(root / "tokenizer_config.json", {})
         file = root / "sentence_bert_config.json"
         sentence = read_json(file, {})
@@ -143,9 +143,9 @@ class BertFolder:
 
     @cached_property
     def modules(self) -> SentenceModules | None:
-        """How token vectors become one vector; None: the folder does not say."""
+        """How token vectors become one vector; None: the folder does not state it."""
         if not self._module_list:
-            # DPR's encoders are trained on the vector of [CLS] as it is.
+            # DPR's encoders are trained on the vector of [CLS] without normalization.
             return SentenceModules("cls", normalize=False) if self.is_dpr else None
         pooling, normalize = None, False
         for kind, path in self._module_list[1:]:
@@ -173,7 +173,7 @@ class BertFolder:
         name = settings.get("default_prompt_name")
         if name is not None and name not in prompts:
             raise InputError(f"{file}: default_prompt_name={name!r:.40} is no key of prompts")
-        default = prompts.get(name)  # of texts that have no prompt of their own
+        default = prompts.get(name)  # for kinds of texts without a prompt of their own
         passage = next(
             (prompts[k] for k in ("passage", "document", "corpus") if k in prompts), default
         )
@@ -183,7 +183,7 @@ class BertFolder:
 
     @cached_property
     def _prefix(self) -> str:
-        """What the names of BERT's tensors begin with: "", "bert.", "ctx_encoder.bert_model."."""
+        """The common prefix of BERT's tensor names: "", "bert.", "ctx_encoder.bert_model."."""
         prefixes = [n.removesuffix(_WORDS) for n in self.source.tensors if n.endswith(_WORDS)]
         if len(prefixes) != 1:
             problem = f"has {len(prefixes)} tensors" if prefixes else "has no tensor"
@@ -194,7 +194,7 @@ class BertFolder:
         return prefixes[0]
 
     def params(self, config: BertConfig, mesh: jax.sharding.Mesh | None) -> dict:
-        """Returns the parameters of `config`, in float32, sharded as the table of rules says.
+        """Returns the parameters of `config`, in float32, sharded by the rules of `parallel`.
 
         Raises:
           InputError: tensors are missing, have other shapes, or hold NaN or infinity.
@@ -219,12 +219,12 @@ class BertFolder:
         """Returns the kernel [D, outputs], and the bias, of a linear layer over hidden states.
 
         Args:
-          name: of the layer; its tensors are `{name}.weight` and `{name}.bias`.
+          name: name of the layer; its tensors are `{name}.weight` and `{name}.bias`.
           outputs: the number of rows that the weight must have; None: any.
-          bias: whether there is one.
+          bias: whether the layer has a bias.
 
         Raises:
-          InputError: the folder has no such layer, or of another shape.
+          InputError: the folder has no such layer, or its shape differs.
         """
         weight, width = read_tensor(self.source, f"{name}.weight"), self.config.width
         rows = weight.shape[0] if outputs is None else outputs
@@ -265,11 +265,12 @@ def save_bert(
     All processes must call this: each holds a part of the weights, and the first one writes.
 
     Args:
-      folder: is created.
-      berts: one encoder; or two, `query` and `passage`, which become folders of these names.
+      folder: the folder to create.
+      berts: one encoder; or two, `query` and `passage`, which are written to folders of these
+        names.
       modules: how token vectors become one vector, and the prefixes.
-      max_tokens: the longest text.
-      dtype: of the weights.
+      max_tokens: number of tokens of the longest text.
+      dtype: dtype of the stored weights.
       overwrite: whether to replace a folder that this function wrote.
       checksums: whether to add the SHA-256 sums of all files.
 
@@ -302,7 +303,7 @@ def save_bert(
 
 
 def _config_to_hf(bert: BertWeights, dtype: str) -> dict[str, Any]:
-    """Returns `config.json` of a `BertModel`, with all keys of the origin that still hold."""
+    """Returns `config.json` of a `BertModel`, with the keys of the origin that still apply."""
     architecture = {"architectures": ["BertModel"], "model_type": "bert"}
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     hf = bert.origin.hf | architecture | dtypes | bert.config.hf_sizes()
@@ -338,10 +339,10 @@ def _write_modules(
 
 
 class BertTokenizer:
-    """WordPiece (or whatever `tokenizer.json` holds) with the special tokens of BERT.
+    """WordPiece (or the tokenizer in `tokenizer.json`) with the special tokens of BERT.
 
-    `encode` reads text as text: "[SEP]" typed by a user becomes ordinary tokens, as everywhere in
-    lcjax. transformers makes the special token of it.
+    `encode` reads no special tokens: "[SEP]" typed by a user becomes ordinary tokens, as everywhere
+    in lcjax. transformers reads it as the special token.
     """
 
     def __init__(self, backend: Any, special: dict[str, str], where: str):
@@ -477,7 +478,7 @@ def read_modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _read_pooling(file: Path) -> str:
-    """The pooling that a `1_Pooling/config.json` names."""
+    """Returns the pooling that a `1_Pooling/config.json` names."""
     settings = read_json(file)
     modes = [key for key, on in settings.items() if key.startswith("pooling_mode_") and on]
     if isinstance(settings.get("pooling_mode"), str):

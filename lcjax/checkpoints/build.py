@@ -1,6 +1,6 @@
-"""Where a model comes from: the `model:` section of a config, and the decoder that it names.
+"""Builds models: the `model:` section of a config, and the decoder that it describes.
 
-Training and evaluation read this part alone; text is read and written in `lcjax.generation`.
+Training and evaluation build their models here; `lcjax.generation` reads and writes text.
 """
 
 import dataclasses
@@ -33,28 +33,28 @@ class ModelSection:
     """The `model:` section: where the weights come from, and the method on top of them."""
 
     path: str | None = None  # HF folder, .gguf, run folder, hub id, or smollm2-135m-instruct
-    base: str | None = None  # where path holds adapters: what they go on; null: what they name
+    base: str | None = None  # base model of the adapters in path; null: the one that they name
     preset: str | None = None  # instead of path: an architecture with random weights
-    rope: Rope | None = None  # position method; null: the checkpoint's own
+    rope: Rope | None = None  # RoPE method; null: the checkpoint's own
     pattern: Pattern | None = None  # attention pattern; null: the checkpoint's own
-    # Layers that differ, from the first one on, again and again: each entry is for `repeat` layers
-    # that fix their pattern or rope, and others have those above; null: the checkpoint's own.
+    # Kinds of layers, from the first layer on; the list repeats. Each entry is for `repeat` layers,
+    # with its pattern and rope, or those above where it has none; null: the checkpoint's own.
     layers: tuple[LayerKind, ...] | None = None
-    memory: MemorySection | None = None  # a context beside the window; null: the checkpoint's own
-    # An encoder for a memory out of the first so many layers of path, to be trained with
-    # data.masking; null: the model as it is.
+    memory: MemorySection | None = None  # context outside the window; null: the checkpoint's own
+    # Number of first layers of path that become a memory's encoder, to be trained with
+    # data.masking; null: the model is unchanged.
     encoder_layers: int | None = None
     # With a preset, instead of rotations: alibi, t5, transformer_xl, deberta, sinusoidal or learned
     position: str | None = None
     dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
     param_dtype: str | None = None  # of weights; null: the checkpoint's own
-    # What a training step computes again instead of keeping it: none, full (all but the inputs of
-    # layers), attention (as full, but not attention) or dots (all but the results of products and
-    # attention: nearly free).
+    # What the backward pass recomputes instead of storing it: none, full (all but the inputs of
+    # layers), attention (as full, but not attention) or dots (all but the results of matrix
+    # products and attention: nearly free).
     remat: str = "dots"
     context_parallel: str = "ring"  # attention over mesh.context: ring, or all_to_all over heads
     tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own
-    seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
+    seed: int = 0  # of random weights, and of a learned rope's new weights
 
     def __post_init__(self):
         for field, base in (("rope", Rope), ("pattern", Pattern), ("memory", MemorySection)):
@@ -105,7 +105,7 @@ class Settings(TypedDict, total=False):
 
 
 def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
-    """`config` with the method and the numerics of `section`."""
+    """Returns `config` with the method, dtypes and rematerialization of `section`."""
     if section.encoder_layers is not None:
         config = encoder_config(config, section.encoder_layers)
     changes: dict[str, Any] = {
@@ -138,7 +138,7 @@ def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
 
 
 def _memory(section: MemorySection, config: ModelConfig) -> Memory:
-    """What a decoder's config gets with this section."""
+    """Returns the memory that this section adds to a decoder with `config`."""
     if config.memory is not None:
         raise InputError(
             "model.memory: this checkpoint has a memory already; leave the section out"
@@ -150,16 +150,16 @@ def _memory(section: MemorySection, config: ModelConfig) -> Memory:
 
 
 def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
-    """Fills what `rope` leaves open with the base and the trained length of the checkpoint."""
+    """Fills the unset fields of `rope` with the checkpoint's RoPE base and trained length."""
     length = getattr(config.rope, "original_length", None) or config.max_length
     return rope.resolve(theta=config.rope.theta, length=length)
 
 
 def untrained_rope(rope: Rope, config: ModelConfig, params: dict) -> Rope:
-    """`resolve_rope` for weights that are used as they are.
+    """Calls `resolve_rope` for weights that will not be trained further.
 
     Raises:
-      InputError: `rope` is learned, and `params` have no arrays of it.
+      InputError: `rope` is learned, and `params` have no weights for it.
     """
     if rope.learned and "rope" not in params:
         raise InputError(
@@ -170,9 +170,9 @@ def untrained_rope(rope: Rope, config: ModelConfig, params: dict) -> Rope:
 
 
 def check_source(section: ModelSection, key: str = "model") -> None:
-    """Refuses a section that names no model, or one that is not there; reads no weights.
+    """Raises an InputError if a section names no model, or a missing one; reads no weights.
 
-    `key` is the place of the section in the config, for errors.
+    `key` is the place of the section in the config, for error messages.
     """
     if section.path is None and section.preset is None:
         raise InputError(
@@ -203,10 +203,14 @@ def build(
     host: bool = False,
     scan_layers: bool = True,
 ) -> tuple[Decoder, dict, Tokenizer]:
-    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given.
+    """Returns the decoder, its parameters and the tokenizer of a `model:` section.
 
-    With `host` the weights of a checkpoint go into the memory of the mesh's hosts, if they need
-    nothing done to them before. `scan_layers` is that of the model: False for inference.
+    Args:
+      section: the `model:` section.
+      mesh: the devices that share the parameters; None: the default device.
+      host: whether the weights of a checkpoint are placed in the memory of the mesh's hosts.
+        Ignored for sections that change the weights: a memory, an encoder or kinds of layers.
+      scan_layers: whether the model stacks and scans its layers; False for inference.
     """
     check_source(section)
     if section.path is not None:
@@ -216,7 +220,7 @@ def build(
             mesh=mesh,
             param_dtype=section.param_dtype,
             host=host and section.memory is section.encoder_layers is section.layers is None,
-            # A memory and an encoder are made of stacked layers.
+            # Memories and encoders are initialised from stacked layers.
             scan_layers=scan_layers or not (section.memory is section.encoder_layers is None),
         )
         config = resolve(section, config)
@@ -239,13 +243,14 @@ def init_params(
     params: dict | None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict:
-    """Returns the parameters with which the model of a section begins, on `mesh` if given.
+    """Returns the initial parameters of a section's model, on `mesh` if given.
 
     Args:
-      section: the `model:` section; its seed is that of random weights, and the next one that of
-        random weights of a memory's encoder.
-      config: of the model, as `resolve` returns it.
-      params: of the checkpoint `section.path`, without other references; None: random weights.
+      section: the `model:` section. Its seed is used for random weights, and seed + 1 for random
+        weights of a memory's encoder.
+      config: the config of the model, as `resolve` returns it.
+      params: the parameters of the checkpoint `section.path`, to which the caller keeps no other
+        reference; None: random weights.
       mesh: the devices.
     """
     if params is None:

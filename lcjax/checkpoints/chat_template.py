@@ -1,9 +1,9 @@
-"""Chat templates: Jinja programs of strangers, rendered in a sandbox with bounded work.
+"""Renders chat templates, which are untrusted Jinja programs, in a sandbox with bounded work.
 
-Jinja's sandbox keeps templates away from Python objects, but lets them run forever and build
-strings of any length. Here every step costs: loops and macros for each pass of their body, calls,
-filters, operators and output for the size of what they make. A template that spends all of its
-budget, or takes too long, is an error.
+Jinja's sandbox hides Python objects from templates, but does not bound their time or the size of
+their strings. Here every step has a cost: each pass of a loop or macro body, and calls, filters,
+operators and output in proportion to the size of their results. A template that exceeds its budget
+or its time raises an error.
 """
 
 import datetime
@@ -26,14 +26,14 @@ from jinja2.visitor import NodeTransformer
 from lcjax.errors import InputError
 
 _BUDGET = 200_000_000  # characters; a conversation of 1M characters takes about a tenth
-_STEP, _ENTRY = 500, 50  # characters that a step, and an entry of a list, count as
-_SECONDS = 10  # of this thread's processor
-# Filters that make nothing larger than what they get, and only look at the top of a list.
+_STEP, _ENTRY = 500, 50  # cost in characters of a step, and of an entry of a list
+_SECONDS = 10  # CPU time of this thread
+# Filters whose results are no larger than their input, and that do not read nested values.
 _CHEAP = {
     "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject",
     "rejectattr", "select", "selectattr",
 }  # fmt: skip
-_OPTIONAL = {"tools": None, "documents": None}  # templates compare them with none
+_OPTIONAL = {"tools": None, "documents": None}  # templates compare them with `none`
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -43,16 +43,16 @@ def render_template(
     """Returns the conversation as the model was trained to read it.
 
     The environment is that of transformers: blocks are trimmed, templates may call
-    `raise_exception`, `strftime_now` and `tojson`, and mark answers with `{% generation %}`. As
-    there, `tools` and `documents` are None where they are not given.
+    `raise_exception`, `strftime_now` and `tojson`, and mark answers with `{% generation %}`. Also
+    as there, `tools` and `documents` are None by default.
 
     Args:
       template: the Jinja source.
       messages: the conversation.
-      **variables: what else the template reads, such as `enable_thinking` or `tools`.
+      **variables: other variables of the template, such as `enable_thinking` or `tools`.
 
     Raises:
-      InputError: there is no template; or it fails, includes other files, or does too much work.
+      InputError: there is no template, or it fails, includes other files, or does too much work.
     """
     if template is None:
         raise InputError(
@@ -65,14 +65,14 @@ def render_template(
         return compiled.render(_OPTIONAL | variables, messages=messages)
     except InputError:
         raise
-    except Exception as error:  # whatever operation a template tries on whatever value
+    except Exception as error:  # templates may apply any operation to any value
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"chat_template: {reason}; check the roles of the messages") from error
 
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    """Compiles a template that counts its work."""
+    """Compiles a template, with calls that count its work."""
     environment = _Environment()
     environment.begin()  # compiling evaluates constants
     tree = environment.parse(source)
@@ -87,7 +87,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Counts the work of templates; each thread that renders has a budget."""
+    """A sandbox that counts the work of templates; each thread that renders has its own budget."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -138,7 +138,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _counted(self, name: str, function: Callable) -> Callable:
-        """A filter that spends before it runs."""
+        """Wraps a filter so that it spends its cost before it runs."""
         has_context = hasattr(function, "jinja_pass_arg")
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -147,13 +147,13 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.spend(cost)
             return function(*args, **kwargs)
 
-        vars(run).update(getattr(function, "__dict__", {}))  # whether it takes the context
+        vars(run).update(getattr(function, "__dict__", {}))  # Jinja's mark of context arguments
         return run
 
     def _product(self, value: Any, others: list[Any]) -> float:
-        """Returns an upper bound on the size of a string method, filter or product of `value`.
+        """Returns an upper bound on the result size of a string method, filter or product.
 
-        Numbers may be widths or counts, also those inside of a format.
+        Numbers may be widths or counts, even those inside a format string.
         """
         sizes = [self._size(value)]
         if isinstance(value, str) and ("%" in value or "{" in value):
@@ -165,7 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return math.prod(max(size, 1) for size in sizes)
 
     def _size(self, value: Any) -> int:
-        """Characters of a value as text; counting ends where the budget does."""
+        """Estimates the characters of a value as text; stops counting beyond the budget."""
         total, values = 0, [value]
         while values and total <= self._budget.left:
             value = values.pop()
@@ -187,7 +187,7 @@ def _bits(value: Any) -> int:
 
 
 class _Count(NodeTransformer):
-    """Adds calls that `_Environment.call` counts: in loops and macros, for `~`, and for output."""
+    """Inserts calls that `_Environment.call` counts: in loops and macros, for `~` and output."""
 
     STEP, JOIN, WRITE = "__step__", "__join__", "__write__"
 
@@ -219,9 +219,9 @@ class _Count(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what the model writes: the body as it is.
+    """Renders the body of `{% generation %}`, which marks text that the model writes.
 
-    Variables that are set inside stay inside, as in transformers.
+    Variables that are set in the body are local to it, as in transformers.
     """
 
     tags: ClassVar = {"generation"}
@@ -239,7 +239,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes characters for HTML.
+    # Replaces Jinja's filter, which escapes characters for HTML.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

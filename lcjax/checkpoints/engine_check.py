@@ -1,4 +1,4 @@
-"""Compares what inference engines make of a checkpoint (`engines`) with what lcjax computes."""
+"""Compares how inference engines read a checkpoint (`engines`) with what lcjax computes."""
 
 import dataclasses
 import json
@@ -46,17 +46,17 @@ class Row:
     """The verdict on one engine."""
 
     engine: str
-    version: str  # that the facts were read from
+    version: str  # version of the sources that were read
     verdict: str  # right, wrong, refused or not known
     reason: str
     advice: str = ""  # what to do
-    difference: float | None = None  # the largest relative one of frequencies and scale
-    sources: tuple[str, ...] = ()  # files of the engine
+    difference: float | None = None  # largest relative difference of frequencies and scale
+    sources: tuple[str, ...] = ()  # files of the engine that were read
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What `check` returns: the model in words, and one row for each engine."""
+    """The result of `check`: a description of the model, and one row for each engine."""
 
     model: str
     position: str
@@ -72,7 +72,7 @@ class Check:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """An aligned table, then a line for each row that needs one."""
+        """Returns an aligned table, then a line for each row with a problem or advice."""
         lines = [f"{self.model}: {self.position}, {self.pattern}"]
         cells = [("engine", "source read", "verdict", "largest difference")]
         for row in self.rows:
@@ -88,13 +88,13 @@ class Check:
 
 
 def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
-    """Says for each engine whether it computes what this checkpoint describes.
+    """Returns whether each engine computes the model that this checkpoint describes.
 
-    It reads configs, no weights.
+    Reads configs and no weights.
 
     Args:
       path_or_name: a Hugging Face folder, a run folder, a `.gguf` file or a hub id.
-      engines: names out of `NAMES`.
+      engines: names of engines, from `NAMES`.
 
     Raises:
       InputError: the path is no checkpoint, or describes no model that lcjax reads.
@@ -119,7 +119,7 @@ def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
 def check_config(
     hf: dict[str, Any], name: str, engines: Collection[str] = NAMES, where: str = "config.json"
 ) -> Check:
-    """`check` for the contents of a `config.json`; `where` is its name in messages."""
+    """Checks the contents of a `config.json` as `check` does; `where` names it in errors."""
     check_types(hf, where)
     hf = text_model(hf, where)
     model = _Model.read(hf, where)
@@ -141,15 +141,15 @@ def check_config(
 
 
 def run(result: Check, length: int, load: Callable[..., Any]) -> Check:
-    """Compares logits of lcjax and transformers, of texts of 32 and of `length` random tokens.
+    """Compares the logits of lcjax and transformers on texts of 32 and of `length` random tokens.
 
     Args:
-      result: of `check`.
-      length: in tokens.
+      result: the result of `check`.
+      length: number of tokens of the longer text.
       load: `LanguageModel.load`.
 
     Returns:
-      `result` with what transformers computes in the place of what its source says.
+      `result`, in which the row of transformers is replaced by the measured one.
 
     Raises:
       InputError: a package is missing, or the model is no folder that transformers opens.
@@ -196,12 +196,12 @@ def _with_run(
 
 
 class _Model(NamedTuple):
-    """What a `config.json` describes, under the rules of transformers and lcjax."""
+    """The model that a `config.json` describes under the rules of transformers and lcjax."""
 
     hf: dict[str, Any]
     config: ModelConfig
     windows: list[int | None]  # of each layer; None: full attention
-    lengths: tuple[int, int]  # one that it was trained for, and one that its method is for
+    lengths: tuple[int, int]  # the trained length, and the longest length that its method is for
     has_memory: bool
 
     @classmethod
@@ -243,7 +243,7 @@ def _lengths(rope: Rope, max_length: int) -> tuple[int, int]:
 
 
 class _Problem(NamedTuple):
-    """A reason for a verdict; with `RIGHT` a remark."""
+    """A reason for a verdict; with `RIGHT`, a remark."""
 
     verdict: str
     reason: str
@@ -251,20 +251,20 @@ class _Problem(NamedTuple):
 
 
 def _row(engine: Engine, problems: list[_Problem], difference: float | None = None) -> Row:
-    """The gravest problems together; without any, the engine is right."""
+    """Joins the problems with the worst verdict into a row; without any, the engine is right."""
     for verdict in (REFUSED, WRONG, UNKNOWN, RIGHT):
-        if these := [p for p in problems if p.verdict == verdict]:
+        if worst := [p for p in problems if p.verdict == verdict]:
             break
     else:
-        these, verdict = [_Problem(RIGHT, _SAME)], RIGHT
-    reason = "; ".join(dict.fromkeys(p.reason for p in these))
+        worst, verdict = [_Problem(RIGHT, _SAME)], RIGHT
+    reason = "; ".join(dict.fromkeys(p.reason for p in worst))
     # Advice on one of several problems does not make the engine right.
-    advice = "; ".join(p.advice for p in these) if all(p.advice for p in these) else ""
+    advice = "; ".join(p.advice for p in worst) if all(p.advice for p in worst) else ""
     return Row(engine.name, engine.version, verdict, reason, advice, difference, engine.sources)
 
 
 def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
-    """`check` for the metadata of a GGUF file, as lcjax reads it."""
+    """Checks the metadata of a GGUF file, as lcjax reads it."""
     model = _Model.read(hf, name)
     convert = f"run python -m lcjax.convert {name} DST, and check DST"
     rows = []
@@ -278,7 +278,7 @@ def _check_gguf(name: str, hf: dict[str, Any], engines: list[Engine]) -> Check:
 
 
 def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | None]:
-    """What is not as in the model, and the largest relative difference of the rotation."""
+    """Returns the engine's problems, and the largest relative difference of the rotation."""
     hf, config = model.hf, model.config
     kind = hf["model_type"]
     if kind not in FAMILIES:
@@ -316,7 +316,7 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
 
 
 def _by_layer_type(model: _Model) -> list[tuple[str, _Model]]:
-    """The layers of each type, as a model of their rope; all at once where types rotate alike."""
+    """Returns a model with the rope of each type of layers; a single one if all ropes are equal."""
     config = model.config
     local = next((kind.rope for kind, _ in config.layer_counts if kind.rope != model.rope), None)
     if FAMILIES[model.hf["model_type"]].local_theta is None or local is None:
@@ -326,7 +326,10 @@ def _by_layer_type(model: _Model) -> list[tuple[str, _Model]]:
 
 
 def _settings(engine: Engine, model: _Model, section: str = FULL) -> Settings:
-    """What the engine reads for layers of a type; older configs have one rope for all."""
+    """Returns the settings that the engine reads for layers of a type.
+
+    Older configs have one rope for all layers.
+    """
     hf = model.hf
     rope = dict(next((hf[key] for key in engine.keys if hf.get(key)), {}))
     if FULL in rope or SLIDING in rope:
@@ -378,14 +381,14 @@ def _rope_problems(
 
 
 def _difference(rope: Rope, engine_rope: Rope, config: ModelConfig, length: int) -> float:
-    """The largest relative difference of frequencies and scale for a text of `length` tokens."""
+    """Returns the largest relative difference of frequencies and scale for `length` tokens."""
     f, scale = rope.frequencies(config.rotary_dim, length)
     engine_f, engine_scale = engine_rope.frequencies(config.rotary_dim, length)
     return float(max(np.max(np.abs(engine_f / f - 1.0)), abs(engine_scale / scale - 1.0)))
 
 
 def _values(settings: Settings, model: _Model) -> dict[str, Any]:
-    """What the sentences of the table may name."""
+    """Returns the values with which the sentences of the table are formatted."""
     rope, dim, target = model.rope, model.config.rotary_dim, model.target
     base, flags, betas = rope.theta, "", ""
     if isinstance(rope, DynamicNTK):
@@ -410,7 +413,7 @@ def _values(settings: Settings, model: _Model) -> dict[str, Any]:
 
 
 def _has_only_betas(rope: Yarn) -> bool:
-    """Whether flags for beta_fast and beta_slow make llama.cpp's YaRN equal to this one."""
+    """Returns whether flags for beta_fast and beta_slow make llama.cpp's YaRN equal to this."""
     plain = Yarn(
         theta=rope.theta, factor=rope.factor, original_length=rope.original_length,
         beta_fast=rope.beta_fast, beta_slow=rope.beta_slow,
@@ -419,7 +422,7 @@ def _has_only_betas(rope: Yarn) -> bool:
 
 
 def _another_way(model: _Model, rights: list[str]) -> str:
-    """What to do where the engine itself has no way out."""
+    """Returns advice for engines that have none of their own."""
     rope, target = model.rope, model.target
     same = f"for texts of {target} tokens alone, python -m lcjax.convert SRC DST"
     if isinstance(rope, DynamicNTK):
@@ -430,12 +433,12 @@ def _another_way(model: _Model, rights: list[str]) -> str:
 
 
 def _position(config: ModelConfig) -> str:
-    """The RoPE methods of all layers, each once."""
+    """Describes the distinct RoPE methods of all layers."""
     return " and ".join(dict.fromkeys(_describe(layer.rope) for layer, _ in config.layer_counts))
 
 
 def _describe(rope: Rope) -> str:
-    """The type and the fields that tell ropes of it apart."""
+    """Describes a rope by its type and the fields that differ from their defaults."""
     words = []
     for field in dataclasses.fields(rope):
         value = getattr(rope, field.name)

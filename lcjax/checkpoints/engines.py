@@ -1,11 +1,11 @@
-"""How inference engines read the rope and the windows of a `config.json`: a table of facts.
+"""A table of how inference engines read the rope and the windows of a `config.json`.
 
-They were read in the engines' sources, at the versions and in the files named there. What an engine
-computes is written as a method of `lcjax.rope`, so `engine_check` compares numbers. For a new
-release of an engine, read its files and edit its entry in `ENGINES`. A family that an entry leaves
-out is "not known": nobody has read how the engine reads it. That is so for Ministral; for llama.cpp
-and the families after Phi-2, whose files were not read at the version of its entry; and for
-tpu-inference and those that it leaves to vLLM's Transformers backend (OLMo 2 and 3, SmolLM3).
+The facts come from the engines' sources, at the versions and in the files that the table names. The
+rotation that an engine computes is a RoPE method of `lcjax.rope`, so that `engine_check` compares
+numbers. For a new release of an engine, read its files and edit its entry in `ENGINES`. A family
+that an entry omits is "not known": its files were not read. These are Ministral; for llama.cpp, the
+families after Phi-2, whose files were not read at the version of its entry; and for tpu-inference,
+the families that run in vLLM's Transformers backend (OLMo 2 and 3, SmolLM3).
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from lcjax.rope import NTK, Default, Llama3, LongRope, Rope, Yarn, from_hf
 
 RIGHT, WRONG, REFUSED, UNKNOWN = "right", "wrong", "refused", "not known"
 _ORIGINAL = "original_max_position_embeddings"
-_OTHER_KEYS = ("rope_scaling", "rope_theta", "lcjax_rope")  # of the rope, beside `rope_parameters`
+_OTHER_KEYS = ("rope_scaling", "rope_theta", "lcjax_rope")  # keys besides `rope_parameters`
 
 
 class Settings(NamedTuple):
     """A `config.json` as one engine reads it."""
 
     hf: dict[str, Any]
-    rope: dict[str, Any]  # the dictionary that this engine takes, with `rope_type`
+    rope: dict[str, Any]  # the section of `hf` that this engine reads, with `rope_type`
     theta: float
-    trained: int  # tokens that the model was trained for
-    target: int  # tokens of the longest text that its method is for
+    trained: int  # the trained length
+    target: int  # number of tokens of the longest text that its method is for
 
     @property
     def kind(self) -> str:
@@ -38,31 +38,31 @@ class Settings(NamedTuple):
         return self.hf["max_position_embeddings"]
 
     def original(self) -> int:
-        """The trained length under transformers' rules for a missing one."""
+        """Returns the trained length; a missing one defaults as in transformers."""
         return self.hf.get(_ORIGINAL) or self.rope.get(_ORIGINAL) or self.max_length
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What an engine makes of one type of rope.
+    """How an engine reads one type of rope.
 
-    `compute` is None where the engine refuses the type, or where its source does not tell
-    (`verdict`). `advice` and `note` are formatted with the values that `engine_check` has.
+    `compute` is None if the engine refuses the type, or if its source does not determine the result
+    (`verdict`). `advice` and `note` are formatted with the values of `engine_check`.
     """
 
     compute: Callable[[Settings], Rope] | None
     reason: str = ""
     advice: str = ""
     verdict: str = REFUSED
-    note: str = ""  # said although it is right
+    note: str = ""  # shown even if the engine is right
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """How an engine reads one family of models.
 
-    `ropes` maps rope types to readings; the key "*" is for every other type. `windows` is config
-    (those of the config), none (ignored), or uniform (refused if layers differ).
+    `ropes` maps rope types to readings; the key "*" is for every other type. `windows` is "config"
+    (the config's windows are used), "none" (ignored), or "uniform" (refused if layers differ).
     """
 
     ropes: Mapping[str, Reading]
@@ -73,32 +73,32 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """One engine; `families` is by model type, and None under a type stands for a refusal.
+    """One engine; `families` is by model type, and None means that it refuses the type.
 
-    `foreign` is what happens to a class of models that the engine lacks, `memory` what happens to a
-    memory beside a class that it has: a verdict and the reason.
+    `foreign`, `memory`, `landmark` and `dual_chunk` are verdicts with their reasons: for a model
+    class that the engine lacks, for a memory in a model class that it has, for Landmark attention,
+    and for Dual Chunk Attention.
     """
 
     name: str
     version: str
     sources: tuple[str, ...]
-    keys: tuple[str, ...]  # of config.json that hold the rope; the first one wins
+    keys: tuple[str, ...]  # keys of config.json that hold the rope; the first one takes precedence
     families: Mapping[str, Family | None]
     foreign: tuple[str, str]
     memory: tuple[str, str]
     landmark: tuple[str, str]
-    # What it makes of `dual_chunk_attention_config`.
     dual_chunk: tuple[str, str] = (
         UNKNOWN,
         "how it reads dual_chunk_attention_config is not known",
     )
-    limit: str = ""  # said where the method is for more than `max_position_embeddings` tokens
+    limit: str = ""  # advice if the method is for more than `max_position_embeddings` tokens
     fallback: tuple[str, str] | None = None  # an earlier engine whose code it can run, and how
-    gguf: Reading | None = None  # of the metadata of a GGUF file; None: not looked at
+    gguf: Reading | None = None  # of the metadata of a GGUF file; None: not known
 
 
 def _standard(s: Settings) -> Rope:
-    """As transformers, whose rules `lcjax.rope.from_hf` follows."""
+    """Returns the rope as in transformers, whose rules `lcjax.rope.from_hf` follows."""
     hf = {k: v for k, v in s.hf.items() if k not in _OTHER_KEYS}
     rope = from_hf(hf | {"rope_parameters": s.rope | {"rope_theta": s.theta}})
     return rope.resolve(theta=s.theta, length=s.max_length)
@@ -113,14 +113,14 @@ def _plain_10000(s: Settings) -> Rope:
 
 
 def _vllm_dynamic(s: Settings) -> Rope:
-    """One base for all lengths: that of `max_position_embeddings` tokens."""
+    """Returns one base for all lengths: that of `max_position_embeddings` tokens."""
     trained = s.rope.get("max_trained_positions") or s.max_length
     alpha = s.rope.get("alpha") or s.rope["factor"] * s.max_length / trained - s.rope["factor"] + 1
     return NTK(theta=s.theta, alpha=float(alpha))
 
 
 def _vllm_longrope(s: Settings) -> Rope:
-    """One set of divisors for all texts: long where the server reads more than L tokens."""
+    """Returns one set of divisors for all texts: long if `target` exceeds the trained length."""
     original = s.original()
     long = s.target > original
     scale = s.max_length / original
@@ -136,10 +136,10 @@ def _vllm_longrope(s: Settings) -> Rope:
 
 
 def _tpu_llama3(s: Settings) -> Rope:
-    """`apply_rope_scaling`: Llama 3's formula over whatever keys there are, and no scale."""
+    """Returns Llama 3's formula for any keys, without a scale, as `apply_rope_scaling` does."""
     if s.kind == "default" and "factor" not in s.rope:
         return _plain(s)
-    has_length = s.kind in ("llama3", "yarn", "longrope", "su")  # transformers fills it for them
+    has_length = s.kind in ("llama3", "yarn", "longrope", "su")  # transformers fills in the length
     return Llama3(
         theta=s.theta,
         factor=float(s.rope.get("factor") or 8.0),
@@ -150,7 +150,7 @@ def _tpu_llama3(s: Settings) -> Rope:
 
 
 def _sglang_yarn(s: Settings) -> Rope:
-    """Reads no `attention_factor` and no `truncate`; `mscale` counts without `mscale_all_dim`."""
+    """Ignores `attention_factor` and `truncate`; uses `mscale` even without `mscale_all_dim`."""
     factor = float(s.rope["factor"])
 
     def mscale(weight: float) -> float:
@@ -168,7 +168,7 @@ def _sglang_yarn(s: Settings) -> Rope:
 
 
 def _llama_cpp_yarn(s: Settings) -> Rope:
-    """The factor and the trained length; all else is the default."""
+    """Reads the factor and the trained length; everything else is the default."""
     return Yarn(theta=s.theta, factor=float(s.rope["factor"]), original_length=s.original())
 
 
@@ -320,7 +320,7 @@ ENGINES = (
             "mistral": Family(_VLLM_ROPES),
             "qwen2": Family(_VLLM_ROPES, windows="uniform", head_dim=False),
             "phi": Family(_VLLM_BACKEND_ROPES),
-            # Extends its Qwen2; the projection behind the attention has no bias.
+            # Extends its Qwen2; the output projection of the attention has no bias.
             "qwen3": Family(_VLLM_ROPES, windows="uniform", biases={"attention_bias": REFUSED}),
             **dict.fromkeys(
                 ("gemma2", "gemma3_text", "phi3", "granite"),
@@ -345,7 +345,7 @@ ENGINES = (
         families={
             "llama": Family(_TPU_ROPES, biases={"attention_bias": REFUSED, "mlp_bias": REFUSED}),
             "qwen2": Family(_TPU_ROPES, windows="none"),
-            # Not among its JAX models: it runs vLLM's own.
+            # It has no JAX model of these and runs vLLM's.
             **dict.fromkeys(
                 ("mistral", "gemma2", "gemma3_text", "phi3", "granite"), Family(_VLLM_ROPES)
             ),

@@ -1,8 +1,8 @@
-"""The model families of transformers that the decoder computes, one entry of a table for each.
+"""The model families of transformers that the decoder supports, as a table with an entry for each.
 
-An entry says what the class of a family fixes, which keys of `config.json` set fields of
-`ModelConfig`, which layers have a window or a rotation of their own, and which modules have other
-names than those of Llama. Reading, writing and the names of tensors follow from it.
+An entry lists the fields that the class of a family fixes, the keys of `config.json` that set
+fields of `ModelConfig`, the layers with a window or a rotation of their own, and the modules whose
+names differ from Llama's. Reading and writing configs, and the names of tensors, follow from it.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of `config.json` that sets fields of `ModelConfig`, which then are equal."""
+    """A key of `config.json` that sets one or several fields of `ModelConfig` to one value."""
 
     name: str
     fields: tuple[str, ...]
-    default: Any  # what transformers takes for an absent key
-    keeps_null: bool = False  # whether null is a value, and not an absent key
+    default: Any  # transformers' value of an absent key
+    keeps_null: bool = False  # whether null is a value; False: null is an absent key
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
     alias: str | None = None  # another name of the key, for reading
 
     def value(self, hf: Mapping[str, Any]) -> Any:
-        """The value of the fields."""
+        """Returns the value of the fields."""
         other = self.default if self.alias is None else hf.get(self.alias, self.default)
         value = hf.get(self.name, other)
         if value is None:
@@ -41,42 +41,43 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a model type of transformers computes, as differences from Llama."""
+    """A model type of transformers, described by its differences from Llama."""
 
     architecture: str  # the class of its models
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a function: of the width
+    # Fields of `ModelConfig` that the class fixes; a function is called with the width.
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     epsilon: Key = Key("rms_norm_eps", ("norm_epsilon",), 1e-6)
     activation_key: str = "hidden_act"
-    head_dim: int | None = None  # where the key is absent; None: the width over the heads
-    tied: bool = False  # where `tie_word_embeddings` is absent
-    theta: float = 10_000.0  # where `rope_theta` is absent
-    rotary_fraction: float | None = None  # where its key is absent; None: heads turn whole
-    # Layers with a window: "none"; "all", that of `sliding_window` unless it is null; "types", as
-    # `layer_types` says, or `default_types` of the config without it.
+    head_dim: int | None = None  # if the key is absent; None: width / number of heads
+    tied: bool = False  # if `tie_word_embeddings` is absent
+    theta: float = 10_000.0  # if `rope_theta` is absent
+    rotary_fraction: float | None = None  # if its key is absent; None: no key, heads rotate whole
+    # Layers with the window `sliding_window`: "none"; "all", unless it is null; "types", those that
+    # `layer_types` lists, or without this key `default_types(config.json)`.
     windows: str = "none"
-    window: int | None = 4_096  # where `sliding_window` is absent
+    window: int | None = 4_096  # if `sliding_window` is absent
     window_switch: bool = False  # whether `use_sliding_window` must be true
     default_types: Callable[[dict[str, Any]], list[str]] | None = None
     unrotated_layers: bool = False  # `no_rope_layers`
-    rope_types: tuple[str, ...] | None = None  # that its class takes; None: all
-    # Whether layers with a window have a rope of their own, with this base where none is given.
+    rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
+    # RoPE base of layers with a window, if no key states it; None: they share the model's rope.
     local_theta: float | None = None
-    own_head_dim: bool = True  # whether heads may have another size than the width over the heads
+    own_head_dim: bool = True  # whether the head size may differ from width / number of heads
     fused: bool = False  # whether projections are stored together (`hf_names.FUSED`)
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
-    # Keys with the only values that the decoder computes; the first is that of an absent key.
+    # Keys and the only values that are supported; the first value is that of an absent key.
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     # Modules whose name differs from Llama's.
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def fixed_fields(self, width: int) -> dict[str, Any]:
-        """What the class fixes, as fields of a model of this width."""
+        """Returns the fields that the class fixes, for a model of this width."""
         return {k: v(width) if callable(v) else v for k, v in self.fixed.items()}
 
 
 def _every(period: int) -> Callable[[dict[str, Any]], list[str]]:
-    """Types of layers of which every `period`-th sees the whole text."""
+    """Returns a function of `config.json` that gives every `period`-th layer full attention."""
     return lambda hf: [
         SLIDING if (i + 1) % period else FULL for i in range(hf["num_hidden_layers"])
     ]
@@ -88,7 +89,7 @@ def _from_layer(hf: dict[str, Any]) -> list[str]:
 
 
 def unrotated(hf: dict[str, Any]) -> list[bool]:
-    """Whether each layer of a family with `unrotated_layers` has no rotation."""
+    """Returns whether each layer of a family with `unrotated_layers` has no rotation."""
     interval = hf.get("no_rope_layer_interval")
     interval = 4 if interval is None else interval
     count = hf["num_hidden_layers"]
@@ -132,7 +133,7 @@ _OLMO_EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)
 
 
 def _expert_keys(count: str, default: int, top_k: int, balance: float) -> tuple[Key, ...]:
-    other = {"num_experts": "num_local_experts"}.get(count)  # transformers 5 writes some as this
+    other = {"num_experts": "num_local_experts"}.get(count)  # transformers 5 writes this for some
     return (
         Key(count, ("count",), default, alias=other),
         Key("num_experts_per_tok", ("top_k",), top_k),
@@ -142,7 +143,7 @@ def _expert_keys(count: str, default: int, top_k: int, balance: float) -> tuple[
 
 _NORMALIZE = Key("norm_topk_prob", ("normalize",), False, read=bool)
 
-# The first entry that computes what a config describes is the one that is written.
+# Configs without a family are written as the first entry that computes the same model.
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", keys=(_ATTENTION_BIAS, _MLP_BIAS)),
     "mistral": Family("MistralForCausalLM", windows="all"),
@@ -275,7 +276,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# What distinguishes models beside their sizes: Llama has the default of each.
+# Fields other than sizes that distinguish families; Llama has the default of each.
 _NEUTRAL = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
@@ -290,20 +291,21 @@ _NEUTRAL = {
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """The window of each layer; None: it sees the whole text."""
+    """Returns the window of each layer; None: full attention."""
     layers = map(config.layer, range(config.num_layers))
     return [getattr(layer.pattern, "window", None) for layer in layers]
 
 
 def family_of(config: ModelConfig) -> tuple[str, list[str]]:
-    """The family that computes what `config` describes, or comes nearest, and what it cannot.
+    """Returns the family that computes `config`, or the nearest one, and their differences.
 
-    Of several it is that of the checkpoint (`ModelConfig.family`), else the first of the table.
+    If several families compute it, the result is the checkpoint's own (`ModelConfig.family`), else
+    the first of the table.
     """
     if len(config.kinds) == 1:
         config = config.layer(0)
-    own = FAMILIES.get(config.family)
-    if own is not None and not any(_differences(config, own)):
+    stated = FAMILIES.get(config.family)
+    if stated is not None and not any(_differences(config, stated)):
         return config.family, []
     wrong = {name: _differences(config, family) for name, family in FAMILIES.items()}
     # Windows and ropes do not change the weights, so a family that differs in them alone is nearer.
@@ -313,7 +315,7 @@ def family_of(config: ModelConfig) -> tuple[str, list[str]]:
 
 
 def _expert_differences(experts: Experts | None, family: Family) -> list[str]:
-    """Fields of experts that no key of the family sets, and that differ from its own."""
+    """Lists fields of `experts` that no key of the family sets and that are not the default."""
     if experts is None or not family.experts:
         return [] if experts is None and not family.experts else [f"experts={experts}"]
     free = {field for key in family.experts for field in key.fields}
@@ -325,10 +327,10 @@ def _expert_differences(experts: Experts | None, family: Family) -> list[str]:
 
 
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
-    """What a model of the family has not: values of fields; patterns and ropes of layers."""
+    """Lists what the family cannot express: values of fields; patterns and ropes of layers."""
     required = _NEUTRAL | family.fixed_fields(config.width)
     for key in family.keys:
-        for field in key.fields:  # the first of them is free
+        for field in key.fields:  # the first may have any value, which the others must equal
             required[field] = getattr(config, key.fields[0])
     if family.rotary_fraction is not None:
         del required["rotary_fraction"]

@@ -1,15 +1,14 @@
-"""GGUF files (llama.cpp, versions 2 and 3): config and weights from one file.
+"""Reads config and weights from a GGUF file (llama.cpp, versions 2 and 3).
 
 Layout: magic, version, two counts, key/value metadata, tensor index, padding, tensor data. The
-index is parsed here: `gguf.GGUFReader` takes 3 seconds for the 49,000 tokens and merges of SmolLM2
-(this takes 0.1) and does not tell a truncated file from a damaged one. The `gguf` package
-de-quantises tensors, some rows at a time.
+index is parsed here, because `gguf.GGUFReader` takes 3 seconds for the 49,000 tokens and merges of
+SmolLM2 (this parser takes 0.1) and cannot distinguish a truncated file from a damaged one. The
+`gguf` package de-quantises tensors, some rows at a time.
 
 llama.cpp stores the query and key projections of some architectures with the two halves of each
 head interleaved (rows 0, H/2, 1, H/2+1, ...), and Gemma's norms with 1 added; `GGUFFile.rows`
-returns both as Hugging Face has them. The entries of `_ARCHITECTURES` were read in llama.cpp's
-converter (`conversion/*.py` of 2026) and in the hyperparameters that `src/models/*.cpp` fills in
-where a file leaves them out.
+returns both in Hugging Face's form. The sources of `_ARCHITECTURES` are llama.cpp's converter
+(`conversion/*.py` of 2026), and `src/models/*.cpp` for hyperparameters that a file omits.
 """
 
 import dataclasses
@@ -35,9 +34,9 @@ from lcjax.storage import map_file, to_path
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 
-# kinds that are stored as they are
+# kinds that are not quantised
 _PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_CHUNK = 2**20  # weights that are de-quantised at a time
+_CHUNK = 2**20  # number of weights that are de-quantised at a time
 
 # Modules by their GGUF names; llama.cpp stores the three projections of Phi-2 and 3 as one tensor.
 _MODULES = {
@@ -74,21 +73,22 @@ class _Architecture:
     """How llama.cpp stores a family."""
 
     family: str  # model type of transformers
-    interleaved: bool = False  # whether rows of queries and keys are
-    norm_shift: float = 0.0  # what was added to the weights of norms
-    modules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # that differ
-    # Metadata key without the architecture, key of config.json, and the value where it is absent;
-    # a function: of the head size.
+    interleaved: bool = False  # whether rows of queries and keys are interleaved
+    norm_shift: float = 0.0  # number that was added to the weights of norms
+    # Modules whose names differ from `_LAYER_MODULES`.
+    modules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    # Metadata key without the architecture, key of config.json, and the value if it is absent, or a
+    # function that computes it from the head size.
     keys: tuple[tuple[str, str, Any], ...] = ()
     partial: bool = False  # whether a part of each head may be rotated
-    # Every so many layers one sees the whole text, if there is a window; None: all have a window.
+    # If the file has a window, every `period`-th layer has full attention; None: no layer has.
     period: int | None = None
-    window_family: str | None = None  # model type of a file with a window
-    local_theta: float | None = None  # base of layers with a window; None: that of all layers
-    # Number of layers of the size whose attention is scaled by width / heads, not by the head size.
+    window_family: str | None = None  # model type of files with a window
+    local_theta: float | None = None  # RoPE base of layers with a window; None: that of all layers
+    # Number of layers of the model size that scales attention by width / heads, not the head size.
     wide_scale_layers: int | None = None
-    expert_family: str | None = None  # model type of a file with experts
-    # Whether llama.cpp divides the weights of a token's experts by their sum, which no key says.
+    expert_family: str | None = None  # model type of files with experts
+    # Whether llama.cpp divides the weights of a token's experts by their sum; no key states it.
     norm_topk: bool = True
 
 
@@ -138,7 +138,7 @@ _ARCHITECTURES = {
     "smollm3": _Architecture("smollm3", interleaved=True),  # without a key for its NoPE layers
 }
 
-# The numbers of every published Llama-3.1 to 3.3.
+# The settings of every published Llama-3.1 to 3.3.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -146,7 +146,7 @@ _LLAMA3 = {
 }
 
 
-# `<arch>.rope.scaling.*` as llama.cpp reads them, and the values with which a key changes nothing.
+# Keys `<arch>.rope.scaling.*` that llama.cpp reads, and values with which a key has no effect.
 _SUPPORTED = {"type", "factor", "original_context_length", "finetuned"}
 _NEUTRAL = {
     "attn_factor": (1.0,),  # multiplies cos and sin, whatever the type
@@ -156,7 +156,7 @@ _NEUTRAL = {
     "yarn_log_multiplier": (0.0,),
 }
 _BETAS = {"yarn_beta_fast", "yarn_beta_slow"}  # of the ramp, which only yarn has
-# The same of `<arch>.*` for experts.
+# Likewise, keys `<arch>.*` of experts, and values with which a key has no effect.
 _EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
 _NEUTRAL_EXPERTS = {
     "expert_shared_count": (0,),
@@ -175,7 +175,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# What the metadata keys hold that are read here, by their ends.
+# Types of the metadata keys that are read here, by the ends of the keys.
 _KINDS = {
     ("block_count", "context_length", "key_length", "sliding_window", "dimension_count"): "number",
     ("_epsilon", "freq_base", "scale_linear", "factor", "_beta_fast", "_beta_slow"): "number",
@@ -203,7 +203,7 @@ def _check_kinds(path: Path, metadata: dict[str, Any]) -> None:
 
 
 class Tensor(NamedTuple):
-    """One stored tensor; rows of quantised ones are bytes."""
+    """One stored tensor; its data are the bytes of its rows."""
 
     name: str
     shape: tuple[int, ...]  # row-major: the last axis is contiguous and the quantised one
@@ -216,8 +216,8 @@ class _Part(NamedTuple):
 
     tensor: Tensor
     start: int
-    heads: int  # heads whose rows are interleaved; 0: rows are in order
-    shift: float = 0.0  # what was added to all numbers
+    heads: int  # number of heads whose rows are interleaved; 0: rows are in order
+    shift: float = 0.0  # number that was added to all weights
 
 
 class GGUFFile:
@@ -247,11 +247,11 @@ class GGUFFile:
                 self._add(name, tensor)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value; `{arch}` in the key stands for the architecture."""
+        """Returns a metadata value; `{arch}` in the key stands for the architecture."""
         return self.metadata.get(self._key(key), default)
 
     def need(self, key: str) -> Any:
-        """As `get`; raises an InputError if the key is missing."""
+        """Returns a metadata value like `get`; raises an InputError if the key is missing."""
         if (value := self.get(key)) is None:
             raise InputError(
                 f"{self.path}: the metadata key {self._key(key)!r} is missing; convert it again"
@@ -262,7 +262,7 @@ class GGUFFile:
         return key.replace("{arch}", str(self.architecture))
 
     def _count(self, key: str, default: Any = None) -> int:
-        """A positive number; a file may repeat it for every layer."""
+        """Returns a positive whole number, which a file may repeat for every layer."""
         value = self.need(key) if default is None else self.get(key, default)
         values = set(value) if isinstance(value, list) else {value}
         for number in values:
@@ -278,7 +278,7 @@ class GGUFFile:
         return config_from_hf(self.hf_config, self.path)
 
     def _hf_config(self) -> dict[str, Any]:
-        """The metadata as a Hugging Face config."""
+        """Converts the metadata to a Hugging Face config."""
         arch, kind = self._arch, self._arch.family
         window = self.get("{arch}.attention.sliding_window") or None  # 0: none
         if window is not None and arch.window_family is not None:
@@ -335,7 +335,7 @@ class GGUFFile:
         return hf | _rope_to_hf(self, rotated)
 
     def _windows(self, window: int | None, count: int) -> dict[str, Any]:
-        """Which layers have the window, and the base of their rotation."""
+        """Returns the config keys for layers with a window, and for the base of their rotation."""
         key = "{arch}.attention.sliding_window_pattern"
         pattern = self.get(key) or self._arch.period
         if not isinstance(pattern, list):
@@ -352,7 +352,7 @@ class GGUFFile:
         return {"layer_types": types, "rope_local_base_freq": float(theta)}
 
     def _experts(self, mlp_width: int) -> dict[str, Any]:
-        """The experts that stand in place of each MLP."""
+        """Returns the config keys of the experts that replace each MLP."""
         if name := next(filter(_ONE_EXPERT.fullmatch, self.stored), None):
             raise InputError(
                 f"{self.path}: {name} holds one expert, an old form of GGUF; convert the Hugging"
@@ -367,12 +367,12 @@ class GGUFFile:
         return {
             "num_local_experts": self._count("{arch}.expert_count"),
             "num_experts_per_tok": top_k,
-            "moe_intermediate_size": width,  # of Qwen3-MoE; others have that of an MLP
+            "moe_intermediate_size": width,  # of Qwen3-MoE; other families use intermediate_size
             "norm_topk_prob": self._arch.norm_topk,
         }
 
     def _dtype(self) -> str:
-        """That of all matrices but routers, which are float32 whatever the others are."""
+        """Returns the dtype of all matrices but routers, which are always float32."""
         kinds = {
             _dtype_of(tensor)
             for name, tensor in self.stored.items()
@@ -402,7 +402,7 @@ class GGUFFile:
             start += rows
 
     def _hf_names(self, name: str) -> list[str]:
-        """The Hugging Face tensors in a stored tensor; its own name if no model has it."""
+        """Returns the Hugging Face tensors in a stored tensor; its own name if unknown."""
         stem, _, suffix = name.rpartition(".")
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
             table = _LAYER_MODULES | self._arch.modules
@@ -414,7 +414,7 @@ class GGUFFile:
         return [f"{prefix}{module}.{suffix}" for module in modules] or [name]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor, de-quantised, in Hugging Face's order."""
+        """Returns rows of a tensor, de-quantised, in Hugging Face's order."""
         part = self._parts[name]
         if not part.heads:
             block = dequantize(part.tensor, part.start + start, part.start + stop)
@@ -429,7 +429,7 @@ class GGUFFile:
 
 
 def _short(value: float) -> float:
-    """The shortest decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    """Returns the shortest decimal of a float32 value: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -462,7 +462,7 @@ def dequantize(tensor: Tensor, start: int, stop: int) -> np.ndarray:
 
 
 def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a file."""
+    """Returns `rope_theta` and `rope_scaling` of a file."""
     theta = float(file.get("{arch}.rope.freq_base", 10_000.0))
     prefix = f"{file.architecture}.rope.scaling."
     scaling = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
@@ -490,10 +490,10 @@ def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
 def _longrope(
     file: GGUFFile, kind: str, factor: float, scaling: dict[str, Any], rotary_dim: int
 ) -> dict[str, Any]:
-    """Phi-3's LongRoPE: divisors as tensors, and A as `attn_factor`.
+    """Returns Phi-3's LongRoPE: divisors are stored as tensors, and A as `attn_factor`.
 
-    llama.cpp takes the long divisors where its context is longer than the original one, for all
-    texts; the values here are those of Hugging Face, which looks at the length of each text.
+    llama.cpp uses the long divisors for all texts if its context is longer than the original one.
+    The result here has Hugging Face's meaning, which depends on the length of each text.
     """
     form: dict[str, Any] = {"rope_type": "longrope"}
     for key, name in _ROPE_FACTORS.items():
@@ -521,10 +521,10 @@ def _longrope(
 
 
 def _yarn(file: GGUFFile, theta: float, factor: float, scaling: dict[str, Any]) -> Yarn:
-    """llama.cpp's YaRN: A = attn_factor * (0.1 ln(factor) + 1), without the sum for ext_factor 0.
+    """Returns llama.cpp's YaRN: A = attn_factor * (0.1 ln(factor) + 1), no sum for ext_factor 0.
 
-    Some writers store A itself as `yarn_attn_factor`, and llama.cpp ignores it in favour of the
-    formula. So the key is accepted where it holds the value of the formula. The converter of 2025
+    Some writers store A itself as `yarn_attn_factor`, which llama.cpp ignores in favour of the
+    formula. So the key is accepted if it holds the value of the formula. The converter of 2025
     wrote the A of OLMo 3 as `attn_factor`.
     """
     original = file.need("{arch}.rope.scaling.original_context_length")
@@ -555,7 +555,7 @@ def _check_values(
     supported: set[str],
     neutral: Mapping[str, tuple] = _NEUTRAL,
 ) -> None:
-    """Refuses keys that would change the result and are not supported."""
+    """Raises an InputError for keys that would change the result and are not supported."""
     others = {
         key: value
         for key, value in values.items()
@@ -573,10 +573,10 @@ def _unreadable(file: GGUFFile, what: str) -> InputError:
 
 
 def _llama3(file: GGUFFile, theta: float, rotary_dim: int) -> dict[str, Any]:
-    """Finds the Llama-3 settings behind stored frequency divisors, and checks every one of them.
+    """Returns the Llama-3 settings that give the stored frequency divisors, and checks all of them.
 
     The file holds theta_j / f_j, not the settings. The slowest pair is divided by the full factor;
-    the other numbers are those of every published Llama-3.1 to 3.3.
+    the other settings are those of every published Llama-3.1 to 3.3.
     """
     tensor = file.stored["rope_freqs.weight"]
     stored = dequantize(tensor, 0, tensor.shape[0]).astype(np.float64)
@@ -592,7 +592,7 @@ def _llama3(file: GGUFFile, theta: float, rotary_dim: int) -> dict[str, Any]:
 
 
 def _llama3_divisors(settings: dict[str, Any], theta: float, dim: int) -> np.ndarray:
-    """theta_j / f_j: 1 for fast pairs, `factor` for slow ones, a blend of frequencies between."""
+    """Returns theta_j / f_j: 1 for fast pairs, `factor` for slow ones, blended in between."""
     freq = theta ** (-np.arange(0, dim, 2) / dim)
     turns = settings["original_max_position_embeddings"] * freq / (2 * np.pi)
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
@@ -637,7 +637,7 @@ class _Cursor:
 
 
 def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(metadata, tensors) of a file; the tensors are views, nothing is copied."""
+    """Returns (metadata, tensors) of a file; the tensors are views of the mapped file."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     size = path.stat().st_size
@@ -699,7 +699,7 @@ def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def _layout(path: Path, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int, int]:
-    """The quantisation of a tensor, its rows, and the bytes of a row."""
+    """Returns the quantisation of a tensor, its number of rows, and the bytes of a row."""
     gguf = import_package("gguf", str(path))
     if kind not in set(gguf.GGMLQuantizationType):
         raise InputError(

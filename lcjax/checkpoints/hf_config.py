@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` <-> `ModelConfig`, for the families that the decoder covers."""
+"""Converts between Hugging Face `config.json` and `ModelConfig`, for the supported families."""
 
 import dataclasses
 import warnings
@@ -16,22 +16,22 @@ from lcjax.checkpoints.families import (
 )
 from lcjax.checkpoints.hf_files import check_types
 from lcjax.errors import InputError
-from lcjax.models.config import LayerKind, ModelConfig, repeating
+from lcjax.models.config import LayerKind, ModelConfig, shortest_period
 from lcjax.models.experts import Experts
 from lcjax.rope import NoRotation, Rope, from_hf
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
-_TOP_K = 5  # blocks that both codes retrieve when they evaluate; no config names it
-_LANDMARK_FIELDS = "lcjax_landmark"  # what the keys of the released code do not say
+_TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
+_LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
 _MAX_LENGTH = "lcjax_max_length"
-_ACTIVATIONS = {  # by names of transformers; the first is written
+_ACTIVATIONS = {  # transformers' names of each activation; the first one is written
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
 }
 _DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
-_DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # whose classes in vLLM read it
-# Models of images and text whose text part is a family: its model type, and what transformers takes
-# for keys that `text_config` leaves out (the published Gemma 3 4B leaves out most of them).
+_DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
+# Multimodal models whose text part belongs to a family: its model type, and transformers' defaults
+# for keys that `text_config` omits (the published Gemma 3 4B omits most of them).
 WRAPPERS = {
     "gemma3": (
         "gemma3_text",
@@ -47,7 +47,7 @@ WRAPPERS = {
         },
     )
 }
-# Sizes by their keys.
+# Keys of sizes, and the fields of `ModelConfig` that they set.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "width",
@@ -58,9 +58,9 @@ _SIZES = {
 
 
 def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """The config of the text part of a model of images and text; another config as it is.
+    """Returns the config of a multimodal model's text part; other configs unchanged.
 
-    Dtype, token ids and the tying of embeddings are those of the whole model where it has them.
+    Dtype, token ids and the tying of embeddings are those of the whole model if it states them.
     """
     if hf.get("model_type") not in WRAPPERS:
         return hf
@@ -85,8 +85,8 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Returns the config that a transformers config describes.
 
-    Positions may be given the old way (`rope_scaling`) or the new one (`rope_parameters`). Models
-    of Landmark attention have more keys than the Llama that they extend.
+    Positions may be described by the old key (`rope_scaling`) or the new one (`rope_parameters`).
+    Models of Landmark attention have more keys than the Llama that they extend.
     """
     check_types(hf, where)
     if hf.get("model_type") in WRAPPERS:
@@ -171,7 +171,7 @@ def _rotary_fraction(hf: dict[str, Any], family: Family, where: str) -> float:
 
 
 def stated_dtype(hf: dict[str, Any]) -> str | None:
-    """Returns the dtype of the weights that a config names."""
+    """Returns the dtype of the weights that a config states; None if it states none."""
     name = hf.get("dtype") or hf.get("torch_dtype")
     return name and name.removeprefix("torch.")
 
@@ -196,13 +196,13 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
     window = hf.get("sliding_window", family.window)
     if family.windows == "none" or (family.window_switch and not hf.get("use_sliding_window")):
         window = None
-    still = unrotated(hf) if family.unrotated_layers else [False] * count
+    no_rotation = unrotated(hf) if family.unrotated_layers else [False] * count
     types = hf.get("layer_types") if family.windows == "types" else None
     if not types:
         types = family.default_types(hf) if family.default_types else [SLIDING] * count
     if len(set(types)) == 1:
         types = types[:1] * count
-    if len(types) != count or len(still) != count or not set(types) <= {FULL, SLIDING}:
+    if len(types) != count or len(no_rotation) != count or not set(types) <= {FULL, SLIDING}:
         raise InputError(
             f"{where}: layer_types={types!r:.60} and no_rope_layers must have an entry for each of"
             f" the {count} layers; supported types: {FULL}, {SLIDING}"
@@ -210,27 +210,27 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
     kinds = [
         LayerKind(
             pattern=None if window is None or name == FULL else Sliding(window=window),
-            rope=NoRotation() if is_still else local if name == SLIDING else None,
+            rope=NoRotation() if is_unrotated else local if name == SLIDING else None,
         )
-        for name, is_still in zip(types, still, strict=True)
+        for name, is_unrotated in zip(types, no_rotation, strict=True)
     ]
     if len(set(kinds)) == 1:
         return {"pattern": kinds[0].pattern or Causal(), "rope": kinds[0].rope or rope}
-    return {"pattern": Causal(), "rope": rope, "layers": repeating(kinds)}
+    return {"pattern": Causal(), "rope": rope, "layers": shortest_period(kinds)}
 
 
 def _ropes(hf: dict[str, Any], family: Family) -> tuple[Rope, Rope | None]:
-    """The rope of the model, and that of layers with a window if it is another one."""
+    """Returns the rope of the model, and that of layers with a window; None: the same rope."""
     length, theta = hf["max_position_embeddings"], family.theta
     if family.local_theta is None:
         return from_hf(hf).resolve(theta=theta, length=length), None
     sections = hf.get("rope_parameters") or {}
     local = {"rope_theta": hf.get("rope_local_base_freq") or family.local_theta}
     if FULL in sections or SLIDING in sections:
-        full, own = sections.get(FULL) or {}, sections.get(SLIDING) or {}
+        full, sliding = sections.get(FULL) or {}, sections.get(SLIDING) or {}
         theta = hf.get("rope_theta") or theta
         hf = hf | {"rope_parameters": full, "rope_scaling": None, "rope_theta": theta}
-        local = {"rope_parameters": local | own}
+        local = {"rope_parameters": local | sliding}
     rope = from_hf(hf).resolve(theta=theta, length=length)
     local = from_hf(local | {"max_position_embeddings": length})
     return rope, local.resolve(theta=family.local_theta, length=length)
@@ -240,7 +240,7 @@ def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landma
     """Returns the pattern of a `config.json`; absent keys default as in the released config class.
 
     Raises:
-      InputError: if `mem_id` is absent: no token is the landmark by default.
+      InputError: `mem_id` is absent (no token is the landmark by default), or a key is invalid.
     """
     token = hf.get("mem_id")
     if type(token) is not int or not 0 <= token < vocab_size:
@@ -264,7 +264,7 @@ def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landma
 
 
 def _released_landmark(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the pattern that the released code computes with these keys."""
+    """Returns the fields of the pattern that the released code computes from these keys."""
     block, length = hf.get("mem_freq", 50) + 1, hf.get("train_context_length", 512)
     return {
         "block": block,
@@ -312,10 +312,10 @@ def _dual_chunk_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
 
 
 def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
-    """Returns the keys of `config.json` beside those of Llama.
+    """Returns the keys of `config.json` that are not Llama's.
 
-    They are those that the released code reads, and one of our own where it would compute with
-    another pattern.
+    They are the keys of the released code, and one of lcjax if that code would compute another
+    pattern from them.
     """
     if pattern.token is None:
         raise InputError("model.pattern.token is not set: a checkpoint names its landmark token")
@@ -336,9 +336,12 @@ def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """Returns the `config.json` with which transformers computes the same logits.
 
-    They are the same up to `config.rope.hf_limit` tokens when the RoPE method has one. Of Landmark
-    attention it is the `config.json` of the released code, and of Dual Chunk Attention that of
-    Qwen2.5-1M, whose pattern vLLM reads and transformers does not.
+    If the RoPE method has a `config.rope.hf_limit`, they are the same up to that many tokens. For
+    Landmark attention the result is the `config.json` of the released code. For Dual Chunk
+    Attention it is that of Qwen2.5-1M, whose pattern vLLM reads and transformers ignores.
+
+    Raises:
+      InputError: no `config.json` describes this model.
     """
     if isinstance(config.pattern, DualChunk):
         return _dual_chunk_to_hf(config, dtype)
@@ -394,7 +397,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
 
 
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys of the rotation; of families whose layers rotate differently, of both."""
+    """Returns the keys of the rotation; of both rotations for families with a local one."""
     if family.local_theta is None:
         return _rotations(config)[0].to_hf(config.rotary_dim)
     by_type = {FULL: config.rope, SLIDING: config.rope}
@@ -402,18 +405,18 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         by_type[FULL if size is None else SLIDING] = config.layer(index).rope
     forms = {name: rope.to_hf(config.rotary_dim) for name, rope in by_type.items()}
     sections = {name: form["rope_parameters"] for name, form in forms.items()}
-    local = {"rope_local_base_freq": by_type[SLIDING].theta}  # what older readers of Gemma 3 know
+    local = {"rope_local_base_freq": by_type[SLIDING].theta}  # for older readers of Gemma 3
     return forms[FULL] | {"rope_parameters": sections} | local
 
 
 def _rotations(config: ModelConfig) -> list[Rope]:
-    """The RoPE methods of layers that rotate, each once; that of the model if none does."""
+    """Returns the distinct RoPE methods of layers that rotate; the model's own if none does."""
     ropes = dict.fromkeys(layer.rope for layer, _ in config.layer_counts)
     return [rope for rope in ropes if not isinstance(rope, NoRotation)] or [config.rope]
 
 
 def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, Any]:
-    """The keys that say which layers have a window, and which do not rotate."""
+    """Returns the keys for layers with a window, and for layers that do not rotate."""
     if family.windows == "none":
         return {}
     sizes = windows(config)
@@ -426,7 +429,7 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
     if config.layers or kind not in ("qwen2", "ministral"):
         fields["layer_types"] = [FULL if size is None else SLIDING for size in sizes]
     if kind == "qwen2":
-        # transformers 4 reads the first layer of those with a window, which all after it have.
+        # transformers 4 reads the number of the first layer with a window; all after it have one.
         first = sizes.index(window) if window is not None else config.num_layers
         fields["max_window_layers"] = first if None not in sizes[first:] else config.num_layers
     if family.unrotated_layers:

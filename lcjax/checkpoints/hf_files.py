@@ -1,7 +1,7 @@
-"""The JSON files of Hugging Face folders, with the types of all keys that this library reads.
+"""Reads the JSON files of Hugging Face folders and checks the types of all keys that lcjax reads.
 
-A key means the same in `config.json`, `generation_config.json` and `tokenizer_config.json`, so one
-table serves them all. Keys that nothing here reads may hold anything; null is read as absent.
+A key has the same meaning in `config.json`, `generation_config.json` and `tokenizer_config.json`,
+so one table serves all of them. Other keys are not checked; null is read as absent.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    """A template, or a list of named ones."""
+    """Returns whether `value` is a template, or a list of named templates."""
     if not isinstance(value, list):
         return isinstance(value, str)
     fields = ("name", "template")
@@ -108,7 +108,7 @@ _TYPES = {
 
 
 def check_types(values: dict[str, Any], where: str) -> None:
-    """Raises an InputError that names the first key with a value of another type or range."""
+    """Raises an InputError that names the first key whose value has a wrong type or range."""
     for key, kind in _TYPES.items():
         value = values.get(key)
         if value is not None and not kind.holds(value):
@@ -123,7 +123,7 @@ def read_hf_json(path: Path, default: Any = None) -> dict[str, Any]:
 
 
 def check_folder_sums(folder: Path) -> None:
-    """Raises an InputError if a file is not as its export with `checksums` wrote it."""
+    """Raises an InputError if a file differs from its checksum; folders without sums pass."""
     file = folder / CHECKSUMS
     if not file.is_file():
         return

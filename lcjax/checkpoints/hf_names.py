@@ -1,14 +1,14 @@
-"""One table of tensor names: Hugging Face tensor <-> path in the parameter tree.
+"""Maps Hugging Face's tensor names to paths in the parameter tree, with one table.
 
-A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library's array axes; a
-comma separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is
-viewed as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are
-stacked on a leading axis L under `layers/`. Beside the usual letters, P counts pairs of rotary
-channels, M is the hidden width of CLEX's learned frequencies and O that of the dense layer before
-masked logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
+A row is `(tensor, axes, path, our axes, condition)`. Letters are the library's array axes, and a
+comma separates the axes of the stored tensor: with `"NH,D" -> "DNH"`, a matrix [N*H, D] is viewed
+as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are stacked on a
+leading axis L under `layers/`. Besides the usual letters, P counts pairs of rotary channels, M is
+the hidden width of CLEX's learned frequencies and O the width of the dense layer before masked
+logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
 
-E counts experts, whose width is F. A name with `*` is that of as many tensors as there are experts,
-`*` their numbers; the row describes their concatenation along the leading axis.
+E counts experts, whose width is F. A name with `*` stands for one tensor per expert, with the
+expert's number for `*`; the row describes their concatenation along the leading axis.
 
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
@@ -26,7 +26,7 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory, TensorRow
 
 # Weights and biases of the decoder. The last column is the condition on the config: one of its
-# fields, or a flag of `_rows`. All but the first and the last ones occur once per layer.
+# fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.
 _ATTENTION, _MLP = "layers/attention", "layers/mlp"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
@@ -63,14 +63,14 @@ _DECODER = (
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
     ("lm_head.bias", "V", "head/bias", "V", "head_bias"),
 )
-# Modules that some classes store as one matrix, and the modules whose rows it holds.
+# Matrices that some classes store fused, and the modules whose rows they hold, in order.
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-# Rows of the table that the classes of transformers 5 hold for all experts in one array [E, ...],
-# under names of their own in all families, and which part of how many of its second axis they are.
-# `save_pretrained` writes one tensor for each expert; `torch.save` of a `state_dict` these.
+# Rows that the classes of transformers 5 hold as one array [E, ...] of all experts, under these
+# names in all families: (name, part, number of parts) of the array's second axis.
+# `save_pretrained` writes one tensor for each expert, `torch.save` of a `state_dict` these arrays.
 STATE_DICT = {
     f"{_MLP}/router/kernel": ("mlp.gate.weight", 0, 1),
     f"{_MLP}/experts/gate/kernel": ("mlp.experts.gate_up_proj", 0, 2),
@@ -78,7 +78,7 @@ STATE_DICT = {
     f"{_MLP}/experts/down/kernel": ("mlp.experts.down_proj", 0, 1),
 }
 
-# The learned arrays of published CLEX checkpoints; transformers ignores them.
+# Learned arrays of published CLEX checkpoints; transformers ignores them.
 _CLEX = (
     ("model.clex_layer.proj_func.ode_up_proj", "P,M", "rope/up", "PM", ""),
     ("model.clex_layer.proj_func.ode_down_proj", "M,P", "rope/down", "MP", ""),
@@ -99,13 +99,13 @@ _MASKED = (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One leaf of the tree and the stored tensors that it is made of."""
+    """One leaf of the tree and the stored tensors that it consists of."""
 
     path: str  # "layers/attention/query/kernel"
     names: tuple[str, ...]  # one per layer, or a single one
     stacked: bool  # whether the leaf has a leading layer axis
-    view: tuple[int, ...]  # the stored tensor with its axes split
-    tensor_shape: tuple[int, ...]
+    view: tuple[int, ...]  # shape of the stored tensor with its axes split
+    tensor_shape: tuple[int, ...]  # shape of the stored tensor
     order: tuple[int, ...]  # axes of the view in the leaf's order
     aliases: tuple[tuple[str, ...], ...]  # for each of `names`, other names of the same tensor
 
@@ -120,29 +120,29 @@ class Entry:
         return (len(self.names), *self.layer_shape) if self.stacked else self.layer_shape
 
     def dtype(self, param_dtype: str) -> str:
-        """Learned frequencies stay in float32: half precision rotates far positions wrongly."""
+        """Returns `param_dtype`, but float32 for learned frequencies.
+
+        Half precision would rotate far positions wrongly.
+        """
         return "float32" if self.path.startswith("rope/") else param_dtype
 
     @property
     def num_experts(self) -> int:
-        """Tensors that one of `names` with `*` stands for."""
+        """Number of tensors that one of `names` with `*` stands for."""
         return self.view[0]
 
     def to_tensor(self, layer: np.ndarray) -> np.ndarray:
-        """One layer of the leaf -> the stored tensor."""
+        """Converts one layer of the leaf to the stored tensor."""
         return layer.transpose(np.argsort(self.order)).reshape(self.tensor_shape)
 
 
 def expert_names(name: str, count: int) -> list[str]:
-    """The stored tensors of one of the table: for a name with `*` one for each of `count` experts.
-
-    Others are stored alone.
-    """
+    """Returns the names of stored tensors: with `*`, one for each of `count` experts."""
     return [name.replace("*", str(i)) for i in range(count)] if "*" in name else [name]
 
 
 def parts_of(name: str) -> list[str]:
-    """The tensors whose rows a fused tensor holds; none of another tensor."""
+    """Returns the tensors whose rows a fused tensor holds; empty for other tensors."""
     for fused, parts in FUSED.items():
         if f".{fused}." in name:
             return [name.replace(fused, part) for part in parts]
@@ -150,12 +150,12 @@ def parts_of(name: str) -> list[str]:
 
 
 def is_fused(config: ModelConfig | BertConfig) -> bool:
-    """Whether the family of `config` stores the modules of `FUSED`."""
+    """Returns whether the family of `config` stores fused matrices (`FUSED`)."""
     return isinstance(config, ModelConfig) and FAMILIES[family_of(config)[0]].fused
 
 
 def fused_name(name: str) -> str | None:
-    """The fused tensor that holds a tensor's rows in some classes; None: it is always alone."""
+    """Returns the fused tensor that holds a tensor's rows in some classes; None: there is none."""
     for fused, parts in FUSED.items():
         for part in parts:
             if f".{part}." in name:
@@ -164,7 +164,7 @@ def fused_name(name: str) -> str | None:
 
 
 def entries(config: ModelConfig | BertConfig) -> tuple[Entry, ...]:
-    """The leaves of `config`'s tree in the order in which the model uses them."""
+    """Returns the leaves of `config`'s tree in the order in which the model uses them."""
     if isinstance(config, BertConfig):
         sizes, num_layers = config.hf_axes(), config.num_layers
         return tuple(_entry(row, sizes, num_layers) for row in config.hf_rows())
@@ -178,7 +178,7 @@ def entries(config: ModelConfig | BertConfig) -> tuple[Entry, ...]:
 
 
 def _memory_entries(config: ModelConfig, decoder_rows: list[TensorRow]) -> list[Entry]:
-    """What a memory adds: stacked like the layers where all read, else a leaf for each reader."""
+    """Returns a memory's leaves: stacked if all layers read it, else separate for each reader."""
     rows = config.memory.hf_rows(config, decoder_rows)
     sizes = _sizes(config) | config.memory.hf_axes(config)
     reads = config.memory.reader_layers(config.num_layers)
@@ -193,7 +193,7 @@ def _memory_entries(config: ModelConfig, decoder_rows: list[TensorRow]) -> list[
 
 
 def _encoder_entries(memory: Memory) -> list[Entry]:
-    """The model inside a memory that encodes chunks: without the head of its training."""
+    """Returns the leaves of the encoder inside a memory, without its masked-language-model head."""
     if (config := memory.encoder_config) is None:
         return []
     return [
@@ -221,7 +221,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _rows(config: ModelConfig) -> Iterator[TensorRow]:
-    """The rows of the tables whose condition holds, with whole names."""
+    """Yields the rows of the tables whose condition holds, with full names."""
     parallel, place = config.block == "parallel", config.norm_place
     flags = {
         "": True,

@@ -1,11 +1,11 @@
 """Writes a folder that transformers opens with the same logits.
 
-CLEX and an E2-LLM scale that follows the length have no form in transformers, which reads them as
-plain rope; a warning says so when they are written. There is another one for settings of CEPE and
-SharedLLM for which the released code has no key.
+transformers has no form of CLEX or of an E2-LLM scale that follows the length, and reads them as
+plain rope; writing them shows a warning. Another warning is shown for settings of CEPE and
+SharedLLM that the released code has no key for.
 
 The folder is complete or absent (`lcjax.files.atomic_folder`). Tensors pass through the host one at
-a time; to a URL one shard after the other, by way of a temporary file.
+a time. To a URL, one shard at a time is written by way of a temporary file.
 """
 
 import collections
@@ -40,7 +40,7 @@ from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
-from lcjax.parallel.offload import is_offloaded, to_device
+from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.storage import URLPath, to_path
 from lcjax.tree import lookup
 
@@ -61,11 +61,11 @@ _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
-    """Returns the `config.json` of a model, its memory included.
+    """Returns the `config.json` of a model, including its memory.
 
     Args:
-      config: of the model.
-      dtype: of the weights; None: the config's `param_dtype`.
+      config: the config of the model.
+      dtype: dtype of the weights; None: the config's `param_dtype`.
     """
     write = functools.partial(write_config, dtype=dtype)
     if config.mlm_head:
@@ -74,7 +74,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
 
 
 def check_exportable(config: ModelConfig) -> None:
-    """Raises an InputError if a training could not write `<run>/model` at its end."""
+    """Raises an InputError if a run could not export its model at the end of training."""
     try:
         config_to_hf(config)
     except InputError as error:
@@ -96,17 +96,17 @@ def save_hf(
     """Writes config, weights and tokenizer; returns the folder.
 
     Args:
-      folder: is created.
+      folder: the folder to create.
       params: stacked or one branch per layer; LoRA adapters are merged.
-      config: of the model.
-      tokenizer: to save; None: none.
-      dtype: of the weights; None: the config's `param_dtype`.
+      config: the config of the model.
+      tokenizer: the tokenizer to save; None: no tokenizer is written.
+      dtype: dtype of the stored weights; None: the config's `param_dtype`.
       max_shard_bytes: size above which the weights are split into several files.
-      overwrite: whether to replace a folder that this function wrote; one with any other file is
-        refused.
-      checksums: whether to add the SHA-256 sums of all files, which are compared when the folder is
+      overwrite: whether to replace a folder that this function wrote; a folder with any other file
+        is never replaced.
+      checksums: whether to add the SHA-256 sums of all files, which are verified when the folder is
         loaded (`lcjax.files.CHECKSUMS`).
-      progress: is called with the bytes of each tensor.
+      progress: called with the number of bytes of each tensor after it is gathered.
     """
     check_path("folder", folder)
     folder = to_path(folder)
@@ -135,7 +135,7 @@ def save_hf(
 
 
 class WeightStream:
-    """The tensors of a model under Hugging Face's names; they pass the host one at a time."""
+    """The tensors of a model under Hugging Face's names, passed through the host one at a time."""
 
     def __init__(
         self,
@@ -165,11 +165,11 @@ class WeightStream:
         self.nbytes = sum(map(nbytes, self._tensors.values()))
 
     def gather(self) -> None:
-        """Gathers the shards of this process for the one that writes."""
+        """Takes part in gathering all tensors; for the processes that do not write."""
         collections.deque(self._arrays, maxlen=0)
 
     def write(self, folder: Path, max_shard_bytes: int = _SHARD_BYTES) -> None:
-        """Writes one file, or several and an index."""
+        """Writes one file, or several shards and an index."""
         shards = _shards(self._tensors, max_shard_bytes)
         for file, names in shards.items():
             chosen = {name: self._tensors[name] for name in names}
@@ -183,7 +183,7 @@ class WeightStream:
 def _grouped(
     names: Iterable[str], fused_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str | None, list[str]]]:
-    """Successive tensors of one fused tensor together, and each other one alone."""
+    """Yields groups of names: successive parts of one fused tensor, and each other tensor alone."""
     for fused, group in itertools.groupby(names, fused_name):
         if fused is None:
             yield from ((None, [name]) for name in group)
@@ -199,7 +199,7 @@ def _joined(parts: list[TensorInfo]) -> TensorInfo:
 def _fused(
     arrays: Iterator[tuple[str, np.ndarray]], groups: list[tuple[str, list[str]]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of `arrays`, those of one group as one."""
+    """Yields `arrays`, with the arrays of each group concatenated."""
     for name, names in groups:
         parts = [array for _, array in itertools.islice(arrays, len(names))]
         yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -208,7 +208,7 @@ def _fused(
 def _split(
     arrays: Iterator[tuple[str, np.ndarray]], experts: dict[str, list[str]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of `arrays`, those of all experts as one for each."""
+    """Yields `arrays`, with tensors of all experts split into one array per expert."""
     for name, array in arrays:
         names = experts.get(name, [name])
         parts = array.reshape(len(names), -1, *array.shape[1:]) if len(names) > 1 else [array]
@@ -228,7 +228,7 @@ def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
 
 
 def _warn_of_other_memory(config: ModelConfig, folder: Path) -> None:
-    if config.memory and (misread := config.memory.misread_by_released()) is not None:
+    if config.memory and (misread := config.memory.unsupported_by_released_code()) is not None:
         warnings.warn(
             f"{folder}: the released code will read model.memory.{misread}; lcjax reads what was"
             " trained from this folder",
@@ -237,7 +237,7 @@ def _warn_of_other_memory(config: ModelConfig, folder: Path) -> None:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The special ids as transformers writes them."""
+    """Returns the special token ids with transformers' keys."""
     ends = list(tokenizer.eos_ids)
     return {
         "bos_token_id": tokenizer.bos_id,
@@ -249,7 +249,7 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 def _in_layer_order(
     config: ModelConfig | BertConfig,
 ) -> list[tuple[str, hf_names.Entry, int | None]]:
-    """(tensor, entry, layer), layer by layer, so that loaders read files from front to back."""
+    """Lists (tensor, entry, layer) by layer, so that loaders read files from front to back."""
     table = hf_names.entries(config)
     has_aliases = not isinstance(config, BertConfig)  # older names of a BERT are for reading only
     ordered = []
@@ -266,7 +266,7 @@ def _in_layer_order(
 
 
 def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
-    """File name -> tensors, in order; a single tensor above the limit gets its own file."""
+    """Maps file names to tensors, in order; a single tensor above the limit gets its own file."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, info in tensors.items():
@@ -282,9 +282,9 @@ def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises an InputError unless the disk has room for weights of so many bytes.
+    """Raises an InputError unless the disk has space for `num_bytes` of weights.
 
-    Of a URL it is the disk with temporary files, which holds one shard at a time.
+    For a URL, the disk of temporary files is checked, which holds one shard at a time.
     """
     parent = folder.absolute().parent
     if isinstance(folder, URLPath):
@@ -321,7 +321,7 @@ def _arrays(
 def _leaf(
     params: dict, config: ModelConfig | BertConfig, entry: hf_names.Entry, layer: int | None
 ) -> jax.Array:
-    """One layer of a leaf, with its adapter merged in."""
+    """Returns one layer of a leaf, with its adapter merged in."""
     path, stacked = entry.path, "layers" in params or not entry.path.startswith("layers/")
     if layer is not None and not stacked:
         path = path.replace("layers/", f"layers_{layer}/", 1)
@@ -335,11 +335,12 @@ def _leaf(
         leaf = module[last]
     except KeyError as error:
         raise InputError(
-            f"params lack {path}, which the config asks for; save the config of this model"
+            f"params lack {path}, which the config requires; save the config of this model"
         ) from error
     if leaf.shape != entry.layer_shape:
         raise InputError(
-            f"params.{path} is {list(leaf.shape)} but the config says {list(entry.layer_shape)};"
+            f"params.{path} is {list(leaf.shape)}, and the config requires"
+            f" {list(entry.layer_shape)};"
             " save the config of this model"
         )
     if last == "kernel" and "lora_a" in module:
@@ -350,7 +351,7 @@ def _leaf(
 
 
 def _row(stack: jax.Array, layer: int) -> jax.Array:
-    """One layer of a stack; of an offloaded stack, only this layer is copied to the device."""
+    """Returns one layer of a stack; copies only this layer of an offloaded stack to the device."""
     return _fetched_row(stack, layer) if is_offloaded(stack) else stack[layer]
 
 

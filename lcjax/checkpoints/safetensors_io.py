@@ -1,8 +1,8 @@
-"""safetensors files by byte range: one file, or shards with an index.
+"""Reads safetensors files by byte range, and writes them: one file, or shards with an index.
 
 Layout: 8 bytes little-endian header size, a JSON header `{name: {dtype, shape, data_offsets}}`,
-then the tensors. Only the bytes of the requested rows are read, and into new memory: the pages of a
-mapped file would count as a second copy of the model while it loads.
+then the tensors. Only the bytes of the requested rows are read. They are read into new memory: the
+pages of a mapped file would count as a second copy of the model while it loads.
 """
 
 import itertools
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _NAMES.items()}
-_BITS = {  # of one number
+_BITS = {  # bits of one number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -33,12 +33,12 @@ _BITS = {  # of one number
     "F4": 4,
 }
 _MAX_HEADER = 100_000_000  # bytes; the limit of the reference library
-# Adapters, and another layout of the same weights.
+# Prefixes of files with adapters, or with another layout of the same weights.
 _NOT_THE_MODEL = ("adapter_", "trainable_params", "consolidated")
 
 
 class SafetensorsFolder:
-    """The `*.safetensors` of a Hugging Face folder, or `files`, as one source of tensors."""
+    """The `*.safetensors` of a Hugging Face folder, or only `files`, as one source of tensors."""
 
     def __init__(self, folder: str | Path, files: Sequence[Path] | None = None):
         self.path = str(folder)
@@ -56,7 +56,7 @@ class SafetensorsFolder:
                 self.tensors[name], self._places[name] = info, (file, offset)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of the leading axis."""
+        """Returns rows `start:stop` of the leading axis."""
         info, (file, offset) = self.tensors[name], self._places[name]
         dtype = np.dtype(getattr(ml_dtypes, info.dtype, None) or info.dtype)
         row = math.prod(info.shape[1:])
@@ -70,7 +70,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _loose(folder: Path) -> list[Path]:
-    """The weights of a folder without an index."""
+    """Returns the weight files of a folder without an index."""
     files = sorted(folder.glob("*.safetensors"))
     return [file for file in files if not file.name.startswith(_NOT_THE_MODEL)]
 
@@ -140,8 +140,8 @@ def _is_count(value: Any) -> bool:
 def write_file(
     file: Path, tensors: dict[str, TensorInfo], arrays: Iterable[tuple[str, np.ndarray]]
 ) -> None:
-    """Writes one file, tensor by tensor in the order of `tensors`; whole and synced to the disk."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    """Writes one file, tensor by tensor in the order of `tensors`; atomic and synced to disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     position = 0
     for name, info in tensors.items():
         stop = position + nbytes(info)

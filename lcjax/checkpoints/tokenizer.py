@@ -1,8 +1,8 @@
-"""Tokenizers behind one protocol, whatever the checkpoint ships.
+"""Defines the protocol of tokenizers, and its implementations.
 
-`encode` adds no special tokens and reads text as text: "<|im_end|>" typed by a user becomes
-ordinary tokens, so a document cannot end a turn. Only with `allow_special=True`, meant for the
-output of `render_chat`, do the strings of special tokens become those tokens.
+`encode` adds no special tokens and reads none: "<|im_end|>" typed by a user becomes ordinary
+tokens, so a document cannot end a turn. Only with `allow_special=True`, meant for the output of
+`render_chat`, do the strings of special tokens become special tokens.
 `lcjax.checkpoints.tokenizer_files` builds the tokenizers of folders and GGUF files.
 """
 
@@ -21,12 +21,12 @@ from lcjax.errors import InputError, import_package
 from lcjax.files import write_hf_json
 from lcjax.storage import to_path
 
-Message = dict[str, Any]  # role and content; others as the chat template reads them
+Message = dict[str, Any]  # role and content, and other keys that the chat template reads
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # of `save`
 _SPECIAL = ("<s>", "</s>", "<pad>")  # of `ByteTokenizer`
 _BYTES = 256
-# Everything that pre-tokenizers treat differently: digits, spaces, newlines, case, contractions,
-# accents in two normal forms, other scripts, characters outside a vocabulary, code.
+# Text that pre-tokenizers split differently: digits, spaces, newlines, case, contractions, accents
+# in two normal forms, other scripts, characters outside a vocabulary, code.
 _PROBE = (
     "Hello world's 1234567890 3.14\t  tabs\r\n\n\nHE'LL we've don't naïve nai\u0308ve ﬁ Ⅳ "
     "日本語のテキスト Привет мир مرحبا हिन्दी 🙂👩\u200d👩\u200d👧 \u0000\x7f"
@@ -36,7 +36,7 @@ _PROBE = (
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the library needs of a tokenizer."""
+    """The interface of tokenizers that the rest of the library uses."""
 
     bos_id: int | None
     eos_ids: tuple[int, ...]  # tokens that end an answer; the first one ends a document
@@ -46,15 +46,16 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give equal ids, whichever file they came from."""
+        """A hash that is equal for tokenizers with equal ids, whichever file they came from."""
         ...
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns the characters (start, end) of every token of `encode(text)`.
+        """Returns the character range (start, end) of every token of `encode(text)`.
 
-        Of tokens that are parts of one character, each has its span, or some have an empty one.
+        If several tokens are parts of one character, each has the character's range, or some have
+        an empty range.
         """
         ...
 
@@ -68,8 +69,8 @@ class Tokenizer(Protocol):
         Args:
           messages: dictionaries with `role` and `content`, and other keys that the template reads
             (`tool_calls`, `reasoning_content`).
-          add_generation_prompt: whether the beginning of an answer follows.
-          **variables: what else the template reads: `enable_thinking`, `tools`, `documents`.
+          add_generation_prompt: whether the beginning of an answer follows the messages.
+          **variables: other variables of the template: `enable_thinking`, `tools`, `documents`.
         """
         ...
 
@@ -80,7 +81,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Specials:
-    """The tokens with a role, and how a conversation is written."""
+    """Ids of the special tokens, and the chat template."""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -91,14 +92,14 @@ class Specials:
     max_length: int | None = None
 
     def strings(self, token: Callable[[int], str | None]) -> dict[str, str]:
-        """`bos_token` and so on, as templates and transformers' configs name them."""
+        """Returns the tokens' strings by the names of transformers' configs: `bos_token`, ..."""
         eos = self.eos_ids[0] if self.eos_ids else None
         ids = {"bos": self.bos_id, "eos": eos, "pad": self.pad_id, "unk": self.unk_id}
         texts = {f"{name}_token": token(i) for name, i in ids.items() if i is not None}
         return {name: text for name, text in texts.items() if text is not None}
 
     def settings(self, token: Callable[[int], str | None]) -> dict[str, Any]:
-        """The keys of `tokenizer_config.json` that all kinds of tokenizers have."""
+        """Returns the keys of `tokenizer_config.json` that all kinds of tokenizers have."""
         settings: dict[str, Any] = self.strings(token)
         settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": self.add_bos}
         if self.max_length:
@@ -109,7 +110,7 @@ class Specials:
 
 
 class _PublishedTokenizer:
-    """Special tokens and chat template of a tokenizer that came with a checkpoint."""
+    """Base class of tokenizers that come with a checkpoint: special tokens and chat template."""
 
     def __init__(self, specials: Specials):
         self._specials = specials
@@ -147,18 +148,18 @@ class JsonTokenizer(_PublishedTokenizer):
     """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
 
     def __init__(self, backend: Any, specials: Specials, *, settings: dict[str, Any] | None = None):
-        """`settings`: the `tokenizer_config.json` that came with it, kept when it is saved."""
+        """Wraps `backend`; `settings` is its `tokenizer_config.json`, which `save` writes again."""
         super().__init__(specials)
         backend.no_truncation()
         backend.no_padding()
         self._json = backend.to_str()
         self._settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
         self._backends: dict[bool, Any] = {}  # by allow_special
-        # Ids may have holes: the model needs a row for the highest one.
+        # Ids may have gaps: the model needs a row for the highest one.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled backend forgets whether it splits special tokens; workers build their own.
+        # Pickling loses a backend's `encode_special_tokens`, so worker processes build new ones.
         return self.__dict__ | {"_backends": {}}
 
     def _backend(self, allow_special: bool) -> Any:
@@ -195,11 +196,11 @@ class JsonTokenizer(_PublishedTokenizer):
 
 
 class SentencePieceTokenizer(_PublishedTokenizer):
-    """A sentencepiece model and tokens that were added to it (`<pad>` beyond its vocabulary).
+    """A sentencepiece model, with tokens that were added to it (`<pad>` beyond its vocabulary).
 
-    Text is encoded as Meta's Llama reference does: the model's normaliser puts its space before
-    the text, and no control token is read from it. With `allow_special` the text between special
-    tokens is encoded piece by piece, each as a text of its own.
+    Text is encoded as in Meta's Llama reference: the model's normaliser adds a space before the
+    text, and no control token is read from it. With `allow_special`, each part between special
+    tokens is encoded as a separate text.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         parts = []
         for special, run in runs:
             if not special:
-                # Rows that only pad the embedding have no text.
+                # Ids of rows that only pad the embedding have no text.
                 size = self._processor.get_piece_size()
                 parts.append(self._processor.decode([i for i in run if i < size]))
             elif not skip_special:
@@ -282,7 +283,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
 
 def _specials_of(processor: Any) -> Specials:
-    """The special tokens that a sentencepiece model names; an id of -1 means none."""
+    """Returns the special tokens of a sentencepiece model; it gives the id -1 for none."""
     names = ("bos_id", "pad_id", "unk_id")
     ids = {name: index for name in names if (index := getattr(processor, name)()) >= 0}
     ends = tuple(i for i in [processor.eos_id()] if i >= 0)
@@ -298,7 +299,7 @@ def _processor(model: bytes, where: str) -> Any:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, for tests and demonstrations; 256 begins and 257 ends a document, 258 pads."""
+    """A tokenizer of UTF-8 bytes for tests and demonstrations; 256 is BOS, 257 EOS, 258 padding."""
 
     bos_id = _BYTES
     eos_ids = (_BYTES + 1,)
@@ -338,7 +339,7 @@ class ByteTokenizer:
     def render_chat(
         self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """As `Tokenizer.render_chat`; its format has no variables."""
+        """Returns a conversation as lines of `role: content`; variables are ignored."""
         check_messages(messages)
         turns = [f"{m['role']}: {m.get('content') or ''}\n" for m in messages]
         return "".join(turns) + ("assistant: " if add_generation_prompt else "")
@@ -391,15 +392,15 @@ def check_messages(messages: list[Message]) -> None:
 
 
 def check_template_variables(variables: Any) -> dict[str, Any]:
-    """Returns `chat_template_kwargs` as a dictionary; an InputError unless they fit a template."""
+    """Returns `chat_template_kwargs` as a dictionary; raises an InputError for other values."""
     variables = {} if variables is None else variables
-    own = ("messages", "add_generation_prompt", "chat_template", "tokenize")
+    reserved = ("messages", "add_generation_prompt", "chat_template", "tokenize")
     if not isinstance(variables, Mapping) or any(not isinstance(name, str) for name in variables):
         raise InputError(
             f"chat_template_kwargs={variables!r:.60} must map names of variables to values, such as"
             ' {"enable_thinking": false}'
         )
-    if wrong := [name for name in own if name in variables]:
+    if wrong := [name for name in reserved if name in variables]:
         raise InputError(
             f"chat_template_kwargs: {wrong[0]} is no variable of a template that can be set here;"
             " remove it"
@@ -408,20 +409,23 @@ def check_template_variables(variables: Any) -> dict[str, Any]:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """GPT-2's printable character of each byte: itself where it prints, else from U+0100 on."""
+    """Maps GPT-2's character of each byte to the byte: itself if printable, else from U+0100 on."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in prints]
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 def fingerprint(vocabulary: dict[str, int], encode: Callable[[str], list[int]]) -> str:
-    """Returns a hash of all tokens and of the ids of a text that shows how text is split."""
+    """Returns a hash of all tokens, and of the ids of a text that reveals how text is split."""
     values = [sorted(vocabulary.items()), encode(_PROBE)]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
-    """A tokenizer may have fewer ids than the model has rows (padding), never more."""
+    """Raises an InputError if the tokenizer has more ids than the model has rows.
+
+    It may have fewer: the other rows are padding.
+    """
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"{where}: the tokenizer has {tokenizer.vocab_size} ids but the model only "
@@ -430,9 +434,9 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
 
 
 class TextStream:
-    """Turns ids into text piece by piece; never emits a part of a character.
+    """Decodes ids into text piece by piece; never emits a part of a character.
 
-    Decoding each id alone would break characters of several tokens and lose sentencepiece's
+    Decoding each id separately would break characters of several tokens and lose sentencepiece's
     spaces, so a window of recent ids is decoded with and without the new one.
     """
 
@@ -440,13 +444,13 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._start = 0  # first id of the window
-        self._shown = 0  # ids whose text was emitted
+        self._shown = 0  # number of ids whose text was emitted
 
     def _decode(self, stop: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[self._start : stop], skip_special=True)
 
     def push(self, index: int) -> str:
-        """The text that `index` completes; empty while a character is incomplete."""
+        """Returns the text that `index` completes; empty while a character is incomplete."""
         self._ids.append(int(index))
         text = self._decode()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -463,15 +467,15 @@ class TextStream:
 
 
 def without_bos(ids: list[int], bos_id: int | None) -> list[int]:
-    """Returns `ids` without BOS, which sentencepiece may have put a blank before."""
+    """Returns `ids` without BOS, and without the space that sentencepiece may put before it."""
     return ids[ids.index(bos_id) + 1 :] if bos_id in ids[:2] else ids
 
 
 def encode_mid_text(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
     """Returns the ids of `text` as they are inside a longer text.
 
-    It is encoded behind a letter, whose ids are then removed, because sentencepiece puts a blank in
-    front of every text.
+    The text is encoded after a letter, whose ids are then removed, because sentencepiece puts a
+    space before every text.
     """
     anchor = list(tokenizer.encode("a"))
     ids = list(tokenizer.encode("a" + text, allow_special=allow_special))

@@ -1,4 +1,4 @@
-"""The tokenizers of Hugging Face folders (`tokenizer.json`, `tokenizer.model`) and GGUF files."""
+"""Opens tokenizers of Hugging Face folders (`tokenizer.json`, `tokenizer.model`) and GGUF files."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from lcjax.errors import InputError, check_integer
 from lcjax.files import read_json
 from lcjax.storage import to_path
 
-_BPE, _BYTE = 2, 6  # numbers of sentencepiece's model type and token type
+_BPE, _BYTE = 2, 6  # sentencepiece's model type BPE and token type BYTE
 # llama.cpp's token types
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -25,7 +25,7 @@ _MODERN = (  # cl100k: case-insensitive endings, at most {digits} digits, newlin
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# o200k: words begin with capitals or are all small or all capital; `ending` may belong to a word.
+# o200k: words are capitalised, lower case or upper case; `ending` may belong to a word.
 _CASED = (
     r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
     r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ending}|"
@@ -33,9 +33,9 @@ _CASED = (
     r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}|"
     r"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How text is cut before byte-level BPE: regular expressions, applied one after the other, each
-# making its matches words of their own. Names and expressions are those of llama.cpp's
-# `src/llama-vocab.cpp`; where it rewrites one of a tokenizer.json, the original is here.
+# How text is split before byte-level BPE: regular expressions, applied one after the other, whose
+# matches become separate words. Names and expressions are those of llama.cpp's
+# `src/llama-vocab.cpp`; if it rewrites an expression of a tokenizer.json, the original is here.
 _SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "gpt-2": (_WORDS,),
@@ -57,8 +57,8 @@ _WHOLE_WORDS = ("llama-bpe", "tekken")
 def hf_tokenizer(folder: str | Path) -> Tokenizer:
     """Opens the tokenizer of a Hugging Face folder.
 
-    Its special tokens are those of its own files, else those of the model's files, which may also
-    name more ends of an answer.
+    Its special tokens are those of the tokenizer's files, else those of the model's configs. The
+    configs may add tokens that end an answer.
     """
     files = _Folder(to_path(folder))
     if (files.path / "tokenizer.json").is_file():
@@ -71,7 +71,7 @@ def hf_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 class _Folder:
-    """The files beside a tokenizer."""
+    """The settings in the files beside a tokenizer."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -80,15 +80,15 @@ class _Folder:
         names = [key for key in older if key.endswith("_token") and settings.get(key) is None]
         self.settings: dict[str, Any] = settings | {key: older[key] for key in names}
         config = text_model(read_hf_json(path / "config.json", {}), str(path / "config.json"))
-        self.rows: int | None = config.get("vocab_size")  # of the model's embedding
+        self.rows: int | None = config.get("vocab_size")  # rows of the model's embedding
         generation = read_hf_json(path / "generation_config.json", {})
         stated = {key: value for key, value in generation.items() if value is not None}
         self._model_files = config | stated
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """The ids of `bos`, `eos` or `pad` in the model's files.
+        """Returns the ids of `bos`, `eos` or `pad` in the model's configs.
 
-        Ids that no token can have are left out: Llama-1 and some Llama-2 have `pad_token_id: -1`.
+        Invalid ids are left out: Llama-1 and some Llama-2 have `pad_token_id: -1`.
         """
         value = self._model_files.get(f"{name}_token_id")
         return tuple(
@@ -107,7 +107,7 @@ class _Folder:
         return template
 
     def specials(self, find: Callable[[str], int | None], *, add_bos: bool) -> Specials:
-        """Returns the special tokens; `find` gives the id of a token's string."""
+        """Returns the special tokens; `find` returns the id of a token's string."""
 
         def named(name: str) -> tuple[int, ...]:
             text = _text(self.settings.get(f"{name}_token"))
@@ -128,10 +128,10 @@ class _Folder:
         )
 
     def drop_tokens_without_rows(self, added: dict[str, int], size: int) -> set[str]:
-        """Returns the added tokens for which the model has no row, without them in the settings.
+        """Drops added tokens for which the model has no row from the settings, and returns them.
 
-        They are dropped only if that is enough. Copies of Llama-2 come with `<pad>` = 32000 beside
-        32,000 rows, and never use it.
+        None are dropped if the vocabulary without added tokens exceeds the rows, too. Copies of
+        Llama-2 have `<pad>` = 32000 with 32,000 rows, and never use it.
 
         Args:
           added: ids of the added tokens.
@@ -161,7 +161,7 @@ class _Folder:
 
 
 def _text(token: Any) -> str | None:
-    """The string of a token: configs hold it bare or inside a dictionary."""
+    """Returns the string of a token, which configs hold directly or in a dictionary."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -212,7 +212,7 @@ def _from_sentencepiece(files: _Folder) -> SentencePieceTokenizer:
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
-    """Builds the tokenizer inside a GGUF file."""
+    """Builds the tokenizer that a GGUF file describes."""
     kind = file.need("tokenizer.ggml.model")
     if kind == "gpt2":
         return _gguf_byte_level(file)
@@ -322,10 +322,10 @@ def _add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> No
 def model_from_pieces(
     pieces: list[str], scores: list[float], types: list[int], *, add_prefix: bool
 ) -> bytes:
-    """The sentencepiece BPE model that a GGUF file's vocabulary came from.
+    """Returns the sentencepiece BPE model that a GGUF file's vocabulary came from.
 
-    Token types are sentencepiece's own, numbered alike. The protocol buffer is written by hand: it
-    takes three messages, not a dependency.
+    GGUF's token types have the numbers of sentencepiece's. The protocol buffer is written by hand:
+    three messages do not need a dependency.
     """
     body = b"".join(
         _message(1, _string(1, piece) + _float(2, score) + _varint(3, kind))

@@ -1,8 +1,8 @@
-"""Reads `pytorch_model.bin` without torch and without running a stranger's code.
+"""Reads `pytorch_model.bin` without torch and without running untrusted code.
 
 A torch checkpoint is a zip of raw storages and a pickle that describes the tensors in them. A
-pickle can name any function to call; this reader knows a few names, which only describe tensors,
-and refuses files with any other name.
+pickle can call any function by name. This reader allows a few names, which only describe tensors,
+and raises an error for any other name.
 """
 
 import collections
@@ -54,7 +54,7 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-# The replacements of torch's functions are immutable: a pickle may also set attributes of objects.
+# The replacements of torch's functions are immutable, because a pickle may also set attributes.
 class _RebuildTensor:
     """Replaces torch._utils._rebuild_tensor_v2."""
 
@@ -110,12 +110,12 @@ class TorchFolder:
 
 
 def bin_files(folder: Path) -> list[Path]:
-    """The pickled weights of a folder; empty when there are none."""
+    """Returns the pickled weight files of a folder; empty if there are none."""
     return shard_files(folder, SINGLE, INDEX, sorted(folder.glob("pytorch_model*.bin")))
 
 
 def pickle_error(where: str, names: list[str]) -> InputError:
-    """Says why pickles are not opened by default, and what to do."""
+    """Returns the error for pickles that are not allowed, with the reason and ways out."""
     return InputError(
         f"{where}: its weights are pickles ({', '.join(names[:3])}), which can run any code when "
         "opened; convert them where you trust them (transformers: AutoModelForCausalLM"
@@ -126,7 +126,7 @@ def pickle_error(where: str, names: list[str]) -> InputError:
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
-    """Tensors by name, as views of the mapped file."""
+    """Returns tensors by name, as views of the mapped file."""
     try:
         with file.open("rb") as data, zipfile.ZipFile(data) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -180,6 +180,6 @@ def _view(
 
 
 def _data_start(data: np.ndarray, header: int) -> int:
-    """Where a zip member's bytes begin: its local header has names of its own length."""
+    """Returns the offset of a zip member's data, after its local header's name and extra field."""
     name, extra = struct.unpack("<HH", bytes(data[header + 26 : header + 30]))
     return header + 30 + name + extra

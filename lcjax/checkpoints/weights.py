@@ -1,8 +1,8 @@
-"""From stored tensors to the parameter tree, shard by shard.
+"""Reads stored tensors into the parameter tree, shard by shard.
 
-A source is a file (or several) of named tensors of which rows of the leading axis can be read. Each
-device's shard of each leaf is read on its own: only the bytes that this process holds are read, and
-the host never has more than one shard of one leaf beside the model itself.
+A source is a file (or several) of named tensors, of which rows of the leading axis can be read.
+Each device's shard of each leaf is read separately: only the bytes that this process holds are
+read, and besides the model itself, the host never holds more than one shard of one leaf.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
 from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
-from lcjax.parallel.free_memory import check_fits
-from lcjax.parallel.offload import host_shardings
+from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import lookup, nest
 
@@ -35,14 +34,14 @@ _NUMBERED = re.compile(r"-\d+-of-(\d+)$")
 _ROWS = 4_096  # rows of two tensors that are compared at a time
 # The bits of infinity without its sign, shifted left by one; those of NaN are larger.
 _INFINITY = {"float32": 0xFF00_0000, "float16": 0xF800, "bfloat16": 0xFF00}
-_PART = 2**18  # numbers that are tested at a time, while they are in the CPU's cache
+_PART = 2**18  # numbers that are tested at a time, few enough for the CPU's cache
 
 
 class TensorInfo(NamedTuple):
     """Shape and dtype of a stored tensor, from the index of its file."""
 
     shape: tuple[int, ...]
-    dtype: str  # "float32", "float16" or "bfloat16"; `rows` can return no other
+    dtype: str  # only "float32", "float16" and "bfloat16" can be read with `rows`
 
 
 class WeightSource(Protocol):
@@ -52,21 +51,22 @@ class WeightSource(Protocol):
     tensors: dict[str, TensorInfo]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start:stop` of the leading axis."""
+        """Returns rows `start:stop` of the leading axis."""
         ...
 
 
 def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> list[Path]:
-    """Returns the files of a checkpoint in a folder, in the order in which transformers looks.
+    """Returns the weight files of a folder, looked up in the same order as transformers does.
 
     Args:
-      folder: of the checkpoint.
+      folder: the folder of the checkpoint.
       single: name of the file of an unsharded checkpoint.
       index: name of the JSON file that lists the shards.
-      loose: files to read where neither exists; `model-00001-of-00003` tells how many there are.
+      loose: files to read if neither exists. Names such as `model-00001-of-00003` give the number
+        of files, which is checked.
 
     Raises:
-      InputError: if the index is damaged or a shard is missing.
+      InputError: the index is damaged or a shard is missing.
     """
     if (folder / single).is_file():
         return [folder / single]
@@ -97,21 +97,21 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
 
 
 class Rows(NamedTuple):
-    """Rows of a stored tensor that are a tensor of the model, or a part of one."""
+    """Rows of a stored tensor that form a tensor of the model, or a part of one."""
 
-    name: str
+    name: str  # of the stored tensor
     start: int = 0
     count: int | None = None  # None: all
-    expert: int | None = None  # whose rows are meant, of a tensor [E, rows, ...]
+    expert: int | None = None  # index into the first axis of a tensor [E, rows, ...]
 
     def info(self, source: WeightSource) -> TensorInfo:
-        """Shape and dtype of these rows."""
+        """Returns shape and dtype of these rows."""
         info = source.tensors[self.name]
         shape = info.shape if self.expert is None else info.shape[1:]
         return info._replace(shape=shape if self.count is None else (self.count, *shape[1:]))
 
     def read(self, source: WeightSource, start: int, stop: int) -> np.ndarray:
-        """Some of them."""
+        """Reads rows `start:stop` of these rows."""
         start, stop = self.start + start, self.start + stop
         if self.expert is None:
             return source.rows(self.name, start, stop)
@@ -119,7 +119,7 @@ class Rows(NamedTuple):
 
 
 class RenamedSource:
-    """A source whose tensors are rows of those of another one, one or several after each other."""
+    """A source whose tensors are rows of another source's tensors, concatenated if several."""
 
     def __init__(self, source: WeightSource, stored: dict[str, list[Rows]]):
         self.path, self._source, self._stored = source.path, source, stored
@@ -146,13 +146,13 @@ class RenamedSource:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-# Of models of images and text: the prefixes of the text part, and the modules that only images use.
+# Multimodal models: the prefixes of the text part, and the modules that only images use.
 _TEXT_PARTS = {"language_model.": "", "model.language_model.": "model."}
 _IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 def text_weights(source: WeightSource) -> WeightSource:
-    """The tensors of the text part of a model of images and text, named as in a model of text."""
+    """Returns the tensors of a multimodal model's text part, named as in a text-only model."""
     stored = {}
     others = [name for name in source.tensors if _IMAGE_PARTS.match(name)]
     for name in (name for name in source.tensors if not _IMAGE_PARTS.match(name)):
@@ -169,12 +169,12 @@ def text_weights(source: WeightSource) -> WeightSource:
 
 
 def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:
-    """Returns `source` with the tensors of the table of names: one name each, and none fused.
+    """Returns `source` with the names of `hf_names.entries`: no aliases, and no fused tensors.
 
-    Those of all experts are one tensor, whether they are stored one by one or in one array.
+    The matrices of all experts are one tensor, whether they are stored one by one or in one array.
 
     Raises:
-      InputError: if the source stores a tensor under several names with different values.
+      InputError: the source stores a tensor under several names with different values.
     """
     stored = {name: [Rows(name)] for name in source.tensors}
     table = hf_names.entries(config)
@@ -207,7 +207,7 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
 
 
 def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> dict[str, list[Rows]]:
-    """The tensors of mixtures of experts whose parts are all there, and in which form."""
+    """Returns the expert tensors whose parts are all present, as pieces of stored tensors."""
     tensors = {}
     for entry in table:
         if entry.path not in hf_names.STATE_DICT:
@@ -236,10 +236,10 @@ def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> di
 
 
 def _check_equal(source: WeightSource, name: str, alias: str) -> None:
-    """Compares two tensors bit by bit, some rows at a time."""
+    """Raises an InputError unless two tensors are equal bit by bit; reads some rows at a time."""
     info = source.tensors[name]
     same = info == source.tensors[alias]
-    if same and info.dtype in DTYPES and info.shape:  # `check` refuses all others
+    if same and info.dtype in DTYPES and info.shape:  # `check` raises for all others
         count = info.shape[0]
         same = all(
             source.rows(name, start, min(start + _ROWS, count)).tobytes()
@@ -255,7 +255,7 @@ def _check_equal(source: WeightSource, name: str, alias: str) -> None:
 
 
 def check(source: WeightSource, config: ModelConfig | BertConfig) -> None:
-    """Lists every missing, unexpected and mis-shaped tensor in one error."""
+    """Raises an InputError that lists every missing, unexpected and mis-shaped tensor."""
     expected = _expected(source, config)
     present = {name: source.tensors[name] for name in expected if name in source.tensors}
     faults = {
@@ -280,7 +280,7 @@ def check(source: WeightSource, config: ModelConfig | BertConfig) -> None:
 
 
 def _expected(source: WeightSource, config: ModelConfig | BertConfig) -> dict[str, tuple]:
-    """The shapes of all tensors; those of experts one by one, unless all of them fit."""
+    """Returns the expected shapes by name; experts that were not joined are listed one by one."""
     expected = {}
     for entry in hf_names.entries(config):
         for name in entry.names:
@@ -294,7 +294,7 @@ def _expected(source: WeightSource, config: ModelConfig | BertConfig) -> dict[st
 
 
 def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:
-    """Lists the first items of every kind of fault for an error; empty if there are none."""
+    """Lists the first items of every kind of fault, for an error; empty if there are none."""
     return "; ".join(
         f"{kind}: {', '.join(items[:limit])}"
         + (f" and {len(items) - limit} more" if len(items) > limit else "")
@@ -304,7 +304,7 @@ def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Tables that the config determines, and the second copy of tied embeddings."""
+    """Returns whether a tensor is a table that the config determines, or a tied head's copy."""
     tables = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn.bias", "attn.masked_bias")
     return name.endswith(tables) or (name == "lm_head.weight" and config.tie_embeddings)
 
@@ -317,18 +317,20 @@ def read_params(
     host: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> dict:
-    """Returns the parameter tree in `config.param_dtype`, layers as `config.stacked` says.
+    """Returns the parameter tree in `config.param_dtype`, with layers stacked if `config.stacked`.
 
     Args:
       source: the stored tensors.
-      config: of the model.
-      mesh: where the parameters go, as the sharding table says; None: the default device.
-      host: whether they go to the memory of the mesh's hosts (`parallel.offload.host_shardings`).
-      progress: is called with the bytes of each leaf.
+      config: the config of the model.
+      mesh: the devices that the parameters are sharded over (`parallel.sharding`); None: the
+        default device.
+      host: whether they are placed in the memory of the mesh's hosts
+        (`parallel.device_memory.host_shardings`).
+      progress: called with the number of bytes of each leaf after it is read.
 
     Raises:
-      InputError: if the tensors do not fit the config, they need more memory than is free, or
-        one holds NaN or infinity.
+      InputError: the tensors do not fit the config, they need more memory than is free, or one
+        holds NaN or infinity.
     """
     source = resolve_names(source, config)
     check(source, config)
@@ -361,7 +363,7 @@ def read_params(
 
 
 def _leaves(config: ModelConfig | BertConfig) -> list[hf_names.Entry]:
-    """The leaves of `config`'s tree; those of separate layers one by one, without a stack."""
+    """Returns the leaves of `config`'s tree; layers that are not stacked have separate leaves."""
     table = hf_names.entries(config)
     if isinstance(config, BertConfig) or config.stacked:
         return list(table)
@@ -387,7 +389,7 @@ def read_tensor(source: WeightSource, name: str) -> np.ndarray:
     """Returns a whole tensor in float32.
 
     Raises:
-      InputError: it is absent, no float, or holds NaN or infinity.
+      InputError: it is absent, not of a float dtype, a scalar, or holds NaN or infinity.
     """
     info = source.tensors.get(name)
     if info is None or info.dtype not in DTYPES or not info.shape:
@@ -429,12 +431,12 @@ def _read_block(
             problem = f"numbers beyond {dtype}" if overflows else "NaN or infinity"
             way_out = "read it as float32" if overflows else "use another checkpoint"
             raise InputError(f"{source.path}: {entry.names[layer]} holds {problem}; {way_out}")
-        del rows, block  # before the next layer is read: all its experts may be one tensor
+        del rows, block  # frees memory first: the next layer's experts may be one large tensor
     return out if entry.stacked else out[0]
 
 
 def _all_finite(array: np.ndarray) -> bool:
-    """Whether a contiguous array of one of `DTYPES` holds neither NaN nor infinity.
+    """Returns whether a contiguous array of one of `DTYPES` holds neither NaN nor infinity.
 
     Bits are compared as integers, which NumPy does at 7 to 14 GB/s for all three types: 10 seconds
     for 70B parameters in bfloat16, a small part of the time in which they are read.

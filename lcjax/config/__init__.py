@@ -1,7 +1,8 @@
-"""A YAML file plus `--a.b=value` overrides become frozen dataclasses, or one clear line.
+"""Parses a YAML file and `--a.b=value` overrides into frozen dataclasses.
 
-`parse` reads both, `dump` writes what `parse` reads back, `main` is the whole of a script. A method
-is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear` over it.
+`parse` reads a config, `dump` writes one that `parse` reads back, and `main` runs a script with
+one. Wrong input raises an InputError with a message of one line. A method is a choice type: the
+file sets `model.rope.type=yarn`, and `--model.rope.type=linear` overrides it.
 """
 
 import contextlib
@@ -39,13 +40,13 @@ __all__ = [
     "main", "parse", "read_yaml", "recipe_of", "recipes", "split_options", "to_data_path",
 ]  # fmt: skip
 
-ERROR = "error.txt"  # the traceback of a failure that was none of the settings
+ERROR = "error.txt"  # file of a run folder: the traceback of an I/O or device error
 T = typing.TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where the results go, and what happens to the ones in that folder."""
+    """The folder of the results, and the treatment of a run that it already holds."""
 
     folder: str
     # What happens to a run in folder; overwrite removes the files of that run and no others.
@@ -60,16 +61,19 @@ class RunFolder:
 def split_options(
     words: Sequence[str], names: Sequence[str], flags: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str | None], list[str]]:
-    """Splits the words of a command line. A value follows its option, or `=`.
+    """Splits the words of a command line into positional words, options and config keys.
+
+    A value is the word after its option, or follows `=`.
 
     Args:
       words: the words after the command.
-      names: options of the command, without dashes; every other one is a key of its config.
-      flags: those without a value.
+      names: options with a value, without dashes. All options in neither `names` nor `flags` are
+        keys of the config.
+      flags: options without a value, without dashes.
 
     Returns:
-      The words without dashes, the values of `names` and `flags` (None: absent; of a flag ""), and
-      the keys as `--key=value`.
+      The positional words, the values of `names` and `flags` (None if absent; "" for a flag), and
+      the config keys as `--key=value`.
 
     Raises:
       InputError: an option has no value.
@@ -94,13 +98,14 @@ def split_options(
 
 
 def import_modules(words: Sequence[str]) -> list[str]:
-    """Imports the modules of `--import NAME`, which register methods, memories or tasks of a user.
+    """Imports the modules of `--import NAME`, which register a user's methods, memories or tasks.
 
     Args:
-      words: of a command line. NAME is a module or a `.py` file; several are separated by commas.
+      words: words of a command line. NAME is a module or a `.py` file, or several of them,
+        separated by commas.
 
     Returns:
-      The other words.
+      The words without `--import NAME`.
 
     Raises:
       InputError: a module cannot be imported.
@@ -131,7 +136,7 @@ def _import(name: str) -> None:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     if path.stem not in sys.modules:
-        sys.modules[path.stem] = module  # dataclasses look up their module
+        sys.modules[path.stem] = module  # dataclasses look up their module here
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -140,10 +145,18 @@ def _import(name: str) -> None:
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None = None) -> T:
-    """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError.
+    """Parses a command line, `--config file.yaml --a.b=value ...`, into a config.
 
-    `--config lcjax:NAME` is a recipe of the library (`recipes`); `lcjax:` lists them.
-    `tree` is the content of a file that is read already, in place of `--config`.
+    `--config lcjax:NAME` reads a recipe of the library (`recipes`). `--config lcjax:` prints a list
+    of the recipes, and `--help` one of the keys; both then exit.
+
+    Args:
+      cls: dataclass of the config.
+      argv: the words after the command; None: those of this process.
+      tree: the content of a config file, in place of `--config`; overrides modify it.
+
+    Raises:
+      InputError: a key, a value or the config file is not valid.
     """
     words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
@@ -172,7 +185,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None 
         else:
             _check_section(cls, key, value)
             overrides.append((key[2:], Text(value)))
-    # Whole sections go before their keys, and a type before the fields that it allows.
+    # Whole sections are set before their keys, and a type before the fields that belong to it.
     order = sorted(overrides, key=lambda pair: (pair[0].count("."), not pair[0].endswith("type")))
     for key, value in order:
         _override(tree, key, value)
@@ -180,7 +193,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None 
 
 
 def _listing() -> str:
-    """The recipes of the library, one a line with the first line of its comment."""
+    """Lists the recipes of the library, each with the first line of its comment."""
     names = recipes()
     lines = []
     for name, file in names.items():
@@ -192,7 +205,7 @@ def _listing() -> str:
 
 
 def _check_section(cls: type, key: str, value: str) -> None:
-    """Checks the first part of a key here, because `--confg` may be a typo of `--config`."""
+    """Raises an InputError if `cls` lacks a key's section; it may be a typo of `--config`."""
     known = [field.name for field in dataclasses.fields(cls)]
     first = key[2:].partition(".")[0]
     if first not in known:
@@ -200,7 +213,7 @@ def _check_section(cls: type, key: str, value: str) -> None:
 
 
 def _override(tree: typing.Any, key: str, value: Text) -> None:
-    """Sets `a.0.c` in the file's tree; another `type` drops the fields of the type it replaces."""
+    """Sets a key such as `a.0.c` in `tree`; a new `type` removes the fields of the old one."""
     *sections, last = key.split(".")
     for number, (part, following) in enumerate(itertools.pairwise([*sections, last]), 1):
         if isinstance(tree, list):
@@ -231,13 +244,13 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
 
 
 def dump(config: typing.Any, path: str | os.PathLike) -> None:
-    """Writes the resolved config atomically, as YAML from which `parse` reads an equal one."""
+    """Writes the resolved config atomically, as YAML from which `parse` reads an equal config."""
     write_whole(path, draccus.dump(config, sort_keys=False))
 
 
 @draccus.encode.register(tuple)
 def _encode_tuple(values: tuple, declared: typing.Any = None) -> list:
-    """Encodes all entries as declared; draccus does so for the first one only."""
+    """Encodes every entry by its declared type; draccus does so for the first one only."""
     kinds = list(typing.get_args(declared))
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         kinds = kinds[:1] * len(values)
@@ -247,7 +260,7 @@ def _encode_tuple(values: tuple, declared: typing.Any = None) -> list:
 
 
 def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:
-    """Parses the arguments and runs a script; returns its exit code (`ErrorReport`)."""
+    """Parses the arguments, runs a script and returns its exit code; see `ErrorReport`."""
     with ErrorReport() as report:
         report.config = parse(cls, argv)
         run(report.config)
@@ -257,8 +270,10 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
 class ErrorReport:
     """Prints errors of a script and sets its exit code; a context manager.
 
-    An InputError is printed as one line (exit code 2). So is an OSError in the middle of a run
-    (exit code 1), whose traceback goes to the run folder. Other errors are raised.
+    It prints one line for these errors, and raises all others:
+    - InputError, and OSError before the config is parsed or for too long a file name: exit code 2;
+    - OSError during a run: exit code 1, and the traceback goes to the run folder;
+    - KeyboardInterrupt during a run: exit code 130.
 
     Attributes:
       config: the config of the script, once it is parsed.
@@ -274,14 +289,14 @@ class ErrorReport:
 
     def __exit__(self, kind, error: BaseException | None, _) -> bool:
         if isinstance(error, KeyboardInterrupt) and self.config is not None:
-            # The message of the training loop says what is saved, and how to continue.
+            # The training loop's message names the saved step and how to continue.
             text = " ".join(str(error).split()) or "nothing to save"
             self.code = 130
             print("interrupted:", text, file=sys.stderr)
         elif isinstance(error, InputError) or (
             isinstance(error, OSError)
             and (self.config is None or error.errno == errno.ENAMETOOLONG)
-        ):  # a name that no file can have is an input too
+        ):  # ENAMETOOLONG: the config names a file with too long a name
             self.code = 2
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         elif isinstance(error, OSError):
@@ -291,9 +306,10 @@ class ErrorReport:
         return self.code != 0
 
     def _keep_traceback(self, error: OSError) -> str:
-        """Writes the traceback to `<run>/error.txt`, or to the terminal; returns a note of it.
+        """Writes the traceback to `<run>/error.txt` and returns a note that names the file.
 
-        It goes to the terminal if there is no run folder (yet), or if it cannot be written there.
+        If there is no run folder (yet), or the file cannot be written, it prints the traceback and
+        returns an empty note.
         """
         text = "".join(traceback.format_exception(error))
         folder = getattr(getattr(self.config, "run", None), "folder", None)

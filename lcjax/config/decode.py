@@ -1,8 +1,8 @@
-"""Reads YAML configs and decodes them into dataclasses; errors name key, value and the way out.
+"""Reads YAML configs and decodes them into dataclasses.
 
-draccus decodes single values and holds the registries of choices (`type: yarn`). Sections are
-decoded here, because errors of draccus suggest no other key or choice and do not name the section
-in which a dataclass refused its values.
+Error messages name the key, its value, and valid alternatives. draccus decodes single values and
+holds the registries of choices (`type: yarn`). Sections are decoded here, because draccus's errors
+suggest no other key or choice, and do not name the section whose dataclass refused its values.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from lcjax.config.help import as_yaml, is_choice, split_union, type_text
 from lcjax.errors import InputError, suggestion
 from lcjax.storage import URLPath, is_url, to_path
 
-_MAX_FILES = 16  # that an error lists
-_RECIPE = "lcjax:"  # begins the name of a recipe of the library
+_MAX_FILES = 16  # largest number of files that an error lists
+_RECIPE = "lcjax:"  # prefix of the names of the library's recipes
 
 
 def recipes() -> dict[str, Path]:
-    """Returns the library's recipes and their parts by name, such as `model/smollm2_135m`."""
+    """Returns the files of recipes and parts of recipes by name, such as `model/smollm2_135m`."""
     folder = _folder()
     files = sorted(folder.rglob("*.yaml"))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
@@ -36,11 +36,11 @@ def _folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     if (package / "configs").is_dir():
         return package / "configs"
-    return package.parent / "configs"  # of a clone; a wheel has them in the package
+    return package.parent / "configs"  # in a clone; a wheel has them in the package
 
 
 def to_data_path(name: str) -> Path:
-    """Returns a path, or the small files `lcjax:NAME` beside the library's recipes."""
+    """Returns the path of a name; `lcjax:NAME` is a small file beside the library's recipes."""
     return _folder() / name.removeprefix(_RECIPE) if name.startswith(_RECIPE) else to_path(name)
 
 
@@ -55,7 +55,7 @@ def recipe_of(path: str) -> str | None:
 
 
 def _locate(name: str, parent: Path | None = None) -> Path:
-    """Returns the file of `lcjax:NAME`, or a path; `parent` is the file that includes it."""
+    """Returns the file of `lcjax:NAME`, or of a path relative to `parent`, which includes it."""
     if not name.startswith(_RECIPE):
         if is_url(name) or isinstance(parent, URLPath):
             return to_path(name) if parent is None or is_url(name) else parent.parent / name
@@ -90,8 +90,8 @@ class _Loader(SafeLoaderWithInclusion):
         return node
 
     def flatten_mapping(self, node):
-        # `<<:` may give defaults for single values, but merges one level only: where a base sets
-        # `train.steps` and a file over it `train.lr`, the steps would be lost silently.
+        # `<<:` may supply defaults of single values, but it merges one level only: if a base sets
+        # `train.steps` and the file that includes it `train.lr`, the steps would be lost silently.
         super().flatten_mapping(node)
         _refuse_duplicates(self.stream.name, node.value, sections_only=True)
 
@@ -105,14 +105,14 @@ _Loader.add_constructor("!include", _Loader.include)
 
 
 def read_yaml(name: str | os.PathLike) -> dict:
-    """Returns a YAML file as nested dicts and lists.
+    """Reads a YAML file as nested dicts and lists.
 
     Args:
-      name: a path or URL, or `lcjax:NAME` for a recipe of the library. `!include` takes both, too;
-        there paths are relative to the file that names them.
+      name: a path or URL, or `lcjax:NAME` for a recipe of the library. `!include` accepts the same
+        names, with paths relative to the file that contains it.
 
     Raises:
-      InputError: the file or an included one is missing, or is not YAML of that form.
+      InputError: the file or an included one is missing, or is not YAML with a mapping at the top.
     """
     path = _locate(str(name))
     try:
@@ -122,7 +122,7 @@ def read_yaml(name: str | os.PathLike) -> dict:
         missing = to_path(error.filename)
         where = "" if missing == path else f" (included from {path})"
         recipe = missing.with_suffix("").as_posix().removeprefix("configs/")
-        if recipe in recipes():  # as the documentation writes it for a clone
+        if recipe in recipes():  # the documentation's path, which a clone has
             guess = f"the recipe of lcjax is {_RECIPE}{recipe}"
         else:
             names = [file.name for file in missing.parent.glob("*.yaml")]
@@ -148,11 +148,11 @@ def read_yaml(name: str | os.PathLike) -> dict:
 
 
 class Text(str):
-    """A value from the command line: YAML, unless its field holds a string."""
+    """A value from the command line, which is decoded as YAML unless its field is a string."""
 
 
 def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> typing.Any:
-    """Returns `raw` decoded as `kind`; `name` is its key and `example` ends error messages."""
+    """Decodes `raw` as the type `kind`; errors begin with its key `name` and end in `example`."""
     kinds, optional = split_union(kind)
     origin, items = typing.get_origin(kinds[0]), typing.get_args(kinds[0])
     sequence = origin in (tuple, list)
@@ -160,7 +160,7 @@ def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> t
         bare = sequence and raw != "null" and not raw.startswith(("[", "{"))
         try:
             raw = yaml.safe_load(f"[{raw}]" if bare else raw)
-        except (yaml.YAMLError, ValueError):  # also for numbers with more digits than Python reads
+        except (yaml.YAMLError, ValueError):  # ValueError: too many digits for Python
             raw = str(raw)
     if raw is None and optional:
         return None
@@ -185,7 +185,7 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.
     kinds, _ = split_union(kind)
     known = [v for k in kinds if typing.get_origin(k) is typing.Literal for v in typing.get_args(k)]
     required = suggestion(raw, map(str, known)) if known else type_text(kind) + example
-    # draccus would take true for 1 and print a mapping or a list into a string field.
+    # draccus would decode true as 1, and a mapping or a list as its text for a string field.
     wrong = raw is None or isinstance(raw, dict) or (isinstance(raw, bool) and bool not in kinds)
     wrong |= isinstance(raw, list) and not {typing.get_origin(k) for k in kinds} & {list, tuple}
     try:
@@ -200,7 +200,7 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.
 
 
 def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
-    """Returns the dataclass `cls`, or the entry of its registry, from the section `raw`.
+    """Decodes the section `raw` as the dataclass `cls`, or as an entry of its registry.
 
     Args:
       cls: a dataclass or the base class of a registry.
@@ -208,7 +208,8 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
       name: key of the section; empty for the whole config.
 
     Raises:
-      InputError: if `raw` has an unknown key or a wrong value, or a dataclass refuses its values.
+      InputError: if a key is unknown or missing, a value cannot be decoded, or a dataclass refuses
+        its values.
     """
     if not isinstance(raw, dict):
         raise InputError(f"{name}={raw!r} must be a section of `key: value` lines")
@@ -247,7 +248,7 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
 def check_instance(key: str, value: object, base: type) -> None:
     """Raises an InputError unless `value` is None or an instance of the registry `base`.
 
-    Where `value` names a class (`"yarn"`, `{"type": "yarn"}`, `Yarn`), the error shows what to pass
+    If `value` names a class (`"yarn"`, `{"type": "yarn"}`, `Yarn`), the error shows what to pass
     instead: `lcjax.rope.Yarn(factor=...)`.
     """
     if value is None or isinstance(value, base):
@@ -260,9 +261,9 @@ def check_instance(key: str, value: object, base: type) -> None:
 
 
 def constructor(cls: type) -> str:
-    """Returns a call of a registered class with its required fields: `lcjax.rope.Yarn(factor=...)`.
+    """Returns the call that makes a registered class, such as `lcjax.rope.Yarn(factor=...)`.
 
-    Its package is the public one, `lcjax.rope` and not `lcjax.rope.yarn`.
+    It has the required fields, and names the public package: `lcjax.rope`, not `lcjax.rope.yarn`.
     """
     package = ".".join(cls.__module__.split(".")[:2])
     required = (
@@ -274,7 +275,7 @@ def constructor(cls: type) -> str:
 
 
 def _entries_with(key: str, known: dict[str, type], dot: str) -> str:
-    """Names the entries of a registry that have a key, and the option that chooses the first."""
+    """Returns a hint: the entries of a registry that have a key, and how to choose the first."""
     names = [
         name
         for name, choice in known.items()
@@ -284,13 +285,13 @@ def _entries_with(key: str, known: dict[str, type], dot: str) -> str:
 
 
 def _example(field: dataclasses.Field) -> str:
-    """The default of a field as an example of a value."""
+    """Returns the end of an error that shows a field's default as an example; "" without one."""
     is_empty = field.default in (dataclasses.MISSING, None, "", ())
     return "" if is_empty else f", such as {as_yaml(field.default)}"
 
 
 def _placed(message: str, name: str) -> str:
-    """Completes the key in an error of a dataclass, such as `rope.factor=0 must ...`."""
+    """Completes the key in a dataclass's error, such as `rope.factor=0 must ...`, by `name`."""
     parents, _, last = name.rpartition(".")
     if not name or message.startswith(f"{name}."):
         return message

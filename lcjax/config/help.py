@@ -1,4 +1,4 @@
-"""The text of `--help`: every key with its type, default, choices and the comment beside it."""
+"""The text of `--help`: every key with its type, default, choices and comment in the source."""
 
 import ast
 import dataclasses
@@ -15,7 +15,7 @@ import draccus
 
 
 def is_choice(kind: typing.Any) -> bool:
-    """Whether `kind` is the base class of a registry, whose entries are chosen by `type`."""
+    """Returns whether `kind` is the base class of a registry; the key `type` chooses an entry."""
     return isinstance(kind, type) and draccus.ChoiceRegistry in kind.__bases__
 
 
@@ -41,15 +41,16 @@ REQUIRED = "(required)"
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line about the keys of a config.
+    """One line of the list of a config's keys.
 
     Attributes:
-      key: with those of its sections, such as `train.lora.rank`; empty in lines above other keys.
-      type: as in YAML; the names of a registry; empty above the keys of a section that may be null.
-      default: as in YAML, or (required); None without one.
-      is_optional: whether null may replace the section that `key` is, or whose type it is.
+      key: the full key, such as `train.lora.rank`; empty for a heading.
+      type: the type as in YAML, the choices of a registry, or the text of a heading; empty above
+        the keys of a section that may be null.
+      default: the default as in YAML, or (required); None: the line has none.
+      is_optional: whether the section `key`, or the section that `key` is the type of, may be null.
       note: the comment in the source.
-      depth: of indentation.
+      depth: levels of indentation.
     """
 
     key: str = ""
@@ -78,32 +79,32 @@ def help_text(cls: type) -> str:
     """Returns the purpose and usage of the script, and one line for each key, by section."""
     lines = [f"usage: {command()} [--config FILE.yaml] [--section.key=value ...]", "", HOW]
     lines += ["", "Keys, types, defaults:"]
-    # The script's own docstring ends in an example; lcjax-train and lcjax-eval have none.
+    # A script's docstring contains an example. lcjax-train and lcjax-eval have no docstring.
     purpose = inspect.cleandoc(sys.modules["__main__"].__doc__ or cls.__doc__ or "")
     keys = [str(line or "") for line in key_lines(cls)]
     return "\n".join([*([purpose, ""] if purpose else []), *lines, *keys])
 
 
 def command() -> str:
-    """Returns how this process was started: `python eval.py`, `lcjax-eval`, `python -m package`."""
-    module = sys.modules["__main__"].__spec__  # of `python -m package`; None for a script
+    """Returns the command of this process: `python eval.py`, `lcjax-eval`, `python -m package`."""
+    module = sys.modules["__main__"].__spec__  # set by `python -m package`; None for a script
     script = Path(sys.argv[0])
     python = "python " if script.suffix == ".py" else ""
     return f"python -m {module.parent}" if module else f"{python}{script.name}"
 
 
 def key_lines(cls: type) -> list[Line | None]:
-    """Returns one line for each key of a config, by section; None stands between two sections."""
+    """Returns one line for each key of a config, by section; None separates sections."""
     return _lines(cls, "", {})
 
 
 def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[Line | None]:
-    """The keys of one section, then those of the sections in it.
+    """Returns the lines of one section's keys, then those of the sections in it.
 
     Args:
       cls: dataclass of the section.
-      prefix: of its keys.
-      seen: prefixes of the registries whose entries are listed already; is updated.
+      prefix: prefix of its keys, such as `train.`.
+      seen: prefix under which the entries of each registry are listed already; updated in place.
     """
     keys, sections = [], []
     hints, notes = typing.get_type_hints(cls), comments(cls)
@@ -129,7 +130,7 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[Line | None]:
 
 
 def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[Line]:
-    """The keys that all entries of a registry share, then those of each under its name."""
+    """Returns the keys that all entries of a registry share, then each entry's other keys."""
     if head in seen:
         return [Line(type=f"keys as those of --{seen[head]}type", depth=2)]
     seen[head] = prefix
@@ -150,7 +151,7 @@ def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[Line]:
 
 
 def type_text(kind: typing.Any) -> str:
-    """Returns a type as in `--help`: `int | null`, `cosine | linear`."""
+    """Formats a type for `--help`: `int | null`, `cosine | linear`."""
     kinds, optional = split_union(kind)
     names = [
         " | ".join(map(str, typing.get_args(k)))
@@ -173,7 +174,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def as_yaml(value: typing.Any) -> str:
-    """Returns a default as YAML."""
+    """Formats a default as YAML."""
     words = {None: "null", True: "true", False: "false"}
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(as_yaml, value))}]"
@@ -181,7 +182,7 @@ def as_yaml(value: typing.Any) -> str:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Returns the comment beside each field in the source, or above it; base classes included."""
+    """Returns the comment beside or above each field in the source, also of base classes."""
     result = {}
     for owner in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(owner):

@@ -1,12 +1,12 @@
-"""What a model costs before it runs: FLOPs, parameters and cache, and memory per device.
+"""Estimates the cost of a model before it runs: parameters, FLOPs, cache and memory per device.
 
 For example:
 
     cost.estimate(config, length)                      # parameters, FLOPs per token, cache bytes
     cost.training_memory(config, length, rows, Mesh(fsdp=8)) # bytes on each device, by purpose
 
-`python -m lcjax.cost` prints them for a config; with `--compiled` it compiles the programs, and
-compares what the compiler reports with their roofline bound.
+`python -m lcjax.cost` prints these numbers for a config. With `--compiled` it compiles the programs
+and compares the compiler's numbers with their roofline bounds.
 """
 
 from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_bandwidth, peak_flops

@@ -1,13 +1,14 @@
 """`python -m lcjax.cost --config X --length 131072 --topology v5e:16x16`: memory, speed, hours.
 
-Nothing is loaded or compiled. `--length` (default: data.length) and `--mfu` (default: 0.4) may be
-given; every other key is one of train.py's.
+It estimates the training that a config describes; nothing is loaded or compiled. Its own options
+are `--topology`, `--length` (default: data.length) and `--mfu` (default: 0.4); all other keys are
+those of train.py.
 
-`python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles reading a
-prompt, a decoding step and a training step for these devices, which need not be present, and
-compares the roofline bound with what the compiler reports. Without `--topology` it compiles for the
-devices of this machine. `--programs prefill,decode` compiles some of them; each reads
-`train.batch_size` rows of `--length` tokens. Weights of prefill and decode have
+`python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles three
+programs for these devices, which need not be present: prefill, a decoding step and a training step.
+It compares the roofline bound of each with the compiler's numbers. Without `--topology` it compiles
+for the devices of this machine. `--programs prefill,decode` selects programs. Each reads
+`train.batch_size` rows of `--length` tokens. The weights of prefill and decode are in
 `model.param_dtype`.
 """
 
@@ -30,12 +31,12 @@ from lcjax.training import TrainConfig, batches, compile_only, estimate
 
 COMPILED = "--compiled"
 PROGRAMS = ("prefill", "decode", "train")
-PREFILL = 4096  # tokens that a prompt is read at once on accelerators
+PREFILL = 4096  # tokens of a prompt that accelerators read at once
 Columns = dict[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0: everything fits; 1: something does not; 2: wrong input."""
+    """Runs the command; returns 0 if all fits, 1 if something does not, and 2 for wrong input."""
     words, results = list(sys.argv[1:] if argv is None else argv), []
     is_compiled = COMPILED in words
     try:
@@ -80,7 +81,7 @@ def _mfu(text: str) -> float:
 
 
 def report(config: TrainConfig, topology: Topology | None, programs: Sequence[str]) -> bool:
-    """Compiles programs and prints a table of them; returns whether all fit into a device."""
+    """Compiles programs and prints a table of costs; returns whether all fit into a device."""
     estimate.check_language_model(config)
     model = estimate.model_of(config)
     if topology is None and config.model.dtype is None and jax.default_backend() == "cpu":
@@ -110,7 +111,7 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
 def _program(
     name: str, config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh
 ) -> tuple[Callable[[], jax.stages.Lowered], roofline.Work, str]:
-    """Returns a function that lowers a program, its least work, and the title of its column."""
+    """Returns a function that lowers a program, the work of its bound, and its column's title."""
     rows, length = config.train.batch_size, batches.row_length(config, model)
     if name == "train":
         memory = estimate.training_memory(config, model, mesh)
@@ -128,7 +129,7 @@ def _program(
 
 
 def column(cost: ProgramCost, work: roofline.Work) -> Columns:
-    """The rows of the table for one program."""
+    """Returns the cells of the column of one program, by the name of their row."""
     chip, (seconds, binds) = cost.chip, work.bound(cost.chip)
     cells = {
         "TFLOP, model": f"{work.flops / 1e12:,.3g}",
@@ -173,19 +174,19 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
 
 
 def _peak(cost: ProgramCost) -> str:
-    """Returns the peak beside what the chip leaves to a program, and whether that is enough."""
+    """Returns the peak memory, the usable memory of the chip, and whether the program fits."""
     sizes = f"{cost.needed / 1e9:,.3g} of {cost.chip.usable / 1e9:,.3g}"
     return f"{sizes}: {'fits' if cost.fits else 'does not fit'}"
 
 
 def _counts(counts: dict[str, int]) -> str:
-    """How many there are, and the names of the most frequent ones."""
+    """Returns the total of the counts, and the two most frequent names."""
     names = ", ".join(name for name, _ in counts.most_common(2))
     return f"{counts.total():,} ({names})" if counts else "0"
 
 
 def table(columns: dict[str, Columns]) -> str:
-    """A Markdown table with a row for each figure."""
+    """Returns a Markdown table of `columns` by title, with a row for each figure."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     lines = [["", *columns], ["---", *["---:"] * len(columns)]]
     lines += [[name, *(column.get(name, "") for column in columns.values())] for name in names]

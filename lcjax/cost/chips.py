@@ -3,8 +3,8 @@
 Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, tables
 of key specifications (v6e: 1,640 GB/s; older versions of the page have 1,600). GPUs: NVIDIA's data
 sheets of T4, L4, and A100, H100 and H200, each SXM; those of L4 and Hopper give bfloat16 with
-sparsity, of which half is dense. What a program may use is less than a chip has: libtpu keeps some,
-and so do a GPU's context and allocator.
+sparsity, of which half is dense. A program can use less than the memory of a chip: libtpu reserves
+a part, and so do a GPU's context and allocator.
 """
 
 import functools
@@ -28,7 +28,7 @@ class Chip:
 
     name: str
     memory: float  # bytes, as sold
-    usable: float  # bytes, what one program may have
+    usable: float  # bytes that one program can use
     peak: float  # FLOP/s, dense, bfloat16 with float32 sums
     bandwidth: float  # of memory, bytes/s
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
@@ -61,8 +61,8 @@ CHIPS = {
 
 
 # Dense peak FLOP/s of one device in bfloat16 with float32 sums, by its `device.device_kind`.
-# The first name that stands as whole words in the lower-case kind counts. Devices that are not in
-# CHIPS have figures of the vendors' data sheets.
+# The first name that occurs as whole words in the lower-case kind applies. Figures of devices that
+# are not in CHIPS are from the vendors' data sheets.
 PEAK_FLOPS = (
     ("tpu7x", 2_307e12),
     ("tpu v6", CHIPS["v6e"].peak),
@@ -157,7 +157,7 @@ def peak_bandwidth(device: jax.Device | None = None) -> float | None:
 def _of_kind(table: tuple[tuple[str, float], ...], device: jax.Device | None) -> float | None:
     device = device or jax.devices()[0]
     kind = device.device_kind.lower()
-    # "L4" is no part of "L40", nor "T4" of "T400".
+    # Whole words, because "L4" is not "L40", and "T4" is not "T400".
     return next((value for name, value in table if re.search(rf"\b{name}\b", kind)), None)
 
 
@@ -168,19 +168,19 @@ def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) ->
     share its cores, so the result is that of the whole machine.
     """
     a = jnp.full((size, size), 0.5, jnp.dtype(dtype))
-    # As the model's products: XLA uses a CPU's 16-bit units only where the result is float32.
+    # Like the model's products: XLA uses a CPU's 16-bit units only for float32 results.
     dot = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
     return 2 * size**3 / _shortest(dot, a, a, repeats=repeats)
 
 
 def measured_bandwidth(size: int = 2**27, repeats: int = 5) -> float:
-    """Measures the bytes/s of reading and writing `size` bytes on the default device; the best."""
+    """Measures bytes/s of reading and writing `size` bytes on the default device; the best run."""
     x = jnp.ones(size // 4, jnp.float32)
     return 2 * size / _shortest(jax.jit(lambda x: x + 1), x, repeats=repeats)
 
 
 def _shortest(function, *args, repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls, after one that compiles."""
+    """Returns the seconds of the fastest of `repeats` calls, after one call that compiles."""
     function(*args).block_until_ready()
     best = math.inf
     for _ in range(repeats):
@@ -191,7 +191,7 @@ def _shortest(function, *args, repeats: int) -> float:
 
 
 def local_chip(dtype: str) -> Chip:
-    """Describes a device of this machine, whose speeds are measured where no table has them.
+    """Describes a device of this machine; measures its speeds if they are not in the tables.
 
     CPU devices share the machine's cores and memory, so each has an equal part of them.
     """

@@ -1,8 +1,8 @@
 """Descriptions of devices that are not present, for compilers that run on any machine.
 
 libtpu (extra `aot`) compiles for TPUs. JAX's CUDA plugin (extra `cuda`) compiles for GPUs without a
-GPU or a driver. It cannot measure kernels against each other, as it does on a GPU, so a running
-program may choose other kernels and workspaces.
+GPU or a driver. Without a GPU it cannot time kernels against each other, so a program that is
+compiled on a GPU may use other kernels and workspaces.
 """
 
 import importlib.util
@@ -23,9 +23,9 @@ _TPU_ENVIRONMENT = {
 
 _GPU_FLAGS = "--xla_gpu_autotune_level=0"  # there is no GPU to time anything on
 
-# Of the tuning guides (docs.nvidia.com/cuda) and data sheets: compute capability, multiprocessors,
-# float32 units and threads of one, clock in GHz, shared memory of one (1 KiB more than a block may
-# have), level 2 cache.
+# From the tuning guides (docs.nvidia.com/cuda) and data sheets: compute capability, number of
+# multiprocessors, float32 units and threads of each, clock in GHz, bytes of shared memory of each
+# (1 KiB more than a block may use), bytes of level 2 cache.
 _AMPERE = ((8, 0), 108, 64, 2048, 1.41, 164 * 2**10, 40 * 2**20)
 _HOPPER = ((9, 0), 132, 128, 2048, 1.98, 228 * 2**10, 50 * 2**20)
 _GPUS = {
@@ -42,7 +42,7 @@ def devices(topology: Topology) -> list[jax.Device]:
     """Returns devices for meshes and for `lower(...).compile()`; they hold no data.
 
     Raises:
-      InputError: the compiler is not installed, or does not know the topology.
+      InputError: the compiler is not installed, or does not support the topology.
     """
     return _tpu_devices(topology) if topology.tpu else _gpu_devices(topology)
 
@@ -56,7 +56,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
-    # Without this option a v4 chip has two devices, which no program on a v4 sees.
+    # Without this option libtpu describes two devices per v4 chip; on real chips JAX shows one.
     options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
     if 1 in topology.shape[:2]:  # libtpu's default is hosts of 2x2x1 chips
         options["chips_per_host_bounds"] = [min(2, n) for n in topology.shape[:2]] + [1]
@@ -73,7 +73,7 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
         raise InputError(
             f"--topology={topology}: jax's CUDA plugin is not installed; {install_command('cuda')}"
         )
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries and a driver
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no libraries, no driver
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_GPU_FLAGS}".strip()
     from jax.experimental import topologies
 
@@ -91,7 +91,7 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
 
 
 def _gpu_target(chip: Chip) -> str:
-    """XLA's description of a GPU (`GpuTargetConfigProto` as text)."""
+    """Returns XLA's description of a GPU (`GpuTargetConfigProto` as text)."""
     ((major, minor), cores, units, threads, clock, shared, cache), name = _GPUS[chip.name]
     return f"""
 gpu_device_info {{

@@ -1,9 +1,9 @@
 """Reads optimised HLO (`compiled.as_text()`): loops, copies of an argument, float32 products.
 
-XLA writes one instruction a line, after those that it reads. Computations that run are the entry,
-bodies of loops, branches and calls; the computation of a fusion is one operation of those. What is
-in a loop counts as often as the loop runs, if the compiler knows that or the loop's condition
-compares with a constant.
+XLA writes one instruction per line, after its operands. The computations that run are the entry and
+the bodies of loops, branches and calls; a fusion is one instruction of these computations. An
+instruction in a loop counts once per iteration. The number of iterations is the compiler's, or the
+constant that the loop's condition compares with, or else 1.
 """
 
 import functools
@@ -34,12 +34,12 @@ _PLUMBING = re.compile(
     r"rematted_computation)$"
 )
 
-# Values that are the same bytes as an operand, or a part of them.
+# Operations whose result is the bytes of an operand, or a part of them.
 _SAME = {
     *("bitcast", "reshape", "optimization-barrier", "copy-done", "async-done", "slice-start"),
     *("slice-done", "slice", "dynamic-slice", "dynamic-slice-start", "dynamic-slice-done"),
 }
-_IN_PLACE = {"dynamic-update-slice", "scatter"}  # of the first operand
+_IN_PLACE = {"dynamic-update-slice", "scatter"}  # update their first operand
 _READS = {"dot", "convolution", "reduce", "reduce-window", "gather", "custom-call", "sort", "rng"}
 _VMEM = re.compile(r"S\(1\)")  # the memory space of a TPU's vector memory in a layout
 
@@ -49,7 +49,7 @@ class Copies:
     """Instructions that write a copy of an argument, in one run on one device."""
 
     count: int = 0
-    bytes: int = 0  # written, the padding of a tile included
+    bytes: int = 0  # written, including the padding of tiles
     staged: int = 0  # bytes moved between HBM and VMEM in the same layout: a read in advance
     names: tuple[str, ...] = ()  # scopes of the copies, most bytes first
 
@@ -74,7 +74,7 @@ class Module:
         return [x for line in self.lines.get(name, ()) if (x := Instruction.parse(line))]
 
     def trips(self, line: str) -> int:
-        """The trip count of the loop in `line`; 1 where nothing says it."""
+        """Returns the trip count of the loop in `line`; 1 if it is unknown."""
         if known := _TRIPS.search(line):
             return int(known[1])
         condition = self.lines.get(WHILE.search(line)[1], ())
@@ -82,7 +82,7 @@ class Module:
         return max(limits, default=1)
 
     def computations(self, name: str | None = None, times: int = 1) -> Iterator[tuple[str, int]]:
-        """Yields (computation, how often it runs), without those of fusions."""
+        """Yields (computation, number of its runs), without the computations of fusions."""
         name = name or self.entry
         yield name, times
         for x in self.instructions(name):
@@ -96,7 +96,7 @@ class Module:
                 yield from self.computations(x.callee, times)
 
     def runs(self) -> Iterator[tuple["Instruction", int]]:
-        """Yields (instruction, how often it runs); fusions are one instruction."""
+        """Yields (instruction, number of its runs); a fusion is one instruction."""
         for name, times in self.computations():
             yield from ((x, times) for x in self.instructions(name))
 
@@ -139,7 +139,7 @@ class Instruction:
 
     @property
     def scope(self) -> str:
-        """The named scopes of the program that it comes from; all layers have one name."""
+        """The named scopes of the program in which it originates; all layers share one name."""
         match = _OP_NAME.search(self.line)
         parts = (match[1] if match else "").split(";")[0].split("/")
         scope = "/".join(part for part in parts if not _PLUMBING.match(part)) or self.name
@@ -152,7 +152,7 @@ class Instruction:
 
 
 def _closing(line: str, start: int) -> int:
-    """The index after the bracket that closes the one at `start`."""
+    """Returns the index after the bracket that closes the one at `start`."""
     depth = 0
     for index in range(start, len(line)):
         depth += (line[index] == "(") - (line[index] == ")")
@@ -162,13 +162,13 @@ def _closing(line: str, start: int) -> int:
 
 
 def array_bytes(dtype: str, shape: str) -> int:
-    """Bytes of an array without padding."""
+    """Returns the bytes of an array without padding."""
     bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
     return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
 
 
 def padded_bytes(shape: str) -> int:
-    """Bytes of the arrays of a shape, with the padding of their tiles (`T(8,128)`)."""
+    """Returns the bytes of the arrays of a shape, with the padding of their tiles (`T(8,128)`)."""
     total = 0
     for dtype, sizes, layout in ARRAY.findall(shape):
         dims = [int(size) for size in sizes.split(",") if size]
@@ -181,14 +181,14 @@ def padded_bytes(shape: str) -> int:
 
 
 def estimated_cycles(module: Module) -> int:
-    """Sums the cycles that libtpu expects of its own operations; it has none for kernels."""
+    """Sums libtpu's estimates of the cycles of its operations; it has none for Pallas kernels."""
     return sum(
         times * int(match[1]) for x, times in module.runs() if (match := _CYCLES.search(x.line))
     )
 
 
 def kernels(module: Module) -> Counter[str]:
-    """Counts the calls of kernels that the compiler has no FLOPs of (Pallas, and libraries)."""
+    """Counts calls of kernels whose FLOPs the compiler does not count (Pallas, libraries)."""
     targets = ("tpu_custom_call", "mosaic_gpu", "triton", "cudnn")
     counts = Counter()
     for x, times in module.runs():
@@ -201,7 +201,7 @@ def kernels(module: Module) -> Counter[str]:
 def launches(module: Module) -> int:
     """Counts the fusions, calls of kernels and libraries, and copies that a GPU starts in a run.
 
-    Each takes microseconds at least, which decides the time of decoding one row.
+    Each takes microseconds at least, which dominates the time of a decoding step of one row.
     """
     started = ("fusion", "custom-call", "copy")
     return sum(times for x, times in module.runs() if x.opcode in started)
@@ -226,13 +226,13 @@ def float32_products(module: Module) -> Counter[str]:
     return counts
 
 
-# What an instruction has of the argument: nothing, its bytes, or (in a fusion) changed bytes; a
-# list has the entries of a tuple.
+# The part of the argument in an instruction's result: nothing, its bytes as they are, or (inside a
+# fusion) bytes that were converted or moved. A list holds the values of a tuple's entries.
 _NOTHING, _KEPT, _MOVED = 0, 1, 2
 
 
 def has_argument(module: Module, argument: str) -> bool:
-    """Whether the jitted call has arguments whose paths start with `argument`."""
+    """Returns whether the jitted call has arguments whose paths start with `argument`."""
     return any(_is_argument(x, argument) for x in module.instructions(module.entry))
 
 
@@ -242,10 +242,10 @@ def _is_argument(x: Instruction, argument: str) -> bool:
 
 
 def copies(module: Module, argument: str) -> Copies:
-    """Finds the instructions that write a copy of an argument: in another layout, type or place.
+    """Finds instructions that write a copy of an argument: in another layout, dtype or buffer.
 
     It follows the argument from the entry through loops, calls and fusions. Updates in place,
-    slices, and what products and kernels read are no copies.
+    slices, and reads by products and kernels are not copies.
 
     Args:
       module: the optimised module.
@@ -271,14 +271,14 @@ class _CopyCount:
         return Copies(self.count, self.by_scope.total(), self.staged, names)
 
     def _run(self, name: str, parameters: dict[int, Any], times: int, *, counted: bool) -> Any:
-        """Follows a computation from its parameters, and returns what its result has."""
+        """Follows a computation from its parameters; returns the value (see above) of its result."""
         values: dict[str, Any] = {}
         value: Any = _NOTHING
         for x in self.module.instructions(name):
             operands = [values.get(operand, _NOTHING) for operand in x.operands]
             value = self._value(x, operands, parameters, times, counted)
             values[x.name] = value
-        return value  # of the root, which is last
+        return value  # of the root, which is the last instruction
 
     def _value(
         self, x: Instruction, operands: list, parameters: dict, times: int, counted: bool
@@ -298,7 +298,7 @@ class _CopyCount:
         if x.opcode in _IN_PLACE:
             return operands[0]
         if x.opcode == "custom-call" and "ConcatBitcast" in x.line:
-            return _KEPT  # joins slices that are one after another
+            return _KEPT  # joins adjacent slices without moving them
         if x.opcode in _READS:
             return _NOTHING
         if x.opcode == "while":
@@ -348,7 +348,7 @@ def _parameter(x: Instruction) -> int:
 
 
 def _any(value: Any) -> int:
-    """The most that a value, or an entry of a tuple, has."""
+    """Returns the largest of a value, or of the values of a tuple's entries."""
     return max(map(_any, value), default=_NOTHING) if isinstance(value, list) else value
 
 
@@ -357,12 +357,12 @@ def _each(value: Any, change) -> Any:
 
 
 def _first_bytes(shape: str) -> int:
-    """Bytes of the first array of a shape, which is the result of the start of a copy."""
+    """Returns the bytes of the first array of a shape; it is the result of a `copy-start`."""
     return padded_bytes(ARRAY.search(shape)[0])
 
 
 def _is_staging(shape: str) -> bool:
-    """Whether a copy between memories keeps the layout."""
+    """Returns whether a copy goes from HBM to VMEM, or back, and keeps the layout."""
     layouts = [match[3] or "" for match in ARRAY.finditer(shape)][:2]
     spaces = [bool(_VMEM.search(layout)) for layout in layouts]
     return spaces[0] != spaces[1] and len({_VMEM.sub("", layout) for layout in layouts}) == 1

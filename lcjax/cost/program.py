@@ -2,9 +2,11 @@
 
 XLA's counts include the body of a loop once. Here a collective in a loop is multiplied by the trip
 count (`lcjax.cost.hlo`). All branches of a conditional are counted.
-Bytes are those that a device receives when n devices pass parts around a ring, which is the
-minimum: for a result of r bytes r (n - 1) / n in an all-gather, twice that in an all-reduce, and
-r (n - 1) in a reduce-scatter, whose result is a part.
+
+The bytes of a collective are those that a device receives when n devices pass parts around a ring,
+which is the minimum. For a result of r bytes these are r (n - 1) / n in an all-gather or
+all-to-all, twice that in an all-reduce, and r (n - 1) in a reduce-scatter, whose result is a part.
+
 Other work overlaps a collective if the compiler schedules it between the collective's start and
 its end, or fuses both. A device waits for any other collective.
 """
@@ -38,11 +40,11 @@ _GROUPS = re.compile(
     r"(?:replica_groups=|num_partitions=)"
     r"(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\}|(\d+))"
 )
-# An axis with its size, or (of what is before and how much) a part of one.
+# A mesh axis with its size, 'x'=8, or the part of size 4 that follows one of size 2: 'x':(2)4.
 _AXIS = re.compile(r"'(\w+)'(?:(?:=|:\(\d+\))(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 _PAIR = re.compile(r"(\d+),(\d+)")
-_SCATTER = "all-reduce-scatter"  # libtpu's fusions that leave each device its part of a sum
+_SCATTER = "all-reduce-scatter"  # libtpu's all-reduce fusions that keep a part of the sum
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,21 @@ class Traffic:
 
     count: int
     bytes: int  # received
-    overlapped: int = 0  # of `count`: other work goes on meanwhile
+    overlapped: int = 0  # how many of `count` overlap with other work
 
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """Memory and traffic of a program in bytes, of one device in one run."""
+    """Memory and traffic of a program in bytes, on one device in one run."""
 
     chip: Chip
-    needed: float  # at the peak
+    needed: float  # memory at the peak
     seconds: float  # of compiling
     arguments: int = 0
     outputs: int = 0
-    in_place: int = 0  # outputs that take the place of arguments
+    in_place: int = 0  # outputs that reuse the memory of arguments
     temporaries: int = 0
-    program: int = 0
+    program: int = 0  # generated code
     # Read and written, the body of a loop counted once; 0 if the compiler does not report it.
     accessed: float = 0.0
     flops: float = 0.0  # likewise; kernels have none
@@ -81,7 +83,7 @@ class ProgramCost:
 
 
 def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
-    """Compiles a program for `chip`; the result says so if it is too large.
+    """Compiles a program for `chip`; if it is too large, `refused` of the result is true.
 
     Raises:
       JaxRuntimeError: the compiler fails for another reason.
@@ -116,7 +118,7 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
         - memory.host_alias_size_in_bytes,
         accessed=analysis.get("bytes accessed", 0.0),
         flops=max(analysis.get("flops", 0.0), 0.0),
-        # XLA adds -1 or less for what it has no estimate of, such as a kernel.
+        # XLA adds -1 or less for operations without an estimate, such as kernels.
         optimal_seconds=optimal if optimal > 0 else None,
         traffic=collectives(text),
         text=text,
@@ -144,10 +146,10 @@ def collectives(text: str) -> dict[str, Traffic]:
 
 
 def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
-    """Counts the bytes that collective-permutes send, by the numbers of (sender, receiver).
+    """Counts the bytes that collective-permutes send, by (sender, receiver).
 
-    They are the messages of a ring; other collectives have no pairs. Numbers are places in the
-    program's order of devices, which is that of its mesh.
+    They are the messages of a ring; other collectives have no pairs. Senders and receivers are
+    indices into the devices of the program, which have the order of its mesh.
     """
     totals: dict[tuple[int, int], int] = defaultdict(int)
     for match, computation, times, _ in _walk(hlo.Module(text)):
@@ -164,7 +166,7 @@ def _walk(module: hlo.Module) -> Iterator[_Collective]:
     bodies = module.lines
 
     def walk(name: str, times: int, seen: set | None, overlapped: bool) -> Iterator[_Collective]:
-        """`seen`: channels of the caller if `name` is a part of it; None if it runs alone."""
+        """`seen`: channels counted in the caller of a fusion or call; None: not called by one."""
         lines, channels = bodies.get(name, ()), set()
         repeated = _repeated_channels(module, lines)
         for index, line in enumerate(lines):
@@ -193,7 +195,7 @@ def _walk(module: hlo.Module) -> Iterator[_Collective]:
 
 
 def _works_until_done(lines: list[str], start: int) -> bool:
-    """Whether anything is computed between the start of an operation and its end."""
+    """Returns whether anything is computed between the start of an operation and its end."""
     name = f"%{lines[start].split(' = ')[0].replace('ROOT', '').strip().lstrip('%')}"
     for line in lines[start + 1 :]:
         if re.search(rf"-done\({re.escape(name)}\)", line):
@@ -204,14 +206,14 @@ def _works_until_done(lines: list[str], start: int) -> bool:
 
 
 def _works(module: hlo.Module, fusion: str) -> bool:
-    """Whether a fusion multiplies matrices, besides a collective."""
+    """Returns whether a fusion multiplies matrices, besides running a collective."""
     lines = module.lines.get(fusion, ())
     callees = (match[1] for line in lines if (match := CALLS.search(line)))
     return any(map(_PRODUCT.search, lines)) or any(_works(module, name) for name in callees)
 
 
 def _channels(module: hlo.Module, computation: str) -> set[str]:
-    """The channels of the collectives in a fusion."""
+    """Returns the channels of the collectives in a fusion."""
     channels = set()
     for line in module.lines.get(computation, ()):
         if _COLLECTIVE.search(line) and (channel := _CHANNEL.search(line)):
@@ -222,14 +224,14 @@ def _channels(module: hlo.Module, computation: str) -> set[str]:
 
 
 def _repeated_channels(module: hlo.Module, lines: list[str]) -> set[str]:
-    """The channels that are in several fusions of a computation."""
+    """Returns the channels that occur in several fusions of a computation."""
     callees = (match[1] for line in lines if (match := CALLS.search(line)))
     counts = Counter(channel for name in callees for channel in _channels(module, name))
     return {channel for channel, count in counts.items() if count > 1}
 
 
 def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int]:
-    """(kind, bytes that a device receives) of a collective of `devices` in a computation."""
+    """Returns (kind, bytes that a device receives) of a collective over `devices` devices."""
     shape, kind, started = match.groups()
     sizes = [hlo.array_bytes(*array[:2]) for array in ARRAY.findall(shape)]
     if started and kind != "all-reduce":
@@ -247,7 +249,7 @@ def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int
 
 
 def _group(line: str) -> int:
-    """The number of devices in a group; 0 if the line names none."""
+    """Returns the number of devices in a group; 0 if the line names none."""
     match = _GROUPS.search(line)
     if match is None:
         return 0

@@ -1,8 +1,8 @@
 """Parameters, FLOPs per token, cache bytes and memory per device, without running a model.
 
 FLOPs count multiplications and additions of matrix products only, two per multiply-add (Kaplan et
-al. 2020, arXiv 2001.08361, sec. 2.1; Chowdhery et al. 2022, PaLM, appendix B). What an
-implementation repeats (rematerialisation) or does in vain (masked blocks) is not counted, so
+al. 2020, arXiv 2001.08361, sec. 2.1; Chowdhery et al. 2022, PaLM, appendix B). Work that an
+implementation repeats (rematerialisation) or wastes (masked blocks) is not counted, so
 FLOPs / (time * peak) is the *model* FLOPs utilisation.
 
 Weights, gradients, optimizer state and cache follow from shapes and from the table of shardings.
@@ -30,13 +30,13 @@ from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
-from lcjax.parallel.offload import LAYER, STACK, Offload, offloadable
+from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import AXES, ROWS, Mesh, path_of, spec_of
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
 _SAMPLED_QUERIES = 256
-_LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators
+_LOGITS = 2**30  # bytes of float32 logits that the loss computes at once on accelerators
 _EXPERTS = re.compile(r"/mlp/experts/")
 _SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
 
@@ -46,13 +46,13 @@ class Cost:
     """Counts for one model at one length; FLOPs are per token, averaged over the sequence."""
 
     parameters: int
-    active_parameters: int  # that compute a token: of a mixture, those of as many experts
+    active_parameters: int  # used for one token: of a mixture, `top_k` experts
     trained_parameters: int
     parameter_bytes: int
     matmul_flops: float  # forward, through weight matrices, the head included
     attention_flops: float  # forward, queries with keys and weights with values
     weight_gradient_flops: float  # backward, for the trained weights only
-    idle_flops: float  # backward, of activations that precede all trained weights: not computed
+    idle_flops: float  # backward, of activations before all trained weights: not computed
     kv_cache_bytes: int  # of one sequence of that length: visible keys, and the pattern's state
 
     @property
@@ -61,7 +61,7 @@ class Cost:
 
     @property
     def training_flops(self) -> float:
-        """Forward, the gradients of activations, and those of the trained weights.
+        """FLOPs of the forward pass, the gradients of activations, and those of the trained weights.
 
         Attention has two products forward and four backward. With every weight trained this is
         the familiar three times forward; with adapters on frozen weights it is nearer two.
@@ -122,9 +122,10 @@ def estimate(
 
 
 def cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
-    """Bytes of what a layer needs in the cache of a sequence: visible keys, and a state.
+    """Returns the bytes that a layer needs in the cache of one sequence.
 
-    The keys are those that some of the last `tokens` sees.
+    They are those of the keys and values that at least one of the last `tokens` tokens sees, and of
+    the pattern's state.
     """
     window = config.pattern.for_inference().cache_window()
     cached = length if window is None else min(length, sum(window) + tokens - 1)
@@ -133,13 +134,13 @@ def cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
 
 
 def _active(config: ModelConfig, path: str, size: int) -> int:
-    """Returns how many numbers of the `size` at a path compute a token."""
+    """Returns how many of the `size` numbers of the parameter at `path` are used for one token."""
     experts = config.experts
     return size * experts.top_k // experts.count if is_expert(path) else size
 
 
 def is_expert(path: str) -> bool:
-    """Whether the parameter at a path has the weights of a mixture's experts."""
+    """Returns whether the parameter at a path holds weights of a mixture's experts."""
     return _EXPERTS.search(path) is not None
 
 
@@ -151,16 +152,16 @@ def _weight_uses(
 
 
 class _ContextFlops(NamedTuple):
-    """FLOPs per token of the sequence that no weight accounts for."""
+    """FLOPs of a memory per token of the sequence, beside the products that `estimate` counts."""
 
     attention: float = 0.0  # within chunks, and from the decoder to all chunks
-    idle: float = 0.0  # of the backward pass, which does not compute them
+    idle: float = 0.0  # `Cost.idle_flops`
 
 
 def _context_flops(
     config: ModelConfig, length: int, context: tuple[int, int] | None, trained
 ) -> _ContextFlops:
-    """The attention of a memory, and the part that its backward pass omits."""
+    """Returns the FLOPs of a memory's attention, and those that the backward pass omits."""
     if config.memory is None or context is None:
         return _ContextFlops()
     inside, outside = config.memory.attention_flops(config, length, context, visible_keys)
@@ -182,7 +183,7 @@ def _context_flops(
 def _search_flops(
     config: ModelConfig, length: int, context: tuple[int, int], shapes: Mapping
 ) -> float:
-    """Choosing tree nodes: one layer over the halves of each level, and over the question."""
+    """Returns the FLOPs of choosing tree nodes: one layer over all halves, and the question."""
     memory = config.memory
     if not memory.query_dependent:
         return 0.0
@@ -195,7 +196,7 @@ def _search_flops(
 
 
 def cache_state_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> int:
-    """Bytes of the pattern's state in a layer's cache of `slots` keys, for one sequence.
+    """Returns the bytes of the pattern's state in a layer's cache of `slots` keys, per sequence.
 
     The state is float32, of `heads` query heads (None: all).
     """
@@ -216,8 +217,8 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
 def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> float:
     """Returns the mean number of keys that a query sees in a layer.
 
-    It is counted from the patterns' masks, for queries at even distances in the sequence, or in
-    its `last` tokens.
+    It is counted from the patterns' masks, for evenly spaced queries in the sequence or, if `last`
+    is not None, in its last `last` tokens.
     """
     if config.layers:
         keys = (count * visible_keys(layer, length, last) for layer, count in config.layer_counts)
@@ -287,7 +288,7 @@ def training_memory(
     """Returns the memory of a training step.
 
     Gradients, both moments of Adam and the running average are float32 and sharded like their
-    parameter. Offloaded arrays are in the host's memory, and a device holds a part at a time.
+    parameter. Offloaded arrays are in the host's memory; a device holds a part of them at a time.
 
     Args:
       config: the model.
@@ -362,7 +363,7 @@ def generation_memory(
 
 
 def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
-    """Bytes of the encoded chunks of `size` tokens, and of one layer's keys and values."""
+    """Returns the bytes of encoded chunks of `size` tokens, with one layer's keys and values."""
     config = config.replace(memory=config.memory.without_query())
     model, params = Decoder(config), nest(parameter_shapes(config))
 
@@ -379,7 +380,7 @@ def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
 
 
 def mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
-    """The sizes of the mesh axes by name."""
+    """Returns the sizes of the mesh axes by name; raises an InputError if one of them is -1."""
     if not isinstance(mesh, Mesh):
         return mesh.shape
     sizes = dataclasses.asdict(mesh)
@@ -389,12 +390,12 @@ def mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
 
 
 def rows_of_device(rows: int, sizes: Mapping[str, int]) -> int:
-    """Rows on one device; a batch is padded to a multiple of the devices."""
+    """Returns the rows on one device; a batch is padded to a multiple of the devices."""
     return -(-rows // math.prod(sizes[axis] for axis in ROWS))
 
 
 def divided(count: int, devices: int) -> int:
-    """The part of `count` heads or channels on one device; all where they do not divide."""
+    """Returns the part of `count` heads or channels on one device; all if it does not divide."""
     return count // devices if count % devices == 0 else count
 
 
@@ -406,7 +407,7 @@ class _MeshShape:
 
 
 def per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """(numbers, bytes) of each parameter on one device, by path."""
+    """Returns (count of numbers, bytes) of each parameter on one device, by path."""
     counts = {}
     for path, leaf in parameter_shapes(config).items():
         spec = spec_of(path, leaf.shape, _MeshShape(sizes))
@@ -421,15 +422,15 @@ def _total_bytes(counts: Mapping[str, tuple[int, int]]) -> int:
 
 
 def _offloadable_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The entries of `sizes`, by path, of parameters that can be offloaded."""
+    """Returns the entries of `sizes`, by path, whose parameters can be offloaded."""
     shapes = parameter_shapes(config)
     return {path: x for path, x in sizes.items() if offloadable(path, len(shapes[path].shape))}
 
 
 def _resident_bytes(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:
-    """The bytes on a device at a time, of `sizes` by path.
+    """Returns the bytes that are on a device at a time, of arrays with `sizes` by path.
 
-    With `offload` they are all arrays outside of layers, one layer, and the next layer, which is
+    With `offload` these are all arrays outside of layers, one layer, and the next layer, which is
     fetched while the first one is computed.
     """
     if not offload:
@@ -447,16 +448,16 @@ def _resident_bytes(config: ModelConfig, sizes: Mapping[str, int], offload: bool
 
 
 def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """The part of each layer that one device of the tensor axis computes."""
+    """Returns the config of the part of each layer that one device of the tensor axis computes."""
     tensor, memory = sizes["tensor"], config.memory
     if memory is not None and memory.encoder_config is not None:
         memory = dataclasses.replace(memory, states=_local_config(memory.encoder_config, sizes))
     heads, shared = divided(config.num_heads, tensor), divided(config.num_kv_heads, tensor)
-    if heads % shared:  # more devices than key heads: each computes all of those
+    if heads % shared:  # such as more devices than key heads: each computes all heads
         heads, shared = config.num_heads, config.num_kv_heads
     width, experts = divided(config.mlp_width, tensor), config.experts
     if experts is not None:
-        # Devices of the expert axis have rows for the tokens of all, whoever computes them.
+        # Each device of the expert axis has rows for the tokens of all devices of that axis.
         exchanged = sizes["expert"] if experts.count % sizes["expert"] == 0 else 1
         experts = dataclasses.replace(
             experts,
@@ -477,7 +478,7 @@ def _backward_bytes(
     context: tuple[int, int] | None,
     trained: Callable[[str], bool],
 ) -> int:
-    """Bytes of the backward pass.
+    """Returns the bytes of the backward pass on one device, for its `rows`.
 
     They are the residuals of all layers, those of one rematerialised layer, the weights that are
     gathered for it over fsdp, context and expert, and two chunks of logits.
@@ -514,13 +515,13 @@ def _residual_bytes(
     *,
     layers: int | None = None,
 ) -> np.ndarray:
-    """Bytes of the residuals for each token of a text, and for each token of its context.
+    """Returns the bytes of residuals per token of a text, and per token of its context.
 
     Args:
       config: the model.
       chunk: tokens of a context chunk; None: no context.
       trained: whether the parameter at a path is trained.
-      layers: counts a model of so many layers, which all read the context; None: `config`.
+      layers: number of layers to count, which all read the context; None: those of `config`.
     """
     count = config.num_layers if layers is None else layers
     plain = config.replace(num_layers=count, scan_layers=True, memory=None)
@@ -540,7 +541,7 @@ def _residual_bytes(
 def _all_residual_bytes(
     config: ModelConfig, chunk: int | None, trained: Callable[[str], bool]
 ) -> np.ndarray:
-    """`_residual_bytes` of all layers of `config`.
+    """Returns `_residual_bytes` of all layers of `config`.
 
     A scanned parameter counts as trained if it is trained in any layer.
     """
@@ -554,9 +555,9 @@ def _all_residual_bytes(
     return _residuals(config, chunk, frozenset(filter(any_trained, parameter_shapes(config))))
 
 
-@functools.lru_cache(maxsize=64)  # it takes seconds, and configs repeat
+@functools.lru_cache(maxsize=64)  # tracing takes seconds, and configs repeat
 def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) -> np.ndarray:
-    """`_all_residual_bytes` for the paths that are trained, by tracing two short texts."""
+    """Computes `_all_residual_bytes` for the trained paths by tracing two short texts."""
     model = Decoder(config)
     learned, frozen = split(nest(parameter_shapes(config)), trained.__contains__)
 

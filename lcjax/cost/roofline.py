@@ -1,10 +1,11 @@
-"""The roofline bound of a program: no chip runs it faster than its FLOPs, or its bytes, allow.
+"""The roofline bound of a program: the least time in which a chip can run it.
 
-Williams et al. 2009 (Communications of the ACM 52(4)). FLOPs are the model's (`resources`). Bytes
-are the least that must pass between a device and its memory (HBM): each weight once for each pass
-that multiplies it, the visible part of the cache, what the backward pass keeps, and the state of
-the optimizer. An implementation that keeps nothing else in memory between its operations would need
-no more. FLOPs are split evenly over the devices.
+It is the larger of two times: of the program's FLOPs at the chip's peak, and of its least bytes at
+the bandwidth of the chip's memory (Williams et al. 2009, Communications of the ACM 52(4)). FLOPs
+are the model's (`resources`), split evenly over the devices. The least bytes that must pass between
+a device and its memory (HBM) are those of each weight once for each pass that multiplies it, the
+visible part of the cache, the residuals of the backward pass, and the state of the optimizer. An
+implementation that writes no other intermediate results to this memory needs no more.
 """
 
 import math
@@ -22,7 +23,7 @@ from lcjax.parallel.sharding import Mesh
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes of HBM of one device in one run."""
+    """FLOPs, and bytes read and written in HBM, of one device in one run."""
 
     flops: float
     bytes: float
@@ -32,7 +33,7 @@ class Work:
         return self.flops / chip.peak, self.bytes / chip.bandwidth
 
     def bound(self, chip: Chip) -> tuple[float, str]:
-        """Returns the larger of both times, and what it is the time of."""
+        """Returns the larger of both times, and its cause: "FLOPs" or "bytes"."""
         flops, nbytes = self.seconds(chip)
         return (flops, "FLOPs") if flops > nbytes else (nbytes, "bytes")
 
@@ -40,9 +41,9 @@ class Work:
 def inference_work(
     config: ModelConfig, rows: int, length: int, tokens: int, mesh: Mesh | jax.sharding.Mesh
 ) -> Work:
-    """Returns the work of reading the last `tokens` of `length` into a cache of the others.
+    """Returns the work of reading the last `tokens` of `length` tokens; the cache holds the others.
 
-    Logits are those of the last token. A context of a memory is not counted.
+    Logits are computed for the last token. A context of a memory is not counted.
 
     Args:
       config: the model.
@@ -79,20 +80,21 @@ def training_work(
 ) -> Work:
     """Returns the work of an update.
 
-    Every microbatch reads the weights forward and backward, writes and reads what the backward pass
-    keeps, and adds to the gradients. The update reads and writes weights and optimizer state.
+    Every microbatch reads the weights forward and backward, writes and reads the residuals of the
+    backward pass, and adds to the gradients. The update reads and writes weights and optimizer
+    state.
 
     Args:
       config: the model.
-      flops: of an update on all devices.
-      memory: of one device (`training_memory`).
+      flops: FLOPs of an update on all devices.
+      memory: memory of one device (`training_memory`).
       mesh: sizes of the mesh axes.
       accumulation: microbatches of an update.
     """
     sizes = resources.mesh_sizes(mesh)
     read = 2 * _read_weights(config, sizes, None)
-    # A sum of gradients is read and written but for the first microbatch. The update reads it, and
-    # reads and writes trained weights, which are float32 as their gradients are.
+    # Every microbatch writes the sum of gradients, and all but the first one read it before. The
+    # update reads it, and reads and writes the trained weights, which are float32 like gradients.
     gradients = (2 * accumulation - 1 + 3) * memory.gradients
     activations = 2 * memory.activations
     nbytes = accumulation * (read + activations) + gradients + 2 * memory.optimizer
@@ -100,15 +102,15 @@ def training_work(
 
 
 def _read_weights(config: ModelConfig, sizes, tokens: int | None) -> float:
-    """Bytes of the weights that a device multiplies by `tokens`, also those that it gathers.
+    """Returns the bytes of the weights that a device multiplies by `tokens`, with gathered ones.
 
-    None: so many tokens that all experts of a mixture are needed, and weights in the compute dtype.
+    None: enough tokens to need all experts of a mixture, and weights in the compute dtype.
     """
     split = {**sizes, "fsdp": 1, "context": 1}
     total, experts = 0.0, config.experts
     for path, (count, size) in resources.per_device(config, split).items():
         if path == "embed/embedding" and not config.tie_embeddings:
-            continue  # a row for each token
+            continue  # reads only one row per token
         if tokens is None:
             size = count * jnp.dtype(config.dtype).itemsize
         elif experts is not None and resources.is_expert(path):

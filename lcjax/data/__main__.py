@@ -20,10 +20,10 @@ def main(argv: list[str] | None = None) -> int:
 
         return config.main(PrepareConfig, prepare, args)
     if command == "teacher":
-        from lcjax.data.teacher import TeacherConfig, teach
+        from lcjax.data.teacher import TeacherConfig, write_teacher_rows
         from lcjax.parallel import distributed
 
-        return distributed.main(TeacherConfig, teach, args)
+        return distributed.main(TeacherConfig, write_teacher_rows, args)
     if command == "lengths":
         from lcjax import config
         from lcjax.data.lengths import LengthsConfig, report

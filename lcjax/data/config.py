@@ -15,8 +15,8 @@ OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
-# Commands that write a folder to be read as a source, and their files in a complete and an
-# incomplete one
+# Commands that write folders which are read as sources. Of each, `INDEX` names a file of a complete
+# folder, and `PLAN` a file of an incomplete one.
 COMMANDS = {
     "prepare": "python -m lcjax.data prepare",
     "teacher": "python -m lcjax.data teacher",
@@ -32,7 +32,7 @@ NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a s
 # Fields that may change when a run resumes: speed, checks, and the number of epochs.
 RESUMABLE = ("threads", "prefetch", "scan", "repeat")
 
-# Fields of sources whose rows are packed here.
+# Fields that only apply to sources whose rows are packed here.
 _PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")
 
 
@@ -40,13 +40,13 @@ _PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")
 class Source(draccus.ChoiceRegistry):
     """One body of text and its share of the training rows."""
 
-    stream, upsample = False, None  # no fields, but for the types that have them
+    stream, upsample = False, None  # not fields; some types define fields of these names
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
-    # Tokens from the beginning of a row to the next one; null: data.length, rows do not overlap
+    # Tokens from the start of a row to the start of the next; null: data.length, without overlap
     stride: int | None = field(default=None, kw_only=True)
     # null: data.min_document_tokens
     min_document_tokens: int | None = field(default=None, kw_only=True)
-    # Longer documents (without BOS, EOS) are left out; null: none
+    # Longer documents (without BOS, EOS) are left out; null: no limit
     max_document_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ class Source(draccus.ChoiceRegistry):
 
     @property
     def reads(self) -> str:
-        """The fields that change the content; a position in the data is valid for these alone."""
+        """Fields that determine the content; a saved position is valid only if they are equal."""
         parts = []
         for item in fields(self):
             value = getattr(self, item.name)
@@ -81,7 +81,7 @@ class TextSource(Source):
 
     path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
     weight: float = 1.0  # share of the rows, relative to the other sources
-    text_field: str = "text"  # field or column that holds the document; a.b for one inside another
+    text_field: str = "text"  # field or column with the document; a.b: field b inside field a
     # Field with the label of a document, as meta.redpajama_set_name in SlimPajama; empty: the name
     # of its folder (or of its file)
     label_field: str = ""
@@ -94,7 +94,7 @@ class TextSource(Source):
 @Source.register_subclass("chat")
 @dataclass(frozen=True)
 class ChatSource(Source):
-    """Conversations, of which only the answers are learned."""
+    """Conversations; only the answers are learned, unless `learn` is `all`."""
 
     path: str = ""  # as in type text: .jsonl, .parquet, .arrow or .array_record files
     weight: float = 1.0  # share of the rows, relative to the other sources
@@ -103,7 +103,7 @@ class ChatSource(Source):
     # "### Instruction:\n{instruction}\n\n### Response:\n"
     prompt: str = ""
     answer: str = "{output}"  # with prompt: the text after it; EOS is added
-    learn: str = "answers"  # answers, or all
+    learn: str = "answers"  # tokens to learn: answers, or all
     stream: bool = False  # one file after the other, as in type text
 
     def __post_init__(self):
@@ -133,7 +133,7 @@ class TokenSource(Source):
     stream: bool = False  # one shard after the other, as in type text
     upsample: Upsample | None = None  # fewer short documents, by the characters of their text
     dtype: str = "uint16"  # of a bare .bin: uint16 or uint32
-    # Of a bare .bin: first token of every document; null: that of the file; -1: one document
+    # Of a bare .bin: first token of every document; null: the file's first; -1: one document
     document_start: int | None = None
     document_end: int | None = None  # of a bare .bin: last token of every document
 
@@ -149,7 +149,7 @@ class TokenSource(Source):
 
 @dataclass(frozen=True)
 class StoredSource(Source):
-    """Base class of the sources whose rows are stored as batches have them."""
+    """Base class of sources with stored rows, which have the fields of a batch."""
 
     path: str = ""  # the folder
     weight: float = 1.0  # share of the rows, relative to the other sources
@@ -187,7 +187,7 @@ class SeqioSource(Source):
     weight: float = 1.0  # share of the rows, relative to the other sources
     split: str = "train"  # one of the task's splits; data.holdout takes validation from it
     feature: str = "targets"  # output feature that holds the document
-    prompt: str = ""  # feature before it that is not learned, such as inputs
+    prompt: str = ""  # feature that precedes it and is not learned, such as inputs
     tokens: bool = False  # read token ids (of the model's vocabulary), not text
     # null: read documents, and pack them. chunks: cut the token ids of every example into rows by
     # data.chunks; BOS and EOS are those of the task, and those of data.add_bos and data.add_eos
@@ -226,7 +226,7 @@ class Masking:
     rate: float = 0.3  # fraction of the ordinary tokens
     # Id of [MASK]; null: the vocabulary size, for which the model needs one more embedding
     token: int | None = None
-    # More ids that are never masked, beside BOS, EOS, padding and UNK
+    # Ids that are never masked, in addition to BOS, EOS, padding and UNK
     keep: list[int] = field(default_factory=list)
 
     def __post_init__(self):
@@ -240,7 +240,7 @@ class Masking:
 class TextConfig:
     """The sources of text: `data:` of eval.py, and a part of `data:` of train.py."""
 
-    path: str = ""  # one source of text or tokens; for several, or for settings: sources
+    path: str = ""  # one source of text or tokens; use sources for several, or for settings
     sources: list[Source] = field(default_factory=list)  # rows are mixed by weight
     holdout: float = 0.0  # fraction of the documents for validation, by hash of the name
     on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
@@ -280,7 +280,7 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class LengthShare:
-    """`data.length_shares`: the share of documents of up to so many tokens, without BOS and EOS."""
+    """`data.length_shares`: share of rows with documents of at most `tokens`, without BOS, EOS."""
 
     tokens: int
     share: float
@@ -288,36 +288,36 @@ class LengthShare:
 
 @dataclass(frozen=True)
 class DataConfig(TextConfig):
-    """The sources, and how they become rows of exactly `length` tokens."""
+    """The sources, and how they are made into rows of exactly `length` tokens."""
 
-    length: int = 1024  # tokens in a row, with those of chunks that are cut from it
+    length: int = 1024  # tokens in a row, including those of chunks that are cut from it
     # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
     # within one document; the rest of the document is left out. single: one padded row per document
     pack: str = "concat"
     # first_fit, best_fit, single: split, truncate or drop documents longer than a row
     overlong: str = "split"
     packing_bins: int = 32  # first_fit, best_fit: rows filled at the same time
-    # Attention and positions end at documents; false: at rows. null: true, but false where all
-    # documents of a row attend to its data.chunks.
+    # true: a token attends to its own document only, and positions start at 0 in each document.
+    # false: the same for rows. null: true, but false if the documents of a row share data.chunks
     document_mask: bool | None = None
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
     min_document_tokens: int = 1  # shorter documents (without BOS, EOS) are left out
-    # pack=single: shares of the rows by the length of their documents, of each source: of up to the
-    # first number of tokens, of more up to the second one, ...; the last also of longer ones.
-    # `python -m lcjax.data lengths` counts them. Empty: as the text has them
+    # pack=single: shares of the rows of each source by the length of their documents: up to the
+    # first number of tokens, from there up to the second one, ...; the last includes longer ones.
+    # `python -m lcjax.data lengths` counts them. Empty: as in the text
     length_shares: list[LengthShare] = field(default_factory=list)
-    shuffle: bool = True  # documents in a new random order in every epoch
-    shuffle_rows: int = 0  # window of a second shuffle, of rows (parts of a book are neighbours)
+    shuffle: bool = True  # read documents in a new random order in every epoch
+    shuffle_rows: int = 0  # rows in the window of a second shuffle, which separates parts of a book
     seed: int = 0  # of all random numbers in the data
     masking: Masking | None = None  # null: next-token prediction
-    # Context for an encoder (model.memory): the beginning of a row, of which the decoder reads the
+    # Context for an encoder (model.memory): the beginning of a row, after which the decoder reads the
     # rest, or retrieved passages
     chunks: Chunks | None = None
-    repeat: int | None = None  # epochs; null: endless; a mixture ends when one source ends
+    repeat: int | None = None  # epochs; null: no end; a mixture ends when one source ends
     threads: int = 2  # threads that read and tokenise
     prefetch: int = 2  # batches computed ahead
-    scan: bool = False  # reads all documents before a training, to find bad records at once
+    scan: bool = False  # read all documents before the training, to find bad records early
 
     def __post_init__(self):
         super().__post_init__()
@@ -364,7 +364,7 @@ class DataConfig(TextConfig):
         return sources
 
     def _by_length(self, source: Source) -> list[Source]:
-        """A source for each of `length_shares`, with documents of these lengths alone."""
+        """Returns a source for each of `length_shares`, with documents of these lengths only."""
         bounds = [part.tokens for part in self.length_shares]
         least = source.min_document_tokens or self.min_document_tokens
         lows = [max(low + 1, least) for low in (0, *bounds[:-1])]
@@ -426,7 +426,7 @@ class DataConfig(TextConfig):
             )
 
     def _packings(self) -> set[str]:
-        """Packings of the sources whose rows are packed here."""
+        """Returns the packings of the sources whose rows are packed here."""
         if not self.sources:
             return {self.pack}
         return {

@@ -1,6 +1,6 @@
-"""How long the rows of a training are: python -m lcjax.data lengths --config FILE
+"""Counts the lengths of training rows: python -m lcjax.data lengths --config FILE
 
-A row counts with all of its text, also that of its chunks, without padding.
+The length of a row is its number of tokens, including those of its chunks, without padding.
 """
 
 from dataclasses import dataclass, field
@@ -28,17 +28,17 @@ class LengthsConfig:
 
 
 def row_tokens(batch: Batch) -> np.ndarray:
-    """Tokens of text in each row of a batch, int [B]."""
+    """Returns the number of tokens of text in each row of a batch, int [B]."""
     tokens = (batch["segments"] > 0).sum(1)
     return tokens + batch["chunk_mask"].sum((1, 2)) if "chunk_mask" in batch else tokens
 
 
 def count_lengths(config: LengthsConfig) -> list[tuple[int, float, float]]:
-    """Counts rows by their tokens.
+    """Returns the shares of rows and of tokens by the length of rows.
 
     Returns:
-      (most tokens, share of the rows, share of the tokens) for each of `data.length_shares`, or for
-      each quarter of `data.length`.
+      A tuple (most tokens, share of the rows, share of the tokens) for each of
+      `data.length_shares`; if there are none, for each quarter of `data.length`.
     """
     data = config.data
     loader = make_loader(data, load_tokenizer(config.tokenizer), 1)
@@ -54,7 +54,7 @@ def count_lengths(config: LengthsConfig) -> list[tuple[int, float, float]]:
 
 
 def report(config: LengthsConfig) -> None:
-    """Prints `count_lengths` as a Markdown table, beside the shares that `data` asks for."""
+    """Prints `count_lengths` as a Markdown table, beside the expected `data.length_shares`."""
     expected = [f"{part.share:.1%}" for part in config.data.length_shares]
     print("| tokens | rows | tokens of all | data.length_shares |\n|---:|---:|---:|---:|")
     for index, (most, rows, tokens) in enumerate(count_lengths(config)):

@@ -1,7 +1,7 @@
 """From documents to batches with grain: tokenise, shuffle, repeat, pack, mix, and batch.
 
-A row travels as one array `pair` [T, 2], each token beside its target. A packer moves both
-together, so the target of a token does not depend on where a row is cut.
+A row is one array `pair` [T, 2] of tokens and their targets. Packers move both together, so the
+target of a token does not depend on where a row is cut.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
-Element = dict[str, np.ndarray]  # "pair", and once packed "pair_segment_ids", "pair_positions"
+Element = dict[str, np.ndarray]  # "pair"; if packed also "pair_segment_ids", "pair_positions"
 
 
 def make_loader(
@@ -63,7 +63,7 @@ def make_loader(
       documents are cut, so the last place of a row has its target, which is the first token of the
       next row. No prediction is lost or repeated at a cut, and none crosses a document boundary.
     - `segments` int32: 1, 2, ... for the documents of a row, 0 on padding. With
-      `document_mask: false` 1 for all text of the row.
+      `document_mask: false`, 1 for all text of the row.
     - `positions` int32: from 0 in every segment. A document that continues in the next row starts
       there at 0 again, because that row cannot attend to the previous one.
     - `weights` float32: 1 where there is a target, 0 at ends of documents and on padding.
@@ -126,7 +126,7 @@ def make_loader(
     if landmarks is not None:
         if config.chunks is not None:
             raise InputError("data.chunks are no context of a model with landmarks: leave them out")
-        landmarks.row_length(config.length)  # refuses lengths that cannot be, before any batch
+        landmarks.row_length(config.length)  # raises an InputError before any batch is read
         eos_ids = tuple(tokenizer.eos_ids)
         batches = batches.map(lambda batch: insert(batch, landmarks, eos_ids))
     batches = grain.experimental.ThreadPrefetchIterDataset(
@@ -154,7 +154,7 @@ class Loader(grain.DatasetIterator):
 
     It is a grain iterator: `get_state` and `set_state` return and take a JSON-ready dict, and orbax
     saves and loads it as a checkpointable. The state contains the identity of the text and of the
-    settings; `set_state` refuses another identity, since the position would give other batches. The
+    settings; `set_state` refuses another identity, because batches would differ from there on. The
     batch size may change: reading resumes at the row after the last batch.
     """
 
@@ -170,7 +170,7 @@ class Loader(grain.DatasetIterator):
         return next(self._parent)
 
     def close(self) -> None:
-        """Ends the threads that read ahead; the loader gives no more batches."""
+        """Ends the threads that read ahead; the loader yields no more batches."""
         if not self._closed:
             super().close()
             self._parents = ()
@@ -204,10 +204,10 @@ def _close(reference: weakref.ref) -> None:
 
 
 def _check_num_tokens(sources: list["SourceRows"], *, required: int, repeat: int | None) -> None:
-    """Raises an `InputError` where the text has fewer than `required` tokens.
+    """Raises an InputError if the text has fewer than `required` tokens.
 
-    Otherwise the loader would loop for ever, or fill a batch with copies. Reads no more documents
-    than the check needs.
+    With less text the loader would loop for ever, or fill a batch with copies. Reads no more
+    documents than the check needs.
     """
     epochs, total = repeat or 1, 0
     for source in sources:
@@ -238,7 +238,7 @@ def _identity(
 ) -> dict[str, Any]:
     """Returns everything that determines the batches and their order."""
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in RESUMABLE}
-    # The location of the text may change, its content may not; the sources have the lengths.
+    # The location of the text may change, its content may not; sources include `length_shares`.
     del fields["data.path"], fields["data.sources"], fields["data.length_shares"]
     fields |= corpus_identity([source.corpus for source in sources])
     fields["tokenizer"] = tokenizer.fingerprint
@@ -296,13 +296,13 @@ def concatenate(parts: list[grain.IterDataset]) -> grain.IterDataset:
 def read_elements(
     corpus: Documents, tokenise: Tokenise, threads: int, **order: Any
 ) -> grain.IterDataset:
-    """Returns a dataset of `tokenise(document)`, without those that are None.
+    """Returns a dataset of `tokenise(document)` for the documents where it is not None.
 
     Args:
       corpus: the documents.
-      tokenise: makes an element of a document, or None.
-      threads: that read and tokenise ahead; streams are read without.
-      **order: as of `StreamedCorpus.read_elements`.
+      tokenise: returns the element of a document, or None to leave it out.
+      threads: number of threads that read and tokenise ahead; streams use none.
+      **order: options as in `StreamedCorpus.read_elements`.
     """
     if isinstance(corpus, StreamedCorpus):
         return corpus.elements(tokenise, **order)
@@ -318,7 +318,7 @@ def _in_order(
     repeat: int | None = 1,
 ) -> grain.IterDataset:
     dataset = dataset.shuffle(seed=seed) if shuffle else dataset
-    # grain's own default of 500 documents ahead would be gigabytes of books.
+    # grain's default buffer of 500 documents would hold gigabytes of books.
     options = grain.ReadOptions(threads, prefetch_buffer_size=4 * threads)
     return dataset.repeat(repeat).to_iter_dataset(options)
 
@@ -332,7 +332,8 @@ _PACKERS = {
 class SourceRows:
     """The rows of one source: its documents, tokenised and packed.
 
-    Stored rows, rows of a seqio converter, and of tokens with `rows: true` are not packed.
+    Three kinds of rows are not packed: stored rows, rows of a seqio converter, and rows of a source
+    of tokens with `rows: true`.
     """
 
     def __init__(
@@ -357,7 +358,7 @@ class SourceRows:
         self.is_packed = not (self._is_converted or is_cut or isinstance(source, StoredSource))
 
     def rows(self, **order: Any) -> grain.IterDataset:
-        """Returns the rows; `order` as of `StreamedCorpus.read_elements`."""
+        """Returns the rows; `order` has options as in `StreamedCorpus.read_elements`."""
         if self._is_converted:
             # The task adds BOS and EOS of its own; add only those that the config demands.
             config = self._config
@@ -375,16 +376,16 @@ class SourceRows:
         return self.pack(self.elements(**order), shuffle=order.get("shuffle", False))
 
     def elements(self, **order: Any) -> grain.IterDataset:
-        """Returns the tokenised documents; `order` as of `StreamedCorpus.read_elements`."""
+        """Returns tokenised documents; `order` as in `StreamedCorpus.read_elements`."""
         return read_elements(self.corpus, self.tokenise, self._config.threads, **order)
 
     def tokenise(self, document: tuple[str, Any]) -> Element | None:
-        """Returns {"pair": int32 [n, 2]}: each token of a document beside its target.
+        """Returns {"pair": int32 [n, 2]}: the tokens of a document and their targets.
 
-        With `documents` a third column is the number of the document.
-        The last token has no target: -1. A target that is not learned is stored as -2 - target. The
-        result is None for a document that is left out. The value of a document may be a text, token
-        ids with or without BOS and EOS, or a conversation.
+        The last token has no target, which is stored as -1. A target that is not learned is stored
+        as -2 - target. With `documents`, a third column has the `document_number`. Returns None for
+        a document that is left out. The value of a document may be a text, token ids with or
+        without BOS and EOS, or a conversation.
         """
         name, value = document
         if self._chat is not None:
@@ -420,7 +421,7 @@ class SourceRows:
         return None if pair is None else {"pair": pair}
 
     def _document_ids(self, name: str, value: str | np.ndarray) -> np.ndarray:
-        """Returns the ids of a document without the BOS and EOS, which are added later."""
+        """Returns the ids of a document without BOS and EOS, which are added later."""
         if isinstance(value, str):
             return np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
         self._check_ids(name, value)
@@ -449,7 +450,7 @@ class SourceRows:
 
     @property
     def reason_empty(self) -> str:
-        """The reason for an error where no document remains."""
+        """The reason why no document remains, for an error."""
         if self._pack == "windows":
             return f"pack=windows needs documents of data.length={self.length} tokens"
         longest = "" if self.max_tokens is None else f" or above {self.max_tokens} tokens"
@@ -517,10 +518,10 @@ class SplitOverlong(grain.experimental.FlatMapTransform):
 
 
 class Windows(grain.experimental.FlatMapTransform):
-    """Every full row within a document, `stride` apart; shorter documents give none.
+    """Cuts all full rows from a document, `stride` apart; shorter documents yield none.
 
-    CEPE's train-filter (Yen et al. 2024, arXiv 2402.16617, sec. 3.1), where a row is the text of
-    the encoder and of the decoder.
+    CEPE's train-filter data (Yen et al. 2024, arXiv 2402.16617, sec. 3.1), where a row contains the
+    text of the encoder and that of the decoder.
     """
 
     def __init__(self, length: int, stride: int, *, first_only: bool = False):
@@ -531,13 +532,13 @@ class Windows(grain.experimental.FlatMapTransform):
         return [{"pair": element["pair"][i : i + self._length]} for i in starts]
 
     def starts(self, num_tokens: int) -> range:
-        """Returns the starts of the windows of a document."""
+        """Returns the first token of each window of a document."""
         starts = range(0, num_tokens - self._length + 1, self._stride)
         return starts[:1] if self._first_only else starts
 
 
 def _row(pair: np.ndarray, segments: np.ndarray) -> Element:
-    """Returns what a packer returns for a row."""
+    """Returns a row with the fields that grain's packers return."""
     positions = segment_positions(segments)
     return {"pair": pair, "pair_segment_ids": segments, "pair_positions": positions}
 
@@ -555,7 +556,7 @@ def _join(parts: list[Element]) -> Element:
     segments, last = [], 0
     for part, previous in zip(parts, [None, *parts[:-1]], strict=True):
         ids = part["pair_segment_ids"]
-        # The last place of a part has a target exactly if its document continues.
+        # The last token of a part has a target if and only if its document continues.
         continues = previous is not None and ids[0] and previous["pair"][-1, 1] != -1
         ids = np.where(ids > 0, ids + last - int(continues), 0)
         segments.append(ids)
@@ -564,7 +565,7 @@ def _join(parts: list[Element]) -> Element:
 
 
 class _OverlappingRows(grain.IterDataset):
-    """Rows of `count` parts, each of which begins one part after the previous row."""
+    """Rows of `count` parts; each row begins one part after the previous row."""
 
     def __init__(self, parts: grain.IterDataset, count: int):
         super().__init__(parts)
@@ -578,7 +579,7 @@ class _OverlappingIterator(grain.DatasetIterator):
     def __init__(self, parts: grain.DatasetIterator, count: int):
         super().__init__(parts)
         self._count, self._buffer = count, []
-        self._states: list[Any] = [parts.get_state()]  # before each part of the buffer, and after
+        self._states: list[Any] = [parts.get_state()]  # before each buffered part, and at the end
 
     def __next__(self) -> Element:
         if len(self._buffer) == self._count:
@@ -589,7 +590,7 @@ class _OverlappingIterator(grain.DatasetIterator):
         return _join(self._buffer)
 
     def get_state(self) -> dict[str, Any]:
-        """The state before the first part of the next row, which is read again."""
+        """Returns the state before the first part of the next row, which is then read again."""
         return {"parts": self._states[int(len(self._buffer) == self._count)]}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -645,7 +646,7 @@ class FixedRows:
 def batch_fields(row: dict[str, np.ndarray], config: DataConfig) -> Batch:
     """Turns a row of any source into the fields of a training batch."""
     if "pair" not in row:
-        return row  # stored rows and those of a converter have these fields from the start
+        return row  # stored rows and rows of a converter already have these fields
     segments, positions = row["pair_segment_ids"], row["pair_positions"]
     tokens, targets = row["pair"][:, 0], row["pair"][:, 1]
     is_text = segments > 0
@@ -665,7 +666,7 @@ def batch_fields(row: dict[str, np.ndarray], config: DataConfig) -> Batch:
 
 
 class RandomMask:
-    """Masks tokens of a row; targets and weights remain at masked places only."""
+    """Replaces random tokens of a row by [MASK]; only their targets and weights remain."""
 
     def __init__(self, config: Masking, tokenizer: Any):
         self._rate = config.rate
@@ -678,7 +679,7 @@ class RandomMask:
         self, row: dict[str, np.ndarray], random: np.random.Generator
     ) -> dict[str, np.ndarray]:
         tokens = row["tokens"]
-        # One random number for every place, so that the text does not change the masked places.
+        # One random number per position, so that the masked positions do not depend on the text.
         is_masked = random.random(tokens.shape) < self._rate
         is_masked &= (row["segments"] > 0) & ~np.isin(tokens, self._never)
         return row | {
@@ -691,8 +692,8 @@ class RandomMask:
 def _slices_as_tuples(state: Any) -> Any:
     """Restores the tuples in the state of grain's concat packer, which JSON turns into lists.
 
-    It compares slices with the tuple (-1, -1), which means that no remainder exists. The list
-    [-1, -1] would count as a remainder, and the next document would be lost (grain 0.2.18).
+    The packer compares slices with the tuple (-1, -1), which means that no remainder exists. The
+    list [-1, -1] would count as a remainder, and the next document would be lost (grain 0.2.18).
     """
     if isinstance(state, dict):
         return {

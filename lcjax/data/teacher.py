@@ -55,7 +55,7 @@ class TeacherConfig(RowsConfig):
         return super().row_shape(vocab_size) | {"top": self.top}
 
 
-def teach(config: TeacherConfig) -> dict[str, Any]:
+def write_teacher_rows(config: TeacherConfig) -> dict[str, Any]:
     """Writes the missing shards of a folder of teacher rows.
 
     Returns:
@@ -99,7 +99,7 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
 
 def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
     has_landmarks = any(pattern.has_landmarks for pattern in model.config.patterns)
-    if model.config.mlm_head or model.config.reads_ahead or has_landmarks:
+    if model.config.mlm_head or model.config.needs_whole_prompt or has_landmarks:
         raise InputError(
             f"model.path={config.model.path or config.model.preset} gives no probabilities of the"
             " next token in plain text; name a decoder"

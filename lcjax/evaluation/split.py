@@ -192,7 +192,7 @@ class ContextSplit(Split):
         self, model: LanguageModel, passages: list, scores: list, chunk: int
     ) -> tuple[Scorer, dict[str, Any]]:
         if model.config.memory.by_chunk:
-            passages = [model.config.memory.deal_chunks(row) for row in passages]
+            passages = [model.config.memory.group_by_chunk(row) for row in passages]
         return model, {"context": model.encode_contexts(passages, chunk=chunk)}
 
     def build_prompts(

@@ -4,12 +4,12 @@ contexts = lm.encode_contexts([[passage, passage], [document], []])
 contexts = lm.encode_contexts([[], [], [later_passage]], after=contexts)
 lm.generate(prompts, context=contexts)
 
-Chunks of all rows are encoded together, some at a time, so memory is bounded however long a context
-is. Chunks of similar length make a batch, so a few compiled shapes serve every context. The states
-of a row are stored without gaps in an array with M slots per row.
+Chunks of all rows are encoded together, a batch at a time, so memory is bounded however long a
+context is. Chunks of similar length make a batch, so a few compiled shapes serve every context. The
+states of a row are stored without gaps in an array with M slots per row.
 
-Where the encoding depends on a question, contexts keep their tokens, and `search_contexts` encodes
-for another question: only tree nodes that were not encoded before.
+Contexts of query-dependent memories keep their tokens, and `search_contexts` encodes them for
+another question: only tree nodes that were not encoded before.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _MIN_WIDTH = 32  # tokens of the narrowest batch of chunks that is compiled
 
-# The context of one row: a document, or passages, each a text or token ids; where a memory is read
-# by chunks of the text (`Memory.by_chunk`), a document or passages for each chunk.
+# The context of one row: a document, or passages, each a text or token ids; for memories with
+# passages per chunk of the text (`Memory.by_chunk`), a document or passages for each chunk.
 ContextRow = str | Sequence[int] | Sequence[str | Sequence[int] | Sequence[str | Sequence[int]]]
 
 
@@ -51,10 +51,10 @@ class Chunk:
 
     tokens: np.ndarray  # int32 [up to P]
     row: int
-    number: int  # in its row; of `Memory.by_chunk` that of the chunk of the text
+    number: int  # place in its row; with `Memory.by_chunk`, number of the chunk of the text
     start: int  # its first slot in the row
-    num_slots: int  # slots that it may fill
-    # bool [h - 1], the halves that were chosen, where the encoding depends on a question
+    num_slots: int  # maximum number of slots that it fills
+    # bool [h - 1], the halves that were chosen for a question; None: query-independent
     path: np.ndarray | None = None
 
 
@@ -67,20 +67,20 @@ class Contexts:
     chunks: tuple[int, ...]  # number of chunks of each row, or of chunks of the text (`by_chunk`)
     weights: dict = dataclasses.field(repr=False, compare=False)  # parameters of the encoding model
     slots: tuple[int, ...] | None = None  # slots used in each row; None: one for each token
-    # Where the encoding depends on a question: all chunks, and the queries, float32 [B, D].
+    # Of query-dependent memories: all chunks, and the queries, float32 [B, D].
     source: tuple[Chunk, ...] = dataclasses.field(default=(), repr=False, compare=False)
     query: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
-    rope: Rope | None = None  # position method of the decoder, if it read the contexts itself
+    rope: Rope | None = None  # RoPE method of the decoder if it encoded the contexts itself
     memory: Memory | None = dataclasses.field(default=None, repr=False)
 
     @property
     def needs_query(self) -> bool:
-        """Whether there is text that is not encoded because it needs a question first."""
+        """Whether there is text that is not encoded yet because no question was given."""
         return bool(self.source) and self.query is None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and slots that each of them needs."""
+        """Number of rows, and number of slots of each row, rounded up to a compiled size."""
         return len(self.tokens), round_up_to_bucket(max(self.slots or self.tokens))
 
     @property
@@ -99,23 +99,24 @@ class Contexts:
         if memory is None or memory.encodes_as(self.memory) != self.memory:
             raise InputError(
                 f"context was encoded with {_difference(self.memory, memory)}; use encode_contexts"
-                " of the model, as with_method gives it, that reads it"
+                " of the model that reads it (the result of with_method)"
             )
         if self.encoded is not None and rope != self.rope:
             raise InputError(
-                f"context was read with rope {self.rope}, and the text behind it is read with rope"
-                f" {rope}; use encode_contexts of the model, as with_method gives it, that reads it"
+                f"context was read with rope {self.rope}, and the text after it is read with rope"
+                f" {rope}; use encode_contexts of the model that reads it (the result of"
+                " with_method)"
             )
 
     def precede(self, count: int) -> list[bool]:
-        """Returns which of `count` texts follow a context in the same sequence of positions."""
+        """Returns whether each of `count` texts follows a context in one sequence of positions."""
         if self.rope is None:
             return [False] * count
         tokens = self.tokens * count if len(self.tokens) == 1 else self.tokens
         return [row < len(tokens) and tokens[row] > 0 for row in range(count)]
 
     def without_bos(self, ids: list[int], bos: int | None) -> list[int]:
-        """Drops the BOS at the start of one text if a context precedes it: it has the BOS."""
+        """Drops the BOS at the start of a single text if a context precedes it and has the BOS."""
         return without_bos(ids, bos) if self.precede(1)[0] else ids
 
     def repeated(self, count: int) -> "Contexts":
@@ -131,7 +132,7 @@ class Contexts:
         return dataclasses.replace(self, encoded=encoded, source=source, query=query, **counts)
 
     def rows(self, count: int, filler: int) -> EncodedContext | None:
-        """The encoded contexts of `count` texts, and `filler` copies of the first for the mesh.
+        """Returns the encoded contexts of `count` texts, and `filler` copies of the first one.
 
         A single row serves all texts.
         """
@@ -152,7 +153,7 @@ class Contexts:
 
 
 def _difference(encoded: Memory, reads: Memory | None) -> str:
-    """Describes the settings in which two memories differ, for a message."""
+    """Describes the settings in which two memories differ, for an error message."""
     if type(encoded) is not type(reads):
         kind = "none" if reads is None else type(reads).__name__
         return f"the memory {type(encoded).__name__}, and the model that reads it has {kind}"
@@ -171,9 +172,9 @@ def passages(
     vocab_size: int,
     bos: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """Encodes the passages of a row: a list of int32 [n].
+    """Returns the token ids of each passage of a row, int32 [n].
 
-    `bos` goes before the first passage if that is a text; token ids stay as they are.
+    `bos` precedes the first passage that is not empty if it is a text; token ids are unchanged.
     """
     is_list = isinstance(row, Sequence | np.ndarray | jax.Array) and len(row)
     if isinstance(row, str) or (is_list and not isinstance(row[0], str) and np.isscalar(row[0])):
@@ -188,7 +189,7 @@ def passages(
 
 
 def context_chunk_size(memory: Memory, chunk: int | None) -> int:
-    """Returns `chunk` if `memory` can encode that many tokens at once; by default its own size."""
+    """Returns `chunk` if `memory` can encode that many tokens at once; None: its default size."""
     if chunk is None:
         return memory.default_chunk_size
     check_integer("chunk", chunk, 1, f"leave it out for {memory.default_chunk_size}")
@@ -210,9 +211,10 @@ def split_row(
     vocab_size: int,
     bos: Sequence[int] = (),
 ) -> list[list[np.ndarray]]:
-    """Returns the chunks of up to `size` tokens of a row, those with one number in one list.
+    """Splits a row into chunks of up to `size` tokens, and lists the chunks with one number.
 
-    Chunks are numbered one by one, or by the chunk of the text that reads them (`Memory.by_chunk`).
+    Each chunk has its own number, or that of the chunk of the text that reads it
+    (`Memory.by_chunk`).
     """
     if not memory.by_chunk:
         texts = passages(row, encode, vocab_size, bos)
@@ -238,13 +240,13 @@ def encode(
       lm: a model with a memory.
       rows: for each row lists of chunks, int32 [up to P] each (`split_into_chunks`). Chunks of one
         list have the same number; those of the next list have the next one.
-      batch_tokens: tokens that are encoded at once; None: a size that suits the platform.
-      projected: keep the keys and values of every reader layer instead of the encoder's states:
-        faster to read, many times larger. Chunks that are added follow `after`.
+      batch_tokens: number of tokens that are encoded at once; None: a size that suits the platform.
+      projected: whether to store the keys and values of every reader layer instead of the encoder's
+        states: faster to read, many times larger. Added chunks are stored as those of `after`.
       after: contexts of the same model.
-      query: float32 [B, D] of `embed_queries`, where the encoding depends on a question; `after` is
-        searched with it too. None: the query of `after`, or none yet.
-      rotation: of the text, for memories that stand before it.
+      query: float32 [B, D] from `embed_queries`, for query-dependent memories; `after` is searched
+        with it, too. None: the query of `after`, or none yet.
+      rotation: the rotation of the text, for prefix memories.
     """
     if after is None:
         none = (0,) * len(rows)
@@ -254,8 +256,8 @@ def encode(
     after = dataclasses.replace(after, rope=lm.prefix_rope, memory=memory)
     if len(rows) != len(after.tokens):
         raise InputError(
-            f"after: contexts of {len(after.tokens)} rows can be extended by as many, and"
-            f" {len(rows)} are given; write [] for a row that gets nothing"
+            f"after has {len(after.tokens)} rows, and {len(rows)} rows are given; write [] for a"
+            " row that gets nothing"
         )
     if memory.query_dependent and query is not None and after.query is not None:
         after = search(lm, after, query, batch_tokens=batch_tokens)
@@ -316,7 +318,7 @@ def embed_queries(
 
 @functools.partial(InferenceJit, static_argnums=0)
 def _embed(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> jax.Array:
-    """float32 [B, D] of texts [B, T] at their tokens `ends` [B]."""
+    """Embeds texts [B, T] by their tokens at `ends` [B]: float32 [B, D]."""
     tokens = keep_rows(tokens, model.mesh)
     return model.apply({"params": params}, tokens, ends, rotation=rotation, method="embed_query")
 
@@ -330,9 +332,10 @@ def search(
 ) -> Contexts:
     """Encodes `contexts` for another `query` float32 [B, D].
 
-    Every chunk is searched again, by one layer. A chunk whose halves are chosen as before down to
-    some level keeps the states of the nodes above it; the rest of it is encoded again (all of a
-    chunk whose length is no multiple of its leaves, since its halves have unequal lengths).
+    Every chunk is searched again, which takes one layer. If its chosen halves are the same down to
+    some level, the states of the nodes above that level are kept and the rest is encoded again. A
+    chunk whose length is no multiple of its number of leaves is encoded again as a whole, because
+    its halves have unequal lengths.
     """
     chunks = _choose_paths(lm, contexts.source, query, batch_tokens)
     whole = dataclasses.replace(contexts, source=tuple(chunks), query=query)
@@ -353,13 +356,13 @@ def search(
 
 
 def _with_encoded(contexts: Contexts, encoded: EncodedContext) -> Contexts:
-    """`contexts` with these states, and the number of chunks of each row."""
+    """Returns `contexts` with these states, and with the number of chunks of each row."""
     encoded = dataclasses.replace(encoded, num_chunks=jnp.array(contexts.chunks, jnp.int32))
     return dataclasses.replace(contexts, encoded=encoded)
 
 
 def _first_change(old: Chunk, new: Chunk, depth: int) -> int | None:
-    """The first level, from 1, at which another half is chosen; None: the paths are equal."""
+    """Returns the first level, from 1, at which another half is chosen; None: equal paths."""
     changed = np.flatnonzero(old.path != new.path)
     if not changed.size:
         return None
@@ -367,19 +370,19 @@ def _first_change(old: Chunk, new: Chunk, depth: int) -> int | None:
 
 
 def _below_level(chunk: Chunk, level: int, tree: Tree) -> Chunk:
-    """The part of a chunk that is left without the nodes of all levels before `level`."""
+    """Returns the part of a chunk without the nodes of all levels before `level`."""
     tokens = chunk.tokens
     for right in chunk.path[: level - 1]:
         middle = len(tokens) - len(tokens) // 2
         tokens = tokens[middle:] if right else tokens[:middle]
-    # The states of the nodes above come after its own, and must stay.
+    # The states of the nodes above lie in the slots after these, and must not be overwritten.
     num_slots = tree.below(level).max_selected(len(tokens))
     path = chunk.path[level - 1 :]
     return dataclasses.replace(chunk, tokens=tokens, num_slots=num_slots, path=path)
 
 
 def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Contexts]:
-    """The chunks of `rows` with their slots after those of `after`, and the new counts."""
+    """Returns the chunks of `rows`, with slots after those of `after`, and the new counts."""
     tokens, chunks = list(after.tokens), list(after.chunks)
     slots, added = list(after.slots or after.tokens), []
     for row, groups in enumerate(rows):
@@ -400,10 +403,10 @@ def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Con
 def _choose_paths(
     lm: "LanguageModel", chunks: Sequence[Chunk], query: jax.Array, batch_tokens: int | None
 ) -> list[Chunk]:
-    """`chunks` with the paths that fit the `query` [B, D] of their rows."""
+    """Returns `chunks` with the paths that are chosen for the `query` [B, D] of their rows."""
     paths: list[np.ndarray | None] = [None] * len(chunks)
     batches = list(_batches(chunks, _tokens_at_once(batch_tokens), lm.mesh))
-    results = [  # all are dispatched before the first is waited for
+    results = [  # all batches are dispatched before the first result is waited for
         _choose(lm.model, lm.params, b.tokens, b.mask, query, b.rows, b.tags) for b in batches
     ]
     for batch, batch_paths in zip(batches, results, strict=True):
@@ -428,10 +431,10 @@ def _encode_into(
 
     Args:
       encoded: states of earlier chunks, or None.
-      shape: (B, M) at least.
+      shape: minimum (B, M) of the result.
       tree: replaces the memory's tree.
-      in_place: `encoded` may be written to; otherwise a copy is.
-      rotation: of the text, for memories that stand before it.
+      in_place: whether `encoded` may be overwritten; False: a copy is written.
+      rotation: the rotation of the text, for prefix memories.
     """
     num_rows, num_slots = shape
     encoded = encoded and dataclasses.replace(encoded, num_chunks=None)
@@ -470,20 +473,20 @@ class _Batch:
     mask: np.ndarray  # bool [R, P]
     rows: np.ndarray  # int32 [R]
     starts: np.ndarray  # int32 [R], the first slot in the row
-    num_slots: np.ndarray  # int32 [R], slots that the chunk may fill
+    num_slots: np.ndarray  # int32 [R], maximum number of slots that the chunk fills
     numbers: np.ndarray  # int32 [R]
     path: np.ndarray | None  # bool [R, h - 1]
 
     @property
     def tags(self) -> np.ndarray:
-        """uint32 [R], a hash of each chunk's number and tokens: the same in any row."""
+        """Hashes uint32 [R] of each chunk's number and tokens, independent of its row."""
         rows = zip(self.tokens, self.mask, self.numbers)
         tags = [zlib.crc32(ids[mask].tobytes(), int(number)) for ids, mask, number in rows]
         return np.array(tags, np.uint32)
 
 
 def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
-    """Batches of all chunks, those of similar length together: few shapes are compiled."""
+    """Yields batches of chunks of similar length, so that few shapes are compiled."""
     groups: dict[int, list[int]] = {}
     longest = max((len(chunk.tokens) for chunk in chunks), default=0)
     for index, chunk in enumerate(chunks):
@@ -498,7 +501,7 @@ def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
 def _ordered_batches(
     memory: Memory, chunks: Sequence[Chunk], at_once: int, mesh
 ) -> Iterator[_Batch]:
-    """Batches of all chunks; a memory that stands before the text reads those of a row in order."""
+    """Yields batches of all chunks; a prefix memory reads the chunks of a row in order."""
     if not memory.is_prefix:
         yield from _batches(chunks, at_once, mesh)
         return
@@ -509,7 +512,7 @@ def _ordered_batches(
 def _make_batch(
     chunks: Sequence[Chunk], indices: list[int], width: int, max_rows: int, mesh
 ) -> _Batch:
-    # Powers of two, and equally many on all devices that share rows.
+    # A power of two, so that few shapes are compiled, and equally many rows on all devices.
     num_rows = min(round_up_to_bucket(len(indices), 1, 1), max_rows)
     num_rows += padding_rows(mesh, num_rows)
     batch = [chunks[index] for index in indices]
@@ -530,7 +533,7 @@ def _make_batch(
 def _encode(
     model: Decoder, params: dict, tokens, mask, projected: bool, tree=None, options=None
 ) -> EncodedContext:
-    """R rows of one chunk each."""
+    """Encodes R rows of one chunk each."""
     tokens, mask = (keep_rows(x, model.mesh)[:, None] for x in (tokens, mask))
     options = {**(options or {}), **({} if tree is None else {"tree": tree})}
     encoded = model.apply({"params": params}, tokens, mask, method="encode", **options)
@@ -541,7 +544,7 @@ def _encode(
 
 @functools.partial(InferenceJit, static_argnums=0)
 def _choose(model: Decoder, params: dict, tokens, mask, query, rows, tags) -> jax.Array:
-    """The paths bool [R, h - 1] of R rows of one chunk each, for `query` [B, D]."""
+    """Returns the paths bool [R, h - 1] of R rows of one chunk each, for `query` [B, D]."""
     tokens, mask, query = (keep_rows(x, model.mesh) for x in (tokens, mask, query[rows]))
 
     def choose(model):
@@ -564,7 +567,7 @@ def _num_slots(encoded: EncodedContext | None) -> int:
 def _resize(
     mesh, encoded: EncodedContext | None, like: EncodedContext, num_rows: int, num_slots: int
 ) -> EncodedContext:
-    """A copy of `encoded` with `num_slots`, or an empty one with arrays such as those of `like`."""
+    """Returns a copy of `encoded` with `num_slots`, or an empty one with the dtypes of `like`."""
 
     def resize(kind, old=None):
         shape = list(kind.shape)
@@ -581,9 +584,9 @@ def _resize(
 def _write(
     mesh, encoded: EncodedContext, new: EncodedContext, rows, starts, num_slots
 ) -> EncodedContext:
-    """`encoded` with the R chunks of `new` in these rows, from slot `starts` on, without padding.
+    """Writes the R chunks of `new` into these rows, from slot `starts` on, without padding.
 
-    The rest of the `num_slots` [R] that each may fill is masked.
+    The rest of the `num_slots` [R] of each chunk is masked.
     """
     capacity, order = _num_slots(encoded), jnp.cumsum(new.mask, axis=1) - 1
     slots = jnp.where(new.mask, starts[:, None] + order, capacity)  # padding is dropped
@@ -596,7 +599,7 @@ def _write(
     def write(old, part):
         if token_axis(old) == 1:
             array = old.at[rows, slots].set(part, mode="drop")
-        else:  # heads stand before tokens
+        else:  # the heads axis precedes the token axis
             array = old.at[rows, :, slots].set(part.swapaxes(1, 2), mode="drop")
         return _with_layout(array, mesh)
 
@@ -604,5 +607,5 @@ def _write(
 
 
 def _with_layout(x: jax.Array, mesh) -> jax.Array:
-    """Under jit: rows split as those of texts, heads over `tensor`, where these divide."""
+    """Shards rows as those of texts and heads over `tensor`, if divisible; call it inside jit."""
     return keep_tokens(x, mesh) if token_axis(x) == 1 else cache_lib.keep_layout(x, mesh)

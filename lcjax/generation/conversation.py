@@ -46,11 +46,12 @@ class Conversation:
     encoded again. For prefix memories (Activation Beacon, AutoCompressor), the text is read again
     after a context that has grown, and BOS precedes the context.
 
-    A pattern whose last queries choose the keys (vertical_slash) chooses in every turn, for the
-    text that is new in it; each number of new tokens compiles a program.
+    A pattern whose last queries choose the keys (vertical_slash) chooses again in every turn, for
+    the new text of the turn; each number of new tokens compiles a program.
 
-    With a `retriever` every message of `say` is the query of a search. A memory adds new passages
-    to the context; other models read all passages before the message, in the same turn.
+    With a `retriever`, every message of `say` is the query of a search. A model with a memory adds
+    new passages to the context; other models read all passages before the message, in the same
+    turn.
 
     `say` follows the model's chat format; `read` and `write` leave the format to the caller.
     """
@@ -67,17 +68,18 @@ class Conversation:
         k: int = 4,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
-        """Begins an empty conversation.
+        """Creates an empty conversation.
 
         Args:
-          lm: the model; one that reads landmarks cannot hold a conversation.
+          lm: the model. Landmark models are not supported.
           context: one row of `LanguageModel.encode_contexts`, or its result.
-          length: most tokens of the text. The cache has as many slots (fewer where the pattern sees
-            fewer keys), and rotations are made for it. None: the trained length.
+          length: maximum number of tokens of the text. The cache has as many slots (fewer if the
+            pattern sees fewer keys), and rotations are made for this length. None: the length of
+            `lm` if it has one, else the trained length.
           projected: as in `LanguageModel.encode_contexts`.
           prefill_chunk: as in `LanguageModel.generate`.
           retriever: finds passages for every message (`lcjax.generation.retrieval_reader`).
-          k: passages of a search.
+          k: number of passages of a search.
           chat_template_kwargs: as in `LanguageModel.chat`, for all turns.
         """
         if not isinstance(lm, LanguageModel):
@@ -106,12 +108,12 @@ class Conversation:
             self.context = lm.encode_contexts([context], projected=projected)
         self.messages: list[dict[str, str]] = []  # of `say`
         chunk = prefill_chunk_size(prefill_chunk)
-        self._chunk = self.length if lm.config.reads_ahead else chunk
+        self._chunk = self.length if lm.config.needs_whole_prompt else chunk
         self._start_over()
 
     @property
     def tokens(self) -> list[int]:
-        """The whole text so far."""
+        """Token ids of the whole text so far."""
         return self._ids.copy()
 
     def add_context(self, context: ContextRow) -> None:
@@ -124,7 +126,7 @@ class Conversation:
             self._clear_cache()
 
     def read(self, text: str | Sequence[int]) -> None:
-        """Appends a text or token ids; a text gets BOS first if it begins the conversation."""
+        """Appends a text or token ids; BOS precedes a text that begins the conversation."""
         lm = self.lm
         if isinstance(text, str) and self._ids:
             text = encode_mid_text(lm.tokenizer, text)
@@ -137,15 +139,15 @@ class Conversation:
     ) -> str:
         """Generates the next part of the text and appends it.
 
-        `query` is the question with whose last token a context is searched; None: the text so far,
-        which in a chat ends with the template's own tokens, as it does in training.
+        `query` is the question whose last token searches the context; None: the text so far, which
+        in a chat ends with tokens of the chat template, as in training.
         """
         return "".join(piece.text for piece in self.stream(sampling, query=query))
 
     def stream(
         self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None
     ) -> Iterator[Piece]:
-        """Yields the text of `write` piece by piece; a stop string becomes part of the text too."""
+        """Yields the text of `write` piece by piece; a stop string is part of the text, too."""
         self._check(len(self._ids), sampling.max_new_tokens)
         return self._stream(sampling, query)
 
@@ -158,8 +160,8 @@ class Conversation:
     ) -> GeneratedText:
         """Generates the answer to the next message of a chat; `query` as in `write`.
 
-        Where the chat template changes earlier turns, all of the text is read again. The `passages`
-        of the answer are the search of a `retriever`.
+        If the chat template changes earlier turns, the whole text is read again. With a retriever,
+        the `passages` of the answer hold its search.
         """
         searches: tuple[Search, ...] = ()
         if self._retriever is not None:
@@ -173,7 +175,7 @@ class Conversation:
         if is_new:
             ids = list(tokenizer.encode(text, allow_special=True))
             ids = self.context.without_bos(ids, tokenizer.bos_id)
-        else:  # the template writes its own end of a turn
+        else:  # the template adds the end-of-turn token itself
             ids = self._ids[:-1] if self._ids[-1] in tokenizer.eos_ids else self._ids
             ids = ids + encode_mid_text(tokenizer, text[len(self._chat_text) :], allow_special=True)
         self._check(len(ids), sampling.max_new_tokens)
@@ -181,13 +183,13 @@ class Conversation:
             self._start_over()
         self._ids, num_tokens = ids, len(ids)
         answer = self.write(sampling, query=query)
-        # A stop string is in the text, but not in the chat.
+        # A stop string is part of the text but not of the chat, so the next turn reads all again.
         self._chat_text = None if self._ends_with_stop else text + answer
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return GeneratedText(answer, tuple(self._ids[num_tokens:]), passages=searches)
 
     def _with_passages(self, message: str, hits: Sequence[Any]) -> str:
-        """`message` after the passages of `hits`; or by itself, if a memory reads them."""
+        """Returns `message` after the passages of `hits`, or alone if a memory reads them."""
         texts = {hit.passage.id: join_title(hit.passage.title, hit.passage.text) for hit in hits}
         if self.lm.config.memory is None:
             return SEPARATOR.join([*reversed(texts.values()), message])
@@ -214,7 +216,7 @@ class Conversation:
         self._clear_cache()
 
     def _clear_cache(self) -> None:
-        """Empties the cache; the text stays, and is read again."""
+        """Empties the cache; the text is kept and read again later."""
         lm, slots = self.lm, cache_lib.whole_blocks(self.length)
         cache = cache_lib.create(
             lm.model.config, self._num_rows, slots, chunk=self._chunk, mesh=lm.mesh
@@ -225,7 +227,7 @@ class Conversation:
     def _stream(self, sampling: Sampling, query: str | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer
         sampling.check_texts(1)
-        # The new turn has a new question; what was read beside the old encoding stays read.
+        # Only the new turn reads the encoding for its question: text in the cache is kept.
         query = self._ids if query is None else query
         self.context = self.lm.search_contexts(self.context, [query])
         key, eos = sampling.key(self._num_rows), jnp.array(tokenizer.eos_ids, jnp.int32)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Piece:
     """New text of one row, and the tokens picked since its last piece.
 
-    `finish` is "stop", "length" or, while the row goes on, None. `logprobs` are those of `ids`,
-    where the request has `top_logprobs`.
+    `finish` is "stop" or "length" in the last piece of a row, and None before. `logprobs` has an
+    entry for each of `ids` if the request sets `top_logprobs`, else it is empty.
     """
 
     row: int
@@ -60,32 +60,32 @@ def generate_pieces(
 ) -> Iterator[Piece]:
     """Returns an iterator over pieces of text for every prompt, until all have finished.
 
-    The arguments are checked at once; prompts are read when the first piece is asked for.
+    The call checks the arguments; the prompts are read when the iterator is first advanced.
 
     Args:
-      lm: the model. One with landmarks reads them among the tokens, at most `pattern.chunk` tokens
-        at a time, and never picks one.
+      lm: the model. A landmark model reads its landmarks among the tokens, at most `pattern.chunk`
+        tokens at a time, and never generates a landmark.
       prompts: token ids.
       sampling: how tokens are picked and when to stop.
-      exact: the rotation follows the length of the text. The cache keeps unrotated keys, and every
-        step rotates all of them again. (As in every cache, the outputs of deeper layers for earlier
-        tokens are not recomputed.) Otherwise the length of a row is fixed: its prompt plus
-        `max_new_tokens`, so that a step never disagrees with the keys in the cache.
-      prefill_chunk: tokens of long prompts that are read at once, which bounds the memory; None: a
+      exact: whether the rotation follows the length of the text as it grows. The cache then keeps
+        unrotated keys, and every step rotates all of them again. (As in every cache, the outputs of
+        deeper layers for earlier tokens are not recomputed.) False: the rotation of a row is made
+        for its prompt plus `max_new_tokens`, so every step agrees with the keys in the cache.
+      prefill_chunk: number of prompt tokens that are read at once, which bounds the memory; None: a
         size that suits the platform.
-      memory: the encoded context of the prompts, rows that fill up the mesh included.
-      mixture: several prompts are one text: their probabilities are mixed, and all read the token
-        that is picked.
+      memory: the encoded context of the prompts, including filler rows for the mesh.
+      mixture: combines several prompts into one text: their probabilities are mixed, and all of
+        them read the picked token.
       prefix: the cached common prefix of all prompts. Not with `memory`.
-      top_logprobs: pieces have log p of their tokens, and so many of the most probable ones; None:
-        they have none.
+      top_logprobs: pieces have log p of their tokens and of this many most probable tokens; None:
+        pieces have no log-probabilities.
 
     Raises:
       InputError: an argument is invalid, or a prompt is too long.
     """
     config = lm.model.config
     rows = _check_prompts(prompts, config.vocab_size)
-    # The last token that is picked is not read.
+    # The last picked token is not read, so it needs no position.
     config.check_length(max(map(len, rows)) + sampling.max_new_tokens - 1)
     if prefix is not None:
         prefix.check_keys(lm, [len(row) + sampling.max_new_tokens for row in rows])
@@ -110,7 +110,7 @@ def _pieces(
     lm, prompts, sampling: Sampling, mixture: Mixture, landmarks: Landmarks | None,
     *, exact: bool, chunk: int, memory, prefix, top_logprobs: int | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """`generate_pieces` of `prompts` that fill the mesh."""
+    """Implements `generate_pieces` for checked `prompts`, with filler rows for the mesh."""
     max_new = sampling.max_new_tokens
     num_tokens = np.array([len(prompt) for prompt in prompts])
     num_landmarks = 0  # among the new tokens of a row
@@ -121,7 +121,7 @@ def _pieces(
     rotation = lm.rotations(lengths if exact else lengths + max_new + num_landmarks)
     logits, session = read_prompts(
         lm, prompts, rotation, chunk=chunk,
-        # A block that one row fills takes a slot of all rows.
+        # The landmark of one row's full block takes a cache slot in all rows.
         num_new=max_new + len(prompts) * num_landmarks,
         rotated=False if exact else None,
         landmarks=landmarks, memory=memory, prefix=prefix,
@@ -165,15 +165,19 @@ def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:
 
 
 def _chunk_of_blocks(chunk: int, pattern: Landmark) -> int:
-    """Whole blocks, at least one and no more than retrieval has positions for."""
+    """Rounds `chunk` down to whole blocks: at least one, and no more than `pattern.chunk` allows.
+
+    Retrieval has no positions for more tokens.
+    """
     longest = min(chunk, pattern.chunk or chunk)
     return max(longest // pattern.block, 1) * pattern.block
 
 
 def _places(count: np.ndarray, landmarks: Landmarks | None):
-    """segments, positions [B, T] and ends [B] of token number `count` [B] of every row.
+    """Returns segments, positions [B, T] and ends [B] for reading token `count` [B] of every row.
 
-    Where it fills a block in some row, T is 2: its landmark follows it, or padding.
+    T is 2 if the token completes a block in some row: the landmark follows it there, and padding
+    follows it in the other rows.
     """
     if landmarks is None:
         return None, count[:, None], None
@@ -199,7 +203,7 @@ class RowText:
     def add(self, token: int, logprobs: TokenLogprobs | None = None) -> Piece | None:
         """Returns the text that can be emitted after `token`, or the last piece of the row.
 
-        None while the text may still become part of a stop string.
+        Returns None while all text that is left may be the beginning of a stop string.
         """
         self._count += 1
         self._ids.append(token)
@@ -227,7 +231,7 @@ class RowText:
 
 
 def _overlap(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the start of a stop string."""
+    """Returns the length of the longest end of `text` that may be the start of a stop string."""
     sizes = [
         size
         for stop in stops

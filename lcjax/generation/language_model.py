@@ -1,4 +1,4 @@
-"""`LanguageModel`: loads a checkpoint, scores text and generates text.
+"""Defines `LanguageModel`, which loads a checkpoint, scores text and generates text.
 
 lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
 print(lm.chat("What is a dog?"))
@@ -58,10 +58,10 @@ from lcjax.rope import Default, Rope, Rotation, stack_rotations
 
 
 class LanguageModel(Scorer):
-    """Weights, tokenizer and method together; `with_method` swaps the method, not the weights.
+    """A decoder with its weights, tokenizer and method; `with_method` changes only the method.
 
-    Layers are not stacked (`scan_layers=False`): a scanned layer would copy its weights, and its
-    part of the cache, out of the stack for every token.
+    Layers are not stacked (`scan_layers=False`): a scanned layer would copy its weights and its
+    part of the cache out of the stack for every token.
     """
 
     def __init__(
@@ -72,9 +72,11 @@ class LanguageModel(Scorer):
         Args:
           model: the decoder. Its parameters must be laid out on its mesh as
             `lcjax.parallel.sharding.param_shardings` says.
-          params: the parameters. Stacked layers are copied apart; `load` makes no copy.
+          params: the parameters. Stacked layers are unstacked, which copies them; `load` makes no
+            copy.
           tokenizer: encodes and decodes text.
-          length: the least number of tokens that rotations are made for; None: that of each call.
+          length: minimum number of tokens that rotations are made for; None: the length of each
+            call.
         """
         config = model.config.for_inference()
         self.config, self.tokenizer, self.length = config, tokenizer, length
@@ -94,10 +96,16 @@ class LanguageModel(Scorer):
         mesh: Mesh | jax.sharding.Mesh | None = None,
         **settings: Unpack[Settings],
     ) -> "LanguageModel":
-        """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section.
+        """Loads a model from a checkpoint.
 
-        `mesh` spreads weights, rows and caches over devices (`Mesh(tensor=8, fsdp=1)`, or one of
-        JAX's with the axes of `Mesh`); everything is on the default device if None.
+        Args:
+          source: the path or name of a checkpoint, or a `ModelSection`.
+          mesh: the devices that share weights, rows and caches: `Mesh(tensor=8, fsdp=1)`, or a
+            `jax.sharding.Mesh` with the axes of `Mesh`; None: the default device.
+          **settings: fields of `ModelSection`, which replace those of a section.
+
+        Raises:
+          InputError: a setting is unknown or invalid, or the checkpoint cannot be read.
         """
         for name, value in settings.items():
             if name not in (known := Settings.__annotations__):
@@ -131,21 +139,21 @@ class LanguageModel(Scorer):
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices that share weights, rows and caches; None: one device has all."""
+        """The devices that share weights, rows and caches; None: everything is on one device."""
         return self.model.mesh
 
     @property
-    def follows_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         """Whether `rotation` changes with the length of a request."""
-        return self.config.follows_length
+        return self.config.depends_on_length
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether prompts can reuse the KV cache of a common prefix.
 
-        The visible keys of a token must depend only on its position, not on the other tokens of the
-        call, as they do in Landmark, InfLLM and vertical_slash. A pattern whose cache has few keys
-        has little to share.
+        The visible keys of a token must depend only on its position. Under Landmark, InfLLM and
+        vertical_slash they depend on the other tokens of the call. The cache must keep all keys: a
+        pattern that keeps only a few has little to share.
         """
         return can_share_prefix(self.config)
 
@@ -155,7 +163,7 @@ class LanguageModel(Scorer):
         return shared_prefix.PrefixReader(self, prompts)
 
     def for_length(self, length: int) -> "LanguageModel":
-        """Returns this model set up for requests of `length` tokens, unless it has a length."""
+        """Returns this model with rotations made for `length` tokens, unless it has a length."""
         return self if self.length is not None else self.with_method(length=length)
 
     def inference_memory(
@@ -173,14 +181,16 @@ class LanguageModel(Scorer):
         memory: Memory | None = None,
         length: int | None = None,
     ) -> "LanguageModel":
-        """Returns a model with the same weights and another position method or pattern.
+        """Returns a model with the same weights and another RoPE method, pattern or memory setting.
 
         Args:
-          rope: the position method of the layers that fix none (`config.layers`); None: as it is.
-          pattern: the attention pattern, likewise; None: as it is.
-          memory: that of `config` with other settings, such as CEPE's `trained_context`.
-          length: the least number of tokens that rotations are made for; None: that of each call,
-            also where the model had one before.
+          rope: RoPE method of the layers that have none of their own in `config.layers`; None:
+            unchanged.
+          pattern: attention pattern of the layers that have none of their own; None: unchanged.
+          memory: the memory of `config` with other settings, such as CEPE's `trained_context`;
+            None: unchanged.
+          length: minimum number of tokens that rotations are made for; None: the length of each
+            call, even if this model has a length.
 
         Raises:
           InputError: the weights do not fit the method.
@@ -223,20 +233,20 @@ class LanguageModel(Scorer):
     ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
-        `load` opens it with the same method. transformers does too if it knows the method: RoPE
+        `load` opens it with the same method. So does transformers if it implements the method: RoPE
         methods up to `config.rope.hf_limit` tokens, and the sliding window of Mistral and Qwen2.
 
         Args:
-          folder: is created.
-          dtype: of the weights; None: as they are.
+          folder: the folder to create.
+          dtype: dtype of the stored weights; None: unchanged.
           overwrite: whether to replace a folder that lcjax wrote.
-          checksums: whether to add the SHA-256 sums of all files, which `load` then compares.
+          checksums: whether to add the SHA-256 sums of all files, which `load` then verifies.
 
         Raises:
           InputError: no Hugging Face config describes this method (most patterns), or `folder`
             exists.
         """
-        if self.length is not None and self.follows_length:
+        if self.length is not None and self.depends_on_length:
             raise InputError(
                 f"length={self.length} of with_method cannot be saved: the rotation of a checkpoint"
                 " follows the length of each request; save lm.with_method(length=None)"
@@ -245,20 +255,20 @@ class LanguageModel(Scorer):
         return save_hf(folder, self.params, self.config, self.tokenizer, **options)
 
     def rotation(self, length: int) -> Rotation:
-        """The rotation of queries and keys in a request of `length` tokens."""
+        """Returns the rotation of queries and keys in a request of `length` tokens."""
         length = max(length, self.length or 0)
         if length not in self._rotations:
-            # A learned rope solves a differential equation for it.
+            # Cached: a learned rope solves a differential equation for each length.
             self._rotations[length] = self.config.rotation(length, self.params.get("rope"))
         return self._rotations[length]
 
     def rotations(self, lengths: Sequence[int]) -> Rotation:
-        """The rotation of a batch of requests: one for all, or stacked where they differ.
+        """Returns the rotation of a batch of requests: one for all, or stacked if they differ.
 
-        A row is rotated for its own length, so its results do not depend on the other rows.
+        Each row is rotated for its own length, so its results do not depend on the other rows.
         """
         lengths = [max(int(length), self.length or 0) for length in lengths]
-        if not self.follows_length or len(set(lengths)) == 1:
+        if not self.depends_on_length or len(set(lengths)) == 1:
             return self.rotation(max(lengths))
         return stack_rotations([self.rotation(length) for length in lengths])
 
@@ -276,20 +286,21 @@ class LanguageModel(Scorer):
 
         Args:
           contexts: for each row a document, or a list of passages (each a text, or token ids).
-            Every passage begins a chunk, and long ones are split into several. For prefix memories
-            (Activation Beacon, AutoCompressor), the first text of a row gets BOS if the model
-            expects one, and later texts do not; token ids are unchanged. For memories with passages
-            per chunk of the text (RETRO), a row is a list with the passages of each chunk, [] for
-            none; `after` is followed by the next chunk.
-          chunk: tokens of the chunks that long texts are split into; None: what the memory was
-            trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
-          batch_tokens: tokens that are encoded at once, which bounds the memory; None: a size that
-            suits the platform.
-          projected: keep the keys and values of every reader layer: faster to read, many times
-            larger.
+            Every passage starts a new chunk, and long passages are split into several. For prefix
+            memories (Activation Beacon, AutoCompressor), BOS precedes the first text of a row if
+            the model expects one, and no later text; token ids are unchanged. For memories with
+            passages per chunk of the text (RETRO), a row is a list with the passages of each chunk,
+            [] for none; with `after`, the row continues at the chunk after those of `after`.
+          chunk: size in tokens of the chunks that long texts are split into; None: the size that
+            the memory was trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter
+            chunks.
+          batch_tokens: number of tokens that are encoded at once, which bounds the memory; None: a
+            size that suits the platform.
+          projected: whether to store the keys and values of every reader layer instead of the
+            encoder's states: faster to read, many times larger.
           after: contexts to which these chunks are added; its own chunks are not encoded again.
-          query: a question for each row (text or token ids), where the encoding depends on one. Its
-            last token is compared with the context. None: the question of `after`, or else every
+          query: a question for each row (text or token ids), for query-dependent memories. Its last
+            token is compared with the context. None: the question of `after`; without one, every
             call searches with its own text. `search_contexts` searches with another question.
         """
         check_rows("context", contexts, '[["a document"]], with an entry for each row')
@@ -318,10 +329,10 @@ class LanguageModel(Scorer):
         *,
         batch_tokens: int | None = None,
     ) -> Contexts:
-        """Encodes `contexts` for another question, one for each row.
+        """Encodes `contexts` for other questions, one for each row.
 
-        Only nodes that were not encoded before are encoded. A memory whose encoding does not depend
-        on a question returns `contexts` as they are. One row of contexts serves many questions.
+        Only nodes that were not encoded before are encoded. A single row of contexts is repeated
+        for all questions. Contexts that do not depend on a question are returned unchanged.
         """
         contexts.check(self)
         if not contexts.source:
@@ -332,7 +343,7 @@ class LanguageModel(Scorer):
 
     @property
     def prefix_rope(self) -> Rope | None:
-        """The position method of windows before a text; None without a prefix memory."""
+        """RoPE method of the windows before a text; None without a prefix memory."""
         memory = self.config.memory
         return self.config.rope if memory is not None and memory.is_prefix else None
 
@@ -346,7 +357,7 @@ class LanguageModel(Scorer):
         context: Contexts | Sequence[ContextRow] | None,
         texts: Sequence[Sequence[int]],
     ) -> EncodedContext | None:
-        """The encoded context of `texts`, rows that fill up the mesh included."""
+        """Returns the encoded context of `texts`, including filler rows for the mesh."""
         if (context := self._encode_if_needed(context)) is None:
             return None
         context.check(self)
@@ -364,16 +375,16 @@ class LanguageModel(Scorer):
     ) -> np.ndarray:
         """Computes -log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first or t >= lengths.
 
-        A model with landmarks reads them among the tokens, in chunks, and retrieves earlier blocks.
+        A landmark model inserts landmarks between the tokens, reads them in chunks, and retrieves
+        earlier blocks.
 
         Args:
           tokens: int [B, T], padded on the right.
-          first: the first scored position, at least 1; only from there logits are computed.
-          lengths: int [B], number of tokens of each row; None: T. Later tokens are not read: a row
-            has the same scores as alone.
-          context: the context of every row, as `encode_contexts` takes or returns it. Where the
-            encoding depends on a question and has none, it is searched for the token before
-            `first`.
+          first: the first scored position, at least 1; logits are computed only from there on.
+          lengths: int [B], number of tokens of each row; None: T. Later tokens are not read, so a
+            row has the same scores as alone.
+          context: the context of every row, as `encode_contexts` takes or returns it. A
+            query-dependent encoding without a question is searched with the token before `first`.
 
         Raises:
           InputError: `tokens` are not ids of the vocabulary, or `lengths` or `first` do not fit.
@@ -395,16 +406,16 @@ class LanguageModel(Scorer):
         Args:
           score: `score(hidden, projection, targets)` returns a tree of arrays [B, m, ...] for
             hidden states [B, m, D], the projection to logits, and the next tokens int32 [B, m].
-            It is compiled: use one function, not a new one for each call.
-          tokens: as in `nll`, like `first`, `lengths` and `context`.
-          first: the first token that is scored.
-          lengths: of the rows.
-          context: of every row.
-          with_ffn_input: `score` gets `lcjax.models.decoder.States` as hidden states: also the
+            It is compiled: pass the same function object in every call, not a new one.
+          tokens: as in `nll`.
+          first: as in `nll`.
+          lengths: as in `nll`.
+          context: as in `nll`.
+          with_ffn_input: whether the hidden states are `lcjax.models.decoder.States`, which add the
             input of the last layer's feed-forward.
 
         Returns:
-          A tree of arrays [B, T, ...], 0 where `nll` is.
+          A tree of arrays [B, T, ...], 0 where `nll` is 0.
 
         Raises:
           InputError: as `nll`.
@@ -446,14 +457,14 @@ class LanguageModel(Scorer):
         """Computes the logits of the token after each of `tokens`, float32 [B, T, V].
 
         They take 4 B T V bytes: 16 GB for 128K tokens of a vocabulary of 32K. `nll` projects a few
-        positions at a time. A model with landmarks reads them among the tokens, as in `nll`: after
-        a full block the logits are those of the landmark, if landmarks are predicted.
+        positions at a time. A landmark model reads landmarks among the tokens, as in `nll`: after
+        a full block, the logits are those of the landmark if the model predicts landmarks.
 
         Args:
           tokens: int [B, T], padded on the right.
           lengths: int [B], number of tokens of each row, as in `nll`; logits after them are 0.
-          context: as in `nll`. Where the encoding depends on a question and has none, it is
-            searched for the row itself.
+          context: as in `nll`, but a query-dependent encoding without a question is searched with
+            the last token of each row.
 
         Raises:
           InputError: as `nll`.
@@ -467,7 +478,8 @@ class LanguageModel(Scorer):
             options = (landmarks, tokens, lengths + 1, 1, memory)
             return score_with_landmarks(self, text_logits, *options)
         rotation = self.rotations(np.maximum(lengths, 1))
-        texts = [Text(row, 0, row) for row in rows]  # targets only count: logits have none
+        # `text_logits` ignores the targets: only their number counts.
+        texts = [Text(row, 0, row) for row in rows]
         logits = np.zeros((*tokens.shape, self.config.vocab_size), np.float32)
         for out, row_logits in zip(logits, score_texts(self, text_logits, texts, rotation, memory)):
             out[: len(row_logits)] = row_logits
@@ -506,33 +518,38 @@ class LanguageModel(Scorer):
         how: str = "input",
         when: str | int = "once",
     ) -> list[GeneratedText]:
-        """Generates text for every prompt: a string each, which has its token ids as `ids`.
+        """Generates text for every prompt.
 
         Args:
-          prompts: texts or token ids; a list also for a single prompt.
+          prompts: texts or token ids; a list even for a single prompt.
           sampling: how tokens are picked and when to stop.
-          context: the context of every row, as `encode_contexts` takes or returns it.
-            Where the encoding depends on a question and has none, it is searched for the prompt.
-          exact: a rotation that depends on the length follows it while the text grows: all keys are
-            rotated again for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
-          prefill_chunk: tokens of a prompt that are read at once, which bounds the memory; None: a
-            size that suits the platform. Under vertical_slash all are.
-          retriever: finds passages to read with each prompt, which the result has as `passages`.
-          k: passages of a search.
+          context: the context of every row, as `encode_contexts` takes or returns it. A
+            query-dependent encoding without a question is searched with the last token of the
+            prompt.
+          exact: whether a rotation that depends on the length follows it while the text grows: all
+            keys are rotated again for every token. False: the rotation of a row is made for its own
+            prompt plus `max_new_tokens`.
+          prefill_chunk: number of prompt tokens that are read at once, which bounds the memory;
+            None: a size that suits the platform. vertical_slash always reads the whole prompt at
+            once.
+          retriever: finds passages to read with each prompt; the texts have them as `passages`.
+          k: number of passages of a search.
           how: how the passages are read, as in `RetrievalReader`.
-          when: once, or the number of tokens after which they are searched again.
+          when: "once", or the number of generated tokens after which passages are searched again.
+
+        Returns:
+          A string for each prompt, with its token ids as `ids`.
         """
         if retriever is not None:
-            from lcjax.generation.retrieval_reader import (
-                RetrievalReader,  # which reads with this class
-            )
+            # Imported here because the module imports this one.
+            from lcjax.generation.retrieval_reader import RetrievalReader
 
             if context is not None:
                 raise InputError("context and retriever both give passages to read; give one")
             reader = RetrievalReader(self, retriever, k, how, when)
             return reader.generate(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
         if (k, how, when) != (4, "input", "once"):
-            raise InputError("k, how and when say how passages are read; give a retriever, too")
+            raise InputError("k, how and when need a retriever; give one, or leave them out")
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )
@@ -550,11 +567,12 @@ class LanguageModel(Scorer):
         prefix: CachedPrefix | None = None,
         top_logprobs: int | None = None,
     ) -> Iterator[Piece]:
-        """Yields the text of `generate` piece by piece; the arguments are checked at once.
+        """Yields the text of `generate` piece by piece; the call itself checks the arguments.
 
-        With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is the
-        cached common prefix of all prompts (`lcjax.generation.shared_prefix`). With `top_logprobs`
-        (0 or more) pieces have log p of their tokens, and of so many alternatives.
+        A `mixture` combines several prompts into one text (`lcjax.generation.replug`). A `prefix`
+        is the cached common prefix of all prompts (`lcjax.generation.shared_prefix`). With
+        `top_logprobs` (0 or more), pieces have log p of their tokens and of this many most probable
+        tokens.
         """
         if top_logprobs is not None:
             check_integer("top_logprobs", top_logprobs, 0, "None leaves them out")
@@ -567,7 +585,7 @@ class LanguageModel(Scorer):
             self.encode(prompt, begins=not follows) if isinstance(prompt, str) else prompt
             for prompt, follows in zip(prompts, has_context, strict=True)
         ]
-        exact = exact and self.follows_length
+        exact = exact and self.depends_on_length
         if prefix is not None:
             prefix.check(self.config, ids, context=context, exact=exact)
         return generate_pieces(
@@ -586,12 +604,11 @@ class LanguageModel(Scorer):
         prefill_chunk: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Generates the answer to a conversation, or one question, in the model's chat format.
+        """Generates the answer to a conversation, or to one question, in the model's chat format.
 
-        `context` is a document or a list of passages for the model to read; options as in
-        `generate`.
-        `chat_template_kwargs` are variables of the chat template, such as
-        `{"enable_thinking": False}` of Qwen3, `{"tools": [...]}` or `{"documents": [...]}`.
+        `context` is a document or a list of passages for the model to read. `chat_template_kwargs`
+        are variables of the chat template, such as `{"enable_thinking": False}` of Qwen3,
+        `{"tools": [...]}` or `{"documents": [...]}`. The other options are as in `generate`.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -606,6 +623,6 @@ class LanguageModel(Scorer):
         )[0]
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
-        """Encodes a text, after BOS if the model expects one and the text `begins` a sequence."""
+        """Encodes a text; BOS precedes it if the model expects one and it `begins` a sequence."""
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids] if begins and self.tokenizer.add_bos else ids

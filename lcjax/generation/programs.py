@@ -1,4 +1,4 @@
-"""`jax.jit` for the programs of inference."""
+"""Compiles the programs of inference: `jax.jit` with options for the dtype of the weights."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.models.decoder import Decoder
 from lcjax.models.loss import FEW_ROWS
 
-# XLA for CPUs multiplies 16-bit weights with float32 activations as float32. By default a program
-# first converts those of all layers, which takes twice their memory. With this option a product
-# converts what it reads. Products of bfloat16 with bfloat16 need no conversion, unless the option
-# is given.
+# XLA for CPUs multiplies 16-bit weights with float32 activations in float32. By default, a program
+# first converts the weights of all layers, which takes twice their memory. With this option, each
+# product converts the weights that it reads. Products of bfloat16 with bfloat16 need no conversion
+# without the option.
 _IN_THE_PRODUCT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
@@ -21,7 +21,8 @@ class InferenceJit:
     """A jitted `function(model, params, ...)`, compiled for the dtype of the weights.
 
     The model is static, and `options` are those of `jax.jit`. `tokens` is the index of the argument
-    with the tokens [B] or [B, T], which are the rows of products; None: they count as many.
+    with the tokens [B] or [B, T]: their number is the number of rows of the matrix products, which
+    selects the compiler options. None: many rows.
     """
 
     def __init__(self, function: Callable[..., Any], *, tokens: int | None = None, **options: Any):
@@ -54,13 +55,13 @@ class InferenceJit:
         return self._for(model, *args).trace(model, *args, **kwargs)
 
     def _cache_size(self) -> int:
-        """The number of compiled programs, as of `jax.jit`."""
+        """Returns the number of compiled programs, like `jax.jit`'s method of this name."""
         return self._default._cache_size() + self._from_16_bits._cache_size()
 
 
 @functools.cache
 def _option_is_known() -> bool:
-    """Whether this version of XLA has the option, which is experimental."""
+    """Returns whether this version of XLA has the option, which is experimental."""
     try:
         jax.jit(lambda: 0, compiler_options=_IN_THE_PRODUCT).lower().compile()
     except jax.errors.JaxRuntimeError:

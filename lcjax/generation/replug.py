@@ -1,4 +1,4 @@
-"""REPLUG: reads one passage at a time before the text, and mixes the predictions.
+"""REPLUG: reads each passage separately before the text, and mixes the predictions.
 
 replug = Replug(lm)
 replug.generate(["Question: ...\\nAnswer:"], context=[[passage, passage]], scores=[[1.4, 0.9]])
@@ -40,16 +40,16 @@ MARGINALS = ("token", "sequence")
 class Replug(WrappedScorer):
     """A language model that reads each passage separately and mixes the predictions.
 
-    `context` holds the passages of each text (texts or token ids), [] where there are none: such a
-    text is read alone. `scores` holds a number for each passage, such as a retriever's inner
-    products with the text; None: equal weights.
+    `context` holds the passages of each text (texts or token ids). A text without passages, [], is
+    read alone. `scores` holds a number for each passage, such as a retriever's inner product with
+    the text; None: equal weights.
     """
 
     lm: LanguageModel
-    temperature: float = 1.0  # scores are divided by it: towards 0 only the best passage counts
-    batch: int = 8  # passes that run at once, when texts are scored
-    # What is mixed: the probabilities of each token (REPLUG, RAG-Token), or of the whole text from
-    # the first scored or generated token on (RAG-Sequence)
+    temperature: float = 1.0  # divides scores: towards 0 only the best passage counts
+    batch: int = 8  # rows (a passage and its text each) that are scored at once
+    # What is mixed: "token", the probabilities of each token (REPLUG, RAG-Token), or "sequence",
+    # those of the whole text from the first scored or generated token on (RAG-Sequence)
     marginal: str = "token"
 
     def __post_init__(self):
@@ -66,11 +66,11 @@ class Replug(WrappedScorer):
         first: int = 1,
         lengths: np.ndarray | None = None,
     ) -> np.ndarray:
-        """-log sum_i w_i p(tokens[t] | d_i tokens[:t]), float32 [B, T].
+        """Computes -log sum_i w_i p(tokens[t] | d_i tokens[:t]), float32 [B, T].
 
-        Arguments as in `LanguageModel.nll`, but `first` may be 0 where all texts have passages.
-        Every passage directly precedes the text, independent of its length. Under
-        `marginal="sequence"` the sum over the scored tokens of a text is -log sum_i w_i p(text |
+        The arguments are as in `LanguageModel.nll`, but `first` may be 0 if all texts have
+        passages. Every passage directly precedes the text, whatever its length. With
+        `marginal="sequence"`, the sum over the scored tokens of a text is -log sum_i w_i p(text |
         d_i).
         """
         tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
@@ -92,7 +92,7 @@ class Replug(WrappedScorer):
         scored = (scored >= first) & (scored < lengths[:, None])
         log_p = np.where(scored[:, None], log_p, 0.0)
         prior = weights[..., None]
-        if self.marginal == "sequence":  # the weight of a passage after the tokens before
+        if self.marginal == "sequence":  # the weight of a passage given the earlier tokens
             prior = prior + np.pad(np.cumsum(log_p, axis=-1), [(0, 0), (0, 0), (1, 0)])[..., :-1]
             prior = prior - np.logaddexp.reduce(prior, axis=1, keepdims=True)
         mixed = -np.logaddexp.reduce(prior + log_p, axis=1)
@@ -108,7 +108,7 @@ class Replug(WrappedScorer):
     ) -> list[list[Continuation]]:
         if self.marginal == "token" or len({len(prompt) for prompt in prompts}) < 2:
             return super().continuations(prompts, continuations, context=context, scores=scores)
-        # Prompts of other lengths end, and sequences begin, at other places.
+        # `nll` has one `first` for all rows, and a sequence must begin where its prompt ends.
         scores = [None] * len(prompts) if scores is None else [[row] for row in scores]
         rows = zip(prompts, continuations, context, scores, strict=True)
         return [
@@ -128,7 +128,10 @@ class Replug(WrappedScorer):
         exact: bool = False,
         prefill_chunk: int | None = None,
     ) -> list[GeneratedText]:
-        """Generates text for every prompt, each token from the mixture; as `LanguageModel`'s."""
+        """Generates text for every prompt, each token from the mixture.
+
+        The options are as in `LanguageModel.generate`.
+        """
         options = {"exact": exact, "prefill_chunk": prefill_chunk}
         pieces = self.stream(prompts, sampling, context=context, scores=scores, **options)
         return join_pieces(pieces, len(prompts))
@@ -144,8 +147,8 @@ class Replug(WrappedScorer):
     ) -> Iterator[Piece]:
         """Yields the text of `generate` piece by piece, all passages of all prompts in one batch.
 
-        A prompt that is a text gets BOS before the passage, if the model expects one; one that is a
-        list of ids is what follows the passage exactly.
+        Before a prompt that is a text, BOS precedes the passage if the model expects one. Token ids
+        follow the passage unchanged.
         """
         check_rows("prompts", prompts, '["a prompt"]')
         if not len(prompts):
@@ -154,7 +157,7 @@ class Replug(WrappedScorer):
         inputs = []
         for prompt, row in zip(prompts, documents, strict=True):
             ids = [self._join(document, prompt) for document in row]
-            # All texts have equally many inputs; the ones that fill up have weight 0.
+            # All texts need equally many inputs; the added ones have weight 0.
             inputs += ids + [min(ids, key=len)] * (weights.shape[1] - len(ids))
         mixture = Mixture(len(prompts), weights, self.marginal == "sequence")
         return self.lm.stream(inputs, sampling, mixture=mixture, **options)
@@ -166,7 +169,7 @@ class Replug(WrappedScorer):
         return [*ids[:bos], *document.tolist(), *ids[bos:]]
 
     def _weighted(self, context, scores, rows: int) -> tuple[list[list[np.ndarray]], np.ndarray]:
-        """The passages of every text, or one empty one, and their log weights [B, n]."""
+        """Returns the passages of every text, or one empty passage, and log weights [B, n]."""
         check_rows("context", context, '[["a passage"]], with an entry for each text')
         if len(context) != rows:
             raise InputError(
@@ -189,7 +192,7 @@ class Replug(WrappedScorer):
         return [row or [np.zeros(0, np.int32)] for row in documents], weights
 
     def _batches(self, documents, lengths) -> Iterator[list[tuple[int, int]]]:
-        """Yields batches of (text, passage) of texts of some length, sorted by length."""
+        """Yields batches of (text, passage) indices sorted by length, without texts of length 0."""
         sizes = {
             (b, i): len(document) + int(lengths[b])
             for b, row in enumerate(documents)

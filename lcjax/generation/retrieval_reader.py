@@ -1,22 +1,22 @@
-"""Text generation and scores with passages that a retriever finds for the text itself.
+"""Generates and scores text with passages that a retriever finds for the text itself.
 
 reader = RetrievalReader(lm, retriever, how="input", when=16)
 (text,) = reader.generate(["The harbour master of Arnsund is"])
 text.passages       # the searches: query, hits, and the number of tokens generated before
 
-A retriever is any object with `search(queries, k)`, which returns for every query its hits, the
-best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three choices make a method:
+A retriever is any object with `search(queries, k)`, which returns the hits of every query, the
+best first; a hit has `score` and `passage.id`, `.title` and `.text`. Three options define a method:
 
-- What: passages, `k` of them.
-- How: "input", in front of the text, the best one next to it (in-context RALM, Ram et al. 2023,
-  arXiv 2302.00083); "context", as chunks of the model's memory (CEPE, SharedLLM and others);
-  "fid", as such chunks that begin with the query (Fusion-in-Decoder, Izacard and Grave 2021);
-  "mixture", one passage at a time, with the weights softmax(scores / temperature) (REPLUG);
-  "rag_token" and "rag_sequence", the marginals of RAG (Lewis et al. 2020, arXiv 2005.11401) over
-  p(z | x) = softmax(scores): of every token, or of the whole text.
-- When: "once", with the whole prompt as query; or a number of tokens after which the last 32
-  (`query_tokens`) of the text are the query of a new search, and the text is read again with the
-  new passages.
+- `k`: the number of passages of a search.
+- `how` the passages are read: "input", in front of the text, the best one next to it (in-context
+  RALM, Ram et al. 2023, arXiv 2302.00083); "context", as chunks of the model's memory (CEPE,
+  SharedLLM and others); "fid", as such chunks that begin with the query (Fusion-in-Decoder, Izacard
+  and Grave 2021); "mixture", one passage at a time, with the weights softmax(scores / temperature)
+  (REPLUG); "rag_token" and "rag_sequence", the marginals of RAG (Lewis et al. 2020, arXiv
+  2005.11401) over p(z | x) = softmax(scores): of every token, or of the whole text.
+- `when` to search: "once", with the whole prompt as query; or a number of tokens after which the
+  last 32 (`query_tokens`) of the text are the query of a new search, and the text is read again
+  with the new passages.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from lcjax.models.memory import check_memory
 METHODS = ("input", "context", "fid", "mixture", "rag_token", "rag_sequence")
 QUERY_TOKENS = 32  # Ram et al., section 5
 SEPARATOR = "\n\n"  # after a passage in front of a text
-_LEAST_SPREAD = 0.05  # of scores, in temperatures: below it weights differ by 5 % at most
+_LEAST_SPREAD = 0.05  # of scores / temperature: below it weights differ by 5 % at most
 
 
 class Retriever(Protocol):
@@ -52,15 +52,15 @@ class Retriever(Protocol):
 
 
 class Search(NamedTuple):
-    """The passages that a text was read with."""
+    """A query and its hits, the passages that a text was read with."""
 
     query: str
     hits: tuple  # the best first
-    num_tokens: int = 0  # generated before
+    num_tokens: int = 0  # number of tokens generated before the search
 
 
 def check_retriever(retriever: Retriever) -> None:
-    """Raises an InputError unless `retriever` can search."""
+    """Raises an InputError unless `retriever` has a `search` method."""
     if not callable(getattr(retriever, "search", None)):
         raise InputError(
             f"retriever={retriever!r:.60} has no search(queries, k); open a datastore with"
@@ -69,7 +69,10 @@ def check_retriever(retriever: Retriever) -> None:
 
 
 def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
-    """Returns the hits of every query that have a text; none for a blank query."""
+    """Returns the hits of every query, without hits whose text is blank.
+
+    A blank query has no hits and is not searched.
+    """
     for query in queries:
         if not isinstance(query, str):
             raise InputError(f"queries: {query!r:.40} must be a text")
@@ -88,20 +91,20 @@ def join_title(title: str, text: str, separator: str = "\n") -> str:
 class RetrievalReader(WrappedScorer):
     """A language model that reads retrieved passages. Without hits it equals the model.
 
-    Token ids of a prompt that begin with BOS begin with it before the passages, too.
+    If the token ids of a prompt begin with BOS, it precedes the passages.
     """
 
     lm: LanguageModel
     retriever: Retriever
-    k: int = 4  # passages of a search
-    how: str = "input"
-    when: str | int = "once"  # or a number of tokens
+    k: int = 4  # number of passages of a search
+    how: str = "input"  # how passages are read: one of METHODS
+    when: str | int = "once"  # or the number of tokens between searches
     # Tokens at the end of the text that are the query; None: all of it if `when` is once, else 32
     query_tokens: int | None = None
-    temperature: float = 1.0  # of scores, for "mixture"
-    passage_tokens: int | None = None  # longer passages are cut; None: whole
-    batch: int = 8  # passes that run at once, when texts are scored
-    # Most tokens of a text and its passages without a warning; None: what lm was made for
+    temperature: float = 1.0  # divides scores; only for "mixture"
+    passage_tokens: int | None = None  # longer passages are cut; None: whole passages are read
+    batch: int = 8  # rows (a passage and its text each) that are scored at once
+    # Tokens of a text and its passages above which it warns, if lm is not made for more
     length: int | None = None
 
     def __post_init__(self):
@@ -129,12 +132,12 @@ class RetrievalReader(WrappedScorer):
 
     @property
     def _uses_memory(self) -> bool:
-        """Whether a memory reads the passages."""
+        """Whether the passages are read by a memory."""
         return self.how in ("context", "fid")
 
     @property
     def _is_by_chunk(self) -> bool:
-        """Whether chunks of the text read passages of their own."""
+        """Whether each chunk of the text has its own passages (`Memory.by_chunk`)."""
         return self._uses_memory and self.config.memory.by_chunk
 
     # Generation
@@ -153,9 +156,10 @@ class RetrievalReader(WrappedScorer):
         Args:
           prompts: texts or token ids.
           sampling: how tokens are picked and when to stop.
-          queries: a query for each prompt, with when="once"; None: the prompts, or their ends.
-          exact: as in `LanguageModel.generate`, like `prefill_chunk`.
-          prefill_chunk: tokens that are read at once.
+          queries: a query for each prompt, only with when="once"; None: the prompts, or their last
+            `query_tokens`.
+          exact: as in `LanguageModel.generate`.
+          prefill_chunk: as in `LanguageModel.generate`.
         """
         check_rows("prompts", prompts, '["a prompt"]')
         is_once = self.when == "once" and not self._is_by_chunk
@@ -175,7 +179,7 @@ class RetrievalReader(WrappedScorer):
     def _generate_in_strides(
         self, prompts: list[list[int]], sampling: Sampling, options: dict[str, Any]
     ) -> list[GeneratedText]:
-        """Reads the text so far beside the passages of a new search for every `when` tokens."""
+        """Generates `when` tokens at a time, each time from the text so far and a new search."""
         sampling.check_texts(len(prompts))
         rows = [list(prompt) for prompt in prompts]
         texts = [RowText(row, self.tokenizer, sampling) for row in range(len(rows))]
@@ -205,7 +209,7 @@ class RetrievalReader(WrappedScorer):
     def _add_searches(
         self, rows: Sequence[Sequence[int]], searches: Sequence[list[Search]], num_tokens: int
     ) -> int:
-        """Adds to `searches` of each row those before the next tokens; returns how many follow."""
+        """Adds the next searches to `searches` of each row; returns the tokens until the next."""
         if self._is_by_chunk:
             for added, row in zip(self._search_chunks(rows, searches, num_tokens), searches):
                 row += added
@@ -227,7 +231,10 @@ class RetrievalReader(WrappedScorer):
     def continuations(
         self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     ) -> list[list[Continuation]]:
-        """As `LanguageModel.continuations`; the query is the prompt, or the text in strides."""
+        """Scores the continuations of each prompt, as `LanguageModel.continuations` does.
+
+        The query is the prompt; if `when` is a number of tokens, it is the text before each stride.
+        """
         if self.when != "once" or self._is_by_chunk:
             pairs = zip(prompts, continuations, strict=True)
             return [super(RetrievalReader, self).continuations([p], [c])[0] for p, c in pairs]
@@ -245,17 +252,18 @@ class RetrievalReader(WrappedScorer):
         lengths: np.ndarray | None = None,
         searched: np.ndarray | None = None,
     ) -> np.ndarray:
-        """As `LanguageModel.nll`. The query is the text before `first`, or before each stride.
+        """Computes -log p of tokens, as `LanguageModel.nll` does.
 
-        For a memory that chunks of the text read, every whole chunk is a query. With `searched`,
-        int [B, T], queries are at the same places of these texts.
+        The query is the text before `first`, or before each stride of `when` tokens. For a memory
+        with passages per chunk of the text (RETRO), every whole chunk is a query. With `searched`,
+        int [B, T], queries are taken from the same places of these texts instead.
         """
         tokens, ends = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]
         check_first(first, width)
         searched = tokens if searched is None else searched
         searched, _ = check_token_rows(searched, lengths, self.config.vocab_size)
-        if self._is_by_chunk:  # of chunks that end before the last token, which predicts nothing
+        if self._is_by_chunk:  # the last token predicts nothing, so no chunk may contain it
             rows = [row[: max(end - 1, 0)] for row, end in zip(searched, ends, strict=True)]
             context = self._by_chunk(self._search_chunks(rows, [()] * len(rows)))
             return self.lm.nll(tokens, first=first, lengths=lengths, **context)
@@ -279,7 +287,7 @@ class RetrievalReader(WrappedScorer):
     def _nll(
         self, tokens: np.ndarray, first: int, lengths: np.ndarray, searches: Sequence[Search]
     ) -> np.ndarray:
-        """-log p of rows beside the hits of their searches."""
+        """Computes -log p of rows that are read with the hits of their searches."""
         nll = np.zeros(tokens.shape, np.float32)
         heads = np.array([self._num_head(*pair) for pair in zip(tokens, searches, strict=True)])
         for head in np.unique(heads):
@@ -301,7 +309,7 @@ class RetrievalReader(WrappedScorer):
         return check_token_ids("prompts: a prompt", prompt, self.config.vocab_size).tolist()
 
     def _query(self, ids: Sequence[int]) -> str:
-        """The query at the end of a text."""
+        """Returns the query, which is the end of a text."""
         size = self.query_tokens or (len(ids) if self.when == "once" else QUERY_TOKENS)
         ids = [int(token) for token in ids[max(len(ids) - size, 0) :]]
         return self.tokenizer.decode(ids, skip_special=True)
@@ -313,7 +321,7 @@ class RetrievalReader(WrappedScorer):
     def _search_chunks(
         self, rows: Sequence[Ids], searches: Sequence[Sequence[Search]], num_tokens: int = 0
     ) -> list[list[Search]]:
-        """Searches for the whole chunks of every row that `searches` lack."""
+        """Searches for the whole chunks of every row that have no search in `searches` yet."""
         size = self.config.memory.chunk
         numbers = [range(len(done), len(row) // size) for row, done in zip(rows, searches)]
         queries = [
@@ -325,7 +333,7 @@ class RetrievalReader(WrappedScorer):
         return [list(itertools.islice(results, len(chunks))) for chunks in numbers]
 
     def _by_chunk(self, searches: Sequence[Sequence[Search]]) -> dict[str, Any]:
-        """The options of the model for the searches of the chunks of every row."""
+        """Returns the options of the model for the searches of the chunks of every row."""
         flat = [result for row in searches for result in row]
         if not any(result.hits for result in flat):
             return {}
@@ -335,7 +343,7 @@ class RetrievalReader(WrappedScorer):
     def _read(
         self, rows: list[list[int]], searches: Sequence[Search], num_new: int
     ) -> tuple[Scorer, list[list[int]], dict[str, Any]]:
-        """The scorer of `rows` beside their hits, the prompts that it reads, and its options.
+        """Returns the scorer of `rows` with their hits, the prompts that it reads, and its options.
 
         `num_new` further tokens will be read after every row.
         """
@@ -345,7 +353,7 @@ class RetrievalReader(WrappedScorer):
         options = self._options([row[:n] for row, n in zip(rows, heads, strict=True)], searches)
         prompts = [row[n:] for row, n in zip(rows, heads, strict=True)]
         self._check_length([len(ids) + num_new for ids in prompts], options["context"])
-        if self.how == "input":  # one passage, with which the prompt is one text
+        if self.how == "input":  # one joined passage, which precedes the prompt in one text
             pairs = zip(options["context"], prompts, strict=True)
             return (
                 self.lm,
@@ -359,11 +367,11 @@ class RetrievalReader(WrappedScorer):
     ) -> None:
         """Warns if passages in front of a text make it too long.
 
-        As everywhere, texts that are too long by themselves are the caller's choice.
+        As everywhere, there is no warning for texts that are too long without passages.
 
         Args:
           lengths: tokens of every text, without BOS before its passages.
-          context: the passages of every text, each to stand in front of it by itself.
+          context: the passages of every text, each of which precedes the text separately.
         """
         limit = max(self.length or 0, self.lm.length or 0, self.config.max_length)
         longest = max(
@@ -383,7 +391,7 @@ class RetrievalReader(WrappedScorer):
             )
 
     def _num_head(self, row: Sequence[int], result: Search) -> int:
-        """How many tokens of a row, 1 for BOS, stand before its passages."""
+        """Returns how many tokens of a row precede its passages: 1 for BOS, else 0."""
         is_outside = self._uses_memory and not self.config.memory.is_prefix
         if is_outside or not result.hits or not len(row):
             return 0
@@ -392,13 +400,14 @@ class RetrievalReader(WrappedScorer):
     def _options(
         self, heads: Sequence[Sequence[int]], searches: Sequence[Search]
     ) -> dict[str, Any]:
-        """The options of the scorer: the passages of every row after its head, and scores."""
+        """Returns the scorer's options: the passages of every row after its head, and scores."""
         context = []
         for head, result in zip(heads, searches, strict=True):
             passages = [self._passage(hit, result.query) for hit in result.hits]
             if self.how == "input" and passages:
                 passages = [np.concatenate(passages[::-1])]
-            num_heads = 1 if self._uses_memory else len(passages)  # one text, or each its own
+            # A memory reads the passages of a row as one text; else each begins a text of its own.
+            num_heads = 1 if self._uses_memory else len(passages)
             with_head = [np.array([*head, *ids], np.int32) for ids in passages[:num_heads]]
             context.append([*with_head, *passages[num_heads:]])
         if self.how == "input" or self._uses_memory:
@@ -426,10 +435,10 @@ class RetrievalReader(WrappedScorer):
 
 
 def _stride(sampling: Sampling, start: int, size: int, rows: Sequence[int]) -> Sampling:
-    """`sampling` of the tokens of `rows` from number `start` on, at most `size`."""
+    """Returns `sampling` for at most `size` tokens of `rows`, from new token `start` on."""
     num_new = min(size, sampling.max_new_tokens - start)
 
-    def at(seed: int) -> int:  # other draws than those of the first tokens
+    def at(seed: int) -> int:  # each stride needs other draws than the first one
         return int(np.random.SeedSequence([seed, start]).generate_state(1)[0]) if start else seed
 
     seed = sampling.seed

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy choice, temperature, top-k, top-p, and mixtures of prompts."""
+"""Picks tokens from logits: greedy choice, temperature, top-k, top-p, and mixtures of prompts."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ class Sampling:
     """How the next token is picked, and when generation stops."""
 
     max_new_tokens: int = 128
-    min_new_tokens: int = 0  # the end-of-text token is not picked before
+    min_new_tokens: int = 0  # no end-of-text token is picked before this many tokens
     temperature: float = 0.0  # 0 is greedy
-    top_k: int | None = None  # so many of the most probable tokens are kept; null: all
-    top_p: float = 1.0  # of these, the smallest set with this much probability is kept
-    stop: tuple[str, ...] = ()  # text before the first of these is the answer
-    # Of all draws; or one for each text, whose draws then do not depend on the rest of the batch.
+    top_k: int | None = None  # number of most probable tokens that are kept; null: all
+    top_p: float = 1.0  # of these, the smallest set with at least this probability is kept
+    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
+    # One for all draws; or one for each text, whose draws then do not depend on the other texts.
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
@@ -52,7 +52,7 @@ class Sampling:
             raise InputError(f"stop={self.stop!r} must be a tuple of stop strings, none empty")
 
     def check_texts(self, count: int) -> None:
-        """Raises an InputError where there are seeds of texts, but not one for each text."""
+        """Raises an InputError if `seed` is a tuple without exactly one seed per text."""
         if isinstance(self.seed, tuple) and len(self.seed) != count:
             raise InputError(
                 f"seed={self.seed} has {len(self.seed)} numbers for {count} prompts; give one for"
@@ -60,9 +60,10 @@ class Sampling:
             )
 
     def with_seeds(self, prompts: Iterable[Iterable[int]]) -> "Sampling":
-        """Returns this with a seed for each prompt, made of its token ids and `seed`.
+        """Returns a copy with a seed for each prompt, a hash of its token ids and `seed`.
 
-        Its draws then do not depend on the size and order of batches.
+        The draws of a prompt then do not depend on the size and order of batches. Greedy sampling
+        has no draws and is returned unchanged.
         """
         if not self.temperature:
             return self
@@ -70,9 +71,9 @@ class Sampling:
         return dataclasses.replace(self, seed=tuple(zlib.crc32(text, self.seed) for text in ids))
 
     def key(self, rows: int) -> jax.Array:
-        """The key for `pick`, or keys [rows] where each text has a seed.
+        """Returns the key for `pick`, or keys [rows] if each text has a seed.
 
-        Rows that fill up a mesh come last and have the key of the first row.
+        Filler rows for the mesh come last and have the key of the first row.
         """
         if not isinstance(self.seed, tuple):
             return jax.random.key(self.seed)
@@ -84,11 +85,11 @@ def pick(logits: jax.Array, key: jax.Array, step: int, eos: jax.Array, sampling:
     """Picks token number `step` of every text, int32 [B], from float32 logits [B, V].
 
     Args:
-      logits: of the next token.
+      logits: logits of the next token.
       key: from `Sampling.key`.
-      step: counts the new tokens from 0.
+      step: number of the new token, counted from 0.
       eos: int32 [n], tokens that end a text; not picked before `min_new_tokens`.
-      sampling: how.
+      sampling: how the token is picked.
     """
     is_early, is_random = step < sampling.min_new_tokens, sampling.temperature > 0
     return _draw(
@@ -101,7 +102,7 @@ def pick(logits: jax.Array, key: jax.Array, step: int, eos: jax.Array, sampling:
 
 @functools.partial(jax.jit, static_argnames=("greedy", "top_k", "nucleus"))
 def _draw(logits, key, step, eos, is_early, temperature, top_p, *, greedy, top_k, nucleus):
-    """`pick` with only what changes the program as static arguments."""
+    """Implements `pick`; only arguments that change the program are static."""
     logits = logits.at[:, eos].add(jnp.where(is_early, -jnp.inf, 0.0))
     if greedy:
         return logits.argmax(-1).astype(jnp.int32)
@@ -117,7 +118,7 @@ def _draw(logits, key, step, eos, is_early, temperature, top_p, *, greedy, top_k
 
 
 def _keep_top_k(logits: jax.Array, count: int) -> jax.Array:
-    """Keeps the `count` most probable tokens, and those as probable as the last of them.
+    """Keeps the `count` most probable tokens, and any that are as probable as the last of them.
 
     Top-k sampling, Fan et al. 2018.
     """
@@ -142,7 +143,7 @@ def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
 class TokenLogprobs(NamedTuple):
     """log p of a token under the model, and the most probable tokens in its place.
 
-    Temperature, top-k and top-p leave them as they are.
+    Temperature, top-k and top-p do not change the values.
     """
 
     logprob: np.ndarray | jax.Array  # float32 [...], of the token
@@ -155,15 +156,15 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, top: int) -> TokenLogpr
     """Returns log p of `tokens` int32 [...] from logits [..., V], and the `top` most probable."""
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     picked = jnp.take_along_axis(logits, tokens[..., None], -1) - lse
-    # The same difference as above: a token that is the most probable one has exactly its log p.
+    # The same subtraction as above: log p of a token equals its entry among the top ones exactly.
     values, ids = jax.lax.top_k(logits, min(top, logits.shape[-1]))
     return TokenLogprobs(picked[..., 0], ids, values - lse)
 
 
 class GeneratedText(str):
-    """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length".
+    """A generated text: `ids` are the picked tokens, `finish` is "stop" or "length".
 
-    `passages` are the searches (`lcjax.generation.retrieval_reader.Search`) that it was read with.
+    `passages` are the searches (`lcjax.generation.retrieval_reader.Search`) whose hits were read.
     """
 
     def __new__(
@@ -210,9 +211,10 @@ def log_weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 class Mixture:
     """B texts, each a mixture of n prompts: rows b n ... b n + n - 1 of a batch are text b.
 
-    Weights that stay as they are mix the probabilities of each token alone (REPLUG, RAG-Token).
-    With `is_sequence` those of sequences are mixed (RAG-Sequence): as p(y_t | y_<t) = sum_z
-    p(z | y_<t) p(y_t | z, y_<t), every token that is picked turns the weights into the posterior.
+    Constant weights mix the probabilities of each token separately (REPLUG, RAG-Token). With
+    `is_sequence`, the probabilities of whole sequences are mixed (RAG-Sequence): because
+    p(y_t | y_<t) = sum_z p(z | y_<t) p(y_t | z, y_<t), the weights are updated to the posterior
+    after every picked token.
     """
 
     texts: int
@@ -223,7 +225,7 @@ class Mixture:
     needs_ffn_input: ClassVar[bool] = False
 
     def after(self, logits: jax.Array, token: jax.Array) -> "Mixture":
-        """The mixture of the next token, where `token` [B] was picked from `logits` [B n, V]."""
+        """Returns the mixture for the step after `token` [B] was picked from `logits` [B n, V]."""
         if self.weights is None or not self.is_sequence:
             return self
         weights = _posterior(logits, jnp.asarray(self.weights, jnp.float32), token)
@@ -232,16 +234,16 @@ class Mixture:
     def logits(self, logits: jax.Array) -> jax.Array:
         """Computes log p [B, V] of the next token of every text from its prompts' logits [B n, V].
 
-        Rows that fill up a mesh come last and are dropped.
+        Filler rows for the mesh come last and are dropped.
         """
         if self.weights is None:
             return logits
         return _mixed_rows(logits, jnp.asarray(self.weights, jnp.float32))
 
     def read_by(self, token: jax.Array, rows: int) -> jax.Array:
-        """The tokens [rows] that the prompts read after `token` [B] was picked for the texts.
+        """Returns the tokens [rows] that the prompts read after `token` [B] was picked.
 
-        Rows that fill up a mesh read what the first text reads.
+        Filler rows for the mesh read the token of the first text.
         """
         if self.weights is None:
             return token

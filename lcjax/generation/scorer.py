@@ -28,8 +28,8 @@ class PassageSpan(NamedTuple):
 
     start: int
     stop: int
-    score: float | None = None  # that a retriever gave it
-    rank: int | None = None  # from 0, the best; None: for the context alone
+    score: float | None = None  # the retriever's; None: not from a search
+    rank: int | None = None  # 0 is the best; None: not ranked, and only read as context
 
 
 class Scorer(abc.ABC):
@@ -37,20 +37,21 @@ class Scorer(abc.ABC):
 
     Attributes:
       tokenizer: encodes and decodes text.
-      config: that of the decoder.
+      config: the config of the decoder.
       mesh: the devices that share a batch; None: one device.
-      decoder: the tokens at the end of a window that the decoder reads; None: all. The tokens
-        before are read as context, and cannot be scored.
-      follows_length: whether the rotation of a text depends on its length.
+      decoder: number of tokens at the end of a window that the decoder reads; None: all. Earlier
+        tokens are read as context and cannot be scored.
+      depends_on_length: whether the rotation of a text depends on its length.
       shares_prefixes: whether `with_shared_prefixes` returns a model that reads a prefix once.
-      saved_tokens: tokens of prompts that were not read so far, because a prefix of them was.
+      saved_tokens: number of prompt tokens that were not read so far because they belong to a
+        shared prefix.
     """
 
     tokenizer: Tokenizer
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
     decoder: int | None = None
-    follows_length: bool = False
+    depends_on_length: bool = False
     shares_prefixes: bool = False
     saved_tokens: int = 0
 
@@ -69,10 +70,10 @@ class Scorer(abc.ABC):
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1.
           lengths: int [B], number of tokens of each row; None: T.
-          **options: those of the subclass.
+          **options: options of the subclass.
 
         Returns:
-          0 for t < first and for t >= lengths.
+          The values, 0 for t < first and for t >= lengths.
         """
 
     @abc.abstractmethod
@@ -86,17 +87,17 @@ class Scorer(abc.ABC):
     ) -> list[list[Continuation]]:
         """Scores the continuations of each prompt (token ids).
 
-        The default scores each continuation as the end of a text, and compares it with the greedily
+        The default scores each continuation as the end of a text, and compares it with greedily
         generated text. If the rotation depends on the length, the greedy text of a prompt is
-        generated for its own longest continuation, not for that of the batch.
+        generated with the length of the prompt's own longest continuation, not the batch's.
         """
         check_continuations(prompts, continuations, self.config.vocab_size)
         longest = [max(map(len, row)) for row in continuations]
         greedy: list[tuple[int, ...]] = [()] * len(prompts)
-        for num_new in sorted(set(longest)) if self.follows_length else [max(longest)]:
+        for num_new in sorted(set(longest)) if self.depends_on_length else [max(longest)]:
             texts = self.generate(prompts, Sampling(max_new_tokens=num_new), **options)
             for row, text in enumerate(texts):
-                if longest[row] == num_new or not self.follows_length:
+                if longest[row] == num_new or not self.depends_on_length:
                     greedy[row] = text.ids
         scores: list[list[Continuation]] = [[] for _ in prompts]
         starts = [len(prompt) for prompt in prompts]
@@ -129,7 +130,7 @@ class Scorer(abc.ABC):
     # Prompts with a common prefix
 
     def with_shared_prefixes(self, prompts: Sequence[Ids]) -> "Scorer":
-        """Returns a model that reads the common prefixes of `prompts` once if that is possible."""
+        """Returns a model that reads the common prefixes of `prompts` once, if that is possible."""
         return self
 
     def batches(
@@ -146,14 +147,14 @@ class Scorer(abc.ABC):
         spans: Sequence[Spans],
         passages: Sequence[Sequence[PassageSpan]] | None = None,
     ) -> "Scorer":
-        """Returns this model for prompts of which parts may be read as context.
+        """Returns this model for prompts whose parts may be read as context.
 
-        Models that read all of a prompt with the decoder ignore them.
+        Models that read whole prompts with the decoder ignore the arguments.
 
         Args:
-          spans: (start, stop) of parts of each prompt, the earliest first. They move to the context
-            as far as the decoder lacks space.
-          passages: those of each prompt. A prompt with passages moves these alone.
+          spans: (start, stop) of the movable parts of each prompt, the earliest first. They move to
+            the context as far as the decoder lacks space.
+          passages: the passages of each prompt. Of a prompt with passages, only these move.
         """
         return self
 
@@ -167,13 +168,13 @@ class Scorer(abc.ABC):
         seed: Sequence[int],
         passages: Sequence[PassageSpan] | None = None,
     ) -> np.ndarray:
-        """Returns `tokens` int32 [T] of a window, with the context of `others` where asked for.
+        """Returns a window, its context replaced by text of `others` if the model is set up so.
 
         Args:
-          tokens: those of the window.
+          tokens: tokens of the window, int32 [T].
           others: tokens of windows of other documents.
-          seed: of the choice.
-          passages: of the window, if it has its own.
+          seed: seed of the choice among `others`.
+          passages: the window's passages, if it has any; these are replaced instead of chunks.
         """
         return tokens
 
@@ -187,16 +188,16 @@ class Scorer(abc.ABC):
         movable: Spans | None = None,
         passages: Sequence[PassageSpan] = (),
     ) -> int:
-        """Returns the tokens of a window of `size` that neither decoder nor context contain.
+        """Returns how many tokens of a window of `size` are read neither by decoder nor as context.
 
-        `movable` are the spans that may be read as context (None: any token), `passages` those that
-        are read whole.
+        `movable` are the spans that may be read as context (None: any token), `passages` the spans
+        that are read whole.
         """
         return 0
 
 
 class WrappedScorer(Scorer):
-    """A scorer that reads text with another one, `lm`: its tokenizer, config, mesh and rotation."""
+    """A scorer that reads text with `lm`, and shares its tokenizer, config, mesh and rotation."""
 
     lm: Scorer
 
@@ -213,5 +214,5 @@ class WrappedScorer(Scorer):
         return self.lm.mesh
 
     @property
-    def follows_length(self) -> bool:
-        return self.lm.follows_length
+    def depends_on_length(self) -> bool:
+        return self.lm.depends_on_length

@@ -1,13 +1,13 @@
-"""Scores of given text: -log p of every token of a text, and of continuations of a prompt.
+"""Scores given text: -log p of every token of a text, and of continuations of a prompt.
 
-Texts of different lengths fill rows of one length with padding, which costs as much as text. Where
-that is an eighth of all or more, they are read as documents of fewer, longer rows. Padding never
-changes a score: its tokens are not read, and segments mask it for patterns that weigh keys or
-queries before they mask them.
+Texts of different lengths are padded to rows of one length, and padding costs as much as text. If
+packing saves an eighth of all tokens or more, texts are packed as documents of fewer, longer rows.
+Padding never changes a score: no text token sees it, and segments mask it for patterns that score
+keys or queries before masking them.
 
 The continuations of a prompt, such as the answers to a multiple-choice question, are read after
 the prompt's KV cache, so the prompt is read once. A prompt with only one continuation is read with
-it as one text. Single tokens need nothing but the prompt's own logits.
+it as one text. Continuations of a single token need only the prompt's logits.
 """
 
 import copy
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 
 Ids = Sequence[int]
 
-_MIN_NEW = 32  # slots for continuations: prompts of one size are then read by one program
-_CONTINUATION_SIZES = [0, *(8 * 4**n for n in range(12))]  # tokens that are read, compiled sizes
+_MIN_NEW = 32  # slots for continuations; a constant, so prompts of one size share a program
+_CONTINUATION_SIZES = [0, *(8 * 4**n for n in range(12))]  # compiled sizes, in tokens to read
 
 
 # Whole texts
 
 
 class Text(NamedTuple):
-    """A text that is read, and the targets that its tokens from `first` on are scored with."""
+    """A text to read, and the targets that its tokens from `first` on predict."""
 
     tokens: Sequence[int]
     first: int
@@ -67,14 +67,14 @@ class Text(NamedTuple):
 
 
 class TextRows(NamedTuple):
-    """Texts in R rows of W places with at most m targets each, all int32."""
+    """Texts in R rows of W places, with at most m targets in each row; all int32."""
 
     tokens: np.ndarray  # [R, W]
-    places: np.ndarray  # [R, m], of the tokens before the targets
+    places: np.ndarray  # [R, m], places of the tokens before the targets
     targets: np.ndarray  # [R, m]
-    # [R, W], texts numbered from 1 and 0 for padding; None: each row is one text
+    # [R, W], texts numbered from 1, and 0 for padding; None: each row is one text
     segments: np.ndarray | None
-    positions: np.ndarray | None  # [R, W], in each text; None: the places in the row
+    positions: np.ndarray | None  # [R, W], positions in each text; None: the places in the row
 
 
 def score_texts(
@@ -85,18 +85,19 @@ def score_texts(
     memory: EncodedContext | None = None,
     with_ffn_input: bool = False,
 ) -> list[Any]:
-    """Scores the targets of each text: a tree of arrays [m, ...] for each.
+    """Scores the targets of each text: returns a tree of arrays [m, ...] for each text.
 
-    Texts and targets of about these lengths share one compiled program.
+    Calls with texts and targets of similar lengths share one compiled program.
 
     Args:
       lm: the model.
-      score: `score(hidden, projection, targets)` gives a tree of [R, m, ...] for hidden states
+      score: `score(hidden, projection, targets)` returns a tree of [R, m, ...] for hidden states
         [R, m, D] and targets int32 [R, m].
-      texts: in any lengths.
+      texts: texts of any lengths.
       rotation: one for all texts, or stacked.
-      memory: the encoded context of the texts, rows that fill up the mesh included.
-      with_ffn_input: whether the hidden states are `States`, those of two places.
+      memory: the encoded context of the texts, including filler rows for the mesh.
+      with_ffn_input: whether the hidden states are `States`, which add the input of the last
+        feed-forward.
     """
     is_stacked = rotation.inv_freq.ndim > 1
     rows, spans = _lay_out(lm.model, texts, one_per_row=memory is not None or is_stacked)
@@ -113,7 +114,7 @@ def score_texts(
 def _score_rows(
     model: Decoder, score, params, rows: TextRows, rotation: Rotation, memory, *, with_ffn_input
 ):
-    """`score` of the hidden states before the targets; only these are projected to logits."""
+    """Applies `score` to the hidden states before the targets; only these become logits."""
     tokens, targets = (keep_rows(x, model.mesh) for x in (rows.tokens, rows.targets))
     options = {"positions": rows.positions, "segments": rows.segments}
     options |= {"rotation": rotation, "memory": memory, "with_ffn_input": with_ffn_input}
@@ -123,7 +124,7 @@ def _score_rows(
 
 
 def text_logits(hidden: jax.Array, projection: Projection, targets: jax.Array) -> jax.Array:
-    """A `score` of `score_texts`: float32 logits [R, m, V], whatever the targets."""
+    """Returns float32 logits [R, m, V] and ignores the targets; a `score` for `score_texts`."""
     del targets
     return projection(hidden)
 
@@ -131,7 +132,7 @@ def text_logits(hidden: jax.Array, projection: Projection, targets: jax.Array) -
 def _lay_out(
     model: Decoder, texts: Sequence[Text], one_per_row: bool
 ) -> tuple[TextRows, list[tuple[int, slice]]]:
-    """The rows of texts, and the row and the columns of the targets of each text."""
+    """Returns the rows of texts, and the row and target columns of each text."""
     starts, shape, is_packed = _choose_rows(model, [len(t.tokens) for t in texts], one_per_row)
     num_targets = np.zeros(shape[0], int)
     spans = []
@@ -148,14 +149,14 @@ def _lay_out(
         places[row, span] = start + text.first + np.arange(len(text.targets))
         targets[row, span] = text.targets
     if not is_packed and (model.config.is_position_based or segments.all()):
-        segments = None  # causal masks hide the padding after a text
+        segments = None  # causal masks already hide the padding after a text
     return TextRows(tokens, places, targets, segments, positions if is_packed else None), spans
 
 
 def _choose_rows(
     model: Decoder, lengths: Sequence[int], one_per_row: bool
 ) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
-    """Row and first place of each text, the shape of the rows, and whether texts share rows."""
+    """Returns row and first place of each text, the rows' shape, and whether texts share rows."""
     config, longest, num_rows = model.config, max(lengths), len(lengths)
     num_packed = -(-sum(lengths) // session_lib.MAX_PACKED_ROW)
     num_rows, num_packed = (n + padding_rows(model.mesh, n) for n in (num_rows, num_packed))
@@ -171,10 +172,11 @@ def _choose_rows(
 
 
 def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]], int]:
-    """Row and first place of each text in rows of about equal length, and the longest of these.
+    """Packs texts into rows of similar length: row and first place of each, and the longest row.
 
-    The longest text first, each into the row that has least: the result is at most a third longer
-    than the best (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
+    The texts, the longest first, are added to the row that is shortest so far. The longest row is
+    at most a third longer than the optimum (Graham 1969, Bounds on Multiprocessing Timing
+    Anomalies).
     """
     starts, row_lengths = [(0, 0)] * len(lengths), [0] * num_rows
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -194,16 +196,16 @@ def score_with_landmarks(
     memory: EncodedContext | None,
     with_ffn_input: bool = False,
 ) -> Any:
-    """Scores tokens [B, T] from `first` on, for a model that reads landmarks.
+    """Scores tokens [B, T] from `first` on with a landmark model.
 
     The tokens are read with a landmark after every full block, `pattern.chunk` at a time; earlier
-    blocks are retrieved from the cache. Each token is predicted where the model learned to: from
-    the landmark before it if landmarks are predicted, else from the last ordinary token. Rotations
-    are made for lengths that count landmarks. `score` and `with_ffn_input` are as in `score_texts`,
-    the other arguments as in `LanguageModel.nll`.
+    blocks are retrieved from the cache. The first token of a block is predicted as in training:
+    from the landmark before it if landmarks are predicted, else from the last ordinary token.
+    Rotations are made for lengths that include landmarks. `score` and `with_ffn_input` are as in
+    `score_texts`, the other arguments as in `LanguageModel.nll`.
 
     Returns:
-      What `score` returns, arrays [B, T - first, ...] that are 0 from `lengths` on.
+      The results of `score`, arrays [B, T - first, ...] that are 0 from `lengths` on.
     """
     model, pattern = lm.model, lm.model.config.pattern
     is_scored = np.arange(first, tokens.shape[1]) < lengths[:, None]
@@ -219,7 +221,7 @@ def score_with_landmarks(
     targets = np.zeros((num_rows, padded), np.int32)
     targets[:, source] = tokens[:, first:]
     num_read = place[np.maximum(lengths, 1) - 1]  # the last token of a row is not read either
-    # All queries of a chunk may choose blocks together, so padding must not take part.
+    # All queries of a chunk may choose blocks together, so padding must be masked.
     segments = (np.arange(padded) < num_read[:, None]).astype(np.int32)
     positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
     slots = cache_lib.whole_blocks(padded)
@@ -246,7 +248,7 @@ class Continuation(NamedTuple):
 def check_continuations(
     prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], vocab_size: int
 ) -> None:
-    """Raises an InputError for empty prompts or continuations, and for tokens out of range."""
+    """Raises an InputError if prompts or continuations are empty, or tokens are out of range."""
     check_rows("prompts", prompts, "[[1, 2]], token ids")
     check_rows("continuations", continuations, "[[[3], [4, 5]]], with a list for each prompt")
     for number, row in enumerate(continuations):
@@ -274,13 +276,16 @@ def score_continuations(
     memory: EncodedContext | None = None,
     prefix: CachedPrefix | None = None,
 ) -> list[list[Continuation]]:
-    """Scores the continuations of each prompt, with the prompt read once or as one text.
+    """Scores the continuations of each prompt, whose KV cache is shared by its continuations.
+
+    If every prompt has a single continuation, each pair may be read as one text instead. The
+    rotation of a prompt is made for the prompt and its longest continuation.
 
     Args:
-      lm: the model; it reads no landmarks. The rotation of a prompt is that of its longest text.
+      lm: the model, without landmarks.
       prompts: token ids.
       continuations: token ids, a list of continuations for each prompt.
-      memory: the encoded context of the prompts, rows that fill up the mesh included.
+      memory: the encoded context of the prompts, including filler rows for the mesh.
       prefix: the cached common prefix of all prompts.
     """
     config = lm.model.config
@@ -300,9 +305,9 @@ def score_continuations(
 
 
 def score_at_once(lm, prompts, continuations, rotation: Rotation, memory):
-    """Scores one continuation for each prompt, which is read with it as one text.
+    """Scores one continuation for each prompt, reading both as one text.
 
-    For patterns under which no token depends on later tokens.
+    The pattern must be position-based, so that no token depends on later tokens.
     """
     pairs = [(prompt, row[0]) for prompt, row in zip(prompts, continuations, strict=True)]
     texts = [Text([*prompt, *ids[:-1]], len(prompt) - 1, ids) for prompt, ids in pairs]
@@ -313,7 +318,8 @@ def score_at_once(lm, prompts, continuations, rotation: Rotation, memory):
 def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefix):
     """Scores continuations after the KV cache of their prompts.
 
-    A few sizes of prompts and of continuations are compiled. `rotation` is that of all rows.
+    A few sizes of prompts and of continuations are compiled. `rotation` is that of all rows,
+    including filler rows for the mesh.
     """
     num_prompts, prompts = len(prompts), fill_rows(lm.model, prompts)
     batches = batch_continuations(fill_rows(lm.model, continuations))
@@ -340,18 +346,18 @@ def score_after_prefix(
     texts: Sequence[Ids],
     prefix: CachedPrefix,
 ) -> Any:
-    """Scores texts that follow one prompt, of which all but the last tokens were read before.
+    """Scores texts that follow one prompt, of which `prefix` holds all but the last tokens.
 
     Args:
-      lm: the model; its rotation is the same for all lengths of the texts.
-      of_logits: `of_logits(logits, targets)` gives a tree of [B, m, ...] for logits [B, m, V] and
-        targets int32 [B, m]. It is compiled: use one function, not a new one for each call.
+      lm: the model; its rotation must be the same for all lengths of the texts.
+      of_logits: `of_logits(logits, targets)` returns a tree of [B, m, ...] for logits [B, m, V] and
+        targets int32 [B, m]. It is compiled: pass the same function object in every call.
       prompt: token ids.
       texts: token ids, none empty.
       prefix: the cached prefix of the prompt.
 
     Returns:
-      A tree of arrays [B, m, ...], whose rows are as long as the longest text or longer.
+      A tree of arrays [B, m, ...]; m is at least the length of the longest text.
     """
     rows = fill_rows(lm.model, texts)
     ((ids, sizes),) = batch_continuations([[text] for text in rows])
@@ -368,9 +374,10 @@ def score_after_prefix(
 def batch_continuations(
     continuations: Sequence[Sequence[Ids]],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The first continuation of every prompt, then the second, ...: ids int32 [B, m], sizes [B].
+    """Batches the first continuation of each prompt, then the second, ...: (ids [B, m], sizes [B]).
 
-    A prompt with fewer continuations repeats its first one; those scores are not used.
+    The ids are int32. A prompt with fewer continuations repeats its first one; those scores are not
+    used.
     """
     rounds = []
     for number in range(max(map(len, continuations))):
@@ -389,10 +396,10 @@ def _score_round(
     session: Session, logits: jax.Array, lengths, ids, sizes, chunk: int,
     of_logits: Callable[..., Any] = nll_and_match_of_logits,
 ) -> Any:  # fmt: skip
-    """The scores of one continuation per prompt, arrays [B, m, ...].
+    """Scores one continuation per prompt: arrays [B, m, ...].
 
-    By default these are -log p and whether it is the most probable. `logits` [B, V] follow the
-    prompts that `session` has read.
+    By default these are -log p of each token and whether it is the most probable one. `logits`
+    [B, V] are those after the prompts that `session` has read.
     """
     first = _score_first(logits, ids[:, 0], of_logits)
     first = jax.tree.map(lambda x: distributed.gather(x)[:, None], first)

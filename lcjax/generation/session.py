@@ -30,8 +30,8 @@ from lcjax.rope import Rotation
 if TYPE_CHECKING:
     from lcjax.generation.language_model import LanguageModel
 
-# Most tokens of a row of packed texts, unless one text is longer: the table of visible blocks of a
-# packed row is computed by the program, and grows with the square of the row.
+# Maximum tokens of a row of packed texts, unless one text is longer: the program itself computes
+# the table of visible blocks of a packed row, and the table grows with the square of the row.
 MAX_PACKED_ROW = 8192
 
 
@@ -104,7 +104,7 @@ def check_first(first: Any, width: int, least: int = 1) -> None:
 
 
 def _shorten(value: Any) -> str:
-    """The first characters of `repr(value)`, on one line."""
+    """Returns the first characters of `repr(value)`, on one line."""
     return " ".join(repr(value).split())[:60]
 
 
@@ -123,7 +123,7 @@ def round_up_to_bucket(length: int, per_octave: int = 8, least: int = 64) -> int
 
 
 def packing_saves(packed: int, padded: int) -> bool:
-    """Whether packed rows of `packed` tokens cost less than padded rows of `padded` tokens.
+    """Returns whether `packed` tokens in packed rows cost less than `padded` tokens in padded rows.
 
     A saving of one bucket is not enough: which keys of a packed row are visible
     is only known when the program runs.
@@ -150,9 +150,9 @@ def prefill_chunk_size(chunk: int | None) -> int:
 
 
 def whole_prompt_bucket(length: int) -> int:
-    """The size of the only chunk of a prompt that is read at once (`ModelConfig.reads_ahead`).
+    """Rounds `length` up to the chunk size of a prompt (`ModelConfig.needs_whole_prompt`).
 
-    Whole blocks of 64, the unit in which vertical_slash chooses: the padding moves none of them.
+    The size is a multiple of 64, the block size of vertical_slash: padding shifts no block.
     """
     return round_up_to_bucket(length, 2, least=128)
 
@@ -183,9 +183,9 @@ class Session:
     """Rows of text that a model reads chunk by chunk, and the KV cache of what it has read.
 
     Attributes:
-      cache: every call that reads replaces it and gives up the buffers of the one before.
+      cache: replaced by every call that reads, which donates the buffers of the previous cache.
       rotation: shared by all rows, or stacked.
-      memory: the encoded context of the rows, rows that fill up the mesh included.
+      memory: the encoded context of the rows, including filler rows for the mesh.
       with_ffn_input: `read` returns logits with the input of the last feed-forward [B, D], and
         `score` gets `States`.
     """
@@ -215,7 +215,7 @@ class Session:
           positions: [B, T].
           ends: int [B], the token of each row whose logits are returned, counted from the end (1 is
             the last); None: the last.
-          sizes: tokens of the chunks that are read one after another; empty: all at once.
+          sizes: sizes of the chunks that are read one after another; empty: all at once.
         """
         for chunk in _split(sizes, tokens, segments, positions):
             logits, self.cache = _read(
@@ -227,12 +227,12 @@ class Session:
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
         """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.
 
-        Padding in the middle of a text would stay in the cache. Returns logits [B, V]. A model that
-        reads ahead gets them all at once: it would choose keys for each chunk.
+        Padding in the middle of a text would stay in the cache. A model that reads ahead reads all
+        ids in one chunk, because it would choose keys for each chunk. Returns logits [B, V].
         """
         positions = start + np.arange(len(ids))
         tokens, positions = (np.tile(x, (len(self.cache.tokens), 1)) for x in (ids, positions))
-        sizes = () if self.model.config.reads_ahead else unpadded_chunks(len(ids), chunk)
+        sizes = () if self.model.config.needs_whole_prompt else unpadded_chunks(len(ids), chunk)
         return self.read(tokens, None, positions, sizes=sizes)
 
     def score(
@@ -248,8 +248,8 @@ class Session:
     ) -> Any:
         """Reads `tokens` int32 [B, T] and scores the `targets` int32 [B, T] after each of them.
 
-        With `in_place=False` the buffers of the cache stay valid: other texts may go on from it.
-        `score` is as in `score_texts`; None: `nll_and_match`.
+        With `in_place=False` the buffers of the old cache stay valid, so that other texts can
+        continue from it. `score` is as in `score_texts`; None: `nll_and_match`.
 
         Returns:
           What `score` returns, arrays [B, T, ...].
@@ -321,17 +321,17 @@ CACHED_LAYERS = "cache.layers"  # the path of keys and values among the argument
 def lower_read(
     config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int, tokens: int
 ) -> jax.stages.Lowered:
-    """Lowers `Session.read` of the last `tokens` of `length` for devices that may be elsewhere.
+    """Lowers `Session.read` of the last `tokens` of `length`; the devices need not be present.
 
     Args:
-      config: the model.
-      mesh: its devices share weights, rows and caches.
-      rows: a multiple of the devices that share rows.
+      config: the config of the model.
+      mesh: the devices that share weights, rows and caches.
+      rows: rows of the batch, a multiple of the devices that share rows.
       length: tokens of a row, and slots of a full cache.
-      tokens: 1 is a decoding step; more are read with `segments`, as of prompts with padding.
+      tokens: 1 is a decoding step; more are read with `segments`, like prompts with padding.
 
     Returns:
-      The program, whose weights, cache and tokens are shapes only.
+      The program, lowered for the shapes of weights, cache and tokens.
     """
     config = config.for_inference().replace(scan_layers=False)
     params, whole = decoder_lib.abstract_params(config, mesh), replicated(mesh)
@@ -346,7 +346,8 @@ def lower_read(
     slots = cache_lib.whole_blocks(length)
     cache = cache_lib.abstract_cache(config, rows, slots, chunk=tokens, mesh=mesh)
     each = array(rows, tokens)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # says what the devices are
+    # The abstract mesh names the device kind, by which kernels choose their implementation.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return _read.trace(
             *(Decoder(config, mesh), params, cache), array(rows) if tokens == 1 else each,
             None if tokens == 1 else each, each, rotation, None, None,
@@ -365,9 +366,10 @@ def nll_and_match(
 
 @functools.cache
 def score_of_logits(of_logits: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of (hidden, projection, targets), as in `nll_and_match`, of one of logits.
+    """Turns `of_logits(logits, targets)` into a function of (hidden, projection, targets).
 
-    It is the same object in each call, because `score_texts` and `Session.score` compile it.
+    The result has the arguments of `nll_and_match`. It is the same object in each call, because
+    `score_texts` and `Session.score` compile it.
     """
 
     def of_chunk(hidden, projection, targets):
@@ -377,7 +379,7 @@ def score_of_logits(of_logits: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`nll_and_match` of logits [..., V]."""
+    """Computes `nll_and_match` from logits [..., V]."""
     picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
 
@@ -389,9 +391,9 @@ class CachedPrefix(NamedTuple):
     """The KV cache of the common prefix of a batch, read with the rotation of all rows."""
 
     cache: Cache  # full, of one row without padding
-    ids: np.ndarray  # int32 [n], its first tokens
-    lm: "LanguageModel"  # that read it
-    length: int  # of the requests whose rotation it was read with
+    ids: np.ndarray  # int32 [n], the first tokens of the cache
+    lm: "LanguageModel"  # the model that read it
+    length: int  # number of tokens that its rotation was made for
 
     @property
     def tokens(self) -> int:
@@ -402,13 +404,13 @@ class CachedPrefix(NamedTuple):
     ) -> None:
         """Raises an InputError if prompts cannot continue from this prefix.
 
-        `exact` says that rotations change while text is generated.
+        `exact` is whether rotations change while text is generated.
         """
         if not can_share_prefix(config):
             names = " or ".join(type(pattern).__name__ for pattern in config.patterns)
             raise InputError(
-                f"prefix: what {names} lets a token see depends on all that is read with it; leave"
-                " prefix out"
+                f"prefix: with {names} the keys that a token sees depend on the later tokens of the"
+                " prompt, so prompts cannot share a prefix; leave prefix out"
             )
         if context is not None or exact:
             name = "exact=True" if context is None else "context"
@@ -432,33 +434,33 @@ class CachedPrefix(NamedTuple):
             if read_with != expected:
                 raise InputError(
                     f"prefix was read with {name}={read_with!r}, and the prompts are read with"
-                    f" {expected!r}; read it with the model, as with_method gives it, that reads"
-                    " them"
+                    f" {expected!r}; read the prefix with the model that reads the prompts (the"
+                    " result of with_method)"
                 )
-        if not lm.follows_length:
+        if not lm.depends_on_length:
             return
         lengths = {max(int(length), lm.length or 0) for length in lengths}
         rotation = self.lm.rotation(self.length)
         for length in lengths - {self.length}:
             if not rotation.equals(lm.rotation(length)):
                 raise InputError(
-                    f"prefix was read with the rotation for {self.length} tokens, and a prompt with"
-                    f" what follows it has that for {length}; read the prefix and the prompts with"
+                    f"prefix was read with the rotation for {self.length} tokens, and a prompt and"
+                    f" its continuation need the rotation for {length}; read both with"
                     f" lm.with_method(length={max(lengths)})"
                 )
 
 
 def can_share_prefix(config: ModelConfig) -> bool:
-    """Whether visible keys depend only on positions, and the cache keeps all keys."""
+    """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
     keeps_all = all(pattern.cache_window() is None for pattern in config.patterns)
     return config.is_position_based and keeps_all
 
 
 def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.ndarray:
-    """How many of a prefix's `tokens` each row of a batch of prompts reuses, int [B].
+    """Returns how many of a prefix's `tokens` each row of a batch of prompts reuses, int [B].
 
-    All rows end together and are read from one column on. So shorter rows read the end of the
-    prefix again, and longer rows read what follows it, rounded up to a compiled size.
+    All rows end in the same column and are read from the same column on. So shorter rows read the
+    end of the prefix again, and longer rows read the text after it, rounded up to a compiled size.
     """
     return np.maximum(np.array(lengths) - prompt_bucket(max(lengths) - tokens, chunk), 0)
 
@@ -480,12 +482,13 @@ def read_prompts(
 
     Args:
       lm: the model.
-      prompts: token ids, one list for each row, rows that fill up the mesh included.
+      prompts: token ids, one list for each row, including filler rows for the mesh.
       rotation: shared by all rows, or stacked.
-      num_new: tokens that the cache has space for after the prompts.
-      chunk: tokens that are read at once; all of them if the model reads ahead.
+      num_new: number of tokens that the cache has space for after the prompts.
+      chunk: number of tokens that are read at once; ignored if the model reads ahead, which reads
+        all of them.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
-      landmarks: of a model that reads landmarks; the prompts contain them.
+      landmarks: the landmarks of a landmark model, which the prompts contain; None for others.
       memory: the encoded context of the rows.
       prefix: the cached common prefix of all prompts.
       with_ffn_input: as in `Session`.
@@ -494,7 +497,7 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
-    if lm.model.config.reads_ahead and landmarks is None:
+    if lm.model.config.needs_whole_prompt and landmarks is None:
         chunk = whole_prompt_bucket(max(map(len, prompts)))
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]
@@ -518,7 +521,7 @@ def read_prompts(
 
 
 def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
-    """tokens and segments int32 [B, T], the padding [B] before each prompt, and `ends` (`read`)."""
+    """Returns tokens and segments int32 [B, T], padding [B] before prompts, and `ends` (`read`)."""
     longest = prompt_bucket(max(map(len, prompts)), chunk)
     if landmarks is not None:
         return aligned(prompts, longest, landmarks)
@@ -533,9 +536,9 @@ def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
 def can_pack(
     model: Decoder, cache: Cache, lengths: Sequence[int], width: int, rotation: Rotation
 ) -> bool:
-    """Whether prompts may be read as one packed row, and that is cheaper than rows of `width`.
+    """Returns whether prompts can be read as one packed row, at less cost than rows of `width`.
 
-    One prompt alone is better read with the few compiled sizes of prompts.
+    A single prompt is not packed, because unpacked prompts have fewer compiled sizes.
     """
     config = model.config
     if len(lengths) == 1 or sum(lengths) > MAX_PACKED_ROW:
@@ -559,8 +562,8 @@ def read_packed(
 ) -> jax.Array:
     """Reads prompts as one packed row into the empty cache of `session`.
 
-    In the cache they end at slot T, with `segments` and `positions` [B, T]. Returns the logits
-    [B, V] after each prompt.
+    All prompts end at slot T of the cache, with `segments` and `positions` [B, T]. Returns the
+    logits [B, V] after each prompt.
     """
     lengths, slots = np.array([len(prompt) for prompt in prompts]), segments.shape[1]
     ends, total = np.cumsum(lengths), int(lengths.sum())
@@ -574,8 +577,8 @@ def read_packed(
         name: np.pad(x, (0, round_up_to_bucket(total) - total))[None].astype(np.int32)
         for name, x in rows.items()
     }
-    # The place whose keys and values go to each slot. Slots before a prompt may hold anything:
-    # segments mask them.
+    # The place in the packed row whose keys and values go to each slot. Slots before a prompt may
+    # hold anything: segments mask them.
     source = np.maximum(ends[:, None] - slots + np.arange(slots), starts[:, None])
     packed["source"] = source.reshape(1, -1).astype(np.int32)
     logits, session.cache = _read_packed(
@@ -596,7 +599,7 @@ def _read_packed(model, params, cache, packed, ends, segments, positions, rotati
     )  # fmt: skip
 
     def write(slots, new):
-        """[.., B, K, S, H] with [.., 1, B * T, K, H] in the first T slots."""
+        """Writes `new` [.., 1, B * T, K, H] into the first T of `slots` [.., B, K, S, H]."""
         *rest, batch, heads, _, size = slots.shape
         new = new.reshape(*rest, batch, -1, heads, size).swapaxes(-3, -2).astype(slots.dtype)
         return jax.lax.dynamic_update_slice(slots, new, (0,) * slots.ndim)
@@ -608,5 +611,5 @@ def _read_packed(model, params, cache, packed, ends, segments, positions, rotati
 
 
 def fill_rows(model: Decoder, rows: Sequence[Any]) -> list[Any]:
-    """`rows`, and copies of the first so that all devices of the mesh get equally many."""
+    """Returns `rows` and copies of the first row, so that all devices get equally many rows."""
     return [*rows, *[rows[0]] * padding_rows(model.mesh, len(rows))]

@@ -1,13 +1,13 @@
-"""Prompts with a common prefix, which is read once into a cache of one row.
+"""Generates and scores prompts with a common prefix, read once into a cache of one row.
 
 reader = PrefixReader(lm, prompts)                    # lists of token ids
 for rows in group_by_prefix(prompts):
     answers = reader.generate([prompts[row] for row in rows])
 
 The cache of a batch begins with copies of that row, so answers equal those of prompts that are read
-in full, up to rounding. Before the next batch the prefix is truncated to what its prompts begin
-with, and read on from there. One prefix and one batch are in memory, however many prompts there
-are, and the prefix only while remaining prompts begin with it.
+in full, up to rounding. Before the next batch, the prefix is truncated to the part that the batch's
+prompts share, and extended from there. Memory holds one prefix and one batch, however many prompts
+there are, and the prefix only while remaining prompts begin with it.
 """
 
 import bisect
@@ -38,16 +38,16 @@ from lcjax.parallel.sharding import padding_rows, rows_over
 if TYPE_CHECKING:
     from lcjax.generation.language_model import LanguageModel
 
-# Tokens of the shortest prefix that is shared, and the step of its length: few programs are
+# Tokens of the shortest shared prefix; lengths are multiples of it, so that few programs are
 # compiled, and none for short prompts.
 LEAST = 1024
-_MIN_SHARE = 8  # a prefix is at least this part (1 / 8) of a prompt
+_MIN_SHARE = 8  # a prefix has at least 1 / 8 of the tokens of a prompt
 
 
 def group_by_prefix(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
     """Groups the indices of prompts that begin with at least `least` common tokens.
 
-    Groups come in the order of their first prompt; prompts that share nothing are one group.
+    Groups are in the order of their first prompts. Prompts that share nothing form one group.
     """
     check_integer("least", least, 1)
     rows = [np.asarray(prompt, np.int32) for prompt in prompts]
@@ -73,7 +73,7 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 @functools.cmp_to_key
 def _key(a: np.ndarray, b: np.ndarray) -> int:
-    """Sorts token ids in lexicographic order."""
+    """Compares token ids in lexicographic order."""
     same = common(a, b)
     return len(a) - len(b) if same == min(len(a), len(b)) else int(a[same]) - int(b[same])
 
@@ -85,11 +85,12 @@ def _worth(tokens: int, length: int, least: int) -> bool:
 def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:
     """Reads a text once, as the `prefix` of any number of prompts that begin with it.
 
-    Returns None where prompts have to be read in full: a model without `shares_prefixes`, or one
-    whose rotation follows the length of each prompt. Where it follows the length, `lm.length` must
-    cover the prompts with what follows them: another rotation than the prefix has is an InputError.
+    Returns None if prompts must be read in full: for a model without `shares_prefixes`, or one
+    whose rotation follows the length of each prompt. A model whose rotation follows the length must
+    have a `length` that covers the prompts and their continuations; otherwise they need another
+    rotation than the prefix has, and reading them raises an InputError.
     """
-    follows_each = lm.follows_length and lm.length is None
+    follows_each = lm.depends_on_length and lm.length is None
     if not lm.shares_prefixes or follows_each or not len(ids):
         return None
     array = check_token_ids("prefix", ids, lm.config.vocab_size)
@@ -105,17 +106,22 @@ class PrefixReader(WrappedScorer):
     """A language model that reads the common beginning of prompts once for many batches.
 
     `generate` and `continuations` are those of the model, for prompts as token ids. Prompts whose
-    rotations differ are read in full, and so are those of a model without `shares_prefixes`.
+    rotations differ are read in full, and so are prompts of a model without `shares_prefixes`.
 
     Attributes:
-      saved_tokens: tokens of prompts that were not read because the prefix was, less those of the
-        prefix (equal prompts of a batch count once). Below 0 while a prefix has not paid off yet.
+      saved_tokens: number of prompt tokens that were not read because they are in the prefix, minus
+        the tokens read for prefixes (equal prompts of a batch count once). It is negative while a
+        prefix has not paid off yet.
     """
 
     def __init__(self, lm: "LanguageModel", prompts: Sequence[Ids] = (), *, least: int = LEAST):
-        """Prepares to read `prompts`, each once, best in the order of `group_by_prefix`.
+        """Prepares to read `prompts`.
 
-        Only prefixes of at least `least` tokens (1 or more) are shared.
+        Args:
+          lm: the model.
+          prompts: the prompts that will be read, each once, best in the order of
+            `group_by_prefix`; empty: not known, and a prefix is never freed.
+          least: minimum number of tokens of a shared prefix, 1 or more.
         """
         check_integer("least", least, 1)
         self.lm, self.saved_tokens = lm, 0
@@ -124,8 +130,8 @@ class PrefixReader(WrappedScorer):
         neighbours = itertools.pairwise(self._remaining)
         self._max_prefix = max(itertools.starmap(common, neighbours), default=0)
         self._cache: cache_lib.Cache | None = None  # of the prefix
-        self._ids = np.zeros(0, np.int32)  # of the prefix
-        self._length = 0  # of the requests for which its keys are rotated
+        self._ids = np.zeros(0, np.int32)  # token ids of the prefix
+        self._length = 0  # number of tokens that the rotation of its keys is made for
 
     def nll(self, tokens: np.ndarray, **options: Any) -> np.ndarray:
         return self.lm.nll(tokens, **options)
@@ -161,11 +167,11 @@ class PrefixReader(WrappedScorer):
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         self._remove_from_remaining(rows)
         if not all(map(len, rows)) or not rows:
-            return None  # the model refuses them
+            return None  # the model raises the error
         lengths = {max(len(row) + n, self.lm.length or 0) for row, n in zip(rows, num_new)}
-        if not self.lm.shares_prefixes or (self.lm.follows_length and len(lengths) > 1):
+        if not self.lm.shares_prefixes or (self.lm.depends_on_length and len(lengths) > 1):
             return None
-        if self.lm.follows_length and lengths != {self._length}:
+        if self.lm.depends_on_length and lengths != {self._length}:
             self._ids = self._ids[:0]
         # The logits after a prompt come from its last token, which is never part of the prefix.
         shared = min(common(rows[0], row[:-1]) for row in rows)
@@ -189,7 +195,7 @@ class PrefixReader(WrappedScorer):
                 del self._remaining[place]
 
     def _num_shared_with_remaining(self, row: np.ndarray) -> int:
-        """Most tokens of `row` that a remaining prompt begins with: one of its two neighbours."""
+        """Returns how many tokens of `row` a remaining prompt shares: one of its two neighbours."""
         place = bisect.bisect_left(self._remaining, _key(row), key=_key)
         neighbours = self._remaining[max(place - 1, 0) : place + 1]
         return max((common(row, other) for other in neighbours), default=0)
@@ -200,17 +206,17 @@ class PrefixReader(WrappedScorer):
             self._cache, self._ids = None, self._ids[:0]
 
     def _num_worth_reading(self, rows: Sequence[np.ndarray], shared: int) -> int:
-        """How many of the `shared` tokens other rows or remaining prompts read as well."""
+        """Returns how many of the `shared` tokens other rows or remaining prompts read, too."""
         mesh = self.lm.mesh
         if len(rows) > rows_over(mesh, len(rows) + padding_rows(mesh, len(rows))):
             return shared
         return min(shared, max(map(self._num_shared_with_remaining, rows)))
 
     def _read_prefix(self, ids: np.ndarray, reused: int) -> None:
-        """Makes `ids` the prefix, of which the first `reused` tokens are in the cache already."""
+        """Reads `ids` as the new prefix, whose first `reused` tokens are in the cache already."""
         lm, size = self.lm, np.int32(reused)
         self._max_prefix = max(self._max_prefix, len(ids))
-        # Each step gives up the cache before it: an error on the way leaves no prefix.
+        # Each step donates the buffers of the old cache, so after an error there is no prefix.
         cache, self._cache, self._ids = self._cache, None, ids[:0]
         if cache is None:
             slots = cache_lib.whole_blocks(self._max_prefix)
@@ -227,8 +233,8 @@ class PrefixReader(WrappedScorer):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _truncate(cache: cache_lib.Cache, tokens: jax.Array) -> cache_lib.Cache:
-    """A full cache of one row with its first `tokens`; later slots may be overwritten."""
-    is_kept = jnp.arange(cache.capacity) < tokens  # of a full cache all layers have as many slots
+    """Truncates a full cache of one row to its first `tokens`; later slots may be overwritten."""
+    is_kept = jnp.arange(cache.capacity) < tokens  # all layers of a full cache have as many slots
     groups = tuple(
         dataclasses.replace(old, segments=jnp.where(is_kept, old.segments, 0))
         for old in cache.slot_groups

@@ -152,7 +152,7 @@ class Cepe(CrossAttentionMemory):
             **({} if self.trained_context is None else {_HF_FIELD: extra}),
         }
 
-    def misread_by_released(self) -> str | None:
+    def unsupported_by_released_code(self) -> str | None:
         trained = self.trained_context
         return None if trained is None else f"trained_context={trained} as null"
 

@@ -127,7 +127,7 @@ class Retro(CrossAttentionMemory):
     def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return ChunkedCrossAttention(config.replace(lora=None), mesh, **options)
 
-    def deal_chunks(self, chunks: Sequence[Any]) -> list[Sequence[Any]]:
+    def group_by_chunk(self, chunks: Sequence[Any]) -> list[Sequence[Any]]:
         """Groups the passages of a row: passage i belongs to chunk i // k of the text."""
         return [chunks[i : i + self.neighbours] for i in range(0, len(chunks), self.neighbours)]
 

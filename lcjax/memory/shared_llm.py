@@ -238,7 +238,7 @@ class SharedLlm(CrossAttentionMemory):
         bias = ("model.layers.{}.cross_attn.q_proj.bias", "NH", "layers/memory/query/bias", "NH")
         return [norm, query, *([bias] if config.qkv_bias else []), out]
 
-    def misread_by_released(self) -> str | None:
+    def unsupported_by_released_code(self) -> str | None:
         if self.placement == "interleaved":
             return "placement=interleaved as bottom"
         counts = self._selected_per_level()

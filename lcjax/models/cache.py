@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import AttentionMetadata, Pattern
 from lcjax.errors import InputError
-from lcjax.parallel.free_memory import check_fits
+from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import ROWS, rows_over
 from lcjax.rope import rotate
 

@@ -254,7 +254,7 @@ class ModelConfig:
         return all(pattern.is_position_based for pattern in self.patterns)
 
     @property
-    def reads_ahead(self) -> bool:
+    def needs_whole_prompt(self) -> bool:
         """Whether some layer's visible keys depend on later tokens (`Pattern.prefill_only`)."""
         return any(pattern.prefill_only for pattern in self.patterns)
 
@@ -270,7 +270,7 @@ class ModelConfig:
             pattern.check_scores()
 
     @property
-    def follows_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         """Whether `rotation` depends on the length of the request."""
         return any(
             config.rope.depends_on_length or config.pattern.depends_on_length
@@ -338,7 +338,7 @@ class ModelConfig:
         return jnp.dtype(self.dtype)
 
 
-def repeating(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Returns the shortest `ModelConfig.layers` that describes layers of these `kinds`.
 
     Args:

@@ -31,7 +31,7 @@ from lcjax.models.layers import (
 )
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
-from lcjax.parallel.offload import host_shardings
+from lcjax.parallel.device_memory import host_shardings
 from lcjax.parallel.sharding import LENGTH, keep_tokens, param_shardings
 from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
@@ -338,7 +338,7 @@ class Decoder(nn.Module):
         ]  # fmt: skip
         x = keep_tokens(self.embedded(tokens), self.mesh)
         x = self.position(x, absolute, segments)
-        x, layers = (self._stacked if c.stacked else self._apart)(x, all_inputs, layers)
+        x, layers = (self._stacked if c.stacked else self._separate)(x, all_inputs, layers)
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
@@ -358,7 +358,7 @@ class Decoder(nn.Module):
         memory, pairs = layer_groups.stack_contexts([inputs.memory for inputs in all_inputs])
         return self.layers(x, inputs._replace(memory=memory), layers, pairs)
 
-    def _apart(
+    def _separate(
         self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
     ) -> tuple[jax.Array, Any]:
         """Applies layers with separate weights, one by one or group by group."""

@@ -77,7 +77,7 @@ def route(
     return probabilities, weights, chosen
 
 
-def load_of(
+def router_load(
     probabilities: Float[Array, "M E"], chosen: Int[Array, "M k"], counted: Float[Array, "M"]
 ) -> Load:
     """Returns the load of one layer over the tokens for which `counted` is 1 instead of 0."""
@@ -146,7 +146,7 @@ def mixture(
         probabilities, weights, chosen = route(logits, experts)
         load = None
         if counted is not None:
-            load = load_of(probabilities, chosen, counted.reshape(-1))
+            load = router_load(probabilities, chosen, counted.reshape(-1))
         if layout is None:
             y = apply_experts(flat, weights, chosen, kernels, activate)
         else:

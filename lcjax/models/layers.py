@@ -21,9 +21,15 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.experts import Kernels, Load, mixture
 from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
-from lcjax.parallel.offload import is_offloaded, to_device
-from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
-from lcjax.parallel.sharding import attention_layout, spec_of, spread_over, tokens_spec
+from lcjax.parallel.device_memory import is_offloaded, to_device
+from lcjax.parallel.sharding import (
+    ReduceScatter,
+    attention_layout,
+    gradient_reduce_scatter,
+    spec_of,
+    spread_over,
+    tokens_spec,
+)
 from lcjax.rope import Rotation, rotate
 from pallas_kernels import Bias, Layout
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.parallel.reduce_scatter import gradient_reduce_scatter
-from lcjax.parallel.sharding import spread_over, tokens_spec
+from lcjax.parallel.sharding import gradient_reduce_scatter, spread_over, tokens_spec
 
 # Maximum number of float32 rows that a CPU splits into three bfloat16 rows each, to multiply them
 # by bfloat16 weights

@@ -170,7 +170,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """Whether each chunk of the text has its own list of passages (RETRO).
 
         Such a memory has an attribute `chunk`, the tokens of a chunk of the text, and a method
-        `deal_chunks`, which groups the passages of a row by chunk.
+        `group_by_chunk`, which groups the passages of a row by chunk.
         """
         return False
 
@@ -361,7 +361,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """Returns the sizes of the axis letters of `hf_rows` that the decoder's rows lack."""
         return {}
 
-    def misread_by_released(self) -> str | None:
+    def unsupported_by_released_code(self) -> str | None:
         """Returns a setting that the released code reads differently, and how, for a message.
 
         None: the released code reads all settings correctly.

@@ -1,4 +1,4 @@
-"""Pictures of what a method does: who sees whom, how positions turn, what an answer looks at.
+"""Draws pictures of methods: attention masks, RoPE frequencies, and the attention of an answer.
 
     from lcjax import pictures
     pictures.mask_picture(lcjax.attention.SelfExtend(window=32, group=4), 128, "mask.png")

@@ -1,4 +1,4 @@
-"""`python -m lcjax.pictures mask | rope | positions | attention --out=picture.png ...`"""
+"""Draws pictures: python -m lcjax.pictures mask | rope | positions | attention --out=picture.png"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a written answer looks at in its context, layer by layer."""
+"""Records what the tokens of an answer attend to, layer by layer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ class AnswerAttention:
     """Attention of the tokens of an answer over the text before them."""
 
     answer: str
-    tokens: list[str]  # of the answer, one text each
-    prompt: int  # tokens of the prompt
+    tokens: list[str]  # the text of each token of the answer
+    prompt: int  # number of tokens of the prompt
     layers: tuple[int, ...]
-    # float32 [layers, N, answer, prompt + answer]: row t is what the model attends to when it
-    # writes token t, so it ends before that token
+    # float32 [layers, N, answer, prompt + answer]: row t has the weights from which token t is
+    # predicted, so only earlier tokens have a weight
     weights: np.ndarray
 
 
 class _Notes:
-    """What layers left while the model was traced; the pattern that writes it must be hashable."""
+    """Weights collected while the model is traced; a dict would not be hashable in a pattern."""
 
     def __init__(self):
         self.calls, self.found = 0, {}
@@ -36,7 +36,7 @@ class _Notes:
 
 @dataclasses.dataclass(frozen=True)
 class _Watched(Pattern):
-    """Another pattern, whose weights are noted beside what it computes."""
+    """A pattern that records the attention weights of another one, `inner`."""
 
     inner: Pattern
     noted: _Notes
@@ -78,14 +78,14 @@ def answer_attention(
     layers: Sequence[int] | None = None,
     max_new_tokens: int = 16,
 ) -> AnswerAttention:
-    """Lets the model write an answer, and notes what each of its tokens was written from.
+    """Generates an answer, and returns the attention weights from which each token is predicted.
 
     Args:
-      lm: any model without a memory, under any rotation and any pattern but Landmark.
+      lm: any model without a memory, with any rotation and any pattern but Landmark.
       prompt: a text, or token ids.
-      answer: read instead of written; None: the model writes one.
-      layers: counted from 0, from the end when negative; None: first, middle and last.
-      max_new_tokens: of the answer.
+      answer: the answer to read; None: the model generates one.
+      layers: layers counted from 0, negative ones from the end; None: first, middle and last.
+      max_new_tokens: maximum number of tokens of a generated answer.
     """
     config = lm.config
     if config.pattern.has_landmarks:
@@ -102,21 +102,21 @@ def answer_attention(
         pieces = list(lm.stream([ids], Sampling(max_new_tokens=max_new_tokens)))
         answer = "".join(piece.text for piece in pieces)
         written = [token for piece in pieces for token in piece.ids]
-        length = len(ids) + max_new_tokens  # a request's rotation is made for all it may write
+        length = len(ids) + max_new_tokens  # the length that `generate` made the rotation for
     else:
         written = list(lm.tokenizer.encode(answer))
         length = len(ids) + len(written)
     if not written:
-        raise InputError("the answer has no token, so nothing was looked at; give --answer")
+        raise InputError("the answer has no token, so there is no attention to draw; give --answer")
     chosen = _layers(layers, config.num_layers)
-    # A token is written by the query before it.
+    # A token is predicted by the query before it.
     tokens = np.asarray([[*ids, *written[:-1]]], np.int32)
     notes = _Notes()
 
     def watched(pattern: Pattern) -> Pattern:
         return _Watched(pattern, notes, chosen, len(written))
 
-    # Layers that take the pattern of the model still do: rotations are numbered by kinds of layers.
+    # Layers without a pattern of their own stay so: rotations are numbered by kinds of layers.
     layers = tuple(
         dataclasses.replace(kind, pattern=kind.pattern and watched(kind.pattern))
         for kind in config.layers
@@ -130,8 +130,8 @@ def answer_attention(
         model.apply({"params": params}, tokens, rotation=rotation)
         return [notes.found[layer] for layer in chosen]
 
-    found = weights(lm.params, tokens, lm.rotation(length))
-    shown = np.stack([np.asarray(w[0]).transpose(1, 0, 2) for w in found])
+    by_layer = weights(lm.params, tokens, lm.rotation(length))
+    shown = np.stack([np.asarray(w[0]).transpose(1, 0, 2) for w in by_layer])
     names = [lm.tokenizer.decode([token]) for token in written]
     return AnswerAttention(answer, names, len(ids), chosen, shown)
 

@@ -48,8 +48,8 @@ class MaskPicture:
 
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     layers: tuple[LayerKind, ...] = ()  # as model.layers
-    layer: int = 0  # of these, the layer that is drawn, counted from 0
-    length: int = 128  # tokens
+    layer: int = 0  # the layer that is drawn, counted from 0
+    length: int = 128  # tokens of the text
     heads: int = 1  # heads with equal masks share a panel
     seed: int = 0  # of random queries and keys, for patterns whose mask depends on them
     out: str = "mask.png"
@@ -57,7 +57,7 @@ class MaskPicture:
 
 @dataclasses.dataclass(frozen=True)
 class NamedRope:
-    """One line of the picture."""
+    """A RoPE method, drawn as one line of the picture."""
 
     name: str
     rope: Rope
@@ -73,7 +73,7 @@ class RopePicture:
         NamedRope("NTK, strength 4", NTK(alpha=4.0)),
         NamedRope("YaRN, factor 4", Yarn(factor=4.0)),
     )
-    head_dim: int = 128  # rotary channels
+    head_dim: int = 128  # number of rotary channels
     theta: float = 10_000.0
     trained: int = 4096
     length: int = 16_384
@@ -82,7 +82,7 @@ class RopePicture:
 
 @dataclasses.dataclass(frozen=True)
 class NamedPositions:
-    """One column of the picture."""
+    """A method of training positions, drawn as one column of the picture."""
 
     name: str
     positions: Positions
@@ -113,9 +113,9 @@ class AttentionPicture:
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     prompt: str | None = None
     prompt_file: str | None = None  # instead of prompt: a text file
-    answer: str | None = None  # null: the model writes one
+    answer: str | None = None  # null: the model generates one
     layers: tuple[int, ...] | None = None  # from 0; null: first, middle and last
-    head: int | None = None  # null: the mean of all
+    head: int | None = None  # null: the mean of all heads
     max_new_tokens: int = 16
     out: str = "attention.png"
 
@@ -170,7 +170,7 @@ _PICTURES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws one picture; returns exit code 2 with one line for a mistake of the user."""
+    """Draws one picture; returns the exit code: 2 with a one-line error for wrong arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)

@@ -1,4 +1,4 @@
-"""The pictures as PNG, and as SVG beside it."""
+"""Draws the pictures, as PNG and SVG files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from lcjax.rope import Default, Positions, Rope
 from lcjax.storage import to_path
 from pallas_kernels import BlockTable
 
-_MAX_COLUMNS = 480  # of a heat map; further tokens share columns
+_MAX_COLUMNS = 480  # columns of a heat map; tokens of longer texts share columns
 
 
 def mask_picture(
@@ -52,7 +52,7 @@ def mask_picture(
             share = np.tril(mask).sum() / (length * (length + 1) / 2)
             prefix = "" if len(head_groups) == 1 else f"heads {_ranges(heads)}: "
             axes.set_title(
-                f"{prefix}{share:.0%} of what lies before is seen", fontsize=10, fontweight="normal"
+                f"{prefix}{share:.0%} of earlier keys are visible", fontsize=10, fontweight="normal"
             )
             axes.set_xlabel(_key_label(pattern))
         panels[0].set_ylabel("query")
@@ -68,8 +68,8 @@ def mask_picture(
 def table_picture(tables: Mapping[str, BlockTable], path: str | Path) -> Path:
     """Draws the key blocks that each query block visits: one panel per static table.
 
-    Of a table with several rows or heads the first is drawn. Dark blocks are visible to all their
-    queries, and light ones need an element test.
+    Only the first row and head of a table are drawn. Dark blocks are visible to all their queries,
+    and light ones need an element test.
 
     Args:
       tables: Static tables by name.
@@ -185,8 +185,8 @@ def trained_positions(
 ) -> np.ndarray:
     """Returns the positions of `rows` training rows, float64 [rows, length].
 
-    They are in turns of the fastest pair, which turns by 1 a token in plain RoPE: interpolation by
-    8 makes them eighths.
+    A position is the angle in radians of the fastest pair, which plain RoPE rotates by 1 per token:
+    interpolation by 8 gives multiples of 1/8.
     """
     counted = jnp.broadcast_to(jnp.arange(length), (rows, length))
     key = jax.random.key(seed)
@@ -206,15 +206,16 @@ def positions_picture(
 ) -> Path:
     """Draws the positions that training rows visit (E2-LLM, arXiv 2401.06951, figures 2 and 3).
 
-    Above: the positions of the first 40 rows. Below: how often a position is trained, by rows.
+    Above: the positions of the first 40 rows. Below: how often each position is trained, as tokens
+    of a row per unit.
 
     Args:
-      methods: by name, how training positions are sampled, and the rope of the model.
+      methods: The sampling of training positions and the rope of the model, by name.
       path: The PNG file; the SVG is written beside it.
-      trained: The length of the training before.
-      length: Tokens of a row.
+      trained: The length of the earlier training.
+      length: The number of tokens of a row.
       theta: The base of the frequencies.
-      rows: Rows that are sampled.
+      rows: The number of rows that are sampled.
     """
     if not methods:
         raise InputError("methods: give at least one, such as {'E2-LLM': (E2Positions(), E2LLM())}")
@@ -248,7 +249,8 @@ def attention_picture(
 ) -> AnswerAttention:
     """Generates an answer and draws its attention; `options` are those of `answer_attention`.
 
-    E2-LLM's figure 6 (arXiv 2401.06951): a row for every token of the answer, over the context.
+    As in E2-LLM's figure 6 (arXiv 2401.06951), each row is a token of the answer, and each column a
+    token of the context.
     """
     _check_head(head, lm.config.num_heads)
     attention = answer_attention(lm, prompt, **options)

@@ -1,7 +1,7 @@
-"""Attention weights of any pattern, by the code that computes its attention.
+"""Computes the attention weights of any pattern with the code that computes its attention.
 
-What attention returns is a weighted sum of values. With values that name their key, one place for
-each, the sum is the weights themselves: nothing is computed a second way, so nothing can differ.
+Attention returns a weighted sum of values. If the values are one-hot vectors, one for each key, the
+sum is the weights themselves. There is no second implementation that could differ.
 """
 
 import functools
@@ -15,7 +15,7 @@ from lcjax.errors import InputError
 from lcjax.rope import Rotation
 from pallas_kernels import by_heads
 
-_KEYS = 512  # keys that are named at once
+_KEYS = 512  # keys per call, the size of the one-hot values
 
 
 def attention_weights(
@@ -27,15 +27,15 @@ def attention_weights(
     metadata: AttentionMetadata | None = None,
     queries: int | None = None,
 ) -> jax.Array:
-    """Weights float32 [B, queries, N, S] of unrotated q [B, T, N, H] over k [B, S, K, H].
+    """Returns weights float32 [B, queries, N, S] of unrotated q [B, T, N, H] over k [B, S, K, H].
 
     Args:
       q: T queries, which are the last of the S tokens.
       k: S keys.
-      pattern: who sees whom, at which positions.
-      rotation: of queries and keys.
+      pattern: the attention pattern.
+      rotation: the rotation of queries and keys.
       metadata: positions and documents, as in `Pattern.attend`; None: tokens in order.
-      queries: only so many of the last ones; None: all.
+      queries: number of last queries whose weights are returned; None: all.
     """
     rows, count, _, _ = q.shape
     length, kv_heads = k.shape[1:3]
@@ -46,7 +46,7 @@ def attention_weights(
     metadata = metadata.replace(rotation=rotation, implementation="xla")
     queries = count if queries is None else queries
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    # Where the queries themselves choose what is seen, all of them have to ask.
+    # A pattern with its own `attend` may choose keys by all queries together, so it needs them all.
     if type(pattern).attend is Pattern.attend:
         q, metadata = q[:, count - queries :], _last_queries(metadata, queries)
     parts = []
@@ -60,7 +60,7 @@ def attention_weights(
 
 
 def _last_queries(metadata: AttentionMetadata, count: int) -> AttentionMetadata:
-    """The metadata of the last `count` queries."""
+    """Returns the metadata of the last `count` queries."""
     segments = metadata.q_segments
     return metadata.replace(
         q_positions=metadata.q_positions[:, -count:],
@@ -73,18 +73,19 @@ def _last_queries(metadata: AttentionMetadata, count: int) -> AttentionMetadata:
 def mask_of(
     pattern: Pattern, length: int, *, heads: int = 1, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Who sees whom in a text of `length` tokens: (seen, distance), both [heads, length, length].
+    """Returns which keys are visible in a text of `length` tokens, and at which distances.
 
-    `seen` is true where a query gives a key any weight; queries and keys are random where they
-    choose. `distance` is float, how far apart the pattern lets both stand; NaN where nothing is
-    seen, or where the queries choose and the pattern lists no pass for it. Under Landmark attention
-    every `block`-th token is a landmark, and what one call reads is `chunk` tokens.
+    Both results, (seen, distance), are [heads, length, length]. `seen` is true where a query gives
+    a key any weight; queries and keys are random, for patterns that choose by them. `distance` is a
+    float, the difference of the positions that the pattern assigns to query and key. It is NaN
+    where nothing is seen, or where the queries choose and the pattern lists no pass for it. Under
+    Landmark attention every `block`-th token is a landmark, and one call reads `chunk` tokens.
     """
     if length < 2:
         raise InputError(f"length={length} must be at least 2")
     rng = np.random.default_rng(seed)
     q, k = 0.1 * rng.standard_normal((2, 1, length, heads, 16)).astype(np.float32)
-    rotation = Rotation(np.zeros(8, np.float32))  # no position weighs more than another
+    rotation = Rotation(np.zeros(8, np.float32))  # no rotation: no position has more weight
     at = np.arange(length)[None]
     metadata = AttentionMetadata(at, at, num_heads=heads)
     weigh = jax.jit(functools.partial(attention_weights, pattern=pattern, rotation=rotation))
@@ -92,8 +93,8 @@ def mask_of(
     seen = np.zeros((heads, length, length), bool)
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        found = weigh(q[:, start:end], k[:, :end])[0]
-        seen[:, start:end, :end] = np.asarray(found).transpose(1, 0, 2) > 0
+        weights = weigh(q[:, start:end], k[:, :end])[0]
+        seen[:, start:end, :end] = np.asarray(weights).transpose(1, 0, 2) > 0
     moved = metadata.replace(k_positions=pattern.key_positions(at, metadata.k_order))
     distance = np.full((heads, length, length), np.nan)
     order = np.arange(length)
@@ -105,12 +106,12 @@ def mask_of(
             visible = np.broadcast_to(part.element(order[:, None], order[None]), apart.shape)
             distance[first : first + count, visible] = apart[visible]
             first += count
-    # What comes from the cache was chosen, and moved close to the query.
+    # Keys from the cache were chosen, and moved close to the query: no distance is defined.
     distance[:, order[:, None] // chunk > order[None] // chunk] = np.nan
     distance[~seen] = np.nan
     return seen, distance
 
 
 def _most_at_once(pattern: Pattern) -> int | None:
-    """The most tokens that one call may read under the pattern; None: any number."""
+    """Returns the maximum number of tokens that one call may read; None: no limit."""
     return pattern.chunk if isinstance(pattern, Landmark) else None

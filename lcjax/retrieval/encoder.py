@@ -183,7 +183,7 @@ class BertEncoder(Encoder):
         mesh = device_mesh(mesh)
         path = resolve_encoder(folder, allow_pickle=allow_pickle)
         name = checkpoint_name(folder)
-        if query_folder is None and holds_two(path):
+        if query_folder is None and has_two_encoders(path):
             check_folder_sums(path)
             folder, query_folder = path / "passage", path / "query"
         folders = [
@@ -262,7 +262,7 @@ class BertEncoder(Encoder):
         ]
 
 
-def holds_two(path: Path) -> bool:
+def has_two_encoders(path: Path) -> bool:
     """Returns whether a folder holds an encoder of queries and an encoder of passages."""
     return all((path / name / "config.json").is_file() for name in ("query", "passage"))
 
@@ -446,7 +446,7 @@ def open_encoder(
       InputError: no class can read the folder, or its class has no such option.
     """
     path = resolve_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
-    kind = kind_of(path, bool(options.get("allow_pickle")))
+    kind = encoder_class(path, bool(options.get("allow_pickle")))
     signature = inspect.signature(DecoderEncoder if kind is DecoderEncoder else kind.load)
     known = [n for n in signature.parameters if n not in ("lm", "folder")]
     if kind is DecoderEncoder:
@@ -464,7 +464,7 @@ def open_encoder(
     return DecoderEncoder(lm, **{"name": checkpoint_name(path_or_name)} | options)
 
 
-def kind_of(path: Path, allow_pickle: bool) -> type:
+def encoder_class(path: Path, allow_pickle: bool) -> type:
     """Returns the class that reads an encoder's folder, without reading the weights.
 
     Raises:
@@ -472,7 +472,7 @@ def kind_of(path: Path, allow_pickle: bool) -> type:
     """
     if path.is_file() or is_run(path):
         return DecoderEncoder
-    if holds_two(path):
+    if has_two_encoders(path):
         return BertEncoder
     if modules := read_modules(path):
         return StaticEncoder if modules[0][0] == "StaticEmbedding" else BertEncoder

@@ -117,7 +117,7 @@ def model_fingerprint(lm: LanguageModel) -> str:
     values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
     values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
     # The length replaces the rotation, whose last bits may differ between devices.
-    follows = lm.follows_length and lm.length is not None
+    follows = lm.depends_on_length and lm.length is not None
     if follows and not lm.rotation(lm.length).equals(config.rotation(1, lm.params.get("rope"))):
         values.append(lm.length)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -26,7 +26,8 @@ _CPU_BLOCK_BYTES = 6 << 20  # a float32 block of this size stays in the cache un
 _BLOCK_ROWS = 65_536  # on accelerators, where a larger product keeps the cores busy
 _SCORE_BYTES = 1 << 28  # largest size of the scores of one block
 _ROWS_PER_RESULT = 400  # rows in a selection of k rows, for each of the k
-_SPARE = 16  # extra candidates for "l2", because exact distances may change the order near k
+# Further candidates for "l2": exact distances may change the order near rank k.
+_EXTRA_CANDIDATES = 16
 _QUERY_BATCH = 512
 _GATHER_NUMBERS = 1 << 24  # largest number of elements of candidates' vectors that exist at once
 _DELAY = 5  # seconds of a search after which the progress bar appears
@@ -140,7 +141,7 @@ def _top_k(
         valid = jnp.pad(valid, (0, block - num_rows))
         vectors = jnp.pad(vectors, ((0, block - num_rows), (0, 0)))
     num_queries = queries.shape[0]
-    num_candidates = k if center is None else k + _SPARE
+    num_candidates = k if center is None else k + _EXTRA_CANDIDATES
     num_blocks = -(-vectors.shape[0] // block)
     last = vectors.shape[0] - block
     # The time of a selection hardly depends on its input size: a large k selects from more blocks.

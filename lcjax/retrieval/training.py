@@ -34,7 +34,7 @@ from lcjax.models.lora import LoRA
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, process_rows, replicated
 from lcjax.retrieval.datastore import EncoderSection
-from lcjax.retrieval.encoder import BertEncoder, holds_two, kind_of
+from lcjax.retrieval.encoder import BertEncoder, encoder_class, has_two_encoders
 from lcjax.retrieval.token_batches import DTYPES, TokenBatch
 from lcjax.retrieval.training_pairs import PairRows, Pairs, Records, open_pairs
 from lcjax.storage import to_path
@@ -225,7 +225,7 @@ def check_encoder(section: EncoderSection) -> None:
             continue
         pickle = section.allow_pickle
         try:
-            kind = kind_of(resolve_encoder(path, allow_pickle=pickle), pickle)
+            kind = encoder_class(resolve_encoder(path, allow_pickle=pickle), pickle)
         except InputError as error:
             message = str(error).removeprefix(f"{path}: ")
             raise InputError(f"retriever.encoder.{key}={path}: {message}") from error
@@ -240,7 +240,7 @@ def export_format(section: EncoderSection, *, separate: bool = False) -> FolderF
     """Returns the format of the folder that `TrainedEncoder.save` writes."""
     path = to_path(section.path).expanduser()
     # A run folder holds the trained encoder in `model`.
-    has_two = section.query_folder is not None or any(map(holds_two, (path, path / "model")))
+    has_two = section.query_folder is not None or any(map(has_two_encoders, (path, path / "model")))
     return BERT_FOLDERS if has_two or separate else BERT_FOLDER
 
 

@@ -1,5 +1,6 @@
 """An OpenAI-compatible server of one model: `python -m lcjax.serve --model PATH`.
 
-`protocol` turns JSON bodies into token ids and generated tokens into JSON, `engine` has the one
-thread that runs the model, `contexts` the texts that requests read by id, `app` the HTTP routes.
+`protocol` converts JSON bodies to token ids and generated tokens to JSON, `engine` has the single
+thread that runs the model, `contexts` the texts that requests name by id, and `app` the HTTP
+routes.
 """

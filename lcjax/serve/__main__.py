@@ -1,7 +1,7 @@
 """Serves a model with OpenAI's HTTP API: python -m lcjax.serve --model smollm2-135m-instruct
 
 --model PATH is short for --model.path=PATH, and --rope.type=yarn for --model.rope.type=yarn: keys
-of the section `model` may leave out its name.
+of the section `model` may omit the prefix `model.`.
 """
 
 import sys

@@ -1,8 +1,9 @@
 """The HTTP routes, on Starlette and uvicorn.
 
-The standard library's ThreadingHTTPServer would do for one client. These two also see a client
-leave while its answer is computed, finish running answers when the server is stopped, and read
-requests in pieces with limits, all in a few lines here; both are small and have no compiled parts.
+The standard library's ThreadingHTTPServer would be enough for one client. These two also detect
+that a client disconnects while its answer is computed, finish running answers when the server is
+stopped, and read requests in pieces with limits, all in a few lines here. Both are small and have
+no compiled parts.
 """
 
 import asyncio
@@ -37,12 +38,12 @@ from lcjax.serve.protocol import (
     write_json,
 )
 
-MAX_BODY = 64 * 2**20  # bytes; as many requests as may run can hold so much at once
+MAX_BODY = 64 * 2**20  # bytes of a request; up to `max_queue` of them are in memory at once
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
 class Server:
-    """A model behind `app`, an ASGI application."""
+    """Serves a model by HTTP; `app` is the ASGI application."""
 
     def __init__(self, lm: LanguageModel, config: ServeConfig):
         self._lm = lm if config.length is None else lm.for_length(config.length)
@@ -52,7 +53,7 @@ class Server:
         self._reader = Reader(self._lm, config.model_name, length, self._contexts.get)
         self._vocabulary = Vocabulary(lm.tokenizer, lm.config.vocab_size)
         self._engine = Engine(self._lm, config.max_batch)
-        self._num_running = 0  # requests that wait or run
+        self._num_running = 0  # number of requests that wait or run
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -87,7 +88,7 @@ class Server:
         handle: Callable[[Request], Awaitable[Response]],
         is_open: bool = False,
     ) -> Route:
-        """A route whose errors are JSON, and which logs a line for each request."""
+        """Returns a route that turns errors into JSON, and logs a line for each request."""
 
         async def endpoint(request: Request) -> Response:
             request.state.start, request.state.note = time.monotonic(), ""
@@ -147,7 +148,7 @@ class Server:
         return _json({"id": name, "object": "context", "deleted": True})
 
     async def _add_context(self, request: Request) -> Response:
-        def make() -> Context:  # stored before the next one is made, so that old ones make way
+        def make() -> Context:  # stored before the next is made, so that old contexts are dropped
             context = make_context(self._lm, source, name, self._reader.length)
             self._contexts.add(context)
             return context
@@ -163,7 +164,7 @@ class Server:
 
     @contextlib.contextmanager
     def _running(self):
-        """A call of a request; raises 503 where too many run, before their bodies are read."""
+        """Yields the call of a request; raises 503 if too many run, before the body is read."""
         if self._num_running >= self._config.max_queue:
             raise HTTPException(
                 503,
@@ -192,13 +193,13 @@ class Server:
                 whole = answer.response(parts)
                 request.state.note = _usage_note(answer)
                 return _json(whole)
-            # What is wrong with a request shows before its first token, and sets the status.
+            # Errors of a request are raised before its first token, while the status can be set.
             first = await _unless_disconnected(request, anext(deltas, None))
             return _EventStream(self._events(plan, answer, first, deltas, request), stack.pop_all())
 
     async def _deltas(self, plan: Plan, answer: Answer, call: Call) -> AsyncIterator[Delta]:
-        """Runs a plan: the text of the prompts with `echo`, then that of the model."""
-        following: dict[int, Delta] = {}  # the token that scoring a prompt has found
+        """Runs a plan: yields the prompts with `echo`, then the generated text."""
+        following: dict[int, Delta] = {}  # next tokens that were found while scoring prompts
         if plan.echo:
             async for delta in self._echo(plan, call, following):
                 yield delta
@@ -225,9 +226,10 @@ class Server:
     async def _echo(
         self, plan: Plan, call: Call, following: dict[int, Delta]
     ) -> AsyncIterator[Delta]:
-        """Yields the prompts, scored where the plan has log-probabilities.
+        """Yields the prompts, scored if the plan requests log-probabilities.
 
-        Where only the most probable token is generated, it is that after the scored prompt.
+        If only the single most probable token is generated, scoring finds it, and it is added to
+        `following`.
         """
         finish = None if plan.sampling else "length"
         scores: list[Any] = [None] * len(plan.prompts)
@@ -255,16 +257,17 @@ class Server:
             yield Delta(choice, prompt.text, ids, logprobs, finish)
 
     def _scores_next(self, plan: Plan) -> bool:
-        """Whether the one token that is generated is the most probable one after the prompt.
+        """Returns whether the generated text is only the most probable token after the prompt.
 
-        Rotations that follow the length would be others with a token more.
+        Scoring the prompt then also finds this token. It does not if the rotation follows the
+        length, because the rotation for one more token differs.
         """
         sampling, lm = plan.sampling, self._lm
         return (
             sampling is not None
             and sampling.max_new_tokens == 1
             and not (sampling.temperature or sampling.min_new_tokens or sampling.stop)
-            and (not lm.follows_length or lm.length is not None)
+            and (not lm.depends_on_length or lm.length is not None)
         )
 
     async def _events(
@@ -275,7 +278,7 @@ class Server:
         deltas: AsyncIterator[Delta],
         request: Request,
     ) -> AsyncIterator[bytes]:
-        """The server-sent events of a stream."""
+        """Yields the server-sent events of a stream."""
         status: int | str = "left"
         try:
             delta = first
@@ -297,7 +300,7 @@ class Server:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events that close `stack` at their end, or if the client leaves before them."""
+    """Server-sent events that close `stack` at their end, or when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], stack: contextlib.AsyncExitStack):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -333,7 +336,7 @@ def _too_large() -> HTTPException:
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`, which is cancelled when the client leaves."""
+    """Returns the result of `work`, which is cancelled if the client disconnects."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -362,7 +365,7 @@ def _event(data: bytes) -> bytes:
 
 
 def _error_response(error: Exception) -> Response:
-    """OpenAI's JSON of an error; the traceback of what is not the client's error is printed."""
+    """Returns OpenAI's JSON of an error; prints the traceback of errors of the server."""
     headers = None
     if isinstance(error, InputError):
         status, message = 400, str(error)
@@ -385,7 +388,7 @@ def _error_response(error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Returns the errors for unknown paths and methods."""
     if error.status_code == 404:
         error = NotFoundError(f"{request.url.path[:80]} is no path of this server; see /v1/models")
     return _error_response(error)

@@ -1,4 +1,7 @@
-"""`python -m lcjax.serve --model PATH [--port=8000] [--rope.type=yarn ...]`, or `lcjax-serve`."""
+"""The command `python -m lcjax.serve --model PATH [--port=8000] [--rope.type=yarn ...]`.
+
+It is also installed as `lcjax-serve`.
+"""
 
 import contextlib
 import dataclasses
@@ -12,7 +15,7 @@ from lcjax.errors import InputError, check_integer, is_finite_number, missing_ex
 from lcjax.parallel.distributed import cache_compiled_programs
 from lcjax.parallel.sharding import Mesh
 
-# Of uvicorn. Connections of clients that wait between their requests stay open for a while.
+# Options of uvicorn. Idle connections stay open for 75 seconds, for the client's next request.
 OPTIONS = {"log_level": "warning", "access_log": False, "timeout_keep_alive": 75}
 
 
@@ -20,22 +23,22 @@ OPTIONS = {"log_level": "warning", "access_log": False, "timeout_keep_alive": 75
 class ServeConfig:
     """A server of one model with OpenAI's HTTP API.
 
-    `--model PATH` is short for `--model.path=PATH`, and the other keys of `model` may leave out
-    `model.`: `--rope.type=yarn --rope.factor=4`.
+    `--model PATH` is short for `--model.path=PATH`, and the other keys of `model` may omit the
+    prefix `model.`: `--rope.type=yarn --rope.factor=4`.
     """
 
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
-    name: str | None = None  # of the model in requests; null: its path
-    host: str = "127.0.0.1"  # 0.0.0.0: other machines may ask, too; then set api_key
-    port: int = 8000  # 0: any that is free
-    api_key: str | None = None  # that requests must have; null: none
-    # Most tokens of a request, prompt and answer together. Rotations that follow the length are
+    name: str | None = None  # name of the model in requests; null: its path
+    host: str = "127.0.0.1"  # 0.0.0.0 accepts requests of other machines; then set api_key
+    port: int = 8000  # 0: any free port
+    api_key: str | None = None  # key that requests must send; null: none
+    # Maximum tokens of a request, prompt and answer together. Rotations that follow the length are
     # made for it. null: the trained length, and rotations for the length of each request.
     length: int | None = None
     max_batch: int = 8  # texts that are scored or generated together
-    max_queue: int = 64  # requests that wait or run; more are refused with status 503
-    max_contexts: int = 16  # contexts by id; of more, the least recently used is dropped
-    max_context_gb: float = 8.0  # of all of these on the devices, and one more is being made
+    max_queue: int = 64  # requests that wait or run; further ones are refused with status 503
+    max_contexts: int = 16  # stored contexts; beyond this, the least recently used is dropped
+    max_context_gb: float = 8.0  # GB of stored contexts on the devices; a new one adds to it
     mesh: Mesh | None = None  # devices that share the model; null: one device
 
     def __post_init__(self):
@@ -55,13 +58,13 @@ class ServeConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is interrupted; returns the exit code."""
+    """Serves until interrupted; returns the exit code."""
     words = _expand_model_options(sys.argv[1:] if argv is None else argv)
     return config_lib.main(ServeConfig, serve, words)
 
 
 def serve(config: ServeConfig) -> None:
-    """Loads the model and answers requests until SIGINT or SIGTERM; running ones are finished."""
+    """Loads the model and serves until SIGINT or SIGTERM; running requests are finished."""
     try:
         import uvicorn
 
@@ -79,14 +82,14 @@ def serve(config: ServeConfig) -> None:
         app = Server(lm, config).app
         url = f"http://{config.host}:{listener.getsockname()[1]}/v1"
         print(f"{lm}\nat {url} as {config.model_name}", flush=True)
-        # After a signal uvicorn finishes the requests, and may raise the signal again.
+        # After a signal, uvicorn finishes the requests, and may then raise the signal again.
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(uvicorn.Config(app, **OPTIONS)).run([listener])
         print("stopped", flush=True)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address; clients are refused until a server listens at it."""
+    """Returns a socket bound to an address; connections are refused until a server listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     try:
@@ -99,7 +102,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _expand_model_options(words: Sequence[str]) -> list[str]:
-    """Writes --model PATH and --rope.type=yarn as --model.path=PATH and --model.rope.type=yarn."""
+    """Expands --model PATH and --rope.type=yarn to --model.path PATH and --model.rope.type=yarn."""
     expanded = []
     for number, word in enumerate(words):
         key, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Texts that requests read by id: encoded once for a memory, else read once into a KV cache."""
+"""Contexts that requests name by id: encoded once by a memory, or read once into a KV cache."""
 
 import collections
 import dataclasses
@@ -23,14 +23,14 @@ class NotFoundError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """A context of any number of requests.
+    """A context for any number of requests.
 
     Attributes:
-      name: that the client gave it.
+      name: the client's name for it.
       tokens: number of tokens.
-      ids: those of a model without a memory, with which every prompt begins.
-      prefix: their KV cache; None where prompts have to be read in full.
-      encoded: what a memory reads beside the text.
+      ids: token ids with which every prompt begins, for a model without a memory.
+      prefix: the KV cache of `ids`; None if prompts have to be read in full.
+      encoded: the encoded context, for a model with a memory.
     """
 
     name: str | None
@@ -57,7 +57,7 @@ class Context:
 
     @property
     def precedes_text(self) -> bool:
-        """Whether the text goes on from the context, so that BOS stands before the context."""
+        """Whether the text continues the context, so that BOS precedes the context instead."""
         return bool(self.ids) or (self.encoded is not None and self.encoded.precede(1)[0])
 
     def as_json(self) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class Context:
 def make_context(
     lm: LanguageModel, source: ContextRow, name: str | None, most_tokens: int
 ) -> Context:
-    """Encodes a text, passages or token ids (of a model without a memory: one text).
+    """Encodes a text, passages or token ids; a model without a memory reads only a single text.
 
     Raises:
-      InputError: the source is empty, or does not suit the model.
+      InputError: the source is empty or too long, or does not fit the model.
     """
     if lm.config.memory is not None:
         encoded = lm.encode_contexts([source])
@@ -100,12 +100,12 @@ def make_context(
             f"the context has {len(ids)} tokens, and this server takes from 1 to {most_tokens - 1}"
             " with a prompt after them; start it with a larger --length"
         )
-    # Without its last token: the logits after a prompt need a token behind the prefix.
+    # The prefix lacks the last token, because a prompt must have a token after its prefix.
     return Context(name, len(ids), tuple(ids), read_prefix(lm, ids[:-1]))
 
 
 class ContextStore:
-    """The contexts of a server, of which the least recently used make way for new ones.
+    """The contexts of a server; the least recently used ones are dropped for new ones.
 
     Requests are read in threads, so a lock guards the contexts.
     """
@@ -119,7 +119,7 @@ class ContextStore:
         """Adds a context.
 
         Raises:
-          InputError: it alone takes more bytes than all may.
+          InputError: the context alone exceeds the limit of all contexts.
         """
         if context.nbytes > self._most_bytes:
             raise InputError(
@@ -136,7 +136,7 @@ class ContextStore:
                 contexts.popitem(last=False)
 
     def get(self, name: str) -> Context:
-        """Returns a context, from now on the most recently used."""
+        """Returns a context, which becomes the most recently used one."""
         with self._lock:
             context = self._contexts.pop(name, None)
             if context is not None:
@@ -152,7 +152,7 @@ class ContextStore:
 
     def _not_found(self, name: str) -> NotFoundError:
         return NotFoundError(
-            f"context={name!r:.80} does not exist: it was never here, was deleted, or made way"
+            f"context={name!r:.80} does not exist: it was never here, was deleted, or dropped"
             f" for newer ones ({self._most} contexts or {self._most_bytes / 1e9:.3g} GB in"
             " all); POST it to /v1/contexts again"
         )

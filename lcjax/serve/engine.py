@@ -1,8 +1,8 @@
-"""The one thread that runs the model: it takes waiting texts, those that fit together as a batch.
+"""Runs the model in a single thread, in batches of waiting texts.
 
-Texts wait in the order in which they came. The first of them runs with all others that may share a
-batch: they are scored alike, or sampled with the same settings (each text has a seed of its own),
-beside the same context. A text has the results that it has alone.
+Texts wait in order of arrival. The first one runs with all others that may share its batch: texts
+that are scored alike, or sampled with the same settings (each text has its own seed), and that have
+the same context. A text has the same results as when it runs alone.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from lcjax.generation.scoring import score_after_prefix
 from lcjax.generation.session import score_of_logits
 from lcjax.serve.contexts import Context
 
-_TOPS = (1, 5, 20)  # numbers of most probable tokens that are compiled
+_TOPS = (1, 5, 20)  # numbers of most probable tokens for which programs are compiled
 MAX_TOP = _TOPS[-1]
 
 
 class Call:
-    """The results of one request, on their way from the engine's thread to the event loop."""
+    """Passes the results of one request from the engine's thread to the event loop."""
 
     def __init__(self):
         self._loop, self._results = asyncio.get_running_loop(), asyncio.Queue()
-        self.is_cancelled = False  # nobody waits for more
+        self.is_cancelled = False  # whether the request waits for no more results
 
     def put(self, result: Any) -> None:
-        """Adds a result, in any thread."""
+        """Adds a result; may be called in any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._results.put_nowait, result)
 
@@ -49,15 +49,15 @@ class Call:
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A text of a request that is scored, or continued where it has a `sampling`.
+    """A text of a request, which is continued if it has a `sampling`, else scored.
 
-    Results are `(index, Piece)` of new text, the last one with a `finish`; of a scored text one
-    `(index, Scores)`.
+    The results of a continued text are `(index, Piece)`, the last one with a `finish`; a scored
+    text has one result, `(index, Scores)`.
 
     Attributes:
-      ids: token ids, those of a context before the prompt included.
-      sampling: how the text is continued, without its seed; None: it is scored.
-      top: number of most probable tokens beside each; None: no log-probabilities.
+      ids: token ids, including those of a context before the prompt.
+      sampling: how the text is continued, without its seed; None: the text is scored.
+      top: number of most probable tokens listed for each token; None: no log-probabilities.
       first: the first token that is scored.
       scores_next: whether the most probable token after the text is scored, too.
     """
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """Equal for texts that may share a batch."""
+        """A key that is equal for texts that may share a batch."""
         top = None if self.top is None else _compiled_top(self.top)
         context = self.context and self.context.id
         return self.sampling, top, self.first, self.scores_next, context
@@ -92,7 +92,7 @@ class Row:
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """A function that the engine's thread calls; its result is a result of the call."""
+    """A function that the engine's thread calls; its result is passed to `call`."""
 
     call: Call
     function: Callable[[], Any]
@@ -100,14 +100,14 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """log p of the tokens of a text from the first scored one on, and the token after them."""
+    """log p of the tokens of a text from the first scored one on, and the next token if scored."""
 
     logprobs: tuple[TokenLogprobs, ...]
     next_piece: Piece | None = None
 
 
 class Engine:
-    """Runs the model in a thread, for requests of an event loop."""
+    """Runs the model in its own thread, for the requests of an event loop."""
 
     def __init__(self, lm: LanguageModel, max_batch: int = 8):
         self.lm, self.max_batch = lm, max_batch
@@ -126,7 +126,7 @@ class Engine:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Ends the thread after the batch that runs."""
+        """Ends the thread after the running batch."""
         with self._changed:
             self._stops = True
             self._changed.notify()
@@ -140,7 +140,7 @@ class Engine:
                 self._run_rows(jobs)
 
     def _next_jobs(self) -> list[Any] | None:
-        """The first job that waits, and the rows that share its batch; None: the engine stops."""
+        """Returns the first waiting job and the rows that share its batch; None: stop."""
         with self._changed:
             while True:
                 self._waiting = [job for job in self._waiting if not job.call.is_cancelled]
@@ -170,7 +170,7 @@ class Engine:
             (self._score if rows[0].sampling is None else self._generate)(rows)
         except Exception as error:
             if len(rows) > 1 and not any(row.has_results for row in rows):
-                for row in rows:  # the error of one text, or of so many, is not that of the others
+                for row in rows:  # the error may be due to one text, or to the size of the batch
                     self._run_rows([row])
                 return
             _report(error)
@@ -179,7 +179,7 @@ class Engine:
                     row.put(error, finished=True)
 
     def _fill(self, rows: list[Row]) -> list[Row]:
-        """`rows`, and the first one again up to a power of two: few programs are compiled."""
+        """Repeats the first row up to a power of two, so that few programs are compiled."""
         return [*rows, *[rows[0]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
 
     def _generate(self, rows: list[Row]) -> None:
@@ -200,7 +200,7 @@ class Engine:
     def _score(self, rows: list[Row]) -> None:
         batch, first, context = self._fill(rows), rows[0].first, rows[0].context
         of_logits = _logprobs_of_logits(_compiled_top(rows[0].top))
-        # The most probable token after a text is that beside a token after it, whatever it is.
+        # Scoring any token (0) after a text also lists the most probable token in its place.
         texts = [[*row.ids, 0] if row.scores_next else list(row.ids) for row in batch]
         if context is not None and context.prefix is not None:
             behind = [text[first:] for text in texts]
@@ -224,7 +224,7 @@ class Engine:
             row.put(Scores(tuple(logprobs), following), finished=True)
 
     def _next_piece(self, logprobs: TokenLogprobs) -> Piece:
-        """The piece of the most probable token, of which `logprobs` has the alternatives."""
+        """Returns the piece of the most probable token, the first alternative in `logprobs`."""
         best = logprobs._replace(logprob=logprobs.top_logprobs[0])
         text = RowText(0, self.lm.tokenizer, Sampling(max_new_tokens=1))
         return text.add(int(best.top_ids[0]), best)
@@ -236,11 +236,11 @@ def _compiled_top(top: int) -> int:
 
 @functools.cache
 def _logprobs_of_logits(top: int) -> Callable[..., TokenLogprobs]:
-    """`token_logprobs` with so many alternatives; one function for each, as it is compiled."""
+    """Returns `token_logprobs` for `top`; cached, because each function object is compiled."""
     return functools.partial(token_logprobs, top=top)
 
 
 def _report(error: Exception) -> None:
-    """Prints the traceback of an error that is not the client's."""
+    """Prints the traceback of an error, unless the client caused it."""
     if not isinstance(error, InputError):
         traceback.print_exception(error)

@@ -1,8 +1,8 @@
-"""OpenAI's JSON: bodies of requests become a `Plan`, generated tokens become answers.
+"""Converts OpenAI's JSON: bodies of requests to a `Plan`, and generated tokens to answers.
 
-Fields that cannot change an answer are ignored. Those that could, and are not supported, are
-refused unless they have the value that changes nothing; so are unknown ones, as the library refuses
-unknown keys of configs: a misspelt `max_tokns` would be a wrong number of an evaluation.
+Fields that cannot change an answer are ignored. Unsupported fields that could change it raise an
+error, unless they have a value without effect. Unknown fields raise an error, too, like unknown
+keys of configs: a misspelt `max_tokns` would silently change the results of an evaluation.
 """
 
 import collections
@@ -35,7 +35,7 @@ _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls",
 )  # fmt: skip
-_NEUTRAL: dict[str, tuple] = {  # the values that leave an answer as it is
+_NEUTRAL: dict[str, tuple] = {  # the values that do not change an answer
     "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
     "repetition_penalty": (1,), "length_penalty": (1,), "min_p": (0,), "logit_bias": ({},),
     "suffix": ("",), "response_format": ({"type": "text"},), "tools": ([],), "functions": ([],),
@@ -49,10 +49,10 @@ _COMMON = (
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Returns the object that a body holds; raises an InputError if it is none."""
+    """Parses the JSON object of a body; raises an InputError if the body is no JSON object."""
 
     def refuse(constant: str):
-        raise InputError(f"the body has {constant}, which is no JSON")
+        raise InputError(f"the body has {constant}, which is not valid JSON")
 
     try:
         body = json.loads(data, parse_constant=refuse)
@@ -71,7 +71,7 @@ def write_json(value: Any) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, of which the server added the first `num_added`: context and BOS."""
+    """Token ids of a prompt; the server added the first `num_added`: a context's ids, and BOS."""
 
     ids: tuple[int, ...]
     text: str
@@ -80,15 +80,15 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a request of `/v1/completions` or `/v1/chat/completions` asks for."""
+    """A checked request of `/v1/completions` or `/v1/chat/completions`."""
 
     is_chat: bool
     prompts: tuple[Prompt, ...]
     sampling: Sampling | None  # None: nothing is generated
-    n: int = 1  # answers to each prompt
+    n: int = 1  # number of answers to each prompt
     seed: int = 0
     echo: bool = False
-    top: int | None = None  # most probable tokens beside each; None: no log-probabilities
+    top: int | None = None  # most probable tokens listed for each; None: no log-probabilities
     stream: bool = False
     include_usage: bool = False
     context: Context | None = None
@@ -139,12 +139,12 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Turns bodies into plans.
+    """Converts bodies to plans.
 
     Attributes:
       lm: the model.
-      name: of the model in requests.
-      length: most tokens of a prompt and its answer.
+      name: name of the model in requests.
+      length: maximum number of tokens of a prompt and its answer together.
       context: returns a context by its id.
     """
 
@@ -174,7 +174,7 @@ class Reader:
         text = tokenizer.render_chat(messages, **variables)
         ids = list(tokenizer.encode(text, allow_special=True))
         if context is not None and context.precedes_text:
-            ids = without_bos(ids, tokenizer.bos_id)  # it stands before the context
+            ids = without_bos(ids, tokenizer.bos_id)  # BOS precedes the context instead
         prompt = self._after_context(context, ids, text, 0)
         if fields.get("logprobs", bool, False):
             top = fields.integer("top_logprobs", 0, 0, MAX_TOP)
@@ -274,7 +274,7 @@ class Reader:
     def _after_context(
         self, context: Context | None, ids: Sequence[int], text: str | None, num_added: int
     ) -> Prompt:
-        """A prompt whose first `num_added` tokens are added, behind the tokens of a context."""
+        """Returns a prompt after the tokens of a context; the server added `num_added` of `ids`."""
         if not ids:
             raise InputError("prompt is empty, and this model begins no text with BOS")
         before = () if context is None else context.ids
@@ -287,7 +287,7 @@ def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
     if 0 <= temperature < 1e-5:
-        temperature = 0.0  # as vLLM; float32 logits divided by less are no numbers
+        temperature = 0.0  # as in vLLM; dividing float32 logits by less would overflow
     top_k = fields.integer("top_k", None, -1, 2**31 - 1)
     settings = Sampling(
         max_new_tokens=max(max_tokens, 1),
@@ -301,7 +301,7 @@ def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
 
 
 def _message(message: Any) -> dict[str, str]:
-    """Role and content of a message; a content may be a list of parts, all of them text."""
+    """Returns role and content of a message; joins a content that is a list of text parts."""
     if not isinstance(message, dict):
         raise InputError(f"messages: {message!r:.80} is no object with role and content")
     if message.get("tool_calls"):
@@ -327,10 +327,10 @@ class Delta:
 
 
 class Vocabulary:
-    """A string of each token, no two alike: harnesses tell tokens apart by them.
+    """A unique string for each token, by which evaluation harnesses distinguish tokens.
 
-    It is the text that the token adds in the middle of a text, or `token_id:N` where that is no
-    whole character, or that of another token, too.
+    It is the text that the token adds in the middle of a text, or `token_id:N` if that is no whole
+    character, or is also the text of another token.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int):
@@ -376,7 +376,7 @@ class Answer:
         return usage
 
     def response(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """The answer of all deltas."""
+        """Returns the whole answer that consists of all deltas."""
         by_choice: dict[int, list[Delta]] = collections.defaultdict(list)
         for delta in deltas:
             by_choice[delta.choice].append(delta)
@@ -395,7 +395,7 @@ class Answer:
         return self._with_head(kind, choices) | {"usage": self.usage}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of a stream that one delta becomes."""
+        """Returns the chunks of a stream for one delta."""
         index, chunks = delta.choice, []
         logprobs = self._logprobs(index, delta.ids, delta.logprobs)
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": None}
@@ -458,5 +458,5 @@ class Answer:
 
 
 def _finite(value: Any) -> float:
-    """log p as JSON holds it: -inf is -9999, as in vLLM."""
+    """Returns log p as a JSON number: -inf becomes -9999, as in vLLM."""
     return max(float(value), -9999.0)

@@ -19,8 +19,8 @@ from lcjax.data import DataConfig
 from lcjax.errors import INT32_MAX, InputError, check_integer, check_integers, check_seed
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
+from lcjax.parallel.device_memory import Offload
 from lcjax.parallel.distributed import Distributed
-from lcjax.parallel.offload import Offload
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
 

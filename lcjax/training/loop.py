@@ -24,7 +24,7 @@ from lcjax.data import Loader
 from lcjax.errors import InputError
 from lcjax.files import atomic_file
 from lcjax.parallel import distributed
-from lcjax.parallel.offload import to_device
+from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
 from lcjax.training import batches, optim

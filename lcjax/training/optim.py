@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.parallel.offload import LAYER, STACK, put_back, to_device
+from lcjax.parallel.device_memory import LAYER, STACK, put_back, to_device
 from lcjax.training.config import Rate, TrainSection, matcher
 from lcjax.tree import flatten, nest, union
 

@@ -11,7 +11,7 @@ import optax
 from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
 from lcjax.models.bert import Bert, BertConfig
-from lcjax.parallel.offload import Offload, host_shardings, to_device
+from lcjax.parallel.device_memory import Offload, host_shardings, to_device
 from lcjax.parallel.sharding import param_shardings
 from lcjax.training.optim import merge_trees, to_float32
 from lcjax.tree import flatten, nest, split

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from lcjax.models.layers import differentiable, with_gradients
-from lcjax.parallel.offload import is_offloaded
+from lcjax.parallel.device_memory import is_offloaded
 from lcjax.parallel.sharding import replicated
 from lcjax.training import optim
 from lcjax.training.config import TrainConfig

@@ -27,7 +27,7 @@ from lcjax.files import FolderFormat
 from lcjax.models import ModelConfig
 from lcjax.models import lora as lora_lib
 from lcjax.parallel import distributed
-from lcjax.parallel.offload import to_host
+from lcjax.parallel.device_memory import to_host
 from lcjax.rope.positions import PlainPositions
 from lcjax.storage import to_path
 from lcjax.training import batches, estimate

@@ -1,1 +1,1 @@
-"""Implementations of attention, one folder per compiler; `pallas_kernels.dispatch` picks one."""
+"""Implementations of attention, one folder per compiler; `pallas_kernels.dispatch` chooses one."""

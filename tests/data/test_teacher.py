@@ -6,14 +6,14 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from data_support import Bytes, assert_same, make_texts, write_jsonl
+from data_support import Bytes, assert_same, make_texts, rows_of, write_jsonl
 
 from lcjax import config as configs
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Noise, TeacherSource, TextSource, make_loader, teacher
 from lcjax.data import __main__ as command
-from lcjax.data.teacher import TeacherConfig, teach
+from lcjax.data.teacher import TeacherConfig, write_teacher_rows
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -42,17 +42,12 @@ def config_for(path, out, **more):
 @pytest.fixture(scope="module")
 def made(path, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "rows"
-    return out, teach(config_for(path, out))
+    return out, write_teacher_rows(config_for(path, out))
 
 
 def student_config(out, **more):
     plain = {"length": 28, "chunks": CHUNKS, "threads": 0, "prefetch": 0, "repeat": 1}
     return DataConfig(**plain | {"sources": [TeacherSource(str(out))], "shuffle": False} | more)
-
-
-def rows_of(config, tokenizer=None, size=1):
-    batches = list(make_loader(config, tokenizer or ByteTokenizer(), size))
-    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def test_rows_are_those_of_the_text_in_their_order(path, made):
@@ -61,7 +56,7 @@ def test_rows_are_those_of_the_text_in_their_order(path, made):
     assert {file.name for file in out.iterdir()} == {
         *("000000.bin", "000001.bin", "000002.bin", "teacher.json")
     }
-    found = rows_of(student_config(out))
+    found = rows_of(student_config(out), ByteTokenizer())
     loader, wanted = make_loader(text_config(path), ByteTokenizer(), ROWS), None
     wanted = next(loader)
     loader.close()
@@ -97,7 +92,7 @@ def assert_taught(found, p):
 
 
 def test_probabilities_are_the_models_own_over_context_and_text_as_one(made):
-    found = rows_of(student_config(made[0]))
+    found = rows_of(student_config(made[0]), ByteTokenizer())
     assert found["chunk_mask"].all()  # one text without padding
     tokens = np.concatenate([found["chunks"].reshape(ROWS, -1), found["tokens"]], 1)
     assert_taught(found, probabilities(tokens)[:, 18:])
@@ -141,14 +136,14 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(teacher, "_add_probabilities", killed)
         with pytest.raises(KeyboardInterrupt, match="16 rows are in .*; the same command resumes"):
-            teach(config)
+            write_teacher_rows(config)
     with pytest.raises(InputError, match=r"rows is not finished: run the same .* once more"):
         make_loader(student_config(tmp_path / "rows"), ByteTokenizer(), 1)
     (tmp_path / "rows" / "000002.bin.tmp").write_bytes(b"half")
-    teach(config)
+    write_teacher_rows(config)
     assert content(tmp_path / "rows") == content(made[0])
     monkeypatch.setattr(teacher, "_add_probabilities", None)
-    assert teach(config)["rows"] == ROWS, "what is finished is not made again"
+    assert write_teacher_rows(config)["rows"] == ROWS, "what is finished is not made again"
 
 
 @pytest.mark.slow
@@ -159,10 +154,10 @@ def test_another_text_teacher_or_size_does_not_resume_in_the_same_folder(path, m
         ({"data": text_config(path, seed=1)}, "data.seed 0, which is 1 now"),
     ]:
         with pytest.raises(InputError, match=f"was made with {what}: name another folder"):
-            teach(config_for(path, made[0], **more))
+            write_teacher_rows(config_for(path, made[0], **more))
     config = replace(config_for(path, made[0]), model=ModelSection(preset="tiny", seed=1))
     with pytest.raises(InputError, match=r"was made with weights of the teacher .* now"):
-        teach(config)
+        write_teacher_rows(config)
 
 
 def test_rows_resume_anywhere_are_shuffled_and_may_lose_context_to_noise(made):
@@ -178,11 +173,11 @@ def test_rows_resume_anywhere_are_shuffled_and_may_lose_context_to_noise(made):
             resumed.set_state(states[step])
             assert_same([{k: v[rows] for k, v in batches[step].items()}], [next(resumed)])
             resumed.close()
-    held = rows_of(replace(config, repeat=1), size=1), None
+    held = rows_of(replace(config, repeat=1), ByteTokenizer()), None
     validation = list(make_loader(config, ByteTokenizer(), 1, split="validation"))
     assert len(held[0]["tokens"]) + len(validation) == ROWS and validation
     noisy = replace(config, repeat=1, chunks=replace(CHUNKS, noise=Noise(rate=1.0)))
-    assert rows_of(noisy)["chunk_mask"].mean() < 0.7
+    assert rows_of(noisy, ByteTokenizer())["chunk_mask"].mean() < 0.7
 
 
 def test_a_path_alone_may_be_such_a_folder(made):
@@ -255,14 +250,14 @@ def test_a_shard_that_was_cut_or_moved_raises_input_error(path, made, tmp_path):
 def test_invalid_settings_raise_input_error(fields, match, path, tmp_path):
     data = text_config(path, **fields.pop("data", {}))
     with pytest.raises(InputError, match=match) as caught:
-        teach(config_for(path, **{"out": tmp_path / "out", "data": data} | fields))
+        write_teacher_rows(config_for(path, **{"out": tmp_path / "out", "data": data} | fields))
     assert "\n" not in str(caught.value)
 
 
 def test_encoders_do_not_teach(path, tmp_path):
     config = replace(config_for(path, tmp_path / "out"), model=ModelSection(preset="tiny-encoder"))
     with pytest.raises(InputError, match=r"model.path=tiny-encoder gives no probabilities of the"):
-        teach(config)
+        write_teacher_rows(config)
 
 
 def test_the_command_reads_a_config_and_prints_errors(path, tmp_path, capsys):

@@ -41,7 +41,7 @@ def test_a_platform_takes_its_own_backend_where_that_can_run(other):
 
 
 def test_what_has_not_run_on_its_device_runs_by_name_only(other, monkeypatch):
-    monkeypatch.setitem(BACKENDS, "other", BACKENDS["other"]._replace(by_name=True))
+    monkeypatch.setitem(BACKENDS, "other", BACKENDS["other"]._replace(needs_check=True))
     assert np.all(flash(Q, Q, Q)[0] == 1.0)
     assert np.all(flash(Q, Q, Q, implementation="other")[0] == 7.0)
 

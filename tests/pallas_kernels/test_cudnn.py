@@ -177,12 +177,12 @@ TABLE = from_mask(causal(), queries=64, keys=64, q_block=64, k_block=64)
     ("inputs", "operands", "spec", "reason"),
     [
         (dict(dtype="float32"), {}, {}, "all float16, they are float32"),
-        ({}, dict(q_index=PLACES), {}, "takes no q_index"),
-        ({}, dict(q_segments=PLACES, k_segments=PLACES), {}, "takes no q_segments, k_segments"),
-        ({}, dict(bias=Alibi(jnp.ones(4))), {}, "takes no bias"),
-        ({}, {}, dict(soft_cap=30.0), "takes no soft_cap"),
-        ({}, dict(table=TABLE), {}, "takes no table"),
-        ({}, {}, dict(mask=causal() & prefix(4)), "of the masks, cuDNN has everything()"),
+        ({}, dict(q_index=PLACES), {}, "does not support q_index"),
+        ({}, dict(q_segments=PLACES, k_segments=PLACES), {}, "support q_segments, k_segments"),
+        ({}, dict(bias=Alibi(jnp.ones(4))), {}, "does not support bias"),
+        ({}, {}, dict(soft_cap=30.0), "does not support soft_cap"),
+        ({}, dict(table=TABLE), {}, "does not support table"),
+        ({}, {}, dict(mask=causal() & prefix(4)), "supports only the masks everything"),
         ({}, {}, dict(mask=window(4)), "of the masks"),  # it shows the keys ahead
         (dict(s=128), {}, {}, "64 queries and 128 keys is not square"),
         (dict(size=60), {}, {}, "a multiple of 8, but got 60"),
@@ -215,7 +215,7 @@ def test_without_cudnn_the_reason_is_jaxs_own():
 
 def test_a_cotangent_of_lse_is_rejected():
     x = jnp.ones((1, 8, 1, 8), "bfloat16")
-    with pytest.raises(TypeError, match="takes no cotangent of lse"):
+    with pytest.raises(TypeError, match="does not support a cotangent of lse"):
         lse = jnp.zeros((1, 8, 1))
         _cudnn.backward(x, x, x, x, lse, x, lse, Operands(), Spec(causal(), 1.0))
 

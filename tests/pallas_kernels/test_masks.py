@@ -231,22 +231,22 @@ def test_masks_per_head_of_different_numbers_of_heads_raise_an_error():
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "3"])
 def test_a_window_without_a_token_raises_value_error(size):
-    with pytest.raises(ValueError, match="window: size is .*, must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="window: size=.* must be an integer of at least 1"):
         window(size)
 
 
 BAD = {
-    "band: high is 1, .* at least 2": lambda: pk.band(2, 1),
-    "stride: n is 0": lambda: pk.stride(0),
+    "band: high=1 .* at least 2": lambda: pk.band(2, 1),
+    "stride: n=0": lambda: pk.stride(0),
     "c must not exceed n; at most 3": lambda: pk.tail_of(3, 4),
-    "prefix: n is -1": lambda: pk.prefix(-1),
-    "chunk_distance: size is 0": lambda: pk.chunks(0),
-    "chunk_distance: high is 0, .* at least 1": lambda: pk.chunk_distance(4, 1, 0),
-    "since_chunk: stride is 0": lambda: pk.since_chunk(0, 1, 1),
-    "since_chunk: recent is -1": lambda: pk.since_chunk(1, 1, -1),
-    "keys_in: indices is 1.5": lambda: pk.keys_in([1.5]),
-    "a key block is -1": lambda: pk.random_blocks(4, [(-1,)]),
-    "block is 0": lambda: pk.random_blocks(0, [(1,)]),
+    "prefix: n=-1": lambda: pk.prefix(-1),
+    "chunk_distance: size=0": lambda: pk.chunks(0),
+    "chunk_distance: high=0 .* at least 1": lambda: pk.chunk_distance(4, 1, 0),
+    "since_chunk: stride=0": lambda: pk.since_chunk(0, 1, 1),
+    "since_chunk: recent=-1": lambda: pk.since_chunk(1, 1, -1),
+    "keys_in: indices=1.5": lambda: pk.keys_in([1.5]),
+    "a key block=-1": lambda: pk.random_blocks(4, [(-1,)]),
+    "block=0": lambda: pk.random_blocks(0, [(1,)]),
     "a part of 0 heads": lambda: pk.per_head((causal(), 0)),
     "no mask of one head": lambda: pk.per_head((pk.per_head((causal(), 1)), 1)),
     "at least one": lambda: pk.per_head(),

@@ -348,7 +348,7 @@ def test_it_is_started_once_while_a_program_is_traced(gpu):
 def test_a_measurement_comes_first_and_what_it_found_wrong_is_not_used(gpu):
     gpu.become(*H100)
     times = {"forward": {"triton": 1.0, "cudnn": 2.0, "xla": 9.0}}
-    off = {timings.case("mosaic_gpu", "bfloat16", "blocks"): "off"}
+    off = {timings.case_key("mosaic_gpu", "bfloat16", "blocks"): "off"}
     timings.write(gpu.folder, H100[0], {"causal, heads of 64": times}, off)
     assert implementations(*CALLS["causal"][:2]) == (["triton"], ["mosaic_gpu"])
     assert implementations(*CALLS["table"][:2]) == (["triton"], ["triton"])
@@ -451,7 +451,7 @@ def test_explain_says_what_has_passed(gpu):
     said = dict(found.reasons)
     passed = "passed the self-check: blocks, heads of 64; causal, heads of 128; grouped heads"
     assert said["mosaic_gpu"] == passed
-    assert said["cudnn"] == said["triton"] == "another one is first"
+    assert said["cudnn"] == said["triton"] == "another backend is preferred"
     (found,) = explain(lambda *x: flash(*x, causal(), bias=Alibi(jnp.ones(4))), *shapes())
     said = dict(found.reasons)
     assert said["triton"] == "self-check: causal, heads of 64, forward: exit code 1"

@@ -256,9 +256,9 @@ def test_a_capacity_that_is_too_small_is_an_error_where_it_is_known():
             np.arange(8)[None, None, None], keys=32, q_block=4, k_block=4, capacity=3
         ),
     ):
-        with pytest.raises(ValueError, match="capacity 3 is too small.* give at least 8"):
+        with pytest.raises(ValueError, match="capacity=3 is too small.* give at least 8"):
             make()
-    with pytest.raises(ValueError, match="capacity is 0, must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="capacity=0 must be an integer of at least 1"):
         from_mask(causal(), **SMALL | {"capacity": 0})
 
 
@@ -293,7 +293,7 @@ def test_places_without_their_partner_raise_value_error():
     sizes = dict(queries=4, keys=4, q_block=2, k_block=2)
     with pytest.raises(ValueError, match="give both q_segments and k_segments"):
         from_mask(causal(), **sizes, q_segments=np.ones((1, 4), np.int32))
-    with pytest.raises(ValueError, match="block is 0"):
+    with pytest.raises(ValueError, match="block=0"):
         from_mask(causal(), **sizes | {"q_block": 0})
 
 

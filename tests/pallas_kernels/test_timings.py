@@ -84,7 +84,7 @@ def gpu(tmp_path, monkeypatch):
             q[..., 0].astype("float32"),
         )
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        new = Backend(module.__name__, ("cuda",), by_name=True, takes_d_lse=takes)
+        new = Backend(module.__name__, ("cuda",), needs_check=True, takes_d_lse=takes)
         monkeypatch.setitem(BACKENDS, name, new)
     dispatch._warn_once.cache_clear()
     timings._read.cache_clear()
@@ -150,7 +150,7 @@ def test_the_nearest_kind_counts_where_one_was_not_measured(gpu):
 def test_files_are_extended_and_drop_wrong_implementations(gpu):
     timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}})
     dense = {"dense, heads of 64": {"forward": TIMES}}
-    wrong = {timings.case("quicker", "bfloat16", "causal"): "off"}
+    wrong = {timings.case_key("quicker", "bfloat16", "causal"): "off"}
     file = timings.write(gpu, DEVICE, dense, wrong)
     found = json.loads(file.read_text())["milliseconds"]
     left = {k: v for k, v in TIMES.items() if k != "quicker"}
@@ -177,7 +177,7 @@ def test_files_are_extended_and_drop_wrong_implementations(gpu):
 
 
 def test_what_was_wrong_is_not_used_for_its_form_and_dtype_whatever_the_times_are_from(gpu):
-    wrong = {timings.case("quicker", "float16", "window"): "off"}
+    wrong = {timings.case_key("quicker", "float16", "window"): "off"}
     timings.write(gpu, DEVICE, {"causal, heads of 64": {"forward": TIMES}}, wrong)
     mask = causal() & window(9)
     assert taken(mask, dtype="float16")["cuda"] == "quick"  # by the times of plain causal calls
@@ -211,7 +211,7 @@ def test_explain_returns_the_implementation_and_the_reason(gpu):
     )  # fmt: skip
     said = {line[4:].split()[0]: line for line in lines[1:]}
     assert "1 ms for a call like it" in said["quicker"]
-    assert "it can not" in said["refusing"] and "not measured here" in said["triton"]
+    assert "it can not" in said["refusing"] and "no measurement on this GPU" in said["triton"]
     assert [x for x in said if said[x].startswith("  > ")] == ["quicker"]
 
 

@@ -20,17 +20,16 @@ from pallas_kernels.tuning import Tile
 
 slow = pytest.mark.slow
 TILES = tuning.landmark
-QUICK = {
+CASES = landmark_cases.CASES | {
     "odd lengths, blocks of twenty-three, three heads per key head, anywhere": Case(
         t=45, s=92, block=23, heads=3, size=24, v_size=40, places=True
     ),
     "bfloat16, blocks of sixty-four": Case(
         t=150, s=192, block=64, heads=2, kv_heads=2, scale=0.1, dtype="bfloat16"
     ),
-}
-CASES = QUICK | landmark_cases.CASES
-CASES |= {
-    "blocks of 100, a scale below zero": Case(t=500, s=600, block=100, scale=-0.1, dtype="bfloat16")
+    "blocks of 100, a scale below zero": Case(
+        t=500, s=600, block=100, scale=-0.1, dtype="bfloat16"
+    ),
 }
 
 
@@ -46,9 +45,7 @@ def small_steps(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=n, marks=() if n in QUICK else slow) for n, c in CASES.items()]
-)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernels_equal_plain_xla_with_a_cotangent_of_lse(case):
     landmark_cases.assert_kernels_equal_plain_xla(_triton_landmark, case)
 

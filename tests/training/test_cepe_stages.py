@@ -8,7 +8,7 @@ from training_support import tiny
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource
 from lcjax.data.stored_rows import row_type
-from lcjax.data.teacher import TeacherConfig, teach
+from lcjax.data.teacher import TeacherConfig, write_teacher_rows
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
@@ -92,7 +92,9 @@ def test_the_stages_chain_and_the_decoder_stays_unchanged(corpus, tmp_path):
     data = DataConfig(path=str(corpus), length=24, chunks=BEFORE, document_mask=False)
     shape = {"rows": 40, "batch_size": 8, "top": 9, "mesh": Mesh(data=2, fsdp=2, tensor=2)}
     # The student's own folder: without a context it is the original decoder.
-    teach(TeacherConfig(data, str(tmp_path / "rows"), model=ModelSection(**initial), **shape))
+    write_teacher_rows(
+        TeacherConfig(data, str(tmp_path / "rows"), model=ModelSection(**initial), **shape)
+    )
     for name in ("distilled", "undisturbed"):
         config = tiny(
             *(tmp_path / name, ""), model=initial, trainable=BOTH, data=taught(tmp_path / "rows"),
@@ -137,7 +139,7 @@ def stored(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("teacher") / "rows"
     data = DataConfig(path=str(corpus), length=24, chunks=BEFORE, document_mask=False)
     shape = {"rows": 16, "batch_size": 8, "top": 5, "mesh": Mesh(data=8, fsdp=1)}
-    teach(TeacherConfig(data, str(out), model=ModelSection(preset="tiny"), **shape))
+    write_teacher_rows(TeacherConfig(data, str(out), model=ModelSection(preset="tiny"), **shape))
     return out
 
 

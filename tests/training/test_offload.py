@@ -19,7 +19,7 @@ from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, preset
 from lcjax.models.layers import box_offloaded, unbox_offloaded
 from lcjax.models.lora import LoRA
-from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
+from lcjax.parallel.device_memory import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import TrainConfig, compile_only, optim, run

@@ -1,12 +1,12 @@
 """Block-sparse attention for Hopper GPUs: forward, dq, and dk with dv, in Pallas' Mosaic GPU.
 
 Every kernel visits lists of visible blocks, so dense, causal, windowed, packed, per-head and top-k
-attention are one kernel, and time follows the number of visible blocks. Nothing is accumulated in
-global memory: results are the same bit by bit in every run.
+attention share one kernel, and time is proportional to the number of visible blocks. Nothing is
+accumulated in global memory: results are bitwise reproducible.
 
 A program of the grid has some compute warpgroups and one that moves memory. Each compute warpgroup
-holds 64 rows of the resident side (queries in the forward pass and for dq, keys for dk and dv)
-while tiles of the other side pass through a ring of stages in shared memory.
+holds 64 rows of the resident side (queries in the forward pass and for dq, keys for dk and dv),
+while tiles of the streamed side pass through a ring of stages in shared memory.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from pallas_kernels.masks import Mask
 from pallas_kernels.tables import transpose
 
 LARGEST_HEAD = 128
-LARGEST_GRID = 65535  # heads, or tiles of 64 rows
-# Versions of ptxas, from and up to (CUDA 12.8.0 to 12.9.0), that miscompile causal masks in a
-# kernel of JAX's own like these (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11). That
-# kernel refuses 12.9.1 as well: it asks the runtime, whose version has no patch level.
+LARGEST_GRID = 65535  # most heads, or tiles of 64 rows
+# Range of ptxas versions (CUDA 12.8.0 to 12.9.0) that miscompile causal masks in a similar kernel
+# of JAX (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11). That kernel refuses 12.9.1 as
+# well, because it checks the version of the runtime, which has no patch level.
 MISCOMPILING = (12, 8, 0), (12, 9, 86)
 ROWS = 64  # of a warpgroup's matrix products
 HEAD = 16  # head sizes are padded to multiples of it: the narrowest tile of the matrix unit
-BLOCK = 128  # of a table that the caller does not give
-CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
-INTERLEAVED = 8  # heads, or rows of the batch, whose programs alternate
-INTERLEAVED_BYTES = 2**25  # of their tiles, which remain in the 50 MB of an H100's L2 cache
-PROCESSORS = 132  # of an H100 or H200; shared memory of each holds one program
-# Queries, of a causal call, whose products with a key take as long as the traffic of that key's
-# float32 cotangents of one query head: 8 bytes a number at 3.35 TB/s, 4 products at 450 TFLOP/s.
+BLOCK = 128  # rows of a block of a table, if the caller passes no table
+CELLS = 2**22  # most pairs of blocks of such a table; longer inputs get larger blocks
+INTERLEAVED = 8  # most heads, times batch rows, whose programs alternate
+INTERLEAVED_BYTES = 2**25  # of their streamed tiles, which stay in the 50 MB of an H100's L2 cache
+PROCESSORS = 132  # multiprocessors of an H100 or H200; the shared memory of each holds one program
+# Number of queries of a causal call whose products with a key take as long as the memory traffic of
+# that key's float32 cotangents for one query head: 8 bytes a number at 3.35 TB/s, 4 products at 450
+# TFLOP/s.
 SUM_QUERIES = 512
-SUMS_BYTES = 2**29  # that those of all query heads may take
+SUMS_BYTES = 2**29  # most bytes of these cotangents for all query heads
 MANY_VISITS = 16  # of a program; shorter ones end before a second kernel would have started
 FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
 
@@ -65,7 +66,7 @@ class TileAxis:
         return self.padded // self.tile
 
     def pad(self, x, axis: int):
-        """`x` with zeros behind, up to whole tiles along `axis`."""
+        """Returns `x` padded with zeros to whole tiles along `axis`."""
         if x is None or x.shape[axis] == self.padded:
             return x
         widths = [(0, 0)] * x.ndim
@@ -76,7 +77,7 @@ class TileAxis:
 def tile_axis(length: int, block: int, tile: int) -> TileAxis:
     """Splits an axis into tiles of at most `tile` rows that divide its blocks.
 
-    A lone block need not be divided evenly.
+    Tiles need not divide a single block that covers the whole axis.
     """
     if length <= block:
         tile = tile_of_length(length, tile)
@@ -87,9 +88,9 @@ def tile_axis(length: int, block: int, tile: int) -> TileAxis:
 
 
 def tile_of_length(length: int, tile: int) -> int:
-    """The rows of a tile for an axis that can be cut anywhere: at most `tile`.
+    """Returns the rows of a tile, at most `tile`, for an axis that can be split anywhere.
 
-    Three warpgroups are worth at most a sixteenth more rows of padding than two.
+    Three warpgroups are chosen if they add at most a sixteenth to the padded rows of two.
     """
     if length <= ROWS:
         return ROWS
@@ -119,7 +120,7 @@ class KernelSpec:
     heads: int
     key_heads: int
     tiling: Tiling
-    joined: bool  # a key head's list has the blocks of all its query heads behind each other
+    joined: bool  # a key head's list concatenates the blocks of all its query heads
     per_query_head: bool  # dk and dv have a program for each query head, and are summed afterwards
     interleaved: int  # consecutive heads whose programs alternate in the grid
 
@@ -129,7 +130,7 @@ class KernelSpec:
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     table = _table(_tiles(FORWARD, q, v, operands, spec), q, k, operands, spec)
     kernel_spec, x = _prepare(FORWARD, q, k, v, operands, spec, table)
     out, lse = _kernels().run_forward(kernel_spec, x, interpret)
@@ -137,7 +138,7 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
-    """Cotangents of q, k and v; that of lse enters through di."""
+    """Returns the cotangents of q, k and v; that of lse enters through `di`."""
     table = _table(_tiles(D_QUERIES, q, v, operands, spec), q, k, operands, spec)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
@@ -153,7 +154,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
-    """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
+    """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
     if (reason := _unsupported_here()) is not None:
         return reason
     if (reason := unsupported_dtypes(q, k, v, "bfloat16", "float16")) is not None:
@@ -177,13 +178,13 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 
 def _unsupported_here() -> str | None:
-    """Why these kernels cannot run in this process, whatever the inputs."""
+    """Returns why these kernels cannot run in this process for any inputs, or None."""
     if tuning.capability() != 90:
         return "these kernels are for Hopper GPUs (compute capability 9.0)"
     version = tuning.assembler()
     if version is not None and MISCOMPILING[0] <= version < MISCOMPILING[1]:
         text = ".".join(map(str, version))
-        return f"JAX knows ptxas {text} to miscompile such kernels; that of CUDA 12.9.1 does not"
+        return f"ptxas {text} miscompiles these kernels; use that of CUDA 12.9.1 or later"
     try:
         _kernels()
     except (ImportError, AttributeError) as error:
@@ -192,17 +193,17 @@ def _unsupported_here() -> str | None:
 
 
 def _kernels():
-    """The module of the kernels, which not every version of JAX can import."""
+    """Imports the module of the kernels, which fails in some versions of JAX."""
     return importlib.import_module("pallas_kernels.backends.mosaic_gpu.kernels")
 
 
 def _table(tiles: tuning.Warpgroups, q, k, operands, spec):
-    """The blocks to visit, query-major; tiles: of the kernel that visits them."""
+    """Returns the blocks to visit, query-major; `tiles` are those of the kernel."""
     return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(tiles, q, k))
 
 
 def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
-    """The warpgroups and tiles of a kernel for a call."""
+    """Returns the warpgroups and tiles of a kernel for a call."""
     indices = operands.q_index, operands.k_index
     vectors = any(x is not None for x in indices) + (operands.q_segments is not None)
     size = max(q.shape[-1], v.shape[-1])
@@ -210,7 +211,7 @@ def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
 
 
 def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
-    """The kernel's static part; only shapes are read."""
+    """Returns the static part of a kernel; reads only shapes."""
     tiles = _tiles(kernel, q, v, operands, spec)
     tiling = make_tiling(kernel, tiles, q, k, table.q_block, table.k_block)
     per_query_head = kernel == D_KEYS and _has_few_programs(tiling, q, k, v)
@@ -228,9 +229,10 @@ def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
 
 
 def _has_few_programs(tiling: Tiling, q, k, v) -> bool:
-    """Whether more multiprocessors would be idle than it costs to sum dk and dv over heads apart.
+    """Returns whether idle multiprocessors cost more than a separate sum of dk and dv over heads.
 
-    Programs are as long as each other, or under a causal mask up to twice as long as their mean.
+    Multiprocessors are idle if there are few programs, one for each tile of a key head. Programs
+    are assumed to be equally long, or under a causal mask up to twice as long as their mean.
     """
     group, programs = q.shape[2] // k.shape[2], q.shape[0] * k.shape[2] * tiling.keys.count
     waves = -(-programs // PROCESSORS)
@@ -245,11 +247,11 @@ def _has_few_programs(tiling: Tiling, q, k, v) -> bool:
 
 
 def _interleaved(kernel: str, q, k, v, per_query_head: bool) -> int:
-    """The number of heads whose programs alternate.
+    """Returns the number of heads whose programs alternate.
 
-    Under a causal mask programs with the longest lists start first; if all of a head ran before
-    those of the next, the long ones of the last head would start when little else is left. Programs
-    that run at the same time read the streamed tiles of that many heads from L2.
+    Under a causal mask the programs with the longest lists start first. If all programs of a head
+    ran before those of the next, the long ones of the last head would start when few others remain.
+    Programs that run at the same time read the streamed tiles of that many heads from L2.
     """
     group = q.shape[2] // k.shape[2]
     if kernel == D_KEYS:
@@ -265,7 +267,7 @@ def _interleaved(kernel: str, q, k, v, per_query_head: bool) -> int:
 
 
 def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
-    """The kernel's static part, and its operands in whole tiles."""
+    """Returns the static part of a kernel, and its operands padded to whole tiles."""
     kernel_spec = _kernel_spec(kernel, q, k, v, operands, spec, table)
     tiling = kernel_spec.tiling
     x = {"q": tiling.queries.pad(_wide(q), 1)}
@@ -282,13 +284,13 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
 
 
 def _wide(x):
-    """The last axis padded to a multiple of HEAD."""
+    """Returns x with its last axis padded to a multiple of HEAD."""
     padding = -x.shape[-1] % HEAD
     return jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) if padding else x
 
 
 def blocks(tiles: tuning.Warpgroups, q, k) -> tuple[int, int]:
-    """Sizes of a table's blocks where the caller gives none."""
+    """Returns the sizes of a table's blocks, for calls without a table."""
     q_block = max(BLOCK, tile_of_length(q.shape[1], tiles.groups * ROWS))
     k_block = BLOCK
     while (-(-q.shape[1] // q_block)) * (-(-k.shape[1] // k_block)) > CELLS:
@@ -312,9 +314,10 @@ def make_tiling(kernel: str, tiles: tuning.Warpgroups, q, k, q_block: int, k_blo
 
 
 def list_operands(table, kernel: str, spec: KernelSpec) -> dict:
-    """The table's BlockLists as operands of a kernel.
+    """Returns the table's BlockLists as operands of a kernel.
 
-    Joined lists of the query heads of a group become one, with consecutive numbers of blocks.
+    If `joined`, the lists of the query heads of a group become one list, in which block numbers
+    continue from head to head.
     """
     tiling, group = spec.tiling, spec.group
     if kernel == D_KEYS:
@@ -322,7 +325,7 @@ def list_operands(table, kernel: str, spec: KernelSpec) -> dict:
             table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
         lists = transpose(table, tiling.keys.length)
     elif tiling.keys.length <= table.k_block and tiling.keys.length < tiling.keys.padded:
-        # A lone block may be full by itself: its last tile is not.
+        # A single block may be full although its last, padded tile is not.
         lists = table.tested().lists()
     else:
         lists = table.lists()

@@ -1,8 +1,8 @@
-"""Kernels for Hopper: the forward pass, dq, and dk with dv, and how they are started.
+"""Kernels for Hopper: the forward pass, dq, and dk with dv, and their launch.
 
 In the backward kernels a step's second product, of d_out and v, starts after the element test:
-beside the sums, no thread has the registers for both products and the test. Its sums are ready when
-p is.
+besides the sums, a thread does not have the registers for both products and the test. The second
+product is ready when p is.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ MATRICES = ("q", "k", "v", "d_out")
 
 
 def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
-    """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
+    """Computes an online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
 
-    Warpgroups take turns to start products, q k^T of a step and p v of the one before, which are
-    multiplied while the others compute their softmax (FlashAttention-3, Shah et al. 2024, section
-    3.1). A turn is passed on as soon as the products have started: no warpgroup waits for another's
-    softmax.
+    Warpgroups take turns to start products, q k^T of a step and p v of the step before. These are
+    multiplied while the other warpgroups compute their softmax (FlashAttention-3, Shah et al. 2024,
+    section 3.1). A warpgroup passes its turn on as soon as its products have started, so none waits
+    for another's softmax.
     """
     program, tiling = of_queries(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
@@ -86,7 +86,7 @@ def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
 
 
 def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first):
-    """(weighted values, maximum, denominator) of 64 queries."""
+    """Returns (weighted values, maximum, denominator) of 64 queries."""
     query, shape = scratch["q"].at[group], (ROWS, spec.tiling.keys.tile)
     resident = {name: scratch[name].at[group] for name in scratch["resident_names"] if name != "q"}
 
@@ -100,7 +100,7 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
             plgpu.barrier_arrive(scratch["turn"].at[jnp.where(is_last, 0, group + 1)])
 
     def soften(step, products, top, total):
-        """(p, maximum and denominator with this step's keys, factor of the earlier sums)."""
+        """Returns p, the new maximum and denominator, and the factor of the earlier sums."""
         values, factor = logits(spec, products)
         streamed = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
         k_first = functools.partial(ring.first, visits, step)
@@ -135,7 +135,7 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
 
     def attend(acc, *rows):
         ring.wait(0, jnp.int32(0))
-        pl.when(group > 0)(wait_turn)  # the first turn is that of warpgroup 0
+        pl.when(group > 0)(wait_turn)  # warpgroup 0 has the first turn
         products = product(query, ring.at("k", jnp.int32(0)), pass_turn)
         last = visits.seen - 1
         carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
@@ -149,7 +149,7 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
 
 
 def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
-    """Cotangent of 64 queries: the sum over key tiles of ds k."""
+    """Computes dq of 64 queries: the sum over key tiles of ds k."""
     program, tiling = of_queries(spec, grid_index()), spec.tiling
     visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
     ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
@@ -194,10 +194,10 @@ def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
 
 
 def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
-    """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group.
+    """Computes dk and dv of 64 keys: sums over the query tiles of all heads of their group.
 
-    Or of one query head, `per_query_head`: float32 sums, which are not rounded before they are
-    added up.
+    With `per_query_head` they are sums over one query head, in float32, so that they are not
+    rounded before the sum over heads.
     """
     program, tiling = of_keys(spec, grid_index()), spec.tiling
     heads = 1 if spec.per_query_head else spec.group
@@ -246,11 +246,11 @@ def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
 
         empty = [fill((ROWS, scratch[name].shape[-1]), 0.0) for name in ("k", "v")]
         d_key, d_value = lax.fori_loop(0, visits.seen, visit, empty)
-        if spec.per_query_head:  # no shared memory is free for tiles of float32
+        if spec.per_query_head:  # written directly: shared memory has no room for float32 tiles
             rows = program.row, pl.ds(first, ROWS), program.head
             dk[rows], dv[rows] = d_key * spec.scale, d_value
             return
-        # Computed again: these references would occupy registers while products are summed.
+        # Computed again, because references would occupy registers while products are summed.
         own_group, rows = lax.axis_index(WARPGROUP), pl.ds(first, ROWS)
         tile = {name: scratch[name].at[own_group] for name in ("k", "v")}
         tile["k"][...] = (d_key * spec.scale).astype(dk.dtype)
@@ -266,11 +266,12 @@ def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
 
 
 def matrix(count: int, rows: int, size: int, dtype, streamed: int = 64):
-    """`count` tiles in shared memory, in the order that matrix units and the copy engine read.
+    """Returns shared memory for `count` tiles, in the layout of matrix units and the copy engine.
 
-    streamed: rows of a streamed tile, over which products sum as they do over head sizes.
+    Args:
+      streamed: rows of a streamed tile; products contract over them as over head sizes.
     """
-    width = math.gcd(size, streamed, 64)  # numbers that are shuffled together: 32 to 128 bytes
+    width = math.gcd(size, streamed, 64)  # numbers that are swizzled together: 32 to 128 bytes
     swizzle = width * jnp.dtype(dtype).itemsize
     tiling = plgpu.TilingTransform((8, width))
     transforms = tiling, plgpu.SwizzleTransform(swizzle)
@@ -278,7 +279,7 @@ def matrix(count: int, rows: int, size: int, dtype, streamed: int = 64):
 
 
 def tiles(x, names, count: int, rows: int, streamed: int) -> dict:
-    """Shared memory for `count` tiles of operands: matrices, and vectors of one number a row."""
+    """Returns shared memory for `count` tiles of operands: matrices, and vectors over rows."""
     return {
         name: matrix(count, rows, x[name].shape[-1], x[name].dtype, streamed)
         if name in MATRICES
@@ -288,11 +289,11 @@ def tiles(x, names, count: int, rows: int, streamed: int) -> dict:
 
 
 def shared_memory(spec: KernelSpec, x, resident, ring, streamed_rows: int) -> tuple[dict, dict]:
-    """The shared memory and the barriers of a program.
+    """Returns the shared memory and the barriers of a program.
 
     Args:
       resident: names of operands of which each compute warpgroup holds 64 rows.
-      ring: two sets of names of operands that pass.
+      ring: sets of names of streamed operands; each set is filled and freed together.
     """
     tiling = spec.tiling
     memory = tiles(x, resident, tiling.groups, ROWS, streamed_rows)
@@ -326,8 +327,10 @@ def launch(
     """Runs `kernel(spec, refs of x, *refs of outputs, scratch)`.
 
     Args:
-      x: operands by name; those that are None are left out of it, of `resident` and of `ring`.
+      x: operands by name; operands that are None are removed from x, `resident` and `ring`.
+      resident, ring: as in `shared_memory`.
       programs: sizes of the grid's axes.
+      streamed: the axis of the streamed operands.
       extra: further entries of `scratch`.
     """
     x = x | {"count": jnp.arange(streamed.tile, dtype=jnp.int32)}
@@ -359,11 +362,11 @@ def launch(
 
 
 def run_forward(spec: KernelSpec, x, interpret):
-    """out [B, T, N, Hv] and lse [B, N, T]."""
+    """Returns out [B, T, N, Hv] and lse [B, N, T]."""
     tiling, (b, t, n, h), size = spec.tiling, x["q"].shape, x["v"].shape[-1]
     extra = {"lse": plgpu.SMEM((tiling.groups, ROWS), F32)}
     extra["turn"] = plgpu.Barrier(num_barriers=tiling.groups)
-    if size != h:  # else the output uses the queries' memory
+    if size != h:  # otherwise the output overwrites the queries
         extra["out"] = matrix(tiling.groups, ROWS, size, x["q"].dtype)
     outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
     resident, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
@@ -373,7 +376,7 @@ def run_forward(spec: KernelSpec, x, interpret):
 
 
 def run_d_queries(spec: KernelSpec, x, interpret):
-    """dq [B, T, N, H]."""
+    """Returns dq [B, T, N, H]."""
     tiling, (b, _, n, _) = spec.tiling, x["q"].shape
     resident, ring = (
         ("q", "d_out", "lse", "start", "count", *Q_VECTORS),
@@ -385,7 +388,7 @@ def run_d_queries(spec: KernelSpec, x, interpret):
 
 
 def run_d_keys(spec: KernelSpec, x, interpret):
-    """dk [B, S, K, H] and dv [B, S, K, Hv]."""
+    """Returns dk [B, S, K, H] and dv [B, S, K, Hv]."""
     tiling, (b, s, heads, _) = spec.tiling, x["k"].shape
     resident, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
@@ -402,9 +405,9 @@ def run_d_keys(spec: KernelSpec, x, interpret):
 
 
 def sum_groups(x, keys):
-    """[B, S, N, H] -> [B, S, K, H] in the dtype of `keys`; heads are added one after the other.
+    """Sums [B, S, N, H] to [B, S, K, H] in the dtype of `keys`, one head after the other.
 
-    XLA may reduce an axis in another order in another program.
+    The order of XLA's reduction of an axis may differ between programs.
     """
     parts = x.reshape(*keys.shape[:3], -1, x.shape[-1])
     total = functools.reduce(jnp.add, (parts[:, :, :, i] for i in range(parts.shape[3])))

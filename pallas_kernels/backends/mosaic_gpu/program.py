@@ -1,11 +1,11 @@
 """The parts of the Hopper kernels: a program's warpgroups, the ring that feeds them, element tests.
 
-One warpgroup visits the list of visible blocks and has the copy engine (TMA) bring their tiles into
-a ring of stages; the others multiply (wgmma). Barriers say when a stage is filled and when it is
-free again. Full blocks come first in a list and are taken without an element test.
+One warpgroup visits the list of visible blocks and starts copies (TMA) of their tiles into a ring
+of stages; the others multiply (wgmma). Barriers signal that a stage is filled, or free again. Full
+blocks come first in a list and have no element test.
 
-Logits are held as multiples of log 2, so that softmax uses powers of two. Values that a warpgroup
-holds in registers have the layout in which the matrix unit (wgmma) leaves them.
+Logits are multiples of log 2, so that softmax uses powers of two. Values in the registers of a
+warpgroup have the layout of the matrix unit's (wgmma) results.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from pallas_kernels.backends.mosaic_gpu.attention import ROWS, KernelSpec, TileA
 F32 = jnp.float32
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
-# A program each; the last varies fastest, over the interleaved heads of all rows. Where an axis of
-# the device mesh has such a name, Pallas uses the index on the mesh.
+# Axes of the grid; the last varies fastest, over the interleaved heads of all rows. The names are
+# unusual because Pallas would use the index on the device mesh if it had an axis of the same name.
 GRID = ("_lcjax_heads", "_lcjax_tiles", "_lcjax_rows")
 WARPGROUP = "_lcjax_warpgroup"
-# Registers of a thread, of those that compute and of those that copy, by the number of compute
-# warpgroups: 2 x 240 + 24 and 3 x 160 + 32 of the 512 that there are.
+# Registers per thread that computes, and per thread that copies, by the number of compute
+# warpgroups: 2 x 240 + 24 and 3 x 160 + 32 of 512.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 def fill(shape, value: float, axis: int | None = None):
-    """A matrix of one value, or a vector that lies along axis `axis` of matrices."""
+    """Returns a matrix of one value, or a vector that lies along axis `axis` of matrices."""
     layout = WGMMA if axis is None else WGMMA.reduce(1 - axis)
     return plgpu.layout_cast(jnp.full(shape, value, F32), layout)
 
 
 def column(ref, axis: int):
-    """A vector in shared memory that lies along axis `axis` of matrices."""
+    """Loads a vector from shared memory; it lies along axis `axis` of matrices."""
     index = inspect.signature(plgpu.load).parameters.get("idx")
     is_required = index is not None and index.default is inspect.Parameter.empty  # until jax 0.10
     return plgpu.load(ref, **({"idx": ()} if is_required else {}), layout=WGMMA.reduce(1 - axis))
 
 
 def repeat(x, axis: int, shape):
-    """A vector along axis `axis` of a matrix, repeated along the other."""
+    """Returns a vector along axis `axis` of a matrix, repeated along the other."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
@@ -66,7 +66,7 @@ def div(x, n: int):
 
 
 def product(a, b, between: Callable = lambda: None):
-    """a b^T of tiles in shared memory, float32."""
+    """Returns a b^T of tiles in shared memory, float32; calls `between` after its start."""
 
     def multiply(total):
         plgpu.wgmma(total, a, b.transpose((1, 0)))
@@ -77,9 +77,12 @@ def product(a, b, between: Callable = lambda: None):
 
 
 def sums_on(starts, begin: Callable) -> list:
-    """`starts` and the products that `begin(sums, ready)` adds to them; waits for the products.
+    """Returns `starts` plus the products that `begin(sums, ready)` starts; waits for the products.
 
-    ready(i, later): what sum i is, while the last `later` products that were begun go on.
+    Args:
+      starts: initial values of the sums.
+      begin: starts products that add to `sums`. `ready(i, later)` waits for all products except the
+        last `later` ones, and returns the value of sum i.
     """
 
     def run(sums):
@@ -89,7 +92,7 @@ def sums_on(starts, begin: Callable) -> list:
 
 
 def add_product(total, a, b) -> None:
-    """Adds a b to a sum of products; a is of values in registers, b a tile in shared memory."""
+    """Adds a b to a sum of products; a is in registers, b is a tile in shared memory."""
     plgpu.wgmma(total, a.astype(b.dtype), b)
 
 
@@ -103,11 +106,12 @@ class ProgramIndex(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The tiles that a block of the resident side meets: `full` of `seen` need no element test.
+    """The tiles that a block of the resident side visits: `full` of `seen` need no element test.
 
-    start: the offset of the block's list among those at `list_index` in `index`.
-    repeats: the number of heads that meet the same tiles, one after the other.
-    blocks: the number of blocks of one head, if the heads of a group have lists of their own.
+    start: the offset of the block's list in the lists at `list_index` of `index`.
+    pieces: the number of tiles of a listed block.
+    repeats: the number of heads that visit the same tiles, one after the other.
+    blocks: the number of blocks of one head, if the heads of a group have separate lists.
     """
 
     index: object
@@ -120,13 +124,13 @@ class Visits(NamedTuple):
     seen: object
 
     def head(self, step):
-        """The number of a step's head in its group."""
+        """Returns the number of a step's head in its group."""
         if self.blocks is None:
             return rem(step, self.repeats)
         return div(self._entry(step), self.blocks)
 
     def tile(self, step):
-        """The number of a step's streamed tile."""
+        """Returns the number of a step's streamed tile."""
         block = self._entry(step) if self.blocks is None else rem(self._entry(step), self.blocks)
         return block * self.pieces + rem(div(step, self.repeats), self.pieces)
 
@@ -142,7 +146,7 @@ def list_visits(
     streamed: TileAxis,
     heads: int = 1,
 ) -> Visits:
-    """heads: the number of query heads that pass by, each with its tiles."""
+    """Returns the visits of a program; `heads` is the number of query heads that are streamed."""
     rows, lists = x["index"].shape[:2]
     head = 0 if lists == 1 else program.key_head if lists == spec.key_heads else program.head
     list_index = program.row if rows > 1 else 0, head
@@ -156,7 +160,7 @@ def list_visits(
 
 
 def part(x, name: str, program: ProgramIndex, first, count: int):
-    """Rows `first`.. of an operand, of this program's batch row and head."""
+    """Returns `count` rows of an operand from `first` on, for the program's batch row and head."""
     ref, rows = x[name], pl.ds(first, count)
     if name == "count":
         return ref
@@ -193,7 +197,10 @@ class Ring:
                 plgpu.copy_gmem_to_smem(source, self.scratch[name].at[slot], barrier)
 
     def drain(self, steps) -> None:
-        """Waits until all is free: who has waited for a barrier once sees it to its end."""
+        """Waits until all stages are free.
+
+        A warpgroup that has waited for a barrier once must wait for each of its completions.
+        """
 
         def wait(i, _):
             for free in self.scratch["free"]:
@@ -206,13 +213,13 @@ class Ring:
 
     def release(self, i: int, step) -> None:
         if any(self.scratch[name].ndim == 2 for name in self.names[i]):
-            # Vectors are read by threads and not by the matrix unit: without a fence, nothing
-            # orders that before the copy engine writes there again.
+            # Threads read vectors, and not the matrix unit: only a fence orders these reads before
+            # the next write of the copy engine.
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch["free"][i].at[self.slot(step)])
 
     def first(self, visits: Visits, step):
-        """The first row of a step's tile."""
+        """Returns the first row of a step's tile."""
         return visits.tile(step) * self.tile
 
     def at(self, name: str, step):
@@ -230,9 +237,9 @@ def fetch(x, scratch, names, program: ProgramIndex, first, group) -> None:
 class TilePair(NamedTuple):
     """A tile of queries and one of keys; the first axis of their products is the resident one.
 
-    resident: its first row.
-    streamed: a function that returns the first row of the other.
-    vectors: indices and segments in shared memory, and 0, 1, ... for the axis that passes: numbers
+    resident: the first row of the resident tile.
+    streamed: a function that returns the first row of the streamed tile.
+    vectors: indices and segments in shared memory, and 0, 1, ... for the streamed axis. Numbers
       computed from the thread's index would occupy registers while they are not needed.
     """
 
@@ -259,12 +266,12 @@ class TilePair(NamedTuple):
         seen = spec.mask.element(index("q_index", q_axis), index("k_index", k_axis))
         if "q_segments" in self.vectors:
             q, k = vector("q_segments", q_axis), vector("k_segments", k_axis)
-            return seen & (q == k) & (k != 0)  # padding behind the last key has segment 0, too
+            return seen & (q == k) & (k != 0)  # padding after the last key has segment 0, too
         length = spec.tiling.keys.length
         return seen if spec.tiling.keys.padded == length else seen & (number(k_axis) < length)
 
     def hide(self, spec: KernelSpec, masked, values, otherwise: float):
-        """`values`, or `otherwise` where the element test of a step hides them."""
+        """Returns `values`, with `otherwise` where they are hidden; tests only if `masked`."""
 
         def test(values):
             return jnp.where(self.seen(spec), values, otherwise)
@@ -273,24 +280,24 @@ class TilePair(NamedTuple):
 
 
 def logits(spec: KernelSpec, products):
-    """(values, factor that makes them logits in multiples of log 2); values of a cap are tanh."""
+    """Returns (x, factor): logits are factor x, in multiples of log 2; with a cap x is its tanh."""
     factor, cap = spec.scale * LOG2E, spec.soft_cap
     if cap is not None:
-        # tanh of powers of two: the chip's own is good to 11 bits only.
+        # tanh is computed by powers of two, because the hardware's tanh has only 11 exact bits.
         tanh = 1.0 - 2.0 / (jnp.exp2(products * (2 * factor / cap)) + 1.0)
         return tanh, cap * LOG2E
     return (products, factor) if factor > 0 else (products * factor, 1.0)
 
 
 def hidden(spec: KernelSpec, products, tiles: TilePair, masked):
-    """(values, factor) of `logits` where keys are seen; elsewhere their power of two is 0."""
+    """Returns `logits`, with values whose power of two is 0 where keys are hidden."""
     values, factor = logits(spec, products)
-    # The square of what is hidden has to stay finite where it is a slope.
+    # With a cap, hidden values are squared for the slope, which must stay finite.
     return tiles.hide(spec, masked, values, -jnp.inf if spec.soft_cap is None else -1e18), factor
 
 
 def probabilities(spec: KernelSpec, values, factor, lse, axis: int):
-    """(p, p times the slope of the cap) from the saved lse, in multiples of log 2 along `axis`."""
+    """Returns p and p times the cap's slope; lse is in multiples of log 2 and lies along `axis`."""
     p = jnp.exp2(values * factor - repeat(lse, axis, values.shape))
     return p, p if spec.soft_cap is None else p * (1.0 - values * values)
 
@@ -315,7 +322,7 @@ def specialise(spec: KernelSpec, compute: Callable, move: Callable) -> None:
 def send(*pairs) -> None:
     """Copies from shared to global memory, and waits until shared memory was read.
 
-    The last thing that a warpgroup does: the end of the kernel waits for global memory.
+    It must be a warpgroup's last operation: only the end of the kernel waits for global memory.
     """
     plgpu.commit_smem()
     for source, target in pairs:
@@ -324,17 +331,17 @@ def send(*pairs) -> None:
 
 
 def grid(spec: KernelSpec, heads: int, tiles: int, rows: int) -> tuple[int, int, int]:
-    """The sizes of the axes of GRID."""
+    """Returns the sizes of the axes of GRID."""
     return heads // spec.interleaved, tiles, rows * spec.interleaved
 
 
 def grid_index() -> tuple:
-    """The indices of a program along the axes of GRID."""
+    """Returns the indices of a program along the axes of GRID."""
     return tuple(lax.axis_index(name) for name in GRID)
 
 
 def of_queries(spec: KernelSpec, index: tuple) -> ProgramIndex:
-    """The program at `index` of a grid over query heads and tiles of queries.
+    """Returns the program at `index` of a grid over query heads and tiles of queries.
 
     The last tiles start first: under a causal mask they have the longest lists.
     """
@@ -345,7 +352,10 @@ def of_queries(spec: KernelSpec, index: tuple) -> ProgramIndex:
 
 
 def of_keys(spec: KernelSpec, index: tuple) -> ProgramIndex:
-    """The program at `index` of a grid over heads and tiles of keys; head is None for key heads."""
+    """Returns the program at `index` of a grid over heads and tiles of keys.
+
+    Its query head is None, unless the grid is over query heads (`per_query_head`).
+    """
     heads, tile, x = index
     row, head = div(x, spec.interleaved), heads * spec.interleaved + rem(x, spec.interleaved)
     if spec.per_query_head:

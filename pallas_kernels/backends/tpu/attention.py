@@ -1,12 +1,12 @@
 """Block-sparse attention for TPU: one Pallas kernel forward, and one or two backward.
 
-Where dq of a key head fits into VMEM, one kernel computes dq, dk and dv. Otherwise, and with a
-bias, dq is one kernel, and dk with dv another.
+If dq of a key head fits into VMEM, one kernel computes dq, dk and dv. Otherwise, and with a bias,
+one kernel computes dq, and another dk and dv.
 
-The grid has one step per visited pair of blocks (`grid.py`), so time follows the number of
-visible blocks, whatever the mask, also where the table is per head or computed on the device.
-Batch and heads are axes of the grid. Sums run in a fixed order inside one core and nothing is
-accumulated in memory: results are the same bit by bit in every run.
+The grid has one step per visited pair of blocks (`grid.py`), so time is proportional to the number
+of visible blocks for every mask, also if tables differ by head or are computed on the device. Batch
+and heads are axes of the grid. Sums run in a fixed order inside one core and nothing is accumulated
+in memory: results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from pallas_kernels.dispatch import unsupported_dtypes, unsupported_mask, user_t
 from pallas_kernels.tables import namespace
 
 LARGEST_HEAD = 256
-STEP_BYTES = 16 * grid.MIB  # VMEM that a step may use beside a dq that stays there
+STEP_BYTES = 16 * grid.MIB  # VMEM that a step may use besides a dq that stays in VMEM
 F32 = jnp.float32
 ROW_OPERANDS = ("q", "d_out", "q_index", "q_segments", "slopes", "lse", "di")
 MATRICES = ("q", "k", "v", "d_out")
-SCALARS = ("starts", "levels")  # in scalar memory as a whole
+SCALARS = ("starts", "levels")  # operands that lie in scalar memory as a whole
 
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     if not _relative(operands) and decoding.fits(q, k, v, operands, spec):
         return decoding.forward(q, k, v, operands, spec, interpret=interpret)
     tiling, visits = _plan(q, k, v, operands, spec, backward=False)
-    # In a cache, channels that fill no whole lanes lie along sublanes (`decode`).
+    # In a cache, heads whose size is no multiple of the lanes lie along sublanes (`decode`).
     axes = [int(x.shape[-1] % LANES != 0) for x in (k, v)]
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, *axes)
     size = v.shape[-1]
@@ -80,7 +80,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
-    """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
+    """Returns the cotangents of q, k, v and the bias; that of lse enters through `di`."""
     tiling, visits = _plan(q, k, v, operands, spec, backward=True)
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     di = online.row_cotangent(out, d_out, d_lse)
@@ -100,7 +100,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
         return run_calls(calls, functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed))
 
     h, hv, sums, acc_sums = x["k"].shape[-1], x["v"].shape[-1], None, None
-    if operands.bias is not None:  # a lane of sums for each row, or for each level
+    if operands.bias is not None:  # one sum for each row, or for each level
         rows = tiling.rows if kernel_spec.levels is None else LANES
         sums, acc_sums = (F32, None, rows), (F32, LANES, rows)
     outputs, scratch = [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(kernel_spec, 0)]
@@ -119,11 +119,11 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
 
 
 def whole_dq(x, tiling: Tiling, calls: list[Call]) -> dict | None:
-    """The options of `grid.run_kernel` for dq of a head in VMEM, or None where it does not fit.
+    """Returns options of `grid.run_kernel` for dq of a head in VMEM; None if it does not fit.
 
-    Beside a step there are its sums in float32 and the output.
+    VMEM holds the float32 sums and the output of dq, besides the arrays of a step.
     """
-    if len(calls) > 1:  # a head whose keys are split would have a part of dq in each call
+    if len(calls) > 1:  # each call would have a part of dq of a head whose keys are split
         return None
     dtype, size, rows = x["q"].dtype, x["q"].shape[-1], tiling.count * tiling.rows
     vmem = STEP_BYTES + rows * size * (4 + dtype.itemsize)
@@ -131,7 +131,7 @@ def whole_dq(x, tiling: Tiling, calls: list[Call]) -> dict | None:
 
 
 def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool, whole: dict):
-    """dk, dv and dq by one kernel; whole: of `whole_dq`."""
+    """Returns dk, dv and dq, computed by one kernel; whole: the result of `whole_dq`."""
     (h, hv), dtype = (x[name].shape[-1] for name in ("k", "v")), x["q"].dtype
     rows = tiling.count * tiling.rows
     run = functools.partial(
@@ -150,7 +150,7 @@ def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool, w
 
 
 def _scratch(kernel_spec: KernelSpec, axis: int):
-    """VMEM for the scores of a step, where their bias is computed tile by tile."""
+    """Returns VMEM for the scores of a step if a bias is computed tile by tile, else None."""
     if kernel_spec.levels is None:
         return None
     return (
@@ -165,7 +165,7 @@ def _relative(operands) -> bool:
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
-    """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
+    """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
     if (reason := unsupported_dtypes(q, k, v, "float32", "bfloat16")) is not None:
         return reason
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
@@ -202,9 +202,9 @@ def _table_unsupported(q, k, v, operands, spec) -> str | None:
 
 
 def _lists(q, k, operands, table) -> int:
-    """The number of tables along heads.
+    """Returns the number of tables along heads.
 
-    A bias by buckets is scalars of one query head, so the query heads of a key head are separate.
+    A bias by buckets is read as scalars of one query head, so query heads are separate with it.
     """
     if _relative(operands) and q.shape[2] > k.shape[2]:
         return q.shape[2]
@@ -212,7 +212,7 @@ def _lists(q, k, operands, table) -> int:
 
 
 def _tiling(q, k, v, operands, table, step: tuple[int, int]) -> Tiling:
-    """The tiling for a caller's table or None, with at most `step` rows and keys of a step."""
+    """Returns the tiling for a caller's table or None; `step`: the most rows and keys of a step."""
     lists = _lists(q, k, operands, table)
     if table is not None:
         q_block, k_block = table.q_block, table.k_block
@@ -222,10 +222,10 @@ def _tiling(q, k, v, operands, table, step: tuple[int, int]) -> Tiling:
 
 
 def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, grid.Visits]:
-    """The tiling, and the visits of its blocks.
+    """Returns the tiling, and the visits of its blocks.
 
-    Smaller blocks take more steps and compute fewer scores that the mask hides. They are taken
-    where that saves a tenth, as for windows of up to half a block, and the visits are known.
+    Smaller blocks take more steps, and compute fewer scores that the mask hides. They are chosen if
+    they save a tenth of the cost, as for windows of up to half a block, and the visits are static.
     """
     rows, keys = grid.step_blocks(q, v, backward)
     usual = _plan_with(q, k, v, operands, spec, (rows, keys))
@@ -248,7 +248,7 @@ def _plan_with(q, k, v, operands, spec, step: tuple[int, int]) -> tuple[Tiling, 
 
 
 def _cost(plan: tuple[Tiling, grid.Visits]) -> float:
-    """What all steps cost, in scores; infinite for more blocks than a list can number."""
+    """Returns the cost of all steps, in scores; inf for more blocks than a list can number."""
     tiling, visits = plan
     if max(tiling.count, tiling.key_count) >= grid.LIMIT:
         return math.inf
@@ -256,10 +256,10 @@ def _cost(plan: tuple[Tiling, grid.Visits]) -> float:
 
 
 def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: int = 0):
-    """The kernels' static part, and the operands as the kernels read them.
+    """Returns the static part of the kernels, and the operands in their layout.
 
-    With `k_axis` 1 a kernel reads k [B, K, H, S], as a cache lies in memory whose channels fill no
-    whole lanes; `v_axis` likewise.
+    With `k_axis` 1 a kernel reads k [B, K, H, S], the memory layout of a cache whose head size is
+    no multiple of the lanes; `v_axis` likewise.
     """
     before, factor = online.scales(spec.scale, q.dtype)
     kernel_spec = KernelSpec(
@@ -317,7 +317,7 @@ def launch(
     whole=None,
     vmem=None,
 ):
-    """Runs one kernel call; arguments as in `grid.run_kernel`, scratch as its outputs."""
+    """Runs one kernel call; arguments as in `grid.run_kernel`, scratch in the form of outputs."""
     resident = tiling.key_block if axis else tiling.rows
     columns = {
         name: pltpu.VMEM((resident, LANES), value.dtype)
@@ -348,7 +348,7 @@ def launch(
 
 
 def _operand(name: str, value, tiling: Tiling, call: Call, kernel_spec: KernelSpec):
-    """The block of an operand that a step reads."""
+    """Returns the BlockSpec of the block of an operand that a step reads."""
     if value is None:
         return None
     if name in SCALARS:

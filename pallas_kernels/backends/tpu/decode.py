@@ -2,12 +2,12 @@
 
 Keys are read in the memory layout of a cache [B, K, S, H], without a copy that pads or transposes
 them. XLA stores heads that do not fill the 128 lanes as [B, K, H, S], because that needs no
-padding; then a step's block is [H, keys], and the products contract its other side. A last block
-that reaches beyond the keys is masked by the test of its elements.
+padding; then a step's block is [H, keys], and the products contract its other axis. The element
+test hides the part of a last block that lies beyond the keys.
 
 The queries of the heads that share a key head are rows of one product, padded to whole sublanes
 only: with 128 rows a step would take longer to compute than to read. The visited blocks can be
-split into `splits` parts, which run side by side on a chip with several cores (v4, v5p) and are
+split into `splits` parts, which run in parallel on a chip with several cores (v4, v5p) and are
 merged by log-sum-exp.
 """
 
@@ -38,13 +38,13 @@ from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
 
 F32 = jnp.float32
-KEY_BYTES = 2**19  # keys of a step: long enough to hide what a step costs (0.3 us)
-SCORES = 2**18  # of a step: a few float32 arrays of this size fit into VMEM beside its operands
+KEY_BYTES = 2**19  # of the keys of a step: enough to hide the overhead of a step (0.3 us)
+SCORES = 2**18  # of a step: a few float32 arrays of this size fit into VMEM besides its operands
 SUBLANES = {"float32": 8, "bfloat16": 16}
 
 
 def fits(q, k, v, operands, spec) -> bool:
-    """Whether these kernels run the inputs: few rows, and lists that scalar memory holds."""
+    """Returns whether these kernels can run: rows are few, and scalar memory holds the lists."""
     if q.shape[1] * q.shape[2] // k.shape[2] > LANES:
         return False
     table, keys, heads = user_table(operands, spec), k.shape[1], k.shape[2]
@@ -59,7 +59,7 @@ def fits(q, k, v, operands, spec) -> bool:
 
 
 def forward(q, k, v, operands, spec, *, interpret=False):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     blocks = q.shape[1], _key_block(q, k, v)
     table = visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks)
     tiling, lists = _tiling(q, k, table), _BlockLists(table, _parts(q, k, spec))
@@ -70,20 +70,20 @@ def forward(q, k, v, operands, spec, *, interpret=False):
 
 
 def _parts(q, k, spec) -> int:
-    """A chip has at most two cores: batch rows and heads keep them busy, unless there is one."""
+    """Returns the number of parts: 2 for a single row and head, as a chip has at most two cores."""
     if spec.splits is not None:
         return spec.splits
     return 1 if q.shape[0] * k.shape[2] > 1 else 2
 
 
 def _rows(q, k) -> int:
-    """Queries of a key head, in whole sublanes."""
+    """Returns the number of rows of a key head, padded to whole sublanes."""
     tile = SUBLANES[str(q.dtype)]
     return -(-q.shape[1] * q.shape[2] // k.shape[2] // tile) * tile
 
 
 def _key_block(q, k, v) -> int:
-    """All keys, or as many as make a transfer of KEY_BYTES, in whole lanes."""
+    """Returns the keys of a step: all, or whole lanes of them within KEY_BYTES and SCORES."""
     size = max(k.shape[-1], v.shape[-1]) * k.dtype.itemsize
     most = min(KEY_BYTES // size, SCORES // _rows(q, k))
     return min(k.shape[1], most // LANES * LANES)
@@ -110,7 +110,7 @@ def _tiling(q, k, table: BlockTable) -> Tiling:
 class _BlockLists:
     """The visited blocks as scalars of the kernel, split into `splits` parts.
 
-    Of a table with the same list for all batch rows or heads there is one list.
+    Batch rows or heads that have the same list in the table share it.
     """
 
     def __init__(self, table: BlockTable, splits: int):
@@ -122,7 +122,7 @@ class _BlockLists:
         self.steps = max(1, int(steps)) if table.static else jnp.maximum(steps, 1)
 
     def visit(self, part, b, h, n, index, full, seen):
-        """(block, kind) of step n of a part; after its last one it stays where it is."""
+        """Returns (block, kind) of step n of a part; steps after its last repeat its block."""
         number = (b if self.shape[0] > 1 else 0) * self.shape[1] + (h if self.shape[1] > 1 else 0)
         size = jax.lax.div(seen[number] + self.splits - 1, jnp.int32(self.splits))
         slot = part * size + n
@@ -135,7 +135,7 @@ class _BlockLists:
 
 @dataclass(frozen=True)
 class _DecodeSpec(KernelSpec):
-    """`k_axis`, `v_axis`: which axis of a block of keys, and of values, counts the keys."""
+    """The static part; `k_axis`, `v_axis`: the axis of a block of k, or v, that counts the keys."""
 
     k_axis: int = 0
     v_axis: int = 0
@@ -149,7 +149,7 @@ class _Keys(Block):
         value, axis = self.x["v"][...], self.spec.v_axis
         if not (masked and self.spec.ragged):
             return value
-        # The memory behind the keys is undefined: it may hold NaN, and 0 times NaN is NaN.
+        # The memory after the keys is undefined: it may hold NaN, and 0 times NaN is NaN.
         number = self.step.col * self.spec.key_block
         number = number + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
         return jnp.where(number < self.spec.keys, value, jnp.zeros_like(value))
@@ -177,7 +177,7 @@ def _kernel(spec: _DecodeSpec, lists: _BlockLists, index, full, seen, x, out, ls
 
 
 def _prepare(q, k, v, operands, spec, tiling: Tiling):
-    """The kernel's static part, and its operands: rows as columns, keys as in memory."""
+    """Returns the static part of the kernel, and its operands; keys keep their memory layout."""
     before, factor = online.scales(spec.scale, q.dtype)
     k_axis, v_axis = (int(x.shape[-1] % LANES != 0) for x in (k, v))
     kernel_spec = _DecodeSpec(
@@ -202,7 +202,7 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling):
 
 
 def _vectors(operands, tiling: Tiling):
-    """Indices, segments and slopes: of rows [.., rows, 1], of keys [.., 1, S]."""
+    """Returns indices, segments and slopes: [.., rows, 1] for rows, [.., 1, S] for keys."""
 
     def rows(x):
         return None if x is None else tiling.query_vector(x).swapaxes(1, 2)
@@ -225,7 +225,7 @@ def _vectors(operands, tiling: Tiling):
 def _launch(
     kernel_spec: _DecodeSpec, tiling: Tiling, lists: _BlockLists, x, dtype, v_size: int, interpret
 ):
-    """out [splits, B, K, rows, Hv] and lse [splits, B, K, rows, 1]."""
+    """Returns out [splits, B, K, rows, Hv] and lse [splits, B, K, rows, 1]."""
     grid = (lists.splits, tiling.batch, tiling.heads, lists.steps)
     # Parts are merged in float32.
     dtype = dtype if lists.splits == 1 else F32
@@ -260,7 +260,7 @@ def _launch(
 
 
 def _operand(name: str, value, kernel_spec: _DecodeSpec, lists: _BlockLists):
-    """The block of an operand that a step reads."""
+    """Returns the BlockSpec of the block of an operand that a step reads."""
     if value is None:
         return None
     key_axis = {

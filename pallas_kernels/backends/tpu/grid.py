@@ -1,13 +1,13 @@
-"""How attention is split into the grid steps of the TPU kernels.
+"""The split of attention into the grid steps of the TPU kernels.
 
 Tiling. The G query heads that share a key head are rows of one matrix, so keys are never repeated:
-row r of a key head is query r // G of head r % G. Where tables differ by query head, the queries of
-one head come first, then those of the next. Rows are split into blocks of `rows`, a multiple of the
-128 lanes; a table's block of queries may be several of them. Head sizes are padded to whole lanes,
-which is how the memory holds them anyway.
+row r of a key head is query r // G of head r % G. If tables differ by query head, the queries of
+one head precede those of the next. Rows are split into blocks of `rows`, a multiple of the 128
+lanes; a table's block of queries may be several of them. Head sizes are padded to whole lanes, as
+they are in memory anyway.
 
 Visits. A TPU runs its grid in order and plans memory transfers one step ahead, from scalars that
-were fetched before the kernel starts. So a table of visible blocks becomes one flat list per batch
+are fetched before the kernel starts. So a table of visible blocks becomes one flat list per batch
 row and key head, and every step of the grid reads one int32 of it:
 
     row block (14 bits) | key block (14 bits) | kind (2) | first | last of its output block
@@ -33,32 +33,32 @@ from pallas_kernels.tables import namespace
 
 LANES = 128
 KEYS = 2048  # most keys of a block
-# Rows and keys of a step's blocks, forward and backward, by operand and head size. Blocks of 128
-# are slow: the step costs more than its products. A block of keys is read again for every block
-# of rows, so the more rows, the less memory traffic: with 1,024 of them v6e is bound by its
-# products, with 512 by its memory. A kernel may use 16 MB of VMEM (v5e's limit); scores of
-# [1024, 1024] float32 are 4 MB, and a backward step holds four such arrays beside its operands.
-# Products of float32 in full precision are six of bfloat16, which smaller blocks keep busy too.
+# Rows and keys of a step's blocks, forward and backward, by dtype and head size. Blocks of 128 are
+# slow: the overhead of a step exceeds its products. A block of keys is read again for every block
+# of rows, so more rows cause less memory traffic: with 1,024 rows v6e is bound by its products,
+# with 512 by its memory. A kernel may use 16 MB of VMEM (v5e's limit); scores of [1024, 1024]
+# float32 are 4 MB, and a backward step holds four such arrays besides its operands. Products of
+# float32 in full precision are six of bfloat16, so smaller blocks keep the matrix units busy too.
 BLOCKS = {
     ("bfloat16", 128): ((1024, 1024), (512, 1024)),
     ("bfloat16", 256): ((512, 1024), (512, 512)),
     ("float32", 128): ((512, 512), (512, 512)),
     ("float32", 256): ((512, 512), (256, 512)),
 }
-# What a step costs beside its products, in scores of its block: the 0.35 us of a step of a Pallas
-# grid are 0.2 of the bundles of 1,024 x 1,024 scores on v6e, and less on the other generations.
-# Counted for each score (benchmarks/tpu_bundles.py), blocks of 512 x 512 need as many bundles as
-# blocks of 1,024 x 1,024 on v5e and a quarter more on v6e; blocks of 256 x 256 three times as many.
+# The overhead of a step, in scores: the 0.35 us of a step of a Pallas grid are 0.2 of the time of
+# the bundles of 1,024 x 1,024 scores on v6e, and less on the other generations. Per score
+# (benchmarks/tpu_bundles.py), blocks of 512 x 512 need as many bundles as blocks of 1,024 x 1,024
+# on v5e and a quarter more on v6e; blocks of 256 x 256 need three times as many.
 STEP_SCORES = 0.2 * 2**20
-LEAST_BLOCK = 512  # rows or keys, where smaller blocks are chosen
+LEAST_BLOCK = 512  # fewest rows or keys of a block that is chosen for its smaller size
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
 BITS = 14
 LIMIT = 1 << BITS  # blocks along either axis
-SCALAR_BYTES = 2**19  # of one call's lists; the rest of the 1 MB is the compiler's
+SCALAR_BYTES = 2**19  # of one call's lists; the rest of the 1 MB is left to the compiler
 
 MIB = 2**20
-# VMEM of a core by kind of device (JAX's tpu_info); a v4, and what is not known, has 16 MB.
+# VMEM of a core by kind of device (JAX's tpu_info); v4 and unknown devices count as 16 MB.
 VMEM = {
     **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 128 * MIB),
     **dict.fromkeys(("TPU v5", "TPU v5p", "TPU7", "TPU7x"), 64 * MIB),
@@ -68,22 +68,22 @@ Array = np.ndarray | jax.Array
 
 
 def vmem() -> int:
-    """Bytes of VMEM of the TPU that programs are for.
+    """Returns the bytes of VMEM of the TPU that programs are for.
 
-    It is the abstract device of the mesh in use, for which a program is compiled ahead of time, or
-    this process' first device.
+    That is the abstract device of the mesh in use, for which programs are compiled ahead of time,
+    or else this process' first device.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return VMEM.get(device.device_kind, 16 * MIB)
 
 
 def lanes(n: int) -> int:
-    """n rounded up to whole lanes."""
+    """Returns n rounded up to whole lanes."""
     return -(-n // LANES) * LANES
 
 
 def divide(rows: int, most: int) -> int:
-    """Largest divisor of `rows` of at most `most` that fills whole lanes; 0 when there is none."""
+    """Returns the largest divisor of `rows` up to `most` that fills whole lanes, or 0."""
     return next((n for n in range(most, 0, -LANES) if rows % n == 0), 0)
 
 
@@ -97,7 +97,7 @@ class Tiling:
     queries: int
     keys: int
     by_head: bool
-    rows: int  # of a block
+    rows: int  # rows of a block
     split: int  # row blocks in a table's block of queries
     count: int  # row blocks of a key head
     key_block: int
@@ -105,7 +105,7 @@ class Tiling:
 
     @property
     def period(self) -> int:
-        """Row blocks after which the same queries follow for the next head."""
+        """The number of row blocks after which the queries repeat for the next head."""
         return self.count // self.group if self.by_head else self.count
 
     def to_rows(self, x):
@@ -165,13 +165,13 @@ def pad_lanes(x):
 
 
 def step_blocks(q, v, backward: bool) -> tuple[int, int]:
-    """Rows and keys of a step."""
+    """Returns the rows and keys of a step."""
     size = lanes(max(q.shape[-1], v.shape[-1]))
     return BLOCKS[str(q.dtype), size][backward]
 
 
 def table_blocks(q, k, v, step: tuple[int, int], by_head: bool = False) -> tuple[int, int]:
-    """Sizes of a table's blocks of queries and of keys, where the caller gives no table.
+    """Returns the sizes of a table's blocks of queries and keys, for calls without a table.
 
     Args:
       step: the most rows and keys of a step.
@@ -183,12 +183,12 @@ def table_blocks(q, k, v, step: tuple[int, int], by_head: bool = False) -> tuple
     by_rows = ((divide(size * group, rows), -size) for size in (128, 256, 512, 1024))
     q_block = -max(by_rows)[1]
     if queries * group <= LANES and max(q.shape[-1], v.shape[-1]) <= LANES:
-        most_keys = KEYS  # decoding reads the cache once and computes little
+        most_keys = KEYS  # decoding reads the cache only once, and computes little
     return q_block, min(most_keys, lanes(keys))
 
 
 def make_tiling(q, k, *, lists: int, q_block: int, k_block: int, step: tuple[int, int]) -> Tiling:
-    """The tiling for blocks of a table.
+    """Returns the tiling for blocks of a table.
 
     Args:
       lists: the number of tables along heads (1, K or N).
@@ -202,7 +202,7 @@ def make_tiling(q, k, *, lists: int, q_block: int, k_block: int, step: tuple[int
     rows, most_keys = step
     most = min(rows, max(LANES, rows * most_keys // key_block // LANES * LANES))
     table_rows = -(-queries // q_block)
-    if table_rows == 1:  # few queries: no more rows than there are
+    if table_rows == 1:  # few queries: a block has no more rows than they need
         rows = min(lanes(queries * width), most)
         split = -(-queries * width // rows)
     else:
@@ -234,7 +234,7 @@ class Step(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Visits [lists of batch rows, lists of heads, n] ordered by row; only the valid ones count."""
+    """Visits [lists of batch rows, lists of heads, n] ordered by row; only valid ones count."""
 
     row: Array
     col: Array
@@ -246,9 +246,9 @@ class Visits(NamedTuple):
 class Call:
     """The ranges of batch rows, of heads and of output blocks of one kernel call.
 
-    `steps` int32 [lists * size] holds the lists behind each other, one per batch row if `by_batch`
-    and per head if `by_head`; `grid` is the number of a list's steps that run: a traced scalar if
-    the table is traced.
+    `steps` int32 [lists * size] concatenates the lists, one per batch row if `by_batch` and per
+    head if `by_head`. `grid` is the number of a list's steps that run: a traced scalar if the table
+    is traced.
     """
 
     steps: Array
@@ -261,7 +261,7 @@ class Call:
     by_head: bool
 
     def offset(self, b, h, s):
-        """The offset in `steps` of step `s` of batch row `b` and head `h`, within the call."""
+        """Returns the offset in `steps` of step `s` of batch row `b` and head `h` of the call."""
         heads = self.heads[1] - self.heads[0] if self.by_head else 1
         number = (b if self.by_batch else 0) * heads + (h if self.by_head else 0)
         return number * self.size + s
@@ -285,9 +285,10 @@ def unpack(code) -> Step:
 
 
 def list_visits(table, *, heads: int, split: int) -> Visits:
-    """The visits of a BlockTable for `heads` key heads, each block of queries tiling into `split`.
+    """Returns the visits of a BlockTable; a block of queries is split into `split` row blocks.
 
-    A table per query head becomes one per key head with the group's queries behind each other.
+    A table per query head becomes one for each of `heads` key heads, in which the queries of one
+    head precede those of the next.
     """
     index, full, seen = table.index, table.full, table.seen
     xp = namespace(index, full, seen)
@@ -306,7 +307,7 @@ def list_visits(table, *, heads: int, split: int) -> Visits:
 
 
 def _touched(major, valid, blocks: int):
-    """bool [.., blocks]: which output blocks have a valid visit."""
+    """Returns which output blocks have a valid visit, bool [.., blocks]."""
     xp = namespace(major, valid)
     lists = np.indices(major.shape[:2], sparse=True)
     where = (lists[0][..., None], lists[1][..., None], xp.where(valid, major, blocks))
@@ -319,12 +320,12 @@ def _touched(major, valid, blocks: int):
 
 
 def _key(valid, major):
-    """The key that lists are sorted by. 16 bits: NumPy sorts them by radix."""
+    """Returns the sort key of lists, in 16 bits, which NumPy sorts by radix."""
     return namespace(valid, major).where(valid, major, LIMIT).astype(np.int16)
 
 
 def _split(visits: Visits, axis: int, ranges) -> list[Visits]:
-    """NumPy visits by ranges of output blocks, in one sort for all ranges."""
+    """Splits NumPy visits into ranges of output blocks, with one sort for all ranges."""
     key = _key(visits.valid, visits[axis])
     ranks = np.argsort(key, axis=-1, stable=True)[..., : int(visits.valid.sum(-1).max())]
     key, row, col, kind = (np.take_along_axis(x, ranks, -1) for x in (key, *visits[:3]))
@@ -341,9 +342,9 @@ def _split(visits: Visits, axis: int, ranges) -> list[Visits]:
 
 
 def order(visits: Visits, axis: int, lo: int, hi: int, most: int):
-    """Packed lists [.., .., size] for output blocks `lo` to `hi`, and the lengths [.., ..].
+    """Returns packed lists [.., .., size] of output blocks `lo` to `hi` - 1, and lengths [.., ..].
 
-    `axis` 0 sorts by row, 1 by key block; an output block has at most `most` visits.
+    `axis` 0 sorts by row block, 1 by key block; an output block has at most `most` visits.
     """
     xp = namespace(*visits)
     major = visits[axis]
@@ -372,12 +373,12 @@ def order(visits: Visits, axis: int, lo: int, hi: int, most: int):
 
 
 def _ranges(visits: Visits, axis: int, blocks: int, most: int) -> list[tuple[int, int]]:
-    """Consecutive output blocks whose list fits into one call."""
+    """Returns ranges of consecutive output blocks whose list fits into one call."""
     if namespace(*visits) is np:
         lists = np.prod(visits.valid.shape[:2])
         pairs = zip(*(x.reshape(lists, -1) for x in (visits[axis], visits.valid)), strict=True)
         counts = np.max([np.bincount(x[ok], minlength=blocks) for x, ok in pairs], 0)
-    else:  # the counts are not known: the largest possible ones
+    else:  # traced counts are not known; these are the largest possible ones
         counts = np.full(blocks, most)
     ends = np.cumsum(np.maximum(counts, 1))
     ranges, lo = [], 0
@@ -390,9 +391,9 @@ def _ranges(visits: Visits, axis: int, blocks: int, most: int) -> list[tuple[int
 
 
 def kernel_calls(visits: Visits, axis: int, *, rows: int, cols: int, batch: int, heads: int):
-    """The kernel calls that cover all output blocks, [ranges of blocks][of batch rows][of heads].
+    """Returns the kernel calls for all output blocks, [ranges of blocks][of batch rows][of heads].
 
-    `axis` 0: the output blocks are the `rows` row blocks, 1: they are the `cols` key blocks.
+    The output blocks are the `rows` row blocks for `axis` 0, and the `cols` key blocks for 1.
     """
     blocks, most = (rows, visits.row.shape[-1] // rows) if axis == 0 else (cols, rows)
     ranges = _ranges(visits, axis, blocks, most)
@@ -426,13 +427,13 @@ def _split_lists(steps, used, blocks, batch: int, heads: int):
 
 
 def calls_of(visits: Visits, tiling: Tiling, axis: int):
-    """`kernel_calls` of a tiling."""
+    """Returns the `kernel_calls` of a tiling."""
     sizes = dict(rows=tiling.count, cols=tiling.key_count, batch=tiling.batch, heads=tiling.heads)
     return kernel_calls(visits, axis, **sizes)
 
 
 def run_calls(calls: list, run):
-    """The outputs of `run(call)`, each [batch, heads, ...], concatenated over `kernel_calls`."""
+    """Runs `run(call)` for all `kernel_calls`; concatenates the outputs [batch, heads, ...]."""
     parts = [_join([_join([run(call) for call in row], 1) for row in rows], 0) for rows in calls]
     return _join(parts, -2)
 
@@ -470,10 +471,10 @@ def run_kernel(
       axis: whether row blocks (0) or key blocks (1) are resident while the others are streamed.
       resident: the length of a resident block.
       operand: (name, value) -> the block of an operand that a step reads.
-      outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
-        are not those of the resident block; None is left out.
-      whole: (dtype, width, rows) of one more output, which has one block for each head.
-      vmem: bytes that the kernel may use, None: 16 MB.
+      outputs: (dtype, width) of each output, width None for a vector; or (dtype, width, rows) if
+        its rows are not those of the resident block; or None for no output.
+      whole: (dtype, width, rows) of an additional output, which has one block for each head.
+      vmem: bytes of VMEM that the kernel may use; None: 16 MB.
     """
     batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
 
@@ -493,7 +494,7 @@ def run_kernel(
     if whole is not None:
         dtype, width, rows = whole
         out_shapes += (jax.ShapeDtypeStruct((batch, heads, rows, width), dtype),)
-        # A second buffer would save microseconds, and take a third of VMEM.
+        # A second buffer would save microseconds and occupy a third of VMEM.
         options = dict(index_map=lambda b, h, s, steps: (b, h, 0, 0), pipeline_mode=pl.Buffered(1))
         out_specs += (pl.BlockSpec((None, None, rows, width), **options),)
     grid_spec = pltpu.PrefetchScalarGridSpec(

@@ -1,19 +1,19 @@
 """Kernel bodies for TPU: one grid step of the forward pass, of dq and of dk with dv.
 
 A step multiplies one block of R rows (queries of one key head, see `grid.Tiling`) by one block of
-keys. Scores are [rows, keys] in the forward pass and for dq and [keys, rows] for dk, dv, so the
-block that stays while others pass by is always the long side of the matrix products and no operand
-is ever transposed. Keys and values of the forward pass are [keys, H] or [H, keys], as they lie in
-memory. Vectors over the streamed side (indices, segments, lse) lie along lanes as they are; those
-over the resident side are turned into columns once, at its first step.
+keys. Scores are [rows, keys] in the forward pass and for dq, and [keys, rows] for dk and dv. So the
+resident block is always the long side of the matrix products, and no operand is ever transposed.
+Keys and values of the forward pass are [keys, H] or [H, keys], their memory layout. Vectors over
+the streamed side (indices, segments, lse) lie along lanes; those over the resident side are turned
+into columns once, at its first step.
 
-T5's bias by buckets of distance needs no lookup per element and no table in VMEM. Over the distance
-q_index - k_index the bias is a step function: a few dozen levels, each one number per head, with
-fixed distances at which they start. A step whose distances all lie in one level, as nearly all
-steps of a long text do, adds one scalar. The others are computed in tiles of 128 x 128, each of
-which loops over the levels that its own distances reach: one comparison and one selection per
-element and level, in registers. The gradient of a level is the sum of the logits' cotangents over
-it, in a fixed order.
+T5's bias by buckets of distance needs no lookup per element and no table in VMEM. As a function of
+the distance q_index - k_index the bias is a step function. It has a few dozen levels, each with one
+number per head and a fixed distance at which it starts. A step whose distances all lie in one
+level, as in nearly all steps of a long text, adds one scalar. The others are computed in tiles of
+128 x 128, each of which loops over the levels that its own distances reach: one comparison and one
+selection per element and level, in registers. The gradient of a level is the sum of the cotangents
+of its logits, in a fixed order.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pallas_kernels.online_softmax import LOWEST
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 MAX_LEVELS = LANES
 LOG2_E = math.log2(math.e)
-# Keys of a step whose scores are in flight at once: the product of the next ones overlaps with the
-# exponentials of these.
+# A step computes scores of this many keys at a time: the product of the next ones overlaps with the
+# exponentials of the current ones.
 SUB_BLOCK = 512
 
 
 @dataclass(frozen=True)
 class BiasLevels:
-    """Level m holds the distances q - k from starts[m] to starts[m + 1] - 1, by `buckets[m]`.
+    """Level m has the distances q - k from starts[m] to starts[m + 1] - 1, and bucket buckets[m].
 
     `group` query heads share a key head; the rows of a step belong to one query head.
     """
@@ -60,8 +60,8 @@ class BiasLevels:
 class KernelSpec:
     """The static part of a kernel.
 
-    Row r of a row block stands for query `(block % period * rows + r) // group`. The queries come
-    scaled already unless `factor` is not 1; `scale` is the whole scale.
+    Row r of a row block is query `(block % period * rows + r) // group`. `scale` is the scale of
+    the logits; `factor` is the part of it by which the queries are not multiplied yet.
     """
 
     mask: Mask
@@ -74,7 +74,7 @@ class KernelSpec:
     group: int
     period: int
     levels: BiasLevels | None = None
-    # The axis of a block of k, or v, that counts the keys; 1 in the forward pass alone.
+    # The axis of a block of k, or v, that counts the keys; it is 1 only in the forward pass.
     k_axis: int = 0
     v_axis: int = 0
 
@@ -84,7 +84,7 @@ class KernelSpec:
 
 
 def dot(a, b, axis: int):
-    """a [m, n] times b, over axis `axis` of b, accumulated in float32."""
+    """Returns a [m, n] times b over axis `axis` of b, accumulated in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -96,7 +96,7 @@ def read(call: Call, steps) -> Step:
 
 
 def _fill(columns, x):
-    """Vectors [1, n] as columns, repeated over the lanes."""
+    """Writes vectors [1, n] into columns, repeated over the lanes."""
     for name, ref in columns.items():
         ref[...] = jnp.broadcast_to(x[name][...], (LANES, ref.shape[0])).T
 
@@ -114,30 +114,30 @@ class Block:
         self.transposed, self.first, self.size = transposed, first, size or spec.key_block
 
     def parts(self, size: int) -> list[Block]:
-        """This block in parts of at most `size` keys."""
+        """Returns the block in parts of `size` keys, or undivided if `size` does not divide it."""
         whole = self.spec, self.step, self.x, self.columns, self.transposed
         size = size if self.size % size == 0 else self.size
         return [Block(*whole, first, size) for first in range(0, self.size, size)]
 
     def keys(self, name):
-        """Some keys of the matrix `k` or `v`."""
+        """Returns the block's keys of the matrix `k` or `v`."""
         some = slice(self.first, self.first + self.size)
         axis = {"k": self.spec.k_axis, "v": self.spec.v_axis}[name]
         return self.x[name][:, some] if axis else self.x[name][some]
 
     @property
     def width(self) -> int:
-        """Lanes of the scores: queries if they are transposed, else keys."""
+        """The number of columns of the scores: queries if they are transposed, else keys."""
         return self.spec.rows if self.transposed else self.size
 
     def row_vector(self, name):
-        """A vector over the queries, as it is or as a column repeated over the lanes."""
+        """Returns a vector over the queries, as a row or as a column repeated over the lanes."""
         if name in self.columns:
             return widen(self.columns[name][...], self.width)
         return self.x[name][...]
 
     def vector(self, name, lanes):
-        """A vector as [size, lanes] or [1, lanes]: for those columns of the scores."""
+        """Returns a vector's part for some columns of the scores, [size, lanes] or [1, lanes]."""
         if name in self.columns:
             return self.columns[name][:, : lanes.size]
         first = lanes.start if self.transposed else lanes.start + self.first
@@ -145,17 +145,17 @@ class Block:
         return x[...] if x.shape[1] == 1 else x[:, first : first + lanes.size]
 
     def by_lanes(self, function):
-        """`function(lanes)` for every 128 columns of the scores, side by side.
+        """Concatenates `function(lanes)` for every 128 columns of the scores.
 
-        What depends on the rows alone is then the same in all of them and computed once, and no
-        column has to be spread over lanes.
+        Values that depend on the rows only are then the same for all of them and computed once, and
+        no column must be broadcast over lanes.
         """
         tiles = range(0, self.width, LANES)
         parts = [function(pl.ds(start, min(LANES, self.width - start))) for start in tiles]
         return jnp.concatenate(parts, 1)
 
     def _count(self, first, axis: int, lanes):
-        """`first` and the numbers after it, along `axis` of some columns of the scores."""
+        """Returns first, first + 1, ... along `axis` of some columns of the scores."""
         rows = self.size if self.transposed else self.spec.rows
         shape = (1 if axis else rows, lanes.size)
         start = lanes.start if axis else 0
@@ -185,7 +185,7 @@ class Block:
         return seen & (self.key_number(lanes) < self.spec.keys) if self.spec.ragged else seen
 
     def masked(self, scores, value: float):
-        """`scores` where the mask shows them, else `value`."""
+        """Returns `scores` where the mask shows them, else `value`."""
 
         def tile(lanes):
             part = scores[:, lanes.start : lanes.start + lanes.size]
@@ -205,15 +205,16 @@ class Block:
 
     @property
     def exponent_factor(self) -> float:
-        """The factor that `logits` leaves to the exponent: the scale, if nothing is added to it."""
+        """The factor that the exponent applies, and not `logits`; 1 if there is a cap or a bias."""
         spec = self.spec
         is_plain = spec.soft_cap is None and self.x["slopes"] is None and spec.levels is None
         return spec.factor if is_plain and spec.factor > 0 else 1.0
 
     def logits(self, bias=None):
-        """(logits / exponent_factor, tanh of the cap or None), [rows, keys] or transposed.
+        """Returns logits / exponent_factor, [rows, keys] or transposed, and the cap's tanh or None.
 
-        bias: see `visit_step`.
+        Args:
+          bias: as in `visit_step`.
         """
         logits, cap = self.products(), self.spec.soft_cap
         if self.spec.factor != self.exponent_factor:
@@ -227,13 +228,13 @@ class Block:
         return (logits if bias is None else logits + bias.value()), tanh
 
     def probabilities(self, masked: bool, bias):
-        """(p, tanh of the cap) from the saved lse, which is in units of log 2."""
+        """Returns p, from the saved lse in units of log 2, and the cap's tanh or None."""
         logits, tanh = self.logits(bias)
         p = jnp.exp2(logits * (self.exponent_factor * LOG2_E) - self.row_vector("lse"))
         return (self.masked(p, 0.0) if masked else p), tanh
 
     def gradients(self, masked: bool, bias):
-        """(p, cotangent of the logits, cotangent of the products before `factor`)."""
+        """Returns p, the cotangent of the logits, and that of products scaled by `factor`."""
         pair = ("v", "d_out") if self.transposed else ("d_out", "v")
         p, tanh = self.probabilities(masked, bias)
         d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.row_vector("di"))
@@ -246,8 +247,8 @@ def bias_levels(bias: RelativeBias, group: int) -> BiasLevels:
     buckets = range(len(later) + 1)
     if not bias.bidirectional:  # keys ahead of the query share bucket 0
         return BiasLevels((LEAST, *later), tuple(buckets), group)
-    # From the farthest key ahead to distance -1, then as above. Where a distance belongs to no
-    # bucket, two levels start at the same one and the first is empty.
+    # Levels of keys ahead of the query come first, from the farthest to distance -1. If a distance
+    # belongs to no bucket, two levels start at it and the first is empty.
     ahead = (LEAST, *(1 - start for start in reversed(later)))
     half = len(later) + 1
     both = (*(half + bucket for bucket in reversed(buckets)), *buckets)
@@ -255,7 +256,7 @@ def bias_levels(bias: RelativeBias, group: int) -> BiasLevels:
 
 
 def level_operands(bias: RelativeBias, levels: BiasLevels) -> dict:
-    """Operands in scalar memory: the starts, filled up to a power of two, and levels by head."""
+    """Returns operands for scalar memory: starts, padded to a power of two, and levels per head."""
     starts = np.full(1 << levels.count.bit_length(), MOST, np.int32)
     starts[: levels.count] = levels.starts
     table = bias.table.astype(jnp.float32)[np.array(levels.buckets)]
@@ -263,7 +264,7 @@ def level_operands(bias: RelativeBias, levels: BiasLevels) -> dict:
 
 
 def level_gradient(sums, bias: RelativeBias, levels: BiasLevels) -> RelativeBias:
-    """The table's cotangent from sums [B, K, 1, row blocks * 128], a level per lane."""
+    """Returns the table's cotangent from sums [B, K, 1, row blocks * 128], a level per lane."""
     batch, heads = sums.shape[:2]
     sums = sums.reshape(batch, heads, levels.group, -1, LANES).sum((0, 3))
     table = sums.reshape(-1, LANES)[:, np.argsort(levels.buckets)].T
@@ -273,7 +274,7 @@ def level_gradient(sums, bias: RelativeBias, levels: BiasLevels) -> RelativeBias
 def visit_step(block, key_head, scratch, run):
     """Runs `run(masked, bias)` for the kind of the step.
 
-    bias: None without levels, else `bias.value()` is the bias of the step's scores, and
+    `bias` is None without levels. Else `bias.value()` is the bias of the step's scores, and
     `bias.collect(d_logits, sums)` adds their cotangents to sums [levels, lanes].
     """
     kind = block.step.kind
@@ -304,7 +305,7 @@ class _LevelBias:
         return self.x["levels"][self.offset + level]
 
     def level(self, distance):
-        """The level of a scalar distance, by binary search."""
+        """Returns the level of a scalar distance, by binary search."""
         starts, level, half = self.x["starts"], 0, self.x["starts"].shape[0] // 2
         while half:
             level = jnp.where(starts[level + half] <= distance, level + half, level)
@@ -312,7 +313,7 @@ class _LevelBias:
         return level
 
     def reached(self, q_start, q_size: int, k_start, k_size: int):
-        """First and last level that a part of the block reaches."""
+        """Returns the first and the last level that a part of the block reaches."""
         (q_least, q_most), (k_least, k_most) = (
             self._ends(name, start, size)
             for name, start, size in (("q_index", q_start, q_size), ("k_index", k_start, k_size))
@@ -327,7 +328,7 @@ class _LevelBias:
         return jnp.min(index), jnp.max(index)
 
     def _tile_index(self, name, start, axis: int):
-        """Order indices [128, 1] or [1, 128] from `start` on."""
+        """Returns order indices [128, 1] or [1, 128] from `start` on."""
         if self.x[name] is None:
             shape = (LANES, 1) if axis == 0 else (1, LANES)
             return self.first[name] + start + lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -336,7 +337,7 @@ class _LevelBias:
         return self.x[name][:, pl.ds(start, LANES)]
 
     def each_tile(self, shape, run):
-        """`run(tile, distances [128, 128], first, last)` for all tiles of scores of `shape`."""
+        """Runs `run(tile, distances [128, 128], first, last)` on all tiles of scores of `shape`."""
         transposed = self.block.transposed
 
         def tile(i, j):
@@ -417,9 +418,9 @@ def start_softmax(top, total, acc):
 
 
 def widen(column, size: int):
-    """A column [rows, lanes], the same in every lane, as [rows, size].
+    """Widens a column [rows, lanes], the same in every lane, to [rows, size].
 
-    Whole lanes are repeated at no cost; to spread one lane over the others takes a permutation.
+    Whole lanes are repeated at no cost; broadcasting one lane to the others takes a permutation.
     """
     if size % LANES:
         return column[:, :size] if size < LANES else column[:, :1]
@@ -427,7 +428,7 @@ def widen(column, size: int):
 
 
 def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float):
-    """Adds keys to a running softmax of `logits * factor`; their values' axis `axis` counts them.
+    """Adds keys to a running softmax of `logits * factor`; axis `axis` of `value` counts the keys.
 
     With powers of 2 the scale and the logarithm of the base are one factor.
     """
@@ -442,7 +443,7 @@ def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float):
 
 
 def end_softmax(top, total, acc, factor: float):
-    """The output [rows, size] in float32 and the lse [rows, lanes], the same in every lane."""
+    """Returns the output [rows, size] in float32, and the lse [rows, lanes], equal in all lanes."""
     has_keys = total[...] > 0
     safe = jnp.where(has_keys, total[...], 1.0)
     lse = jnp.where(has_keys, top[...] * factor + jnp.log(safe), -jnp.inf)
@@ -450,7 +451,7 @@ def end_softmax(top, total, acc, factor: float):
 
 
 def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, total, acc, scratch):
-    """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
+    """Computes an online softmax over a row block's keys (FlashAttention, Dao et al. 2022)."""
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(spec, step, x, columns, transposed=False)
 
@@ -477,7 +478,7 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
 
 
 def d_queries(spec: KernelSpec, call: Call, steps, x, dq, d_bias, columns, acc, acc_bias, scratch):
-    """Cotangent of the queries of a row block, and of its rows' slopes or its head's levels."""
+    """Computes dq of a row block, and the cotangent of its rows' slopes or its head's levels."""
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(spec, step, x, columns, transposed=False)
 
@@ -512,9 +513,11 @@ def d_queries(spec: KernelSpec, call: Call, steps, x, dq, d_bias, columns, acc, 
 def d_keys(
     spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch, add_to_dq=None
 ):
-    """Cotangents of a block of keys and of values: sums over all rows, so over the group too.
+    """Computes dk and dv of a block of keys: sums over all rows, and so over the group.
 
-    add_to_dq(step, d_products) also gets the cotangents [keys, rows] of the products of each step.
+    Args:
+      add_to_dq: called as add_to_dq(step, d_products) with the cotangents [keys, rows] of the
+        products of each step; None: not called.
     """
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(spec, step, x, columns, transposed=True)
@@ -545,9 +548,9 @@ def d_keys(
 def d_all(
     spec: KernelSpec, call: Call, steps, x, dk, dv, dq, columns, acc_k, acc_v, acc_q, scratch
 ):
-    """`d_keys`, and the cotangents of all queries of a key head.
+    """Computes `d_keys`, and dq of all queries of a key head.
 
-    Scores and probabilities are computed once for both, five products of a step instead of seven.
+    Scores and probabilities are computed once for both: a step has five products instead of seven.
     """
     with_d_queries(
         functools.partial(d_keys, spec, call, steps, x, dk, dv, columns, acc_k, acc_v, scratch),
@@ -562,7 +565,7 @@ def with_d_queries(d_keys, spec, key, dq, acc):
       d_keys: calls add_to_dq(step, d_products) with the cotangents [keys, rows] of the products.
       spec: has the `rows` of a step and the `scale` of the products.
       key: the keys of the step.
-      dq: all rows of the head.
+      dq: the output for all rows of the head.
       acc: float32 [all rows, size], which stays in VMEM.
     """
     number = pl.program_id(2)

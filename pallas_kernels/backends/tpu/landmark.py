@@ -1,19 +1,19 @@
 """Grouped softmax over older landmark blocks for TPU: one kernel forward, one or two backward.
 
-Where dq of a key head fits into VMEM, one kernel computes dq, dk and dv; otherwise dq is one
-kernel, and dk with dv another.
+If dq of a key head fits into VMEM, one kernel computes dq, dk and dv; otherwise one kernel computes
+dq, and another dk and dv.
 
 The grid, its lists of visits and the tiling of rows are those of block-sparse attention
-(`grid.py`). The keys are whole landmark blocks wherever their documents begin (`landmark_attention`
-gathers them), so every step holds whole blocks: the softmax inside a block is computed and used
-within a step, in the backward pass a second time, and only the outer one is carried from step to
-step.
+(`grid.py`). The keys are whole landmark blocks, wherever their documents begin
+(`landmark_attention` gathers them), so every step holds whole blocks. The softmax inside a block is
+computed and used within a step (and again in the backward pass); only the outer softmax is carried
+from step to step.
 
-A step multiplies some whole landmark blocks by one block of R rows. Scores are
-[blocks, height, rows] everywhere: a block's tokens lie along sublanes and the softmax inside it
-goes over whole registers; the padding to `height` rows makes it so. A number per query is one row
-of lanes, [1, R]. Where keys are summed over, in the forward pass and for dq, the result is
-accumulated as [size, rows] from transposed keys [size, keys]: no step transposes anything.
+A step multiplies some whole landmark blocks by one block of R rows. Scores are always
+[blocks, height, rows]: the tokens of a block lie along sublanes and are padded to `height`, so that
+the softmax inside it reduces whole registers. A number per query is one row of lanes, [1, R]. Sums
+over keys, in the forward pass and for dq, are accumulated as [size, rows] from transposed keys
+[size, keys]: no step transposes anything.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from pallas_kernels.dispatch import Operands, unsupported_dtypes, visible_blocks
 from pallas_kernels.online_softmax import LOWEST
 
 F32 = jnp.float32
-NEVER = np.iinfo(np.int32).max  # number of a block that nobody sees
+NEVER = np.iinfo(np.int32).max  # block number of padding, which no query sees
 ROW_MATRICES, ROW_VECTORS = ("q", "d_out"), ("q_index", "q_segments", "lse", "di")
 SUBLANES = 8
 LARGEST_BLOCK = 1024  # keys of a step
 
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     tiling, blocks, visits = _plan(q, k, v, operands, spec, backward=False)
     kernel_spec, x = _prepare(q, k, operands, spec, tiling, blocks)
     x["k"], x["v_transposed"] = _keys(k, tiling, blocks), _keys(v, tiling, blocks).swapaxes(2, 3)
@@ -79,7 +79,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
-    """Cotangents of q, k and v; that of lse enters through `di`."""
+    """Returns the cotangents of q, k and v; that of lse enters through `di`."""
     tiling, blocks, visits = _plan(q, k, v, operands, spec, backward=True)
     kernel_spec, x = _prepare(q, k, operands, spec, tiling, blocks)
     di = online.row_cotangent(out, d_out, d_lse)
@@ -111,7 +111,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
-    """Why these kernels cannot run the inputs, or None; reads shapes and dtypes."""
+    """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
     if (reason := unsupported_dtypes(q, k, v, "float32", "bfloat16")) is not None:
         return reason
     largest = max(q.shape[-1], v.shape[-1])
@@ -133,7 +133,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 
 def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, LandmarkBlocks, Visits]:
-    """The tiling, how blocks lie in it, and the visits of its blocks."""
+    """Returns the tiling, the layout of landmark blocks in it, and the visits of its blocks."""
     tiling, blocks = make_tiling(q, k, v, spec.block, backward)
     sizes = blocks.q_block, blocks.step
     table = visible_blocks(operands, spec, tiling.queries, blocks.count, *sizes)
@@ -145,7 +145,7 @@ def _keys(x, tiling: Tiling, blocks: LandmarkBlocks):
 
 
 def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlocks):
-    """The kernels' static part, and the operands that all kernels read in their layout."""
+    """Returns the static part of the kernels, and the operands that all kernels read."""
     before, factor = online.scales(spec.scale, q.dtype)
     kernel_spec = LandmarkSpec(
         block=spec.block,
@@ -171,7 +171,7 @@ def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlo
 
 
 def _launch(kernel, kernel_spec, tiling: Tiling, x, call: Call, *, axis, scratch, **options):
-    """Runs one kernel call; arguments as in `grid.run_kernel`, scratch: shapes, float32."""
+    """Runs one kernel call; arguments as in `grid.run_kernel`, `scratch` as float32 shapes."""
     return run_kernel(
         functools.partial(kernel, kernel_spec, call),
         f"lcjax_{kernel.__name__}",
@@ -186,7 +186,7 @@ def _launch(kernel, kernel_spec, tiling: Tiling, x, call: Call, *, axis, scratch
 
 
 def _operand(name: str, value, tiling: Tiling, call: Call):
-    """The block of an operand that a step reads."""
+    """Returns the BlockSpec of the block of an operand that a step reads."""
     if value is None:
         return None
     by_row = name in ROW_MATRICES + ROW_VECTORS
@@ -214,13 +214,13 @@ def _operand(name: str, value, tiling: Tiling, call: Call):
 
 @dataclass(frozen=True)
 class LandmarkBlocks:
-    """How landmark blocks lie in a step's keys: `step` of them, `height` keys each."""
+    """The layout of landmark blocks in a step's keys: `step` blocks of `height` keys each."""
 
     block: int
     height: int
     step: int
     count: int
-    q_block: int  # queries of a table's block
+    q_block: int  # queries of a block of the table
 
     def pad(self, x):
         """[B, count * block, K, H] -> [B, count * height, K, H]."""
@@ -231,7 +231,7 @@ class LandmarkBlocks:
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     def unpad(self, x):
-        """The inverse of `pad`, for keys that may be padded at the end."""
+        """Inverts `pad`; x may have further padding at its end."""
         x = x[:, : self.count * self.height]
         x = x.reshape(x.shape[0], self.count, self.height, *x.shape[2:])[:, :, : self.block]
         return x.reshape(x.shape[0], -1, *x.shape[3:])
@@ -246,14 +246,14 @@ class LandmarkBlocks:
 
 
 def height_of(block: int) -> int:
-    """Keys that a block takes: whole sublanes, and some blocks of it fill whole lanes."""
+    """Returns the padded keys of a block: whole sublanes, such that a few blocks fill lanes."""
     least = -(-block // SUBLANES) * SUBLANES
     heights = range(least, LARGEST_BLOCK + 1, SUBLANES)
     return next(height for height in heights if math.lcm(height, LANES) <= LARGEST_BLOCK)
 
 
 def make_tiling(q, k, v, block: int, backward: bool) -> tuple[Tiling, LandmarkBlocks]:
-    """The tiling of rows and of keys padded to whole steps, and how blocks lie in the keys."""
+    """Returns the tiling of rows and padded keys, and the layout of landmark blocks in it."""
     height, count = height_of(block), k.shape[1] // block
     unit = math.lcm(height, LANES)
     keys = -(-count * height // unit) * unit
@@ -268,14 +268,14 @@ def make_tiling(q, k, v, block: int, backward: bool) -> tuple[Tiling, LandmarkBl
 
 @dataclass(frozen=True)
 class LandmarkSpec:
-    """What is static in a kernel.
+    """The static part of a kernel.
 
-    Row r of a row block stands for query `(block * rows + r) // group`. The queries come scaled
-    already unless `factor` is not 1; `scale` is the whole scale.
+    Row r of a row block is query `(block * rows + r) // group`. `scale` is the scale of the logits;
+    `factor` is the part of it by which the queries are not multiplied yet.
     """
 
     block: int  # tokens of a landmark block, the landmark included
-    height: int  # keys that it takes: whole sublanes
+    height: int  # keys of a padded landmark block, a multiple of the sublanes
     blocks: int  # landmark blocks of a step
     count: int  # number of landmark blocks
     rows: int
@@ -289,7 +289,7 @@ class LandmarkSpec:
 
 
 class _StepScores:
-    """The scores of one step, and which of them count."""
+    """The scores of one step, and which of them are visible."""
 
     def __init__(self, spec: LandmarkSpec, step: Step, x):
         self.spec, self.step, self.x = spec, step, x
@@ -299,7 +299,7 @@ class _StepScores:
         return lax.broadcasted_iota(jnp.int32, (1, self.spec.height, 1), 1)
 
     def q_number(self):
-        """Number of the block in which each query stands, [1, rows]."""
+        """Returns the number of the block of each query, [1, rows]."""
         if self.x["q_index"] is not None:
             return self.x["q_index"][...]
         spec = self.spec
@@ -307,7 +307,7 @@ class _StepScores:
         return lax.div(row, jnp.int32(spec.group * spec.block))
 
     def visible(self):
-        """Which blocks each query sees, [blocks, rows]."""
+        """Returns which blocks each query sees, bool [blocks, rows]."""
         spec, x = self.spec, self.x
         number = lax.broadcasted_iota(jnp.int32, (spec.blocks, 1), 0) + self.step.col * spec.blocks
         seen = (number if x["k_index"] is None else x["k_index"][...]) < self.q_number()
@@ -317,21 +317,22 @@ class _StepScores:
         return seen & (number < spec.count) if spec.ragged else seen
 
     def products(self, keys: str, rows: str):
-        """Products of keys and rows as [blocks, height, rows]."""
+        """Returns the products of keys and rows as [blocks, height, rows]."""
         spec = self.spec
         x = dot(self.x[keys][...], self.x[rows][...], 1)
         return x.reshape(spec.blocks, spec.height, spec.rows)
 
     def scores(self):
-        """(exp of ordinary logits minus their maximum, its sums [blocks, rows], landmarks' logits).
+        """Returns exp(ordinary logits - maximum), its sums, and the logits of landmarks.
 
-        The exponentials are 0 for landmarks and for padding.
+        The exponentials [blocks, height, rows] are 0 for landmarks and for padding. The others are
+        [blocks, rows].
         """
         spec = self.spec
         logits = self.products("k", "q")
         if spec.factor != 1.0:
             logits = logits * spec.factor
-        start = (spec.block - 1) // SUBLANES * SUBLANES  # only one register holds landmarks
+        start = (spec.block - 1) // SUBLANES * SUBLANES  # landmarks are in these sublanes only
         near = slice(start, start + SUBLANES)
         marks = jnp.where(self.slot[:, near] == spec.block - 1, logits[:, near], 0.0)
         logits = jnp.where(self.slot < spec.block - 1, logits, -jnp.inf)
@@ -339,14 +340,14 @@ class _StepScores:
         return p, jnp.sum(p, 1), jnp.sum(marks, 1)
 
     def flat(self, x, like):
-        """[blocks, height, rows] as a matrix for products with `like`."""
+        """Returns x [blocks, height, rows] as a matrix in the dtype of `like`."""
         return x.reshape(-1, self.spec.rows).astype(like.dtype)
 
     def gradients(self):
-        """(weights, cotangent of the logits), both [blocks, height, rows].
+        """Returns the weights and the cotangent of the logits, both [blocks, height, rows].
 
-        With w the weight of a block, p the probabilities inside it, g_j = v_j . d_out and their
-        mean g = sum p_j g_j: d landmark = w (g - di), d logit_j = w p_j (g_j - g).
+        Let w be the weight of a block, p the probabilities inside it, g_j = v_j . d_out and
+        g = sum p_j g_j. Then d landmark = w (g - di), d logit_j = w p_j (g_j - g).
         """
         p, total, marks = self.scores()
         # A row without keys is masked everywhere; any finite lse keeps it finite until then.
@@ -360,7 +361,7 @@ class _StepScores:
 
 
 def landmark_forward(spec: LandmarkSpec, call: Call, steps, x, out, lse, top, total, acc):
-    """Online softmax over landmarks, each of which brings the softmax inside its block."""
+    """Computes an online softmax over landmarks, and the softmax inside the block of each."""
     step = read(call, steps)
 
     @pl.when(step.first)
@@ -392,7 +393,7 @@ def landmark_forward(spec: LandmarkSpec, call: Call, steps, x, out, lse, top, to
 
 
 def landmark_d_queries(spec: LandmarkSpec, call: Call, steps, x, dq, acc):
-    """Cotangent of the queries of a row block."""
+    """Computes dq of a row block."""
     step = read(call, steps)
 
     @pl.when(step.first)
@@ -411,9 +412,9 @@ def landmark_d_queries(spec: LandmarkSpec, call: Call, steps, x, dq, acc):
 
 
 def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc_v, add_to_dq=None):
-    """Cotangents of some blocks of keys and of values: sums over all rows, so over the group.
+    """Computes dk and dv of a step's blocks: sums over all rows, and so over the group.
 
-    add_to_dq is that of `with_d_queries`.
+    `add_to_dq` is as in `with_d_queries`.
     """
     step = read(call, steps)
 
@@ -440,7 +441,7 @@ def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc
 
 
 def landmark_d_all(spec: LandmarkSpec, call: Call, steps, x, dk, dv, dq, acc_k, acc_v, acc_q):
-    """`landmark_d_keys`, and the cotangents of all queries of a key head.
+    """Computes `landmark_d_keys`, and dq of all queries of a key head.
 
     Scores and the softmax inside a block are computed once for both.
     """

@@ -1,14 +1,14 @@
 """Block-sparse attention for NVIDIA GPUs in Pallas-Triton: forward, dq, and dk with dv.
 
-Every program visits the listed blocks that its own block meets, read from the table in memory
-while the kernel runs, so time follows the number of visible blocks, forward and backward, whatever
-the mask, also where the table is per head or computed on the device. Arrays are read in their own
-layout: nothing is padded, transposed or repeated per head. Sums run in a fixed order in one program
-and nothing is accumulated in memory: results are the same bit by bit in every run.
+Every program visits the listed blocks of its own block, and reads the list from memory while the
+kernel runs. So time is proportional to the number of visible blocks, forward and backward, for
+every mask, also if tables differ by head or are computed on the device. Arrays are read in their
+own layout: nothing is padded, transposed or repeated per head. Sums run in a fixed order in one
+program and nothing is accumulated in memory: results are bitwise reproducible.
 
-Few queries (decoding) are rows of one product with all heads that share a key head, over a cache
-[B, K, S, H] in its own layout, and a list is split over several programs where few would run.
-Their outputs have that layout, too.
+With few queries (decoding), the queries of all heads that share a key head are rows of one product,
+over a cache [B, K, S, H] in its own layout. If few programs would run, several of them share a
+list. The outputs have the layout of the cache, too.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from pallas_kernels.dispatch import (
 from pallas_kernels.tables import BlockLists, BlockTable, transpose
 
 LARGEST_HEAD = 256
-LARGEST_GRID = 65535  # heads, or batch rows
-PACKED = 64  # most rows of a key head that are one block of decoding
-PROGRAMS = 256  # that keep a GPU busy; where fewer would run, lists are split
-PAIRS = 2**24  # of blocks in a mask's table; beyond it larger blocks are listed
+LARGEST_GRID = 65535  # most heads, or batch rows
+PACKED = 64  # most rows of a key head that decoding computes as one block
+PROGRAMS = 256  # programs that keep a GPU busy; lists are split if fewer would run
+PAIRS = 2**24  # most pairs of blocks in a mask's table; longer inputs get larger blocks
 F32 = jnp.float32
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     packed = _packs(q, k, operands, spec)
     kernel_spec, x = _prepare("decode" if packed else "forward", q, k, v, operands, spec, interpret)
     x |= {"q": q, "k": k, "v": v}
@@ -64,7 +64,7 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
-    """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
+    """Returns the cotangents of q, k, v and the bias; that of lse enters through `di`."""
     arrays = residuals(q, k, v, out, lse, d_out, d_lse)
     kernel_spec, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
     outputs = [(q.dtype, q.shape[-1]), None if operands.bias is None else "number"]
@@ -77,25 +77,25 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
 
 
 def residuals(q, k, v, out, lse, d_out, d_lse) -> dict:
-    """The arrays of a backward pass; a row without keys has probabilities exp(-inf) = 0."""
+    """Returns the arrays of a backward pass; rows without keys have probabilities exp(-inf) = 0."""
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E).swapaxes(1, 2)
     di = online.row_cotangent(out, d_out, d_lse).swapaxes(1, 2)
     return {"q": q, "k": k, "v": v, "d_out": d_out.astype(q.dtype), "lse": lse, "di": di}
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
-    """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
+    """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
     if (reason := unsupported_arrays(q, k, v)) is not None:
         return reason
     if (reason := unsupported_mask(spec)) is not None:
         return reason
     if operands.bias is not None and not isinstance(operands.bias, Alibi):
-        return "the bias looks its values up by distance; these kernels know linear biases alone"
+        return "these kernels support only linear biases (Alibi)"
     return unsupported_blocks(q, k, user_table(operands, spec), MIN_TILE)
 
 
 def unsupported_arrays(q, k, v) -> str | None:
-    """Why no Triton kernel of this package can run arrays of these shapes and dtypes, or None."""
+    """Returns why no Triton kernel can run arrays of these shapes and dtypes, or None."""
     if tuning.architecture() is None:
         return "no NVIDIA GPU of compute capability 8.0 or above is known to this process"
     if kernels.plt is None:
@@ -112,7 +112,7 @@ def unsupported_arrays(q, k, v) -> str | None:
 
 
 def _packs(q, k, operands, spec) -> bool:
-    """Whether the queries of all heads that share a key head are rows of one block."""
+    """Returns whether the queries of all heads that share a key head are rows of one block."""
     table, (queries, n), heads = user_table(operands, spec), q.shape[1:3], k.shape[2]
     if operands.bias is not None or queries * (n // heads) > PACKED:
         return False
@@ -120,7 +120,7 @@ def _packs(q, k, operands, spec) -> bool:
 
 
 def _pack(x, heads: int):
-    """[B, T, N, H] -> [B, K, T G, H]; of one query nothing moves in memory."""
+    """[B, T, N, H] -> [B, K, T G, H]; for one query the layout in memory is the same."""
     batch, t, n, size = x.shape
     x = x.reshape(batch, t, heads, n // heads, size).swapaxes(1, 2)
     return x.reshape(batch, heads, -1, size)
@@ -134,7 +134,7 @@ def _unpack(x, t: int):
 
 
 def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
-    """The static part of a kernel, and the operands beside its arrays."""
+    """Returns the static part of a kernel, and the operands besides q, k, v and residuals."""
     packed, transposed = kind == "decode", kind == "d_keys"
     busy = spec.soft_cap is not None or any(x is not None for x in operands[:5])
     tile = tuning.triton(kind, next_power_of_two(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
@@ -169,28 +169,28 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
 
 
 def list_operands(lists: BlockLists, rows: Axis, keys: Axis) -> dict:
-    """The operands of a kernel that visits the listed blocks."""
-    # Half the bytes of a list, which is part of the program where the table is known.
+    """Returns the operands by which a kernel visits the listed blocks."""
+    # 16 bits halve the lists, which are constants of the program if the table is static.
     small = max(rows.blocks, keys.blocks) < 2**15
     index = jnp.asarray(lists.index, jnp.int16 if small else jnp.int32)
     return {"index": index} | {x: jnp.asarray(getattr(lists, x)) for x in ("first", "full", "seen")}
 
 
 def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTable]:
-    """Steps of rows and of keys, and the blocks that each block of queries visits."""
+    """Returns the steps of rows and of keys, and the blocks that each block of queries visits."""
     queries, keys = q.shape[1], k.shape[1]
     q_block, k_block = table_blocks(queries * copies, keys, tile)
     q_block = q_block if copies == 1 else queries
     table = visible_blocks(operands, spec, queries, keys, q_block, k_block)
     rows = axis(queries * copies, table.q_block * copies, tile.rows)
     columns = axis(keys, table.k_block, tile.keys)
-    # A lone block may be full where its last step, which reaches beyond the keys, is not.
+    # A single block may be full although its last step, which reaches beyond the keys, is not.
     is_ragged = keys <= table.k_block and columns.is_ragged(listed=True)
     return rows, columns, table.tested() if is_ragged else table
 
 
 def table_blocks(rows: int, keys: int, tile) -> tuple[int, int]:
-    """The block sizes of a mask's table: steps, or several of them if there are too many."""
+    """Returns the block sizes of a mask's table: a step, or several for very long inputs."""
     q_block, k_block = (
         min(tile.rows, next_power_of_two(rows)),
         min(tile.keys, next_power_of_two(keys)),
@@ -201,13 +201,13 @@ def table_blocks(rows: int, keys: int, tile) -> tuple[int, int]:
 
 
 def _parts(table: BlockTable, programs: int, steps: int) -> int:
-    """The number of programs that share a list: enough to keep a GPU busy, if lists are long."""
+    """Returns how many programs share a list: enough to keep a GPU busy, if lists are long."""
     longest = int(table.seen.max()) if table.static else table.capacity
     return max(1, min(-(-PROGRAMS // programs), longest * steps))
 
 
 def vectors(operands, copies: int = 1):
-    """Indices, segments and slopes."""
+    """Returns indices, segments and slopes; those of queries are repeated for `copies` rows."""
 
     def rows(x):
         return x if x is None or copies == 1 else jnp.repeat(x, copies, axis=1)

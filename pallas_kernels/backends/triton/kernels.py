@@ -1,12 +1,12 @@
 """Kernel bodies for GPUs in Pallas-Triton: the forward pass, dq, and dk with dv.
 
-A program computes one block of rows (forward, dq) or of keys (dk, dv) of one head and visits the
-listed blocks that it meets: first those that need no test of elements, then the others. A listed
-block may be several steps. Logits are held in base 2, so that an exponential is one instruction,
-and are [keys, rows] where keys stay, so that the summed axis is never transposed in registers.
+A program computes one block of rows (forward, dq) or of keys (dk, dv) of one head. It visits its
+listed blocks: first those that need no element test, then the others. A listed block may be several
+steps. Logits are in base 2, so that an exponential is one instruction. They are [keys, rows] if
+keys are resident, so that the summed axis is never transposed in registers.
 
-A program's block of an array is its batch row and its heads; rows and keys are counted inside the
-kernel. Head sizes are read as the next power of two, which Triton requires.
+A program's block of an array is its batch row and its heads; the kernel indexes rows and keys in
+it. Head sizes are padded to the next power of two, which Triton requires.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ except ImportError:  # deprecated since JAX 0.11: `attention.unsupported` refuse
 
 LOG2_E = math.log2(math.e)
 F32 = jnp.float32
-MIN_TILE = 16  # rows, keys and features of a product on tensor cores
+MIN_TILE = 16  # fewest rows, keys and features of a product on tensor cores
 LISTS = ("index", "first", "full", "seen")
 
 
 def next_power_of_two(n: int) -> int:
-    """The power of two that n is rounded up to."""
+    """Returns n rounded up to a power of two of at least MIN_TILE."""
     return max(MIN_TILE, 1 << (n - 1).bit_length())
 
 
@@ -52,13 +52,13 @@ class Axis:
         return -(-self.length // self.unit)
 
     def is_ragged(self, listed: bool) -> bool:
-        """Whether a step reaches beyond the end; all steps of a listed block are visited."""
+        """Returns whether a step reaches beyond the end; `listed`: if whole blocks are visited."""
         return self.length % (self.unit * self.steps if listed else self.unit) != 0
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The static part of a kernel; `transposed` if keys stay while rows pass by."""
+    """The static part of a kernel; `transposed`: keys are resident and rows are streamed."""
 
     mask: Mask
     scale: float
@@ -69,10 +69,10 @@ class KernelSpec:
     v_size: int
     group: int  # query heads of a key head
     transposed: bool
-    has_full: bool  # some listed block needs no test of its elements
-    has_partial: bool  # some listed block needs one
-    by_head: bool = False  # each query head of a key head has a list of its own
-    cache: bool = False  # keys lie as [B, K, S, H], and rows likewise
+    has_full: bool  # some listed block needs no element test
+    has_partial: bool  # some listed block needs an element test
+    by_head: bool = False  # each query head of a key head has its own list
+    cache: bool = False  # k and v are [B, K, S, H], and rows have the same layout
     copies: int = 1  # consecutive rows that share an order index
     parts: int = 1  # programs that share a list
     warps: int = 4
@@ -97,12 +97,12 @@ class KernelSpec:
         return self.keys.length if self.ragged_keys else None
 
     def width(self, name: str) -> int:
-        """The number of features of a matrix."""
+        """Returns the number of features of a matrix."""
         return self.size if name in ("q", "k") else self.v_size
 
 
 def axis(length: int, block: int, most: int) -> Axis:
-    """The largest steps up to `most` that divide a table's blocks, of which there may be one."""
+    """Returns the largest steps up to `most` that divide a table's blocks; one block is padded."""
     if length <= block:
         unit = min(most, next_power_of_two(length))
         return Axis(length, unit, -(-length // unit))
@@ -111,9 +111,9 @@ def axis(length: int, block: int, most: int) -> Axis:
 
 
 def dot(spec: KernelSpec, a, b, axis: int, of: int = 1):
-    """a times b, over axis `of` of a and `axis` of b, in float32."""
+    """Returns a times b, over axis `of` of a and `axis` of b, in float32."""
     precision = None
-    if a.dtype == F32:  # on tensor cores as three products of parts, which lose next to nothing
+    if a.dtype == F32:  # three TF32 products on tensor cores are almost as exact as float32
         exact = lax.Precision.HIGHEST
         precision = exact if spec.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     dims = (((of,), (axis,)), ((), ()))
@@ -125,7 +125,7 @@ def arange(start, size: int):
 
 
 def _inside(start, size: int, end, width: int, wide: int):
-    """bool [size, wide], which elements are inside a matrix, or None: all of them."""
+    """Returns which elements are inside a matrix, bool [size, wide]; None: all of them."""
     rows = None if end is None else (arange(start, size) < end)[:, None]
     columns = None if width == wide else (arange(0, wide) < width)[None]
     parts = [jnp.broadcast_to(x, (size, wide)) for x in (rows, columns) if x is not None]
@@ -133,7 +133,7 @@ def _inside(start, size: int, end, width: int, wide: int):
 
 
 def matrix(ref, start, size: int, width: int, end=None, head=None):
-    """Rows [size, padded width] from `start` on, 0 from `end` on; head: of [rows, heads, width]."""
+    """Loads rows [size, padded width] from `start`, with 0 from `end`; `head` indexes axis 1."""
     mask = _inside(start, size, end, width, ref.shape[-1])
     rows = pl.ds(start, size)
     part = ref.at[rows, :] if head is None else ref.at[rows, head, :]
@@ -141,7 +141,7 @@ def matrix(ref, start, size: int, width: int, end=None, head=None):
 
 
 def _vector(ref, start, size: int, ragged: bool, other=0, head=None):
-    """Elements [size] from `start` on, `other` beyond the end."""
+    """Loads elements [size] from `start` on, `other` beyond the end."""
     part = ref.at[pl.ds(start, size)] if head is None else ref.at[head, pl.ds(start, size)]
     if not ragged:
         return plt.load(part)
@@ -179,7 +179,7 @@ def visit(spec: KernelSpec, x, step, carry, head=0):
 
 
 def row_of(spec: KernelSpec):
-    """First row of the program; later blocks, which see most of a text, run first."""
+    """Returns the program's first row; later blocks, which see most of a text, run first."""
     return (spec.rows.blocks - 1 - lax.div(pl.program_id(0), spec.parts)) * spec.rows.unit
 
 
@@ -190,7 +190,7 @@ class Block:
         self.spec, self.x = spec, x
 
     def matrix(self, name: str, start, head=None):
-        """Rows of "q" or "d_out", or keys of "k" or "v"."""
+        """Loads rows of "q" or "d_out", or keys of "k" or "v"."""
         spec, rows = self.spec, name in ("q", "d_out")
         axis, end = (spec.rows, spec.end_of_rows) if rows else (spec.keys, spec.end_of_keys)
         return matrix(self.x[name], start, axis.unit, spec.width(name), end, head)
@@ -199,7 +199,7 @@ class Block:
         return _vector(self.x[name], row, self.spec.rows.unit, self.spec.ragged_rows, other, head)
 
     def along(self, rows=None, keys=None):
-        """A vector of rows or of keys, broadcastable to the logits."""
+        """Returns a vector of rows or of keys, broadcastable to the logits."""
         if rows is not None:
             return rows[None] if self.spec.transposed else rows[:, None]
         return keys[:, None] if self.spec.transposed else keys[None]
@@ -208,7 +208,7 @@ class Block:
         return arange(key, self.spec.keys.unit)
 
     def index(self, row, key):
-        """(order indices of the queries, of the keys)."""
+        """Returns the order indices of the queries and of the keys."""
         x, spec = self.x, self.spec
         if x["q_index"] is not None:
             rows = self.row_vector("q_index", row, 0)
@@ -236,7 +236,7 @@ class Block:
         return jnp.abs(q - k).astype(F32)
 
     def logits(self, products, row, key, head=0):
-        """(x, factor > 0, cap's tanh or None): the logits in base 2 are factor x."""
+        """Returns (x, factor > 0, the cap's tanh or None); the logits in base 2 are factor x."""
         spec, slopes, tanh = self.spec, self.x["slopes"], None
         if spec.soft_cap is None and slopes is None and spec.scale > 0:
             return products, spec.scale * LOG2_E, tanh
@@ -250,14 +250,14 @@ class Block:
         return logits, 1.0, tanh
 
     def probabilities(self, masked: bool, products, lse, row, key, head=0):
-        """(p from the saved lse in base 2, cap's tanh or None)."""
+        """Returns p, from the saved lse in base 2, and the cap's tanh or None."""
         logits, factor, tanh = self.logits(products, row, key, head)
         p = jnp.exp2(logits * factor - self.along(rows=lse))
         return (jnp.where(self.seen(row, key), p, 0.0) if masked else p), tanh
 
 
 def forward(spec: KernelSpec, x, out, lse):
-    """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
+    """Computes an online softmax over a row block's keys (FlashAttention, Dao et al. 2022)."""
     row, block = row_of(spec), Block(spec, x)
     query = block.matrix("q", row)
 
@@ -279,7 +279,7 @@ def forward(spec: KernelSpec, x, out, lse):
 
 
 def finish(spec: KernelSpec, row, top, total, acc, out, lse):
-    """Stores the result of a running softmax, whose maximum is in base 2."""
+    """Stores out and lse of a running softmax, whose maximum is in base 2."""
     has_keys = total > 0
     safe = jnp.where(has_keys, total, 1.0)
     store(out, row, acc / safe[:, None], spec.v_size, spec.end_of_rows)
@@ -289,7 +289,7 @@ def finish(spec: KernelSpec, row, top, total, acc, out, lse):
 
 
 def d_queries(spec: KernelSpec, x, dq, d_slope):
-    """Cotangent of the queries of a row block, and of the head's slope as these rows see it."""
+    """Computes dq of a row block, and its part of the cotangent of the head's slope."""
     row, block = row_of(spec), Block(spec, x)
     query, d_out = block.matrix("q", row), block.matrix("d_out", row)
     lse, di = block.row_vector("lse", row, jnp.inf), block.row_vector("di", row, 0)
@@ -313,7 +313,7 @@ def d_queries(spec: KernelSpec, x, dq, d_slope):
 
 
 def d_keys(spec: KernelSpec, x, dk, dv):
-    """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
+    """Computes dk and dv of a block of keys: sums over all rows, and so over the group."""
     key, block = pl.program_id(0) * spec.keys.unit, Block(spec, x)
     k, v = block.matrix("k", key), block.matrix("v", key)
 
@@ -335,7 +335,7 @@ def d_keys(spec: KernelSpec, x, dk, dv):
 
 
 def over_heads(spec: KernelSpec, x, step, keys: int):
-    """Sums [keys, size], of keys and of values, over the rows of all heads that share them."""
+    """Returns the sums [keys, size] of dk and dv over the rows of all heads that share the keys."""
 
     def of_head(head, carry):
         return visit(spec, x, functools.partial(step, head), carry, head)
@@ -353,7 +353,7 @@ def by_rows(kernel, spec: KernelSpec, x, outputs):
 
 
 def _sizes(q, spec: KernelSpec) -> tuple[int, int, int]:
-    """Batch rows, rows of a head, and heads."""
+    """Returns the numbers of batch rows, of rows of a head, and of heads."""
     batch, rows, heads = q.shape[:3]
     return (batch, heads, rows) if spec.cache else (batch, rows, heads)
 
@@ -376,7 +376,7 @@ def _block_specs(x, spec: KernelSpec, heads: int):
 
 
 def _block_spec(name: str, value, spec: KernelSpec, heads: int):
-    """The block of an array that program (i, h, b) reads; `heads`: how many h there are."""
+    """Returns the block of an array that program (i, h, b) reads; `heads` is the number of h."""
     shape, resident = value.shape, spec.keys if spec.transposed else spec.rows
     width = next_power_of_two(shape[-1])
     group = spec.group if spec.transposed and spec.group > 1 else None
@@ -410,9 +410,10 @@ def _block_spec(name: str, value, spec: KernelSpec, heads: int):
 
 
 def _output(kind, x, spec: KernelSpec):
-    """(shape, block) of an output of rows.
+    """Returns (shape, block) of an output of rows.
 
-    kind: (dtype, width) for a matrix, "vector", or "number" for one number per block of rows.
+    Args:
+      kind: (dtype, width) for a matrix, "vector", or "number" for one number per block of rows.
     """
     (batch, rows, heads), parts = _sizes(x["q"], spec), spec.parts
     lead = parts, batch
@@ -451,7 +452,7 @@ def _output(kind, x, spec: KernelSpec):
 
 
 def launch(kernel, spec: KernelSpec, x, specs, *, grid, outputs):
-    """`kernel` on `grid`; outputs: (shape, block) or None each."""
+    """Runs `kernel` on `grid`; `outputs` are (shape, block) or None."""
     shapes, blocks = (tuple(x) for x in zip(*(o or (None, None) for o in outputs), strict=True))
     return pl.pallas_call(
         functools.partial(kernel, spec),

@@ -1,15 +1,15 @@
 """Grouped softmax over older landmark blocks for NVIDIA GPUs in Pallas-Triton: forward, dq, dk, dv.
 
 Programs and their lists are those of block-sparse attention (`attention.py`), with landmark blocks
-in place of blocks of keys: arrays are read in their own layout, a block's tokens as the next power
-of two, and nothing is accumulated in memory. A program does not visit blocks that none of its rows
-may see: those of their own number and above, and those of documents that none of them is in.
+in place of blocks of keys. Arrays are read in their own layout, the tokens of a block padded to the
+next power of two, and nothing is accumulated in memory. A program does not visit blocks that none
+of its rows may see: those of their own number and above, and those of other documents.
 
-A step is one landmark block: [rows, tokens] of scores. The softmax inside it is computed and used
-within the step, in the backward pass a second time, so a row has one weight of a block, and which
-rows see the block is a test of vectors, not of scores. Where the block stays, scores have the same
-axes: sums over tokens within a few threads are worth transposing the weights for the last two
-products.
+A step is one landmark block, with scores [rows, tokens]. The softmax inside it is computed and used
+within the step (and again in the backward pass). So a row has one weight for a block, and the
+visibility test is on vectors of rows, not on scores. Scores have the same axes if the block is
+resident (dk, dv): the sums over tokens then stay within a few threads, which is worth transposing
+the weights for the last two products.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from pallas_kernels.tables import transpose
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     kernel_spec, x = _prepare("forward", q, k, v, operands, spec, interpret)
     x |= {"q": q, "k": k, "v": v}
     out, lse = by_rows(landmark_forward, kernel_spec, x, [(q.dtype, v.shape[-1]), "vector"])
@@ -58,7 +58,7 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
-    """Cotangents of q, k and v; that of lse enters through `di`."""
+    """Returns the cotangents of q, k and v; that of lse enters through `di`."""
     arrays = residuals(q, k, v, out, lse, d_out, d_lse)
     kernel_spec, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
     (dq,) = by_rows(landmark_d_queries, kernel_spec, x | arrays, [(q.dtype, q.shape[-1])])
@@ -67,7 +67,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
-    """Why these kernels cannot run the inputs, or None; reads shapes and dtypes."""
+    """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
     if (reason := unsupported_arrays(q, k, v)) is not None:
         return reason
     if _tile("d_keys", q, v, spec) is None:
@@ -85,7 +85,7 @@ def _tile(kind: str, q, v, spec):
 
 
 def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
-    """The static part of a kernel, and the operands beside its arrays."""
+    """Returns the static part of a kernel, and the operands besides q, k, v and residuals."""
     (queries, block), transposed = (q.shape[1], spec.block), kind == "d_keys"
     tile, count = _tile(kind, q, v, spec), k.shape[1] // block
     q_block, k_block = table_blocks(queries, count, tile)
@@ -102,7 +102,7 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         v_size=v.shape[-1],
         group=q.shape[2] // k.shape[2],
         transposed=transposed,
-        has_full=False,  # which rows see a block is one test per row
+        has_full=False,  # the test is cheap: one per row
         has_partial=True,
         copies=block,
         warps=tile.warps,
@@ -115,13 +115,13 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
 
 @dataclass(frozen=True, kw_only=True)
 class LandmarkSpec(KernelSpec):
-    """`keys` counts landmark blocks, one in a step; order indices are numbers of blocks."""
+    """The static part; `keys` counts landmark blocks, one per step; indices are block numbers."""
 
     block: int  # tokens of a landmark block, the landmark included
 
     @property
     def height(self) -> int:
-        """Keys that a step reads: a power of two."""
+        """The number of keys that a step reads: a power of two."""
         return next_power_of_two(self.block)
 
 
@@ -129,7 +129,7 @@ class LandmarkBlock(Block):
     """The scores of one landmark block."""
 
     def along(self, rows=None, keys=None):
-        """Vectors of rows and the one block of a step, unchanged."""
+        """Returns a vector of rows, or of the step's only block, unchanged."""
         return rows if keys is None else keys
 
     @property
@@ -137,7 +137,7 @@ class LandmarkBlock(Block):
         return arange(0, self.spec.height)[None]
 
     def end(self, number):
-        """The end of a block's keys or of all keys; None: no step reads beyond it."""
+        """Returns the end of a block's keys, or of all keys; None: no step reads beyond it."""
         spec = self.spec
         if spec.block == spec.height and not spec.ragged_keys:
             return None
@@ -145,13 +145,13 @@ class LandmarkBlock(Block):
         return jnp.minimum(end, spec.keys.length * spec.block) if spec.ragged_keys else end
 
     def tokens(self, name: str, number):
-        """A block's keys or values [height, padded size], 0 where it has no more tokens."""
+        """Returns a block's keys or values [height, padded size], with 0 beyond its tokens."""
         spec = self.spec
         ref, start = self.x[name], number * spec.block
         return matrix(ref, start, spec.height, spec.width(name), self.end(number))
 
     def scores(self, products):
-        """(exp of ordinary logits minus their maximum, its sums [rows], landmarks' logits [rows]).
+        """Returns exp(ordinary logits - maximum), its sums [rows], and landmarks' logits [rows].
 
         The exponentials are 0 for the landmark and for padding; landmarks' logits are in base 2.
         """
@@ -163,10 +163,10 @@ class LandmarkBlock(Block):
         return p, jnp.sum(p, 1), marks
 
     def gradients(self, products, g, lse, di, seen):
-        """(weights, cotangent of the logits), both as the scores; g: products of values and d_out.
+        """Returns the weights and the cotangent of the logits, both [rows, tokens].
 
-        With w the weight of a block, p the probabilities inside it and their mean g = sum p_j g_j:
-        d landmark = w (g - di), d logit_j = w p_j (g_j - g).
+        Let w be the weight of a block, p the probabilities inside it, g_j = v_j . d_out (argument
+        `g`) and m = sum p_j g_j. Then d landmark = w (m - di), d logit_j = w p_j (g_j - m).
         """
         p, inside, marks = self.scores(products)
         weight = jnp.where(seen, jnp.exp2(marks - lse), 0.0)
@@ -177,7 +177,7 @@ class LandmarkBlock(Block):
 
 
 def landmark_forward(spec: LandmarkSpec, x, out, lse):
-    """Online softmax over landmarks, each of which brings the softmax inside its block."""
+    """Computes an online softmax over landmarks, and the softmax inside the block of each."""
     row, block = row_of(spec), LandmarkBlock(spec, x)
     query = block.matrix("q", row)
 
@@ -196,7 +196,7 @@ def landmark_forward(spec: LandmarkSpec, x, out, lse):
 
 
 def landmark_d_queries(spec: LandmarkSpec, x, dq):
-    """Cotangent of the queries of a row block."""
+    """Computes dq of a row block."""
     row, block = row_of(spec), LandmarkBlock(spec, x)
     query, d_out = block.matrix("q", row), block.matrix("d_out", row)
     lse, di = block.row_vector("lse", row, jnp.inf), block.row_vector("di", row, 0)
@@ -212,7 +212,7 @@ def landmark_d_queries(spec: LandmarkSpec, x, dq):
 
 
 def landmark_d_keys(spec: LandmarkSpec, x, dk, dv):
-    """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
+    """Computes dk and dv of a landmark block: sums over all rows, and so over the group."""
     number, block = pl.program_id(0), LandmarkBlock(spec, x)
     k, v = block.tokens("k", number), block.tokens("v", number)
 

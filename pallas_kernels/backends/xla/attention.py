@@ -1,15 +1,14 @@
 """Blockwise attention in plain XLA: O(T) memory, forward and backward, on every platform.
 
 Queries and keys are split into blocks. For each block of queries a loop visits only the key blocks
-that its mask or table lets it see, with a running maximum, denominator and output (Milakov and
-Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1). The backward pass recomputes the
-probabilities from the saved lse and visits the same blocks (FlashAttention-2, Dao 2023, sec. 3.1).
+that the mask or table shows, with a running maximum, denominator and output (Milakov and Gimelshein
+2018; FlashAttention, Dao et al. 2022, algorithm 1). The backward pass recomputes the probabilities
+from the saved lse and visits the same blocks (FlashAttention-2, Dao 2023, sec. 3.1).
 
-Query heads that share a key head are rows of one product, so they visit the same blocks. Where
-their tables differ, one query head per key head is handled at a time, as an attention of K query
-heads over K key heads. With `Spec.splits`, parts of the keys are attended to side by side and
-merged: a decoding step of one row has few products of its own, and parts of a long cache are a
-batch of them.
+Query heads that share a key head are rows of one product, so they visit the same blocks. If their
+tables differ, one query head per key head is computed at a time, as attention of K query heads over
+K key heads. With `Spec.splits`, parts of the keys are computed in parallel and merged: a decoding
+step of one row has few products, and parts of a long cache make a batch of them.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from pallas_kernels.tables import BlockTable
 
 
 def unsupported(q, k, v, operands: Operands, spec: Spec) -> str | None:
-    """None: this implementation runs all inputs."""
+    """Returns None: this implementation runs all inputs."""
     return None
 
 
 class Loop(NamedTuple):
-    """All that the steps of one pass share."""
+    """Everything that the steps of one pass share."""
 
     tiling: Tiling
     positions: Positions
@@ -46,7 +45,7 @@ class Loop(NamedTuple):
     bias: Bias | None
 
     def bias_of(self, chunk):
-        """The bias of the chunk's query heads."""
+        """Returns the bias of the chunk's query heads."""
         heads = self.tiling.heads * self.tiling.group
         first = tiles.chunk_start(self.tiling, chunk)[1] * self.tiling.group
         return jax.tree.map(
@@ -54,7 +53,7 @@ class Loop(NamedTuple):
         )
 
     def index_of(self, chunk, i, j):
-        """Order indices [batch or 1, bq], [batch or 1, bk] of a block."""
+        """Returns the order indices [batch or 1, bq] and [batch or 1, bk] of a pair of blocks."""
         pair = tiles.take(self.positions.q_index, i), tiles.take(self.positions.k_index, j)
         return tuple(tiles.rows_of(x, self.tiling, chunk) for x in pair)
 
@@ -67,7 +66,7 @@ def _loop(q, k, operands: Operands, spec: Spec, blocks: BlockSizes) -> Loop:
 
 
 def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", blocks=None):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     run = functools.partial(forward, platform=platform, blocks=blocks)
     if _splits_keys(k, operands, spec):
         return _split_forward(run, q, k, v, operands, spec)
@@ -88,7 +87,7 @@ def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", bloc
 
 
 def _forward_rows(loop: Loop, q, k, v, bias, chunk, i):
-    """out and lse of query block i."""
+    """Returns out and lse of query block i."""
     tiling = loop.tiling
     before, after = online.scales(loop.spec.scale, q.dtype)
     query = tiles.query_block(q, tiling, chunk, i) * jnp.asarray(before, q.dtype)
@@ -119,7 +118,7 @@ def backward(
     q, k, v, out, lse, d_out, d_lse, operands: Operands, spec: Spec, *,
     platform="default", blocks=None,
 ):  # fmt: skip
-    """Cotangents of q, k, v and the bias."""
+    """Returns the cotangents of q, k, v and the bias."""
     if _has_table_per_query_head(k, operands, spec):
         run = functools.partial(backward, platform=platform, blocks=blocks)
         return _backward_by_group(run, k, v, (q, out, lse, d_out, d_lse), operands, spec)
@@ -144,11 +143,11 @@ def backward(
 
 
 def _backward_rows(loop: Loop, rows, k, v, bias, chunk, sums, i):
-    """(dk, dv, d_bias) with the part of query block i added, and its dq.
+    """Returns (dk, dv, d_bias) with the part of query block i added, and the dq of the block.
 
-    Scores are held key-major, [.., keys, queries]: then four of the five products read their
-    operands as they lie in memory and only that of dq needs a transposed operand, a small one.
-    Query-major has two such products, over the large operand.
+    Scores are key-major, [.., keys, queries]: four of the five products then read their operands in
+    their memory layout, and only that of dq transposes an operand, which is small. Query-major
+    scores would need two transposed products, over the large operand.
     """
     tiling, scale, cap = loop.tiling, loop.spec.scale, loop.spec.soft_cap
     query, do, di, lse = (tiles.query_block(x, tiling, chunk, i) for x in rows)
@@ -196,7 +195,7 @@ def _has_table_per_query_head(k, operands: Operands, spec: Spec) -> bool:
 
 
 def _forward_by_group(run, q, k, v, operands: Operands, spec: Spec):
-    """out and lse by `run(q, k, v, operands, spec)` of each group."""
+    """Returns out and lse by `run(q, k, v, operands, spec)` for one query head per key head."""
     groups = _split_heads(q, k), _group_operands(k, operands, spec)
     spec = dataclasses.replace(spec, table=None)
     results = lax.map(lambda group: run(group[0], k, v, group[1], spec), groups)
@@ -204,7 +203,11 @@ def _forward_by_group(run, q, k, v, operands: Operands, spec: Spec):
 
 
 def _backward_by_group(run, k, v, rows, operands: Operands, spec: Spec):
-    """Cotangents by `run`, rows: (q, out, lse, d_out, d_lse); keys collect from all groups."""
+    """Returns cotangents by `run` for one query head per key head; dk and dv are sums over them.
+
+    Args:
+      rows: (q, out, lse, d_out, d_lse).
+    """
     groups = jax.tree.map(lambda x: _split_heads(x, k), rows), _group_operands(k, operands, spec)
     spec = dataclasses.replace(spec, table=None)
 
@@ -254,13 +257,13 @@ def _group_operands(k, operands: Operands, spec: Spec) -> Operands:
 
 
 def _splits_keys(k, operands: Operands, spec: Spec) -> bool:
-    """Whether keys are split into parts; a caller's table lists blocks of all keys."""
+    """Returns whether keys are split; they are not under a caller's table of blocks of all keys."""
     has_parts = spec.splits is not None and min(spec.splits, k.shape[1]) > 1
     return has_parts and user_table(operands, spec) is None
 
 
 def _split_forward(run, q, k, v, operands: Operands, spec: Spec):
-    """out and lse by `run(q, k, v, operands, spec)` of each part, merged."""
+    """Returns out and lse, merged from `run(q, k, v, operands, spec)` of each part of the keys."""
     keys, count = k.shape[1], min(spec.splits, k.shape[1])
     q_index, k_index, q_segments, k_segments = operands[:4]
     size = -(-keys // count)

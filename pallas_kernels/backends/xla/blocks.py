@@ -1,9 +1,9 @@
 """The blocks and chunks of arrays that the blockwise XLA implementation loops over.
 
-Keys and values are held as [B, K, S, H], so that a block of them is one slice, already in the
-order of the product. A cache that is stored in this order is never copied (XLA drops the swap of
-axes), and a decoding step touches only the part of it that it sees. The G queries that share a key
-head are rows of one matrix: keys are never repeated and every product is one batched matrix product
+Keys and values have the layout [B, K, S, H], so that a block of them is one slice in the layout of
+the product. A cache in this layout is never copied (XLA drops the swap of axes), and a decoding
+step reads only the visible part of it. The G query heads that share a key head are rows of one
+matrix: keys are never repeated, and every product is one batched matrix product
 [rows, H] x [H, keys] over B and K.
 """
 
@@ -33,11 +33,11 @@ CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities sha
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How many queries and keys are handled at a time, and at most how many scores.
+    """The numbers of queries and keys of a step, and the most scores of it.
 
-    `scores` bounds batch * heads * queries * keys of one step by looping over batch rows and key
-    heads: on a CPU a step's scores must stay in the cache. None: all of them at once, which also
-    keeps those axes free to be sharded.
+    `scores` bounds batch * heads * queries * keys of one step by loops over batch rows and key
+    heads: on a CPU a step's scores must stay in the cache. None: no such loops, so that these axes
+    can be sharded.
     """
 
     q: int
@@ -46,22 +46,23 @@ class BlockSizes:
 
 
 def forward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
-    """Block sizes: large enough to keep the matrix units busy, small enough to skip and to cache.
+    """Returns block sizes of the forward pass.
 
-    A CPU keeps the scores of one step in its cache; the limits are measured
+    They are large enough to keep the matrix units busy, and small enough to skip hidden blocks. A
+    CPU keeps the scores of one step in its cache; the limits are measured
     (benchmarks/attention.py). Few queries (decoding) make few scores, so their key blocks are
-    longer: fewer steps, and still only the part of a cache that is visible is read.
+    longer: there are fewer steps, which still read only the visible part of a cache.
     """
     if platform != "cpu":
         return BlockSizes(q=512, k=1024)
     if queries <= 64:
         return BlockSizes(q=64, k=1024, scores=CPU_SCORES)
-    size = 256 if keys <= 2048 else 512  # the diagonal's masked half weighs less when longer
+    size = 256 if keys <= 2048 else 512  # long inputs waste less on the diagonal's masked half
     return BlockSizes(q=size, k=size, scores=CPU_SCORES)
 
 
 def backward_blocks(platform: str) -> BlockSizes:
-    """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
+    """Returns block sizes of the backward pass: smaller, because it holds twice the scores."""
     if platform != "cpu":
         return BlockSizes(q=512, k=512)
     return BlockSizes(q=256, k=256, scores=CPU_SCORES)
@@ -86,9 +87,9 @@ class Tiling(NamedTuple):
 
 
 def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
-    """The tiling of q [B, T, N, H] and k [B, S, K, H]; a caller's table brings its own blocks.
+    """Returns the tiling of q [B, T, N, H] and k [B, S, K, H]; a caller's table sets its blocks.
 
-    Rows or heads whose tables differ are chunks of their own.
+    Rows or heads whose tables differ are separate chunks.
     """
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     group, batch, chunk_heads = n // heads, b, heads
@@ -129,12 +130,12 @@ class Positions(NamedTuple):
 
 
 def positions(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Positions:
-    """Split as the queries and keys are; NumPy arrays stay constants of the program."""
+    """Splits positions like queries and keys; NumPy arrays stay constants of the program."""
     q_index, k_index, q_segments, k_segments = operands[:4]
     q_index = default_q_index(spec, t) if q_index is None else q_index
     k_index = np.arange(s, dtype=np.int32)[None] if k_index is None else k_index
     if q_segments is None and tiling.nk * tiling.bk != s:
-        # Padded keys are hidden as keys of segment 0.
+        # Padded keys get segment 0, which hides them.
         q_segments, k_segments = np.ones((1, t), np.int32), np.ones((1, s), np.int32)
     # Repeating the last index keeps block bounds tight; padded queries have zero cotangents and
     # are removed again, so what they see does not matter.
@@ -155,7 +156,7 @@ def _blocks(x, count: int, size: int, mode: str):
 
 
 def chunk_start(tiling: Tiling, chunk):
-    """First batch row and first key head of a chunk."""
+    """Returns the first batch row and the first key head of a chunk."""
     return chunk // tiling.head_chunks * tiling.batch, chunk % tiling.head_chunks * tiling.heads
 
 
@@ -164,7 +165,7 @@ def take(x, i):
 
 
 def rows_of(x, tiling: Tiling, chunk):
-    """The chunk's rows [batch or 1, ...] of x [1 or B, ...]."""
+    """Returns the chunk's rows [batch or 1, ...] of x [1 or B, ...]."""
     if x.shape[0] <= tiling.batch:
         return x
     return lax.dynamic_slice_in_dim(x, chunk_start(tiling, chunk)[0], tiling.batch)
@@ -181,7 +182,7 @@ def heads_first(x, tiling: Tiling):
 
 
 def query_block(x, tiling: Tiling, chunk, i):
-    """Block i [batch, heads, bq * G, ...] of x [B, T, N, ...]."""
+    """Returns block i [batch, heads, bq * G, ...] of x [B, T, N, ...]."""
     heads, rest = tiling.heads * tiling.group, x.shape[3:]
     row, head = chunk_start(tiling, chunk)
     first = (row, i * tiling.bq, head * tiling.group, *(0,) * len(rest))
@@ -191,13 +192,13 @@ def query_block(x, tiling: Tiling, chunk, i):
 
 
 def key_block(x, tiling: Tiling, chunk, j):
-    """Block j [batch, heads, bk, H] of x [B, K, S, H]."""
+    """Returns block j [batch, heads, bk, H] of x [B, K, S, H]."""
     first = (*chunk_start(tiling, chunk), j * tiling.bk, 0)
     return lax.dynamic_slice(_wide(x), first, (tiling.batch, tiling.heads, tiling.bk, x.shape[3]))
 
 
 def _wide(x):
-    # Probabilities' cotangents may exceed float16's range.
+    # The cotangents of probabilities may exceed the range of float16.
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
@@ -212,21 +213,21 @@ def join_chunks(x, tiling: Tiling, length: int, group: int):
 
 
 def by_query(x, tiling: Tiling):
-    """[..., N, bq, bk] by query head -> [..., heads, bq * G, bk] as scores are held."""
+    """[..., N, bq, bk] by query head -> [..., heads, bq * G, bk], the layout of scores."""
     x = x.reshape(*x.shape[:-3], tiling.heads, tiling.group, tiling.bq, tiling.bk)
     return x.swapaxes(-2, -3).reshape(*x.shape[:-3], tiling.bq * tiling.group, tiling.bk)
 
 
 def by_head(x, tiling: Tiling):
-    """The inverse of `by_query`."""
+    """Inverts `by_query`."""
     x = x.reshape(*x.shape[:-2], tiling.bq, tiling.group, tiling.bk).swapaxes(-2, -3)
     return x.reshape(*x.shape[:-4], tiling.heads * tiling.group, tiling.bq, tiling.bk)
 
 
 def backward_rows(q, out, lse, d_out, d_lse, tiling: Tiling):
-    """[q, d_out, di, lse] in whole blocks, as a backward pass reads its rows.
+    """Returns [q, d_out, di, lse] padded to whole blocks, for a backward pass.
 
-    The probabilities of empty and of padded rows are exp(-inf) = 0.
+    lse is inf for rows without keys and for padding, so their probabilities are exp(-inf) = 0.
     """
     rows = tiling.nq * tiling.bq
     padded = [pad(x, rows) for x in (q, d_out, row_cotangent(out, d_out, d_lse))]
@@ -234,21 +235,21 @@ def backward_rows(q, out, lse, d_out, d_lse, tiling: Tiling):
 
 
 def dot(x, y, axis_x: int, axis_y: int):
-    """Products of the matrices x and y [batch, heads, .., ..] over an axis of each, in float32."""
+    """Returns float32 products of matrices x, y [batch, heads, .., ..] over an axis of each."""
     dims = (((axis_x + 2,), (axis_y + 2,)), ((0, 1), (0, 1)))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def add(sums, j, update):
-    """`sums` [blocks, ...] with `update` added to block j."""
+    """Returns `sums` [blocks, ...] with `update` added to block j."""
     return lax.dynamic_update_index_in_dim(sums, take(sums, j) + update, j, 0)
 
 
 def block_table(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> BlockTable:
-    """The key blocks that each block of queries visits: per chunk, or the same for all chunks.
+    """Returns the key blocks that each block of queries visits, per chunk or for all chunks.
 
-    Full blocks need no element test. The arrays are constants where all inputs of the table are.
+    The arrays are constants if all inputs of the table are.
     """
     batch = max((x.shape[0] for x in operands[:4] if x is not None), default=1)
     if user_table(operands, spec) is not None or batch == 1 or tiling.batch == 1:
@@ -257,7 +258,7 @@ def block_table(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) 
 
 
 def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> BlockTable:
-    """The union of the blocks that the rows of a batch chunk see."""
+    """Returns the union of the blocks that the rows of each batch chunk see."""
     q_index, k_index, q_segments, k_segments = operands[:4]
     if q_index is None and spec.block is not None:
         q_index = default_q_index(spec, t)
@@ -269,7 +270,7 @@ def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Bl
 
 
 def visible(mask: Mask, positions: Positions, tiling: Tiling, chunk, i, j):
-    """bool [batch or 1, 1, rows of the query block, rows of the key block]."""
+    """Returns the mask of a pair of blocks, bool [batch or 1, 1, rows of i, keys of j]."""
 
     def of_block(q, k):
         q, k = (rows_of(x, tiling, chunk) for x in (take(q, i), take(k, j)))

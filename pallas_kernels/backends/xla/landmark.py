@@ -1,7 +1,7 @@
 """The two passes of grouped softmax over older blocks, in plain XLA, on every platform.
 
 The loops are those of `attention.py`, with whole landmark blocks in place of keys: tiles, skipped
-blocks and masks are counted in landmark blocks, and only products are over tokens.
+blocks and masks count landmark blocks, and only products are over tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pallas_kernels.backends.xla.blocks import add, dot
 from pallas_kernels.dispatch import Spec
 from pallas_kernels.tables import BlockTable
 
-_KEYS = 512  # about as many in a step
-_QUERIES = {"forward": 256, "backward": 128}  # on a CPU; twice as many elsewhere
+_KEYS = 512  # tokens of a step, about
+_QUERIES = {"forward": 256, "backward": 128}  # of a step on a CPU; twice as many elsewhere
 
 
 class Loop(NamedTuple):
-    """All that the steps of one pass share."""
+    """Everything that the steps of one pass share."""
 
     tiling: tiles.Tiling  # of keys in tokens
     in_blocks: tiles.Tiling  # the same, counted in landmark blocks
@@ -33,7 +33,7 @@ class Loop(NamedTuple):
     spec: Spec
 
     def logits(self, query, key):
-        """Ordinary logits [.., R, C, block], the last column -inf, and landmarks' [.., R, C]."""
+        """Returns logits [.., R, C, block] with -inf for landmarks, and landmarks' [.., R, C]."""
         x = self.spec.scale * dot(query, key, 1, 1)
         x = x.reshape(*x.shape[:3], -1, self.spec.block)
         landmark = jnp.arange(self.spec.block) == self.spec.block - 1
@@ -59,7 +59,7 @@ def _loop(q, k, operands, spec: Spec, direction: str, platform: str) -> Loop:
 
 
 def forward(q, k, v, operands, spec, *, platform):
-    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     loop, t = _loop(q, k, operands, spec, "forward", platform), q.shape[1]
     tiling = loop.tiling
     q = tiles.pad(q, tiling.nq * tiling.bq)
@@ -73,12 +73,12 @@ def forward(q, k, v, operands, spec, *, platform):
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
-    """None: this implementation runs all inputs."""
+    """Returns None: this implementation runs all inputs."""
     return None
 
 
 def _forward_rows(loop: Loop, q, k, v, chunk, i):
-    """out and lse of query block i."""
+    """Returns out and lse of query block i."""
     query = tiles.query_block(q, loop.tiling, chunk, i)
 
     def step(j, partial, carry):
@@ -102,7 +102,7 @@ def _forward_rows(loop: Loop, q, k, v, chunk, i):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform):
-    """Cotangents of q, k and v."""
+    """Returns the cotangents of q, k and v, and None for that of a bias."""
     loop, (t, s) = _loop(q, k, operands, spec, "backward", platform), (q.shape[1], k.shape[1])
     tiling, dtypes = loop.tiling, (q.dtype, k.dtype, v.dtype)
     rows = tiles.backward_rows(q, out, lse, d_out, d_lse, tiling)
@@ -121,11 +121,10 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform):
 
 
 def _backward_rows(loop: Loop, rows, k, v, chunk, sums, i):
-    """(dk, dv) with the part of query block i added, and its dq.
+    """Returns (dk, dv) with the part of query block i added, and the dq of the block.
 
-    With w the weight of a block, p the probabilities inside it, g_j = v_j . d_out and their mean
-    g = sum p_j g_j:
-    d landmark = w (g - di), d logit_j = w p_j (g_j - g).
+    Let w be the weight of a landmark block, p the probabilities inside it, g_j = v_j . d_out and
+    g = sum p_j g_j. Then d landmark = w (g - di), d logit_j = w p_j (g_j - g).
     """
     query, do, di, lse = (tiles.query_block(x, loop.tiling, chunk, i) for x in rows)
 

@@ -11,7 +11,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.models import cache, preset
 from lcjax.models.decoder import random_params
-from lcjax.parallel import free_memory
+from lcjax.parallel import device_memory
 from lcjax.parallel.sharding import Mesh, make_mesh
 
 CONFIG = preset("tiny").replace(vocab_size=ByteTokenizer().vocab_size)
@@ -20,7 +20,7 @@ CONFIG = preset("tiny").replace(vocab_size=ByteTokenizer().vocab_size)
 @pytest.fixture
 def free(monkeypatch):
     """Sets the free memory of every device."""
-    return lambda size: monkeypatch.setattr(free_memory, "free_bytes", lambda device: size)
+    return lambda size: monkeypatch.setattr(device_memory, "free_bytes", lambda device: size)
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(fsdp=8)], ids=["one_device", "eight"])
@@ -59,26 +59,26 @@ def test_devices_that_share_an_array_need_their_parts_only(free):
     copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     free(8 * 100)
     array = jax.ShapeDtypeStruct((8, 25), jnp.float32, sharding=rows)
-    free_memory.check_fits({"x": array}, "they", "stop")
+    device_memory.check_fits({"x": array}, "they", "stop")
     with pytest.raises(InputError, match="they take"):  # all CPU devices share one memory
-        free_memory.check_fits({"x": array.update(sharding=copies)}, "they", "stop")
+        device_memory.check_fits({"x": array.update(sharding=copies)}, "they", "stop")
 
 
 def test_unknown_free_memory_raises_no_error(free):
     free(None)
-    free_memory.check_fits({"x": jax.ShapeDtypeStruct((2**50,), np.int8)}, "they", "stop")
+    device_memory.check_fits({"x": jax.ShapeDtypeStruct((2**50,), np.int8)}, "they", "stop")
 
 
 def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
     device = jax.devices()[0]
-    machine = free_memory.free_bytes(device)
+    machine = device_memory.free_bytes(device)
     assert machine is None or machine > 2**26
     if machine is None:
         pytest.skip("this system does not tell its free memory")
     (tmp_path / "memory.max").write_text("9000\n")
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\n")
-    monkeypatch.setattr(free_memory, "_LIMITS", tmp_path)
-    assert free_memory.free_bytes(device) == 9000 - 5000 + 700
+    monkeypatch.setattr(device_memory, "_LIMITS", tmp_path)
+    assert device_memory.free_bytes(device) == 9000 - 5000 + 700
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory.free_bytes(device) > 2**26
+    assert device_memory.free_bytes(device) > 2**26

@@ -1,0 +1,135 @@
+"""Memory of devices: checks that arrays fit, and offloading of arrays to host memory.
+
+The memory kind of an array is part of its sharding, and of its type during tracing. Programs read
+it there, so no function needs an argument for it.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from lcjax.errors import InputError
+from lcjax.parallel.sharding import path_of
+
+# What a training run offloads: nothing, the optimizer's state, or the weights as well.
+Offload = Literal["none", "optimizer", "parameters"]
+
+# At the start of a path: of layers stacked [L, ...], and of a layer by itself.
+STACK, LAYER = re.compile(r"^(.*/)?layers/"), re.compile(r"^(.*/)?layers_\d+/")
+
+_HOST = "pinned_host"  # memory that a device reads by itself
+_LIMITS = Path("/sys/fs/cgroup")  # memory limits of a container
+
+
+def is_offloaded(x: jax.Array) -> bool:
+    """Returns whether `x`, an array or a tracer, is in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Any) -> Any:
+    """Returns the tree with all offloaded arrays moved to the device."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if is_offloaded(x) else x, tree
+    )
+
+
+def put_back(tree: Any, where: Any) -> Any:
+    """Moves each array to the memory space of its counterpart in `where`; call it inside jit."""
+    return jax.tree.map(
+        lambda x, old: jax.device_put(x, jax.memory.Space.Host) if is_offloaded(old) else x,
+        tree,
+        where,
+    )
+
+
+def offloadable(path: str, dimensions: int) -> bool:
+    """Returns whether a parameter can be offloaded: all but vectors, such as norms and biases.
+
+    Vectors are small, and libtpu cannot slice a 16-bit row out of a stack [L, D] in host memory.
+    """
+    return dimensions - bool(STACK.match(path)) > 1
+
+
+def host_sharding(
+    path: str, dimensions: int, sharding: jax.sharding.Sharding
+) -> jax.sharding.Sharding:
+    """Returns `sharding` of the parameter at `path`, in host memory if it is `offloadable`."""
+    return sharding.with_memory_kind(_HOST) if offloadable(path, dimensions) else sharding
+
+
+def host_shardings(tree: Any, shardings: Any) -> Any:
+    """Returns `host_sharding` for a tree of parameters (or optimizer moments) and its shardings."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf, sharding: host_sharding(path_of(keys), len(leaf.shape), sharding),
+        tree,
+        shardings,
+    )
+
+
+def to_host(path: str, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Returns the parameter `x` at `path` in `dtype` (None: its own), offloaded if it can be."""
+    where = host_sharding(path, x.ndim, x.sharding)
+    if dtype is None or x.dtype == dtype:
+        return jax.device_put(x, where)
+    return jax.jit(lambda x: to_device(x).astype(dtype), out_shardings=where)(x)
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Returns the free memory of `device` in bytes; None if the platform does not report it.
+
+    CPU devices share the memory of their machine, or the limit of its container.
+    """
+    if device.platform != "cpu":
+        if device not in jax.local_devices():  # a description of hardware, for a compiler
+            return None
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        machine = next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        limit, used = (int((_LIMITS / f"memory.{x}").read_text()) for x in ("max", "current"))
+        lines = (_LIMITS / "memory.stat").read_text().splitlines()
+        cached = next(int(x.split()[1]) for x in lines if x.startswith("inactive_file"))
+    except (OSError, StopIteration, ValueError):  # no container, or one without a limit
+        return machine
+    return min(machine, limit - used + cached)
+
+
+def check_fits(arrays: Any, what: str, way_out: str) -> None:
+    """Raises an InputError if arrays are larger than the free memory of a device of this process.
+
+    Args:
+      arrays: a tree of `jax.ShapeDtypeStruct`; without a sharding on the default device.
+      what: description of the arrays in the error message, such as "the weights of PATH".
+      way_out: advice at the end of the error message.
+    """
+    needed: dict[jax.Device, int] = {}
+    for leaf in jax.tree.leaves(arrays):
+        if leaf.sharding is None:
+            devices, shape = [jax.local_devices()[0]], leaf.shape
+        else:
+            devices, shape = (
+                leaf.sharding.addressable_devices,
+                leaf.sharding.shard_shape(leaf.shape),
+            )
+            if leaf.sharding.memory_kind == "pinned_host":
+                continue
+        for device in devices:
+            # All CPU devices share one memory.
+            place = jax.local_devices()[0] if device.platform == "cpu" else device
+            size = math.prod(shape) * leaf.dtype.itemsize
+            needed[place] = needed.get(place, 0) + size
+    for device, size in needed.items():
+        free = free_bytes(device)
+        if free is not None and size > free:
+            raise InputError(
+                f"{what} take {size / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free;"
+                f" {way_out}"
+            )
