@@ -1,1 +1,1 @@
-"""Measurements of this repository: scripts, and `benchmarks.gpu`, a package of several."""
+"""Benchmarks of this repository: scripts, and the package `benchmarks.gpu` for NVIDIA GPUs."""

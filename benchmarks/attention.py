@@ -1,16 +1,17 @@
-"""Attention on this machine's CPU: beside PyTorch's and JAX's own, at length, and by density.
+"""Times attention on this machine's CPU: against PyTorch and JAX, at length, and by density.
 
     python benchmarks/attention.py [peers] [long] [density] [--lengths 1024 4096 16384]
 
 Shapes of SmolLM2-135M: 9 query heads, 3 key heads, 64 channels.
 
-peers: causal, implementations take turns within every repetition, so that a busy machine disturbs
-    all of them alike; medians and the ratio to ours. `peak` is what the process grew by at most
-    while that implementation ran alone in a fresh process.
-long: 16,384 tokens causal beside `jax.nn.dot_product_attention` (or the length that its memory
-    allows here) and a window of 2,048 at 131,072 tokens; each alone in a fresh process, `peak` is
-    all of that process. Runs of more than 10 s are timed with their compilation.
-density: random block tables of 8,192 tokens: time follows the share of visited blocks.
+peers: causal attention. Implementations take turns within every repetition, so that other load on
+    the machine affects all of them alike; the table has medians and their ratio to lcjax's. `peak`
+    is the growth in memory of a fresh process that runs one implementation alone.
+long: causal attention over 16,384 tokens beside `jax.nn.dot_product_attention` (at a shorter length
+    if its memory does not suffice here), and a window of 2,048 over 131,072 tokens. Each runs alone
+    in a fresh process; `peak` is the memory of that process. The times of runs of more than 10 s
+    include compilation.
+density: random block tables of 8,192 tokens; shows that time follows the share of visited blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 
 HEADS, KV_HEADS, SIZE = 9, 3, 64
 JAX_DENSE_LIMIT = 4096  # jax.nn's memory grows with the square: 29 GB at 16,384 tokens
-JAX_DENSE_BYTES = 115  # of it, per token squared: three float32 score matrices
+JAX_DENSE_BYTES = 115  # of that memory per token squared: about three float32 score matrices
 WINDOW = 2048
 
 
@@ -99,13 +100,13 @@ def inputs(length: int, batch: int, dtype: str):
 
 
 def resident(key: str) -> int:
-    """Bytes of this process now (VmRSS) or at most so far (VmHWM)."""
+    """Returns the resident bytes of this process: now (VmRSS), or their peak so far (VmHWM)."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
 
 
 def peak(name: str, backward: bool, length: int, batch: int, dtype: str) -> float:
-    """Megabytes that the process grows by, inputs included, after a warm-up at 128 tokens."""
+    """Returns by how many MB the process grows, with inputs, after a warm-up at 128 tokens."""
     IMPLEMENTATIONS[name](inputs(128, batch, dtype), backward)()
     before = resident("VmRSS")
     IMPLEMENTATIONS[name](inputs(length, batch, dtype), backward)()
@@ -113,7 +114,7 @@ def peak(name: str, backward: bool, length: int, batch: int, dtype: str) -> floa
 
 
 def seconds(steps: dict, repeats: int, warm: bool = True) -> dict[str, float]:
-    """Median seconds of each step, taken in turns after one warm-up each."""
+    """Returns median seconds of each step; steps take turns, after one warm-up each if `warm`."""
     times = {name: [] for name in steps}
     for step in steps.values() if warm else ():
         step()
@@ -126,7 +127,7 @@ def seconds(steps: dict, repeats: int, warm: bool = True) -> dict[str, float]:
 
 
 def alone(step, length: int, backward: bool = False) -> tuple[float, float]:
-    """(seconds, peak in GB) in this process; of a second run where the first is short."""
+    """Returns (seconds, peak GB) in this process; seconds of a second run if the first is short."""
     run = step(inputs(length, 1, "float32"), backward)
     took = seconds({"first": run}, repeats=1, warm=False)["first"]
     if took < 10:

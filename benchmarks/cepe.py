@@ -1,17 +1,17 @@
-"""CEPE beside the same decoder with full attention over all tokens, in one run.
+"""Compares CEPE with full attention of the same decoder over all tokens, in one run.
 
     python benchmarks/cepe.py                                    # SmolLM2-135M on a CPU
     python benchmarks/cepe.py reading --lengths 8192 131072 --decoder llama2-7b \
         --encoder cepe-encoder --dtype bfloat16                  # a GPU or TPU
     python benchmarks/cepe.py context
 
-reading: a text of so many tokens is read and continued. CEPE's decoder reads the last 4,096 of
-    them (2,048 at a length of 4,096), its encoder the rest in chunks of 256 (arXiv 2402.16617,
-    sec. 3.2); the other side reads all of them. Each measurement is its own process, so that peak
-    memory is its own, weights included; times are the shortest of up to three runs. Weights are
-    random: they change no time.
-context: cross-attention over a context of 131,072 places of which only some hold text, forward and
-    with its backward pass; texts that fill a share of the chunks, or of every chunk.
+reading: a text of each length is read and continued. CEPE's decoder reads its last 4,096 tokens
+    (2,048 at a length of 4,096), and its encoder the rest in chunks of 256 (arXiv 2402.16617,
+    sec. 3.2); full attention reads all tokens. Each measurement runs in its own process, whose peak
+    memory includes the weights; times are the shortest of up to three runs. Weights are random,
+    which does not change times.
+context: cross-attention over a context of 131,072 slots of which only some hold text, forward and
+    with its backward pass. The text fills a share of the chunks, or a share of every chunk.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PAPER = "the paper (Llama-2-7B, 131,072 tokens, A100): 9.9x the throughput, 1/6 
 
 
 def read_and_write(args, side: str, length: int) -> dict:
-    """One process."""
+    """Measures one side and length; runs in a process of its own."""
     config = bench.decoder(args)
     if side == "full":
         return bench.read_and_write(config, length, chunk=None)
@@ -45,7 +45,7 @@ def reading(args) -> None:
 
 
 def context(args) -> None:
-    """Time against the share of the context that is text."""
+    """Prints times by the share of the context that holds text."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -69,8 +69,8 @@ def context(args) -> None:
             both = EncodedContext(mask, jnp.concatenate([flat(k), flat(v)], -1)).packed()
             k, v = (x.reshape(k.shape) for x in jnp.split(both.states, 2, axis=-1))
             mask = both.mask
-        there = mask.astype(jnp.int32)
-        return flash(q, k, v, q_segments=everywhere, k_segments=there)[0]
+        filled = mask.astype(jnp.int32)
+        return flash(q, k, v, q_segments=everywhere, k_segments=filled)[0]
 
     def loss(*arrays):
         return attention(*arrays).astype(jnp.float32).sum()

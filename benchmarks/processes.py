@@ -1,4 +1,4 @@
-"""Runs measurements in processes of their own, whose peak memory is theirs alone."""
+"""Runs each measurement in a process of its own, so that its peak memory is measured alone."""
 
 import json
 import os
@@ -15,7 +15,7 @@ EXPORT = (
 
 
 def python(*words: str, **environment: str) -> str:
-    """What Python prints that is called with these words and has this repository to import."""
+    """Runs Python with these arguments and this repository on its path; returns its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, *words]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -23,7 +23,7 @@ def python(*words: str, **environment: str) -> str:
 
 
 def measured(*words: str, **environment: str) -> dict:
-    """The JSON that Python prints last when it is called with these words."""
+    """Runs Python with these arguments; returns the JSON in the last line of its output."""
     return json.loads(python(*words, **environment).splitlines()[-1])
 
 

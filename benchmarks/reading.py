@@ -1,8 +1,8 @@
-"""How long a model of random weights takes to read a text and to continue it: for other benchmarks.
+"""Times a model with random weights that reads and continues a text; used by other benchmarks.
 
-Each measurement is a process of its own, so that peak memory is its own, weights included. A first
-run compiles; times are the shortest of the next three, or of fewer where these take long. Weights
-are random: they change no time.
+Each measurement runs in its own process, whose peak memory includes the weights. The first run
+compiles; times are the shortest of the next three runs, or of fewer if these take long. Weights are
+random, which does not change times.
 """
 
 import argparse
@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 
 NEW_TOKENS = 16
-RUNS, ENOUGH = 3, 40.0  # runs that are timed, unless they have taken so many seconds before
+RUNS, ENOUGH = 3, 40.0  # timed runs, and seconds after which no further run begins
 # The usual setting of the paper's ablations (arXiv 2410.19318, app.).
 SHARED_LLM = {"layers": 4, "ratios": (16, 8, 4), "chunk": 1024}
 
 
 class Letters:
-    """Every token is a letter: times without a tokenizer's."""
+    """A tokenizer with one token per letter, whose own time is negligible."""
 
     add_bos, bos_id, eos_ids = False, None, ()
 
@@ -30,12 +30,12 @@ class Letters:
 
 
 def decoder_tokens(length: int) -> int:
-    """Of a text that is read with a context, what the decoder reads itself."""
+    """Returns how many tokens of a text the decoder reads; the rest is its context."""
     return min(4096, length // 2)
 
 
 def decoder(args: argparse.Namespace):
-    """The config of `args.decoder`, with `args.layers` layers and positions for all lengths."""
+    """Returns the config of `args.decoder`, with `args.layers` layers, for all `args.lengths`."""
     from lcjax.models import preset
 
     config = preset(args.decoder).replace(
@@ -47,7 +47,7 @@ def decoder(args: argparse.Namespace):
 
 
 def reader(config):
-    """A `LanguageModel` of random weights."""
+    """Returns a `LanguageModel` with random weights."""
     import jax
 
     from lcjax.generation.language_model import LanguageModel
@@ -55,7 +55,7 @@ def reader(config):
     from lcjax.models.decoder import random_params
     from lcjax.models.layer_groups import arrange_layers
 
-    # Of stacked layers the program that draws the weights is that of one layer: seconds to compile.
+    # With stacked layers, the program that draws weights has one layer and compiles in seconds.
     params = jax.block_until_ready(random_params(config.replace(scan_layers=True), 0))
     config = config.replace(scan_layers=False)
     params = arrange_layers(params, config)
@@ -63,7 +63,7 @@ def reader(config):
 
 
 def with_cepe(config, encoder: str):
-    """`config` with CEPE's memory in all layers, and the preset `encoder`."""
+    """Returns `config` with CEPE's memory in all layers; `encoder` is a preset."""
     from lcjax.memory import Cepe
     from lcjax.models import preset
 
@@ -73,7 +73,7 @@ def with_cepe(config, encoder: str):
 
 
 def with_shared_llm(config, **fields):
-    """`config` with SharedLLM's memory in the usual setting, but for `fields` of its section."""
+    """Returns `config` with SharedLLM's memory; `fields` replace those of the usual setting."""
     from lcjax.memory import Right, SharedLlmSection
 
     usual = SHARED_LLM | {"layers": min(SHARED_LLM["layers"], config.num_layers), "policy": Right()}
@@ -82,7 +82,7 @@ def with_shared_llm(config, **fields):
 
 
 def read_and_write(config, length: int, *, chunk: int | None, projected: bool = False) -> dict:
-    """Shortest of some runs of `timed_runs`, and peak memory."""
+    """Returns the shortest times of some runs of `timed_runs`, and the peak memory in GB."""
     from lcjax.evaluation.measure import highest_bytes, reset_peak
 
     lm = reader(config)
@@ -99,19 +99,19 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
 def timed_runs(
     lm, length: int, *, chunk: int | None, projected: bool = False, new_tokens: int = NEW_TOKENS
 ) -> Iterator[dict]:
-    """Yields what one run after another takes, without an end; the first one compiles.
+    """Yields the times of one run after another, without end; the first run compiles.
 
-    With a memory the decoder reads `decoder_tokens` of the text, and the rest is its context.
+    With a memory, the decoder reads the last `decoder_tokens` of the text; the rest is its context.
 
     Args:
       lm: a `LanguageModel`.
       length: tokens of the text.
       chunk: tokens of a chunk of the context.
-      projected: whether keys and values of the context are kept, and not its states.
-      new_tokens: after the first one, which belongs to reading.
+      projected: whether the context is stored as keys and values instead of states.
+      new_tokens: tokens after the first one, which belongs to reading.
 
     Yields:
-      Seconds to encode, to read ("prefill") and for a new token, and tokens kept of a context.
+      Seconds to encode, to read ("prefill") and per new token, and slots of the context ("kept").
     """
     import jax
     import numpy as np
@@ -120,30 +120,30 @@ def timed_runs(
 
     config = lm.config
     text = np.random.default_rng(0).integers(3, config.vocab_size, length).tolist()
-    own = length if config.memory is None else decoder_tokens(length)
+    tail = length if config.memory is None else decoder_tokens(length)
     sampling = Sampling(max_new_tokens=new_tokens + 1, min_new_tokens=new_tokens + 1)
     while True:
-        start, context, kept = time.perf_counter(), None, 0
+        start, context, slots = time.perf_counter(), None, 0
         if config.memory is not None:
             options = {"chunk": chunk, "projected": projected}
             if config.memory.query_dependent:
-                options["query"] = [text[-own:]]
-            context = lm.encode_contexts([text[:-own]], **options)
+                options["query"] = [text[-tail:]]
+            context = lm.encode_contexts([text[:-tail]], **options)
             jax.block_until_ready(context.encoded)
-            kept = int(context.encoded.mask.sum())
+            slots = int(context.encoded.mask.sum())
         encoded = time.perf_counter()
-        pieces = lm.stream([text[-own:]], sampling, context=context)
+        pieces = lm.stream([text[-tail:]], sampling, context=context)
         next(pieces)
         read = time.perf_counter()
         count = sum(len(piece.ids) for piece in pieces)
         token = (time.perf_counter() - read) / count
-        yield {"encode": encoded - start, "prefill": read - encoded, "token": token, "kept": kept}
-        del context, pieces  # so that two of them are never there at once
+        yield {"encode": encoded - start, "prefill": read - encoded, "token": token, "kept": slots}
+        del context, pieces  # so that memory never holds two of them
 
 
 def spawn(script: str, *worker: str) -> dict:
-    """What `script` prints last when it is called again with `--worker` and these words."""
-    import processes  # beside the script
+    """Runs `script` again with `--worker` and these arguments; returns its result."""
+    import processes  # in the folder of the script
 
     return processes.measured(script, *sys.argv[1:], "--worker", *worker)
 
@@ -152,25 +152,25 @@ FULL = "full attention"
 
 
 def reads(found: dict) -> float:
-    """Seconds until a text has been read."""
+    """Returns the seconds to encode and read a text."""
     return found["encode"] + found["prefill"]
 
 
 def beside_full(length: int, sides: dict[str, dict]) -> list[str]:
-    """Rows of a table: what each side took, and its ratio to full attention, if that is there."""
+    """Returns table rows with the times of each side and, if measured, ratios to full attention."""
     full, rows = sides.get(FULL), []
-    for name, found in sides.items():
+    for name, result in sides.items():
         ratios = [""] * 3
-        if full not in (None, found):
+        if full not in (None, result):
             ratios = [
-                f"{reads(full) / reads(found):.2f}x faster",
-                f"{full['token'] / found['token']:.2f}x faster",
-                f"{found['peak_gb'] / full['peak_gb']:.2f}",
+                f"{reads(full) / reads(result):.2f}x faster",
+                f"{full['token'] / result['token']:.2f}x faster",
+                f"{result['peak_gb'] / full['peak_gb']:.2f}",
             ]
         rows.append(
-            f"| {length:,} | {name} | {found['encode']:.1f} | {found['prefill']:.1f} "
-            f"| {length / reads(found):.0f} | {ratios[0]} | {1e3 * found['token']:.0f} "
-            f"| {ratios[1]} | {found['peak_gb']:.2f} | {ratios[2]} |"
+            f"| {length:,} | {name} | {result['encode']:.1f} | {result['prefill']:.1f} "
+            f"| {length / reads(result):.0f} | {ratios[0]} | {1e3 * result['token']:.0f} "
+            f"| {ratios[1]} | {result['peak_gb']:.2f} | {ratios[2]} |"
         )
     return rows
 
@@ -182,7 +182,7 @@ HEAD = (
 
 
 def options(parser: argparse.ArgumentParser, lengths: list[int]) -> None:
-    """What every benchmark of reading takes."""
+    """Adds the options that all benchmarks of reading share."""
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--decoder", default="smollm2-135m", help="a preset")
     parser.add_argument("--encoder", default="smollm2-encoder", help="a preset, of CEPE")
@@ -192,7 +192,7 @@ def options(parser: argparse.ArgumentParser, lengths: list[int]) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser, parts: dict[str, Callable]):
-    """Each of the parts that were asked for, all if none was."""
+    """Runs the parts that `args` names, or all if it names none."""
     unknown = set(args.parts) - set(parts)
     if unknown:
         parser.error(f"unknown {', '.join(sorted(unknown))}; choose of {', '.join(parts)}")

@@ -4,8 +4,8 @@
 
 TPUs need libtpu (extra `aot`), GPUs jax's CUDA plugin (extra `cuda`); no device is needed.
 
-One row per recipe and kind of device: what a device needs of its memory, the model's FLOPs of one
-update on all devices, what a device receives by collectives in it, and the time to compile.
+One row per recipe and kind of device: the memory that a device needs, the model's FLOPs of one
+update on all devices, the traffic that a device receives by collectives, and the compile time.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 _NAMED = re.compile(r"^# Hardware: (v\w+:[\dx]+) ", re.MULTILINE)
 _ELSEWHERE = re.compile(r"(\w+:[\dx]+) with ((?:--\S+=\w+ ?)+)")
 
-# The devices, and what is changed for them on the command line.
+# The devices, and command-line options for them.
 Place = tuple[Topology, list[str]]
 
 
 def recipes() -> dict[str, list[Place]]:
-    """Recipes whose header names TPUs, with these and what else it names."""
-    found = {}
+    """Returns recipes whose header names TPUs, with all devices that it names."""
+    places = {}
     for file in sorted(CONFIGS.glob("*.yaml")):
         text = file.read_text()
-        if own := _NAMED.search(text):
+        if hardware := _NAMED.search(text):
             others = _ELSEWHERE.findall(text)
-            found[file.stem] = [(Topology.parse(own[1]), [])]
-            found[file.stem] += [(Topology.parse(name), words.split()) for name, words in others]
-    return found
+            places[file.stem] = [(Topology.parse(hardware[1]), [])]
+            places[file.stem] += [(Topology.parse(name), words.split()) for name, words in others]
+    return places
 
 
 def row(name: str, topology: Topology, words: list[str]) -> tuple[str, bool]:
     config = config_lib.parse(TrainConfig, ["--config", str(CONFIGS / f"{name}.yaml"), *words])
-    found, model, mesh = compile_only.compile_step(config, topology)
+    result, model, mesh = compile_only.compile_step(config, topology)
     shape = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
     traffic = ", ".join(
-        f"{k} {t.count:,} ({t.bytes / 1e9:.0f} GB)" for k, t in found.traffic.items()
+        f"{k} {t.count:,} ({t.bytes / 1e9:.0f} GB)" for k, t in result.traffic.items()
     )
-    word = "" if found.fits else ", does not fit"
+    word = "" if result.fits else ", does not fit"
     cells = (
         name,
         str(topology),
         shape,
-        f"{found.needed / 1e9:.1f} of {found.chip.usable / 1e9:.1f}{word}",
+        f"{result.needed / 1e9:.1f} of {result.chip.usable / 1e9:.1f}{word}",
         f"{compile_only.step_flops(config, model) / 1e12:,.0f}",
         traffic,
-        f"{found.seconds:.0f}",
+        f"{result.seconds:.0f}",
     )
-    return f"| {' | '.join(cells)} |", found.fits
+    return f"| {' | '.join(cells)} |", result.fits
 
 
 def main() -> int:

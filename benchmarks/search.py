@@ -1,13 +1,13 @@
-"""Search beside FAISS and bm25s on the same cores: 1M x 384 float32, and 15,256 passages of words.
+"""Compares search with FAISS (1M x 384 float32) and bm25s (15,256 passages) on the same cores.
 
     python benchmarks/search.py flat           # exact search beside IndexFlatIP: 5 minutes, 2 cores
     python benchmarks/search.py approximate    # IVF, IVF-PQ (1M) and HNSW (200k): 15 minutes
     python benchmarks/search.py memory         # exact search in a memory map, peak memory
-    python benchmarks/search.py bm25           # an index of words is built, beside bm25s: 3 minutes
+    python benchmarks/search.py bm25           # building an index of words, beside bm25s: 3 minutes
 
-Every measurement is its own process and the sides take turns. FAISS 1.15 chooses slower code for 64
-queries until `distance_compute_blas_threshold` is set, to any number, so that it is measured both
-ways; its OpenBLAS may need `OPENBLAS_CORETYPE=SkylakeX` to use AVX-512. Needs
+Every measurement runs in its own process and the sides take turns. FAISS 1.15 uses slower code for
+64 queries unless `distance_compute_blas_threshold` is set, to any number, so both ways are measured.
+Its OpenBLAS may need `OPENBLAS_CORETYPE=SkylakeX` to use AVX-512. Needs
 `pip install -e '.[retrieval]'` and 8 GB of memory.
 """
 
@@ -28,7 +28,7 @@ import processes
 DIM, BATCH, K = 384, 64, 10
 LATENT, CLUSTERS = 32, 1000
 SIDES = ("lcjax", "faiss", "faiss blas")
-SEARCHES = 3  # of a process
+SEARCHES = 3  # timed searches of a process
 REFINE_FACTORS = (1, 2, 4, 8, 16)  # candidates of ivf_pq for each of the K rows
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def vectors_of(generator: np.random.Generator, rows: int, clusters: bool) -> np.ndarray:
-    """Normal vectors, or unit vectors of clusters that lie near a space of 32 dimensions."""
+    """Returns normal vectors, or unit vectors of clusters near a space of 32 dimensions."""
     if not clusters:
         return generator.standard_normal((rows, DIM), dtype=np.float32)
     world = np.random.default_rng(1)  # the same for vectors and queries
@@ -106,7 +106,7 @@ def seconds_of(function) -> list[float]:
 
 
 def flat(side: str, file: str, rows: int) -> dict:
-    """Seconds of searches of one batch, and the rows of its last query."""
+    """Returns seconds of searches of one batch, and the hits of its last query."""
     vectors, queries = np.load(file)[:rows], queries_of(False)
     if side == "lcjax":
         from lcjax.retrieval import ExactIndex
@@ -134,7 +134,7 @@ def report_flat(file: Path, arguments: argparse.Namespace) -> None:
 def in_turn(
     case: str, sides: Sequence[str], file: Path, arguments: argparse.Namespace
 ) -> dict[str, list[dict]]:
-    """Runs the processes of all sides, which change their order from round to round."""
+    """Runs the processes of all sides; their order alternates from round to round."""
     results = {side: [] for side in sides}
     for number in range(arguments.rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
@@ -143,7 +143,7 @@ def in_turn(
 
 
 def print_medians(results: dict[str, list[dict]]) -> None:
-    """Prints the seconds of every side, and how they compare with those of the first one."""
+    """Prints the seconds of every side, and their ratio to those of the first one."""
     medians = {}
     for side, runs in results.items():
         rounds = [statistics.median(run["seconds"]) for run in runs]
@@ -157,7 +157,7 @@ def print_medians(results: dict[str, list[dict]]) -> None:
 
 
 def approximate(kind: str, file: str, rows: int) -> dict:
-    """Recall and speed of one kind of index; of "exact" the speed."""
+    """Returns recall, speed and cost of one kind of index; "exact" is the reference."""
     from lcjax.retrieval import ExactIndex, FaissIndex, RefinedIndex, recall
 
     vectors, queries = np.load(file, mmap_mode="r")[:rows], queries_of(True, 1024)
@@ -197,11 +197,11 @@ def report_approximate(file: Path, arguments: argparse.Namespace) -> None:
 
 
 def memory(limit: str, file: str, rows: int) -> dict:
-    """Peak memory of the process before and in a search of a memory map."""
+    """Returns the MB by which a search of a memory map raises the peak, and its seconds."""
     from lcjax.retrieval import ExactIndex
 
     queries = queries_of(False)
-    ExactIndex(queries).search(queries, K)  # JAX itself
+    ExactIndex(queries).search(queries, K)  # JAX's own memory is not counted
     before = peak_bytes()
     vectors = np.load(file, mmap_mode="r")[:rows]
     index = ExactIndex(vectors, memory=int(limit))
@@ -210,7 +210,7 @@ def memory(limit: str, file: str, rows: int) -> dict:
 
 
 def peak_bytes() -> int:
-    """Peak of the resident memory, pages of files included."""
+    """Returns the peak resident memory, including mapped pages of files."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
@@ -226,7 +226,7 @@ def report_memory(file: Path, arguments: argparse.Namespace) -> None:
 
 
 def bm25(side: str, folder: str, rows: int) -> dict:
-    """Seconds of splitting passages into words, indexing and writing the index."""
+    """Returns the seconds to split passages into words, index them and write the index."""
     import bm25s
 
     from lcjax.retrieval import Datastore, Sparse

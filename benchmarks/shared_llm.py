@@ -1,4 +1,4 @@
-"""SharedLLM: what its settings cost, and beside CEPE and full attention, in one run.
+"""Measures the cost of SharedLLM's settings, and compares it with CEPE and full attention.
 
     python benchmarks/shared_llm.py                                # SmolLM2-135M on a CPU
     python benchmarks/shared_llm.py reading --lengths 131072 --sides shared_llm cepe
@@ -6,12 +6,12 @@
     python benchmarks/shared_llm.py reading --lengths 8192 32768 131072 --decoder llama2-7b \
         --encoder cepe-encoder --dtype bfloat16                    # a GPU or TPU
 
-settings: a text of 8,192 tokens is read once, its last 4,096 by the model and the others in chunks
-    of 1,024, with another number of layers M, another compression beta and another depth of the
-    trees, each by itself, as tables 11-13 of the paper (arXiv 2410.19318, app.); and a search for
-    the question. Beta is what a chunk has tokens for each that is kept of it.
-reading: the same text read and continued by SharedLLM, CEPE (chunks of 256) and full attention.
-    Both keep keys and values of what they read.
+settings: a text of 8,192 tokens is read once, its last 4,096 tokens by the decoder and the others
+    in chunks of 1,024. The number of layers M, the compression beta and the depth of the trees are
+    changed one at a time, as in tables 11-13 of the paper (arXiv 2410.19318, app.); the last row
+    searches for the question. Beta is the number of tokens of a chunk per token that is kept.
+reading: the same text is read and continued by SharedLLM, CEPE (chunks of 256) and full attention.
+    SharedLLM and CEPE both store keys and values of the context.
 """
 
 import argparse
@@ -29,9 +29,9 @@ BETAS = {
     2: (2, 2, 2),
     1: (1, 1, 1),
 }
-# Nearly as much is kept at each depth; ratios are whole numbers, so not quite.
+# Nearly equal numbers of tokens are kept at each depth; ratios must be whole numbers.
 DEPTHS = {1: (8,), 2: (12, 6), 3: RATIOS, 4: (20, 10, 5, 3)}
-# Seconds and GB of tables 11-13 (Llama-2-7B on an A800), by the setting.
+# (seconds, GB) of tables 11-13 (Llama-2-7B on an A800), by setting.
 PAPER = {
     ("M", 1): (6.78, 21.04),
     ("M", 2): (9.35, 21.50),
@@ -56,16 +56,16 @@ SEARCH = "the paper: a search costs about 15 % more of both, 25.44 GB"
 
 
 def settings(args) -> list[tuple[str, int | str, dict]]:
-    """(what is changed, to what, the fields of the section)."""
+    """Returns (setting, value, fields of the memory section) for each run."""
     depth = args.layers or 10**6
-    found = [("M", count, {"layers": count}) for count in (1, 2, 4, 8, 16) if count <= depth]
-    found += [("beta", beta, {"ratios": ratios}) for beta, ratios in BETAS.items()]
-    found += [("depth", depth, {"ratios": ratios}) for depth, ratios in DEPTHS.items()]
-    return [*found, ("policy", "query", {"policy": "query"})]
+    runs = [("M", count, {"layers": count}) for count in (1, 2, 4, 8, 16) if count <= depth]
+    runs += [("beta", beta, {"ratios": ratios}) for beta, ratios in BETAS.items()]
+    runs += [("depth", depth, {"ratios": ratios}) for depth, ratios in DEPTHS.items()]
+    return [*runs, ("policy", "query", {"policy": "query"})]
 
 
 def shared(args, fields: dict):
-    """The decoder with SharedLLM as the paper has it, but for `fields`, which are JSON."""
+    """Returns the decoder with the paper's SharedLLM, apart from `fields` (from JSON)."""
     from lcjax.memory import QueryAware, Right
 
     fields = fields | {"policy": QueryAware() if fields.get("policy") == "query" else Right()}
@@ -75,7 +75,7 @@ def shared(args, fields: dict):
 
 
 def read_and_write(args, side: str, length: int, fields: dict) -> dict:
-    """One process."""
+    """Measures one side and length; runs in a process of its own."""
     if side == "shared_llm":
         return bench.read_and_write(shared(args, fields), length, chunk=args.chunk)
     config = bench.decoder(args)
@@ -91,14 +91,14 @@ def costs(args) -> None:
     print("| | kept | encode s | prefill s | of usual | peak GB | of usual | paper: s | GB |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name, value, fields in [("usual", "", {}), *settings(args)]:
-        found = bench.spawn(__file__, "shared_llm", str(length), json.dumps(fields))
-        usual = usual or found
-        seconds, base = (x["encode"] + x["prefill"] for x in (found, usual))
+        result = bench.spawn(__file__, "shared_llm", str(length), json.dumps(fields))
+        usual = usual or result
+        seconds, base = (x["encode"] + x["prefill"] for x in (result, usual))
         paper = PAPER.get((name, value), ("", ""))
         print(
-            f"| {name} {value} | {found['kept']:,} | {found['encode']:.2f} | {found['prefill']:.2f}"
-            f" | {seconds / base:.2f} | {found['peak_gb']:.2f}"
-            f" | {found['peak_gb'] / usual['peak_gb']:.2f} | {paper[0]} | {paper[1]} |",
+            f"| {name} {value} | {result['kept']:,} | {result['encode']:.2f} | {result['prefill']:.2f}"
+            f" | {seconds / base:.2f} | {result['peak_gb']:.2f}"
+            f" | {result['peak_gb'] / usual['peak_gb']:.2f} | {paper[0]} | {paper[1]} |",
             flush=True,
         )
     print(SEARCH)

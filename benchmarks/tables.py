@@ -1,9 +1,9 @@
-"""Host time of static block tables, of their transposes, and of packing them for a TPU.
+"""Times static block tables on the host: making, transposing, and packing them for a TPU.
 
     python benchmarks/tables.py --lengths 131072 1048576 --block 512
 
-Prints, for lengths of text, the best of `--repeats` runs in milliseconds and how many pairs of
-blocks are visited. A TPU's lists are those of a training step: by rows twice, by keys once.
+Prints, for each length of text, the best of `--repeats` runs in milliseconds and the number of
+visited pairs of blocks. A TPU's lists are those of a training step: by rows twice, by keys once.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pallas_kernels.tables import from_mask, transpose
 
 
 def masks(length: int) -> dict:
-    """One mask of each kind of pattern, for texts of `length` tokens."""
+    """Returns a mask of each kind of pattern, for texts of `length` tokens."""
     return {
         "causal": causal(),
         "window 4096 + 64 sinks": causal() & (window(4096) | prefix(64)),
@@ -26,7 +26,7 @@ def masks(length: int) -> dict:
 
 
 def best(run, repeats: int):
-    """Fewest seconds of some runs, and the last result."""
+    """Returns the fewest seconds of `repeats` runs, and the last result."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -36,10 +36,10 @@ def best(run, repeats: int):
 
 
 def packed(table, length: int):
-    """The lists that the TPU kernels read, for a head whose queries share nothing."""
-    found = _tpu_grid.list_visits(table, heads=1, split=1)
+    """Returns the lists that the TPU kernels read, for a head whose queries share nothing."""
+    visits = _tpu_grid.list_visits(table, heads=1, split=1)
     sizes = dict(rows=-(-length // table.q_block), cols=-(-length // table.k_block))
-    return [_tpu_grid.kernel_calls(found, axis, **sizes, batch=1, heads=1) for axis in (0, 0, 1)]
+    return [_tpu_grid.kernel_calls(visits, axis, **sizes, batch=1, heads=1) for axis in (0, 0, 1)]
 
 
 def main():

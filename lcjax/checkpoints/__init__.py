@@ -1,7 +1,7 @@
 """Reads and writes checkpoints without torch: Hugging Face folders, GGUF files, tokenizers."""
 
 from lcjax.checkpoints.hf_save import config_to_hf, save_hf
-from lcjax.checkpoints.hub import resolve
+from lcjax.checkpoints.hub import find_checkpoint
 from lcjax.checkpoints.load import config_from_hf, load, load_config, load_tokenizer
 from lcjax.checkpoints.tokenizer import ByteTokenizer, TextStream, Tokenizer, check_vocabulary
 
@@ -15,6 +15,6 @@ __all__ = [
     "load",
     "load_config",
     "load_tokenizer",
-    "resolve",
+    "find_checkpoint",
     "save_hf",
 ]

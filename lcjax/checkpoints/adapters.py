@@ -29,7 +29,13 @@ from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
-from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource, check, describe_faults
+from lcjax.checkpoints.weights import (
+    DTYPES,
+    TensorInfo,
+    WeightSource,
+    check_tensors,
+    describe_faults,
+)
 from lcjax.config.decode import section
 from lcjax.errors import InputError, is_finite_number
 from lcjax.files import (
@@ -310,7 +316,7 @@ def adapted_config(
     Raises:
       InputError: the adapters do not fit the base.
     """
-    check(base, config)
+    check_tensors(base, config)
     whole = {
         name: source.tensors[stored].shape
         for name, (source, stored) in adapters.full_tensors.items()

@@ -104,7 +104,7 @@ class Settings(TypedDict, total=False):
     seed: int
 
 
-def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
+def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
     """Returns `config` with the method, dtypes and rematerialization of `section`."""
     if section.encoder_layers is not None:
         config = encoder_config(config, section.encoder_layers)
@@ -146,7 +146,9 @@ def _memory(section: MemorySection, config: ModelConfig) -> Memory:
     name = section.encoder
     if name is None or name in PRESETS:
         return section.memory(config, name and preset(name))
-    return section.memory(config, checkpoints.load_config(checkpoints.resolve(name, weights=False)))
+    return section.memory(
+        config, checkpoints.load_config(checkpoints.find_checkpoint(name, weights=False))
+    )
 
 
 def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
@@ -191,7 +193,7 @@ def check_source(section: ModelSection, key: str = "model") -> None:
 
 def _check_there(key: str, name: str) -> None:
     try:
-        checkpoints.resolve(name, weights=False)
+        checkpoints.find_checkpoint(name, weights=False)
     except InputError as error:
         raise InputError(f"{key}={error}") from None
 
@@ -223,9 +225,9 @@ def build(
             # Memories and encoders are initialised from stacked layers.
             scan_layers=scan_layers or not (section.memory is section.encoder_layers is None),
         )
-        config = resolve(section, config)
+        config = model_config(section, config)
     else:
-        config = resolve(section, preset(section.preset))
+        config = model_config(section, preset(section.preset))
         params, tokenizer = None, ByteTokenizer()
     params = init_params(section, config, params, mesh)
     if config.scan_layers and not scan_layers:
@@ -248,7 +250,7 @@ def init_params(
     Args:
       section: the `model:` section. Its seed is used for random weights, and seed + 1 for random
         weights of a memory's encoder.
-      config: the config of the model, as `resolve` returns it.
+      config: the config of the model, as `model_config` returns it.
       params: the parameters of the checkpoint `section.path`, to which the caller keeps no other
         reference; None: random weights.
       mesh: the devices.

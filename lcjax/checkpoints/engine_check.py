@@ -23,11 +23,10 @@ from lcjax.checkpoints.engines import (
 )
 from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
-from lcjax.checkpoints.hf_config import config_from_hf as read_config
-from lcjax.checkpoints.hf_config import text_model
+from lcjax.checkpoints.hf_config import decoder_from_hf, text_model
 from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
-from lcjax.checkpoints.hub import is_run, resolve
+from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.load import is_gguf, load_config, model_file
 from lcjax.errors import InputError
 from lcjax.memory import Memory
@@ -99,7 +98,7 @@ def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
     Raises:
       InputError: the path is no checkpoint, or describes no model that lcjax reads.
     """
-    name, path = str(path_or_name), resolve(path_or_name, weights=False)
+    name, path = str(path_or_name), find_checkpoint(path_or_name, weights=False)
     chosen = [engine for engine in ENGINES if engine.name in engines]
     if is_gguf(path):
         return _check_gguf(name, GGUFFile(path).hf_config, chosen)
@@ -161,7 +160,7 @@ def run(result: Check, length: int, load: Callable[..., Any]) -> Check:
         raise InputError(
             f"--run={length} needs {error.name}: pip install torch transformers"
         ) from None
-    path = resolve(result.model)
+    path = find_checkpoint(result.model)
     path = path / "model" if is_run(path) else path
     if isinstance(path, URLPath):
         raise InputError(f"--run={length}: transformers opens local folders; copy {path} to a disk")
@@ -207,9 +206,9 @@ class _Model(NamedTuple):
     @classmethod
     def read(cls, hf: dict[str, Any], where: str) -> "_Model":
         plain = {k: v for k, v in hf.items() if k != "quantization_config"}  # not needed here
-        config = read_config(plain, where)
+        config = decoder_from_hf(plain, where)
         readings = (
-            kind.from_hf(hf, where, read_config) for kind in Memory.get_known_choices().values()
+            kind.from_hf(hf, where, decoder_from_hf) for kind in Memory.get_known_choices().values()
         )
         has_memory = any(with_memory is not None for with_memory in readings)
         return cls(

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING
-from lcjax.checkpoints.hf_config import config_from_hf
+from lcjax.checkpoints.hf_config import decoder_from_hf
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import InputError, check_integer, import_package
 from lcjax.models.config import ModelConfig
@@ -275,7 +275,7 @@ class GGUFFile:
         return values.pop()
 
     def config(self) -> ModelConfig:
-        return config_from_hf(self.hf_config, self.path)
+        return decoder_from_hf(self.hf_config, self.path)
 
     def _hf_config(self) -> dict[str, Any]:
         """Converts the metadata to a Hugging Face config."""

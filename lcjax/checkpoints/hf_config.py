@@ -82,7 +82,7 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     return defaults | stated | above | tied | {"model_type": kind}
 
 
-def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
+def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Returns the config that a transformers config describes.
 
     Positions may be described by the old key (`rope_scaling`) or the new one (`rope_parameters`).
@@ -90,13 +90,13 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     """
     check_types(hf, where)
     if hf.get("model_type") in WRAPPERS:
-        return config_from_hf(text_model(hf, where), f"{where}: text_config")
+        return decoder_from_hf(text_model(hf, where), f"{where}: text_config")
     if hf.get("model_type") == _LANDMARK:
-        config = config_from_hf(hf | {"model_type": "llama"}, where)
+        config = decoder_from_hf(hf | {"model_type": "llama"}, where)
         return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
     kind = hf.get("model_type")
     if kind in _DUAL_CHUNK_TYPES and hf.get(_DUAL_CHUNK):
-        config = config_from_hf(hf | {_DUAL_CHUNK: None}, where)
+        config = decoder_from_hf(hf | {_DUAL_CHUNK: None}, where)
         return config.replace(pattern=_dual_chunk_from_hf(hf[_DUAL_CHUNK], config, where))
     if kind not in FAMILIES:
         raise InputError(
@@ -297,7 +297,7 @@ def _dual_chunk_from_hf(section: Any, config: ModelConfig, where: str) -> DualCh
 
 
 def _dual_chunk_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
-    pattern, plain = config.pattern, config_to_hf(config.replace(pattern=Causal()), dtype=dtype)
+    pattern, plain = config.pattern, decoder_to_hf(config.replace(pattern=Causal()), dtype=dtype)
     is_everywhere = config.patterns == (pattern,)
     known = plain["model_type"] in _DUAL_CHUNK_TYPES and pattern.growth == "linear"
     if not (known and is_everywhere):
@@ -333,7 +333,7 @@ def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
     return hf | ({_LANDMARK_FIELDS: extra} if extra else {})
 
 
-def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """Returns the `config.json` with which transformers computes the same logits.
 
     If the RoPE method has a `config.rope.hf_limit`, they are the same up to that many tokens. For
@@ -347,7 +347,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         return _dual_chunk_to_hf(config, dtype)
     if isinstance(config.pattern, Landmark):
         added = _landmark_to_hf(config.pattern)
-        plain = config_to_hf(config.replace(pattern=Causal()), dtype=dtype)
+        plain = decoder_to_hf(config.replace(pattern=Causal()), dtype=dtype)
         if plain["model_type"] != "llama":
             raise InputError(
                 f"there is no Landmark checkpoint of model_type={plain['model_type']!r}, only of "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lcjax.errors import INT32_MAX, InputError, is_finite_number
 from lcjax.files import CHECKSUMS, check_sums, read_json
 
-DTYPES = ("float32", "float16", "bfloat16")
+HF_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_EPSILON = 0.1  # published ones lie between 1e-12 and 1e-3
 
 
@@ -62,8 +62,8 @@ _NAMES = _Type(
     "a list of names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)
 )
 _DTYPE = _Type(
-    f"one of {', '.join(DTYPES)}",
-    lambda value: isinstance(value, str) and value.removeprefix("torch.") in DTYPES,
+    f"one of {', '.join(HF_DTYPES)}",
+    lambda value: isinstance(value, str) and value.removeprefix("torch.") in HF_DTYPES,
 )
 # Llama-1 and some Llama-2 have `pad_token_id: -1`.
 _IDS = _Type(

@@ -23,7 +23,7 @@ import numpy as np
 
 import lcjax.models.lora
 from lcjax.checkpoints import hf_names
-from lcjax.checkpoints.hf_config import config_to_hf as write_config
+from lcjax.checkpoints.hf_config import decoder_to_hf
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
@@ -67,7 +67,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
       config: the config of the model.
       dtype: dtype of the weights; None: the config's `param_dtype`.
     """
-    write = functools.partial(write_config, dtype=dtype)
+    write = functools.partial(decoder_to_hf, dtype=dtype)
     if config.mlm_head:
         return encoder_to_hf(config, write)
     return write(config) if config.memory is None else config.memory.to_hf(config, write)

@@ -31,7 +31,9 @@ _NOT_THE_ENCODER = ["onnx/*", "openvino/*", "*/*.safetensors", "*/*.bin"]
 _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
-def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
+def find_checkpoint(
+    path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False
+) -> Path:
     """Returns the file or folder of a checkpoint, which is downloaded if it is a hub id.
 
     Args:
@@ -59,7 +61,7 @@ def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: boo
     )
 
 
-def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> Path:
+def find_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> Path:
     """Returns the folder of an encoder of texts, which is downloaded if it is a hub id.
 
     Args:
@@ -80,7 +82,7 @@ def resolve_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> 
             )
         return path / "model"
     if path.exists() or not is_hub_id(name):
-        return resolve(path_or_name)
+        return find_checkpoint(path_or_name)
     folder = _snapshot(name, _ENCODER + _WEIGHTS, _NOT_THE_ENCODER)
     if has_weights(folder) or not allow_pickle:
         return folder
@@ -121,7 +123,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _download(name: str, *, weights: bool, allow_pickle: bool) -> Path:
-    """Returns the local folder of a hub id, as `resolve` describes it."""
+    """Returns the local folder of a hub id, as `find_checkpoint` describes it."""
     if not weights:
         return _snapshot(name, _TEXT)
     folder = _snapshot(name, _TEXT + _WEIGHTS)

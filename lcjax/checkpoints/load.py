@@ -20,10 +20,9 @@ from lcjax.checkpoints.adapters import (
     with_context,
 )
 from lcjax.checkpoints.gguf_file import GGUFFile
-from lcjax.checkpoints.hf_config import WRAPPERS, stated_dtype, text_model
-from lcjax.checkpoints.hf_config import config_from_hf as read_config
+from lcjax.checkpoints.hf_config import WRAPPERS, decoder_from_hf, stated_dtype, text_model
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
-from lcjax.checkpoints.hub import is_run, resolve
+from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
 from lcjax.checkpoints.tokenizer_files import gguf_tokenizer, hf_tokenizer
@@ -99,7 +98,7 @@ def load(
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
     if context is not None and context < 1:
         raise InputError(f"context={context} must be a number of tokens, 1 or more")
-    path = resolve(path_or_name, allow_pickle=allow_pickle)
+    path = find_checkpoint(path_or_name, allow_pickle=allow_pickle)
     if (run := _run_of(path)) is not None:
         _refuse(path, "a run folder", base=base, context=context)
         from lcjax.checkpoints.run_folder import load_run
@@ -201,7 +200,7 @@ def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:
     if name is None:
         raise InputError(f"{folder / CONFIG}: names no base_model_name_or_path; {way_out}")
     try:
-        path = resolve(name, allow_pickle=allow_pickle)
+        path = find_checkpoint(name, allow_pickle=allow_pickle)
     except InputError as error:
         if base is not None:
             raise
@@ -226,9 +225,9 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     if not isinstance(hf, dict):
         raise InputError(f"{where} must hold a JSON object, not a {type(hf).__name__}")
     for kind in Memory.get_known_choices().values():
-        if (config := kind.from_hf(hf, where, read_config)) is not None:
+        if (config := kind.from_hf(hf, where, decoder_from_hf)) is not None:
             return config
-    return read_config(hf, where)
+    return decoder_from_hf(hf, where)
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:
@@ -236,7 +235,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
 
     `param_dtype` is float32 if config.json names no dtype; `load` uses the tensors' dtype instead.
     """
-    path = resolve(path_or_name, weights=False)
+    path = find_checkpoint(path_or_name, weights=False)
     if (run := _run_of(path)) is not None:
         from lcjax.checkpoints.run_folder import run_config
 
@@ -263,7 +262,7 @@ def model_file(folder: Path) -> Path:
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """Returns only the tokenizer; reads no weights. A folder of tokenizer files is enough."""
-    path = resolve(path_or_name, weights=False)
+    path = find_checkpoint(path_or_name, weights=False)
     if (run := _run_of(path)) is not None:
         return hf_tokenizer(run[0] / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if is_gguf(path) else hf_tokenizer(path)
@@ -277,7 +276,7 @@ def identity(path_or_name: str | Path, base: str | Path | None = None) -> str:
     covers the newest checkpoint, or that of a step; for adapters also the base into which `load`
     merges them.
     """
-    path = resolve(path_or_name)
+    path = find_checkpoint(path_or_name)
     run = _run_of(path)
     folder = run[0] if run else path.parent if path.is_file() else path
     digest = hashlib.sha256()

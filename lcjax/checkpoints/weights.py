@@ -254,7 +254,7 @@ def _check_equal(source: WeightSource, name: str, alias: str) -> None:
         )
 
 
-def check(source: WeightSource, config: ModelConfig | BertConfig) -> None:
+def check_tensors(source: WeightSource, config: ModelConfig | BertConfig) -> None:
     """Raises an InputError that lists every missing, unexpected and mis-shaped tensor."""
     expected = _expected(source, config)
     present = {name: source.tensors[name] for name in expected if name in source.tensors}
@@ -333,7 +333,7 @@ def read_params(
         holds NaN or infinity.
     """
     source = resolve_names(source, config)
-    check(source, config)
+    check_tensors(source, config)
     table = _leaves(config)
     dtypes = {entry.path: DTYPES[entry.dtype(config.param_dtype)] for entry in table}
     shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtypes[e.path]) for e in table})

@@ -27,7 +27,7 @@ from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
-from lcjax.checkpoints.hub import is_run, resolve_encoder
+from lcjax.checkpoints.hub import find_encoder, is_run
 from lcjax.errors import InputError, check_integer, check_one_of, missing_extra, suggestion
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval_reader import join_title
@@ -181,13 +181,13 @@ class BertEncoder(Encoder):
             contradicts an argument, or holds NaN.
         """
         mesh = device_mesh(mesh)
-        path = resolve_encoder(folder, allow_pickle=allow_pickle)
+        path = find_encoder(folder, allow_pickle=allow_pickle)
         name = checkpoint_name(folder)
         if query_folder is None and has_two_encoders(path):
             check_folder_sums(path)
             folder, query_folder = path / "passage", path / "query"
         folders = [
-            BertFolder(resolve_encoder(path, allow_pickle=allow_pickle), allow_pickle=allow_pickle)
+            BertFolder(find_encoder(path, allow_pickle=allow_pickle), allow_pickle=allow_pickle)
             for path in (folder, query_folder)
             if path is not None
         ]
@@ -409,7 +409,7 @@ class StaticEncoder(Encoder):
             from model2vec import StaticModel
         except ImportError as error:
             raise missing_extra("a static encoder", "model2vec", "retrieval", error) from None
-        path = resolve_encoder(folder)
+        path = find_encoder(folder)
         try:
             return cls(StaticModel.from_pretrained(path), checkpoint_name(folder))
         except Exception as error:  # model2vec lets the exceptions of its file readers through
@@ -445,7 +445,7 @@ def open_encoder(
     Raises:
       InputError: no class can read the folder, or its class has no such option.
     """
-    path = resolve_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
+    path = find_encoder(path_or_name, allow_pickle=bool(options.get("allow_pickle")))
     kind = encoder_class(path, bool(options.get("allow_pickle")))
     signature = inspect.signature(DecoderEncoder if kind is DecoderEncoder else kind.load)
     known = [n for n in signature.parameters if n not in ("lm", "folder")]

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lcjax.checkpoints.bert_folder import BertFolder
-from lcjax.checkpoints.hub import resolve_encoder
+from lcjax.checkpoints.hub import find_encoder
 from lcjax.errors import InputError, check_integer
 from lcjax.files import read_json
 from lcjax.parallel.sharding import Mesh
@@ -84,7 +84,7 @@ class CrossEncoder(_PairScorer):
         The arguments are those of `BertEncoder.load`; `max_tokens` counts both texts.
         """
         mesh = device_mesh(mesh)
-        path = resolve_encoder(folder, allow_pickle=allow_pickle)
+        path = find_encoder(folder, allow_pickle=allow_pickle)
         files = BertFolder(path, allow_pickle=allow_pickle)
         if max_tokens is not None:
             check_integer("max_tokens", max_tokens, 5, "of this encoder", most=files.max_tokens)
@@ -168,7 +168,7 @@ class LateInteraction(_PairScorer):
           on_long, dtype, mesh, batch_tokens, allow_pickle: as in `BertEncoder.load`.
         """
         mesh = device_mesh(mesh)
-        path = resolve_encoder(folder, allow_pickle=allow_pickle)
+        path = find_encoder(folder, allow_pickle=allow_pickle)
         files = BertFolder(path, allow_pickle=allow_pickle)
         file = path / "artifact.metadata"
         settings = read_json(file, {})

@@ -24,7 +24,7 @@ from lcjax.checkpoints.bert_folder import (
     save_bert,
 )
 from lcjax.checkpoints.build import ModelSection
-from lcjax.checkpoints.hub import resolve_encoder
+from lcjax.checkpoints.hub import find_encoder
 from lcjax.checkpoints.run_folder import BaseModel, fingerprint
 from lcjax.data import DataConfig, Loader
 from lcjax.errors import InputError, check_integers, is_finite_number
@@ -225,7 +225,7 @@ def check_encoder(section: EncoderSection) -> None:
             continue
         pickle = section.allow_pickle
         try:
-            kind = encoder_class(resolve_encoder(path, allow_pickle=pickle), pickle)
+            kind = encoder_class(find_encoder(path, allow_pickle=pickle), pickle)
         except InputError as error:
             message = str(error).removeprefix(f"{path}: ")
             raise InputError(f"retriever.encoder.{key}={path}: {message}") from error

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from lcjax.training.config import TrainConfig
 
-if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
+if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports it
     from lcjax.training.loop import run
 
 __all__ = ["TrainConfig", "run"]
@@ -13,6 +13,6 @@ __all__ = ["TrainConfig", "run"]
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(f"module 'lcjax.training' has no attribute {name!r}")
-    from lcjax.training.loop import run  # which needs what reads data and checkpoints
+    from lcjax.training.loop import run  # deferred: it imports readers of data and checkpoints
 
     return run

@@ -1,7 +1,7 @@
 """Trains a model: python -m lcjax.training --config lcjax:quickstart_train --train.lr=1e-4
 
 With --compile_only --topology v5e:4x4 it only compiles the training step for these devices, on any
-machine, and prints what the step needs: `python -m lcjax.cost --compiled --programs train`.
+machine, and prints its memory and time, as `python -m lcjax.cost --compiled --programs train`.
 """
 
 import sys

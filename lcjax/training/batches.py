@@ -9,7 +9,7 @@ import numpy as np
 
 from lcjax import checkpoints
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints.build import resolve
+from lcjax.checkpoints.build import model_config
 from lcjax.data import Loader, TeacherSource, make_loader
 from lcjax.data.stored_rows import StoredFiles
 from lcjax.errors import InputError
@@ -32,12 +32,12 @@ def open_loader(
     """Opens the rows of this process' devices, with the landmark tokens that `model` needs.
 
     Args:
-      config: its sections `data` and `train` describe the batches.
-      model: of the decoder.
+      config: the config, whose sections `data` and `train` describe the batches.
+      model: config of the decoder.
       tokenizer: encodes the text.
       split: "train" or "validation".
       mesh: the devices over which the rows of a batch are sharded.
-      documents: as of `make_loader`.
+      documents: see `make_loader`.
     """
     check_context(config, model)
     check_mask(config, model, tokenizer)
@@ -71,15 +71,15 @@ def check_text(config: TrainConfig) -> None:
     """Runs all checks of rows against the model that need no weights.
 
     Raises:
-      InputError: if model and data do not fit together.
+      InputError: if model and data do not match.
     """
     check_teacher(config)
     section = config.model
     try:
         model = preset(section.preset) if section.preset else checkpoints.load_config(section.path)
     except InputError:
-        return  # adapters, or an error that loading the model will report
-    model = resolve(section, model)
+        return  # adapters, or an error that loading the model reports later
+    model = model_config(section, model)
     check_context(config, model)
     check_mask(config, model)
 
@@ -151,7 +151,7 @@ def check_teacher(config: TrainConfig) -> None:
 def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
     """Raises an InputError unless all devices get equal shares of every microbatch.
 
-    `sizes` are those of the axes of the mesh.
+    `sizes` are the sizes of the mesh axes by name.
     """
     shards, rows = math.prod(sizes[axis] for axis in ROWS), config.train.batch_size
     unit = shards * config.train.accumulation

@@ -1,7 +1,7 @@
 """Lowers and compiles the training step of a config for devices that need not be present.
 
-It lowers the same step that a run uses, from shapes only, so the compiler's result holds for the
-run. Nothing is loaded.
+It lowers the training step of a run from shapes only, so the compiler's result holds for the run.
+Nothing is loaded.
 """
 
 import jax
@@ -24,7 +24,7 @@ from lcjax.tree import flatten, split
 def compile_step(
     config: TrainConfig, topology: Topology
 ) -> tuple[ProgramCost, ModelConfig, jax.sharding.Mesh]:
-    """Compiles the step; returns its cost, the model and the mesh."""
+    """Compiles the training step; returns its cost, the model's config and the mesh."""
     estimate.check_language_model(config)
     mesh = make_mesh(config.mesh, devices(topology))
     model = estimate.model_of(config)
@@ -54,7 +54,8 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
         *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
     )
     step = jitted_step(config, objective, mesh, state)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # says what the devices are
+    # The abstract mesh names the device kind, by which kernels choose their implementation.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
 
 

@@ -27,12 +27,12 @@ from lcjax.rope.positions import PlainPositions, Positions
 if TYPE_CHECKING:
     from lcjax.training.task import Task
 
-# Names of common rules. Any other rule is a regular expression that is searched in the path.
+# Names of common rules. All other rules are regular expressions that are searched in the path.
 NAMED_RULES = {
     "all": r"",
     "lora": r"(^|/)lora_[ab]$",
-    # Of the input, as in LongLoRA; also the head where they are tied. Two encoders of a retriever
-    # have their names in front.
+    # Input embeddings, as in LongLoRA; with tied embeddings also the head. Paths of a retriever's
+    # two encoders begin with their names.
     "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
     "norms": r"norm/(scale|bias)$",
@@ -134,17 +134,17 @@ class TrainSection:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    # Rules for parameters without decay: Hugging Face's and LLaMA's practice, norms and biases.
+    # Rules of parameters without decay; as in Hugging Face and LLaMA, norms and biases.
     no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
     # Multiples of lr for some parameters, such as {rule: rope, factor: 0.01}. The first rule that
     # matches a path decides.
     rates: tuple[Rate, ...] = ()
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
     ema: float | None = None  # decay of the weights' moving average, such as 0.999; below 1
-    # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
-    # head, norms, rope, encoder, cross_attention, memory (both of these: all that a memory adds),
-    # retriever (an encoder that is trained beside the model),
-    # or regular expressions on parameter paths. Empty: lora if train.lora is set, else all.
+    # Rules that select the trained parameters: all, lora, embeddings (of the input; if tied, also
+    # the head), head, norms, rope, encoder, cross_attention, memory (encoder and cross_attention:
+    # all that a memory adds), retriever (an encoder that is trained beside the model), or regular
+    # expressions on parameter paths. Empty: lora if train.lora is set, else all.
     # LongLoRA's "LoRA+" is [lora, embeddings, norms]; LoRA+ is also the name of another method.
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adds low-rank adapters to kernels
@@ -152,12 +152,12 @@ class TrainSection:
     positions: Positions = field(default_factory=PlainPositions)  # position ids of training tokens
     on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite
     # Skips updates whose gradient norm is more than this multiple of its running average, such as
-    # 5; null: none.
+    # 5; null: skips none.
     spike: float | None = None
-    # What is stored in the host's memory and fetched layer by layer: optimizer (Adam's moments and
-    # the moving average) or parameters (the weights as well, including frozen ones; needs
-    # model.remat). The device holds one or two layers of it at a time; gradients stay on the
-    # device. Saves 8 bytes per trained parameter (12 with ema), or all weights as well. Each
+    # Arrays that are stored in the host's memory and fetched layer by layer: none, optimizer
+    # (Adam's moments and the moving average) or parameters (the weights as well, including frozen
+    # ones; needs model.remat). The device holds one or two layers of them at a time; gradients stay
+    # on the device. Saves 8 bytes per trained parameter (12 with ema), or all weights as well. Each
     # update transfers as many bytes in both directions, and with parameters every microbatch also
     # transfers each weight twice.
     offload: Offload = "none"
@@ -165,7 +165,7 @@ class TrainSection:
     loss_chunk: int | None = None  # positions per chunk of logits; null: chosen by size
     log_every: int = 10
     save_every: int = 500
-    # Number of newest checkpoints to keep, beside the newest one from which a step was finite.
+    # Number of newest checkpoints to keep, beside the newest one whose next step was finite.
     keep: int = 2
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
     checksums: bool = False  # add SHA-256 sums to <run>/model and <run>/adapter
@@ -199,7 +199,7 @@ class TrainSection:
         for name, high in (("min_lr", 1), ("weight_decay", 10)):
             if not 0 <= getattr(self, name) <= high:
                 raise InputError(f"train.{name}={getattr(self, name)} must lie in 0 ... {high}")
-        # With a decay of 1 an average would keep its first value for ever.
+        # With a decay of 1 an average would never change.
         for name, decays in (("betas", self.betas), ("ema", [self.ema or 0.0])):
             if not all(0 <= decay < 1 for decay in decays):
                 raise InputError(
@@ -260,7 +260,7 @@ class RetrieverTraining(draccus.ChoiceRegistry, abc.ABC):
         """Returns the task of a run; nothing is loaded yet.
 
         Args:
-          config: of the run; its `retriever` is this section.
+          config: config of the run; its `retriever` is this section.
           mesh: the devices.
         """
 

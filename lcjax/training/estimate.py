@@ -11,7 +11,7 @@ import jax
 from lcjax import checkpoints, cost
 from lcjax import config as config_lib
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints.build import ModelSection, resolve
+from lcjax.checkpoints.build import ModelSection, model_config
 from lcjax.checkpoints.hub import SMOLLM2
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
@@ -70,7 +70,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
 
 
 def check_language_model(config: TrainConfig) -> None:
-    """Raises an InputError for a config that trains a retriever, which nothing here estimates."""
+    """Raises an InputError for a config that trains a retriever, which has no estimate."""
     if config.retriever is not None:
         raise InputError(
             "estimates are for language models, and this config trains a retriever; run it with"
@@ -84,8 +84,8 @@ def of_run(
     """Returns the lines that a run prints at its start: its memory, and a warning if it is short.
 
     Args:
-      config: of the run.
-      model: of the run.
+      config: config of the run.
+      model: config of its model.
       mesh: its devices.
       limit: memory of a device in bytes; None: as reported by the device, which CPUs do not.
     """
@@ -165,7 +165,7 @@ def _without_adapters(config: TrainConfig) -> ModelConfig:
     if memory is not None and memory.encoder is not None:
         memory = dataclasses.replace(memory, encoder=_local_encoder(memory.encoder))
         section = dataclasses.replace(section, memory=memory)
-    model = resolve(section, _architecture(section))
+    model = model_config(section, _architecture(section))
     landmarks = Landmarks.read_by(model.pattern)
     if landmarks is not None and landmarks.token == model.vocab_size + 1:
         model = model.replace(vocab_size=model.vocab_size + 2)  # [PAD] and <landmark> are added
@@ -173,7 +173,7 @@ def _without_adapters(config: TrainConfig) -> ModelConfig:
 
 
 def _architecture(section: ModelSection) -> ModelConfig:
-    """The config of a local checkpoint, or the preset with the architecture of a known one."""
+    """Returns the config of a local checkpoint, or the preset of a known hub checkpoint."""
     if section.preset is not None:
         return preset(section.preset)
     if section.path is None:
@@ -195,7 +195,7 @@ def _is_local(path: str) -> bool:
 
 
 def _local_encoder(encoder: str) -> str:
-    """`encoder` of `model.memory` if it is a preset or local, else a preset of its architecture."""
+    """Returns `encoder` if it is a preset or a local path, else a preset of its architecture."""
     if encoder in PRESETS or _is_local(encoder):
         return encoder
     if (recipe := _recipe_of(encoder)) is not None and recipe.model.preset is not None:
@@ -204,7 +204,7 @@ def _local_encoder(encoder: str) -> str:
 
 
 def _recipe_of(path: str) -> TrainConfig | None:
-    """The recipe whose run writes the folder `path`: one recipe may need another."""
+    """Returns the recipe whose run writes the folder `path`, since recipes can build on others."""
     name = config_lib.recipe_of(path)
     return name and config_lib.parse(TrainConfig, ["--config", f"lcjax:{name}"])
 
@@ -212,7 +212,7 @@ def _recipe_of(path: str) -> TrainConfig | None:
 def check_rules(config: TrainConfig) -> None:
     """Raises an InputError if a rule of `train` matches no parameter, or LoRA fits no matrix.
 
-    It needs shapes only, and checks nothing if they are not known before loading (adapters of other
+    It needs shapes only, and checks nothing if they are unknown before loading (adapters of other
     libraries, unknown checkpoints of the hub). Loading checks the parameters again.
     """
     try:
@@ -225,7 +225,7 @@ def check_rules(config: TrainConfig) -> None:
 
 
 def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:
-    """Splits command-line words into those of the config and the values of the options `names`.
+    """Splits command-line words into words of the config and the values of the options `names`.
 
     Prints the help and exits if the words contain `--help`, even if options are missing.
     """

@@ -105,7 +105,7 @@ def check(config: TrainConfig) -> Path:
 def _check_writable(folder: Path) -> None:
     """Raises an InputError if something in the folder cannot take the results of a run.
 
-    Whether files can be added to the folder itself, `RunLock` finds out, and for all of a URL.
+    It does not test whether files can be added to the folder itself, nor URLs: `RunLock` does.
     """
     if isinstance(folder, URLPath):
         return
@@ -129,12 +129,12 @@ def check_results(config: TrainConfig, folder: Path, model: FolderFormat) -> Non
     """Raises an InputError if the run could not write `model/` or `adapter/` at its end.
 
     Args:
-      config: of the run.
-      folder: of the run.
-      model: the format of `model/`.
+      config: config of the run.
+      folder: folder of the run.
+      model: format of `model/`.
     """
     if config.run.existing == "overwrite":
-        model = _model_format(folder / MODEL)  # of the run that is removed
+        model = _model_format(folder / MODEL)  # format of the old run, which is removed
     if config.train.export:
         check_destination(folder / MODEL, model, overwrite=True)
         if config.train.lora is not None:
@@ -153,7 +153,7 @@ def begin(config: TrainConfig, folder: Path) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raises an InputError if machines do not share the folder: all processes write checkpoints."""
+    """Raises an InputError unless machines share the folder: all processes write checkpoints."""
     deadline = time.monotonic() + _VISIBLE
     while not (is_visible := (folder / CONFIG).exists()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -182,14 +182,14 @@ def _is_there(path: Path) -> bool:
 
 
 def _model_format(folder: Path) -> FolderFormat:
-    """The format of a `model/` that an earlier run wrote."""
+    """Returns the format of a `model/` that an earlier run wrote."""
     if (folder / BERT_FOLDERS.config).is_file():
         return BERT_FOLDERS
     return BERT_FOLDER if (folder / "modules.json").is_file() else HF_FOLDER
 
 
 def finished(config: TrainConfig) -> bool:
-    """Whether the folder holds this run, complete. Raises the errors of `check`."""
+    """Returns whether the folder holds this run, complete; raises the errors of `check`."""
     folder, train = check(config), config.train
     if config.run.existing == "overwrite":
         return False
@@ -204,7 +204,7 @@ def hashed_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _check_settings(config: TrainConfig, folder: Path) -> None:
-    """Raises an InputError if the run in `folder` computes something else than `config`."""
+    """Raises an InputError if a setting differs that changes what the run in `folder` computes."""
     old = flat(config_lib.parse(TrainConfig, ["--config", str(folder / CONFIG)]))
     new = flat(config)
     for key in sorted(old.keys() | new.keys()):
@@ -218,5 +218,5 @@ def _check_settings(config: TrainConfig, folder: Path) -> None:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Returns {"train.lr": 1e-4, ...}; lists are values."""
+    """Flattens a config to {"train.lr": 1e-4, ...}; lists are values."""
     return flatten(json.loads(json.dumps(draccus.encode(config))), separator=".")

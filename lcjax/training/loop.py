@@ -1,8 +1,8 @@
 """The training loop: `run(config)` is the body of train.py.
 
 The loop fetches the metrics of a step while the devices compute the next one, so an accelerator
-never waits for the host. The loop therefore learns of a non-finite step only after it has
-dispatched the next one, so the step itself must leave the state unchanged (`lcjax.training.step`).
+never waits for the host. The loop therefore detects a non-finite step only after it has dispatched
+the next one, so the step itself must leave the state unchanged (`lcjax.training.step`).
 """
 
 import collections
@@ -46,7 +46,7 @@ from lcjax.training.tracking import (
 )
 from lcjax.tree import flatten
 
-_MAX_SKIPS = 20  # non-finite steps in a row; after more of them the run will not recover
+_MAX_SKIPS = 20  # non-finite steps in a row after which the run stops, as it will not recover
 
 
 class NonFiniteError(InputError):
@@ -57,8 +57,8 @@ def run(config: TrainConfig, *, devices: list[jax.Device] | None = None) -> dict
     """Trains a model as `config` describes; resumes from the run folder's last checkpoint.
 
     Args:
-      config: of the run.
-      devices: the devices that `config.mesh` is laid over; None: all.
+      config: config of the run.
+      devices: the devices of `config.mesh`; None: all.
 
     Returns:
       The final metrics: step, loss, folder, the signal that stopped the run (None at the end), and
@@ -166,7 +166,7 @@ class Training:
         return self._finish(step)
 
     def _restore_or_init(self, trained: dict) -> tuple[TrainState, int]:
-        """Returns the state and its step: of the last readable checkpoint, or of a new run."""
+        """Returns the state and its step, from the last readable checkpoint or for a new run."""
         train, base = self.config.train, self.task.base(trained, self.frozen)
         args = trained, optim.optimizer(train), self.mesh
         settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
@@ -261,7 +261,7 @@ class Training:
         raise NonFiniteError(f"stopped at {message}; {self._advice(step, is_state_finite)}")
 
     def _advice(self, step: int, is_state_finite: bool) -> str:
-        """Says what may help after the non-finite step `step`, at which the run stops."""
+        """Returns advice on how to continue after the non-finite `step`, which stops the run."""
         accept = "" if "train.lr" in self.config.run.accept else " and run.accept=[train.lr]"
         lower = f"a lower train.lr{accept}"
         last = self.checkpoints.finite_step
@@ -299,7 +299,7 @@ class Training:
         self.meter.restart()
 
     def _final_params(self) -> dict:
-        """The parameters to validate and export."""
+        """Returns the parameters to validate and export: the averages if there are any."""
         return self.state.params if self.state.ema is None else self.state.ema
 
     def _print_summary(self) -> None:
@@ -349,7 +349,7 @@ class Training:
 
 
 def _is_finite(state: TrainState) -> bool:
-    """Whether all numbers of a state are finite; all processes must call this function."""
+    """Returns whether all numbers of a state are finite; all processes must call this function."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     # One program at a time: many small ones with collectives can block each other on CPUs.
     jax.block_until_ready(numbers)
@@ -393,7 +393,7 @@ class Validation:
         return nll / max(weight, 1.0), weight
 
     def _batches(self) -> Loader:
-        """The held-out batches from the first one; the corpus is opened only once."""
+        """Returns the loader of held-out batches at the first one; opens the corpus only once."""
         if self._loader is None:
             self._loader = self._task.open_loader("validation")
             self._start = self._loader.get_state()
@@ -433,7 +433,7 @@ class StopRequest:
         self.signal = signal.Signals(number)
 
     def should_stop(self, step: int) -> bool:
-        """Whether the run has to end after `step`; all processes get the same answer."""
+        """Returns whether the run must stop after `step`; the result is equal on all processes."""
         # Without the preemption service SIGTERM ends every process at once.
         has_service = jax.process_count() > 1 and jax.config.jax_enable_preemption_service
         if has_service and multihost_utils.reached_preemption_sync_point(step):

@@ -1,4 +1,4 @@
-"""The training loss: next-token cross-entropy, and what distillation and experts add to it."""
+"""The training loss: cross-entropy, and the terms of distillation and mixtures of experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,14 +37,14 @@ def language_model(
     distill: Distill | None = None,
     balance: bool = True,
 ) -> Objective:
-    """Returns the cross-entropy of `targets`, weighted by `weights` and summed over the batch.
+    """Returns a loss: the cross-entropy of `targets`, weighted by `weights`, summed over the batch.
 
     For mixtures of experts, `model.experts.balance` times the load-balancing loss of the batch
-    (`lcjax.models.experts.balance_loss`) is added for each unit of weight, so that the mean loss is
-    that of transformers. Padding has no load.
+    (`lcjax.models.experts.balance_loss`) is added per unit of weight, so the mean loss equals that
+    of transformers. Padding does not count as load.
 
     Args:
-      config: of the decoder.
+      config: config of the decoder.
       positions: chooses the position ids of tokens: consecutive ones, or a sample from a longer
         context, drawn for every batch.
       chunk: number of positions per chunk of logits; None: chosen by size.
@@ -93,7 +93,7 @@ def language_model(
 
 
 def _counted(model: Decoder, batch: Batch) -> CollectLoad:
-    """Collects the load of tokens that are no padding."""
+    """Returns a `CollectLoad` that counts all tokens but padding."""
     counted = (batch["segments"] != 0).astype(jnp.float32)
     order = model.token_order(counted.shape[1])
     return CollectLoad(counted if order is None else counted[:, order])
@@ -112,10 +112,10 @@ def target_nll(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[[dict, Batch, jax.Array], jax.Array]:
-    """Returns a function of (parameters, batch, key): float32 [B, T], -log p of every target.
+    """Returns a function of (parameters, batch, key) -> float32 [B, T]: -log p of every target.
 
-    For losses that are not a sum over tokens. Arguments are those of `language_model`, of a model
-    without a memory.
+    It is for losses that are not a sum over tokens. The arguments are those of `language_model`,
+    for a model without a memory.
     """
     _check_positions(config, positions)
     model = Decoder(config, mesh)
@@ -142,9 +142,10 @@ def _hidden_states(
     key: jax.Array,
     collect: CollectLoad | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Returns the inputs of the head in `Decoder.token_order`.
+    """Returns the inputs of the head, the hidden states of a memory's windows, and the load.
 
-    Beside them, what a memory's windows give, and what `collect` returns of each layer.
+    The inputs are in `Decoder.token_order`. The hidden states are `EncodedContext.hidden`, or None.
+    The load is what `collect` gathers in each layer.
     """
     config, mesh, windows = model.config, model.mesh, None
     position_ids, rotation = positions.sample(
@@ -159,7 +160,7 @@ def _hidden_states(
     if config.memory is not None:
         memory = _encode(model, params, batch, position_ids, rotation, key)
         windows = memory.hidden
-        if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
+        if mesh is None or mesh.shape[LENGTH] == 1:  # else one device would get all text
             memory = memory.packed()
     hidden, layers = model.apply(
         {"params": params},

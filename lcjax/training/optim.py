@@ -74,14 +74,14 @@ def optimizer(train: TrainSection) -> optax.GradientTransformation:
         optax.add_decayed_weights(train.weight_decay, mask=decay_mask)
         if train.weight_decay
         else optax.identity(),
-        *([_rates(train.rates)] if train.rates else []),  # has no state, also in checkpoints
+        *([_rates(train.rates)] if train.rates else []),  # stateless: adds nothing to checkpoints
     )
 
 
 def _clip(limit: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` for updates that may hold only a part of the gradient.
+    """Returns `optax.clip_by_global_norm` for updates that may be only a part of the gradient.
 
-    The update function takes `norm`, the norm of the whole gradient. None: the norm of the part.
+    Its update function takes `norm`, the norm of the whole gradient; None: the norm of the update.
     """
 
     def update(updates, state, params=None, *, norm=None, **_):
@@ -93,7 +93,7 @@ def _clip(limit: float) -> optax.GradientTransformation:
 
 
 def _rates(rates: tuple[Rate, ...]) -> optax.GradientTransformation:
-    """Multiplies each leaf by the factor of the first rule that matches its path."""
+    """Returns a transformation: multiplies each leaf by the factor of its path's first rule."""
     factors = [(matcher((rate.rule,), "train.rates"), rate.factor) for rate in rates]
 
     def factor_of(path: str) -> float:
@@ -128,7 +128,7 @@ def to_float32(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
-# Updates of what is offloaded to the host's memory.
+# Updates of arrays that are offloaded to the host's memory.
 
 
 def layerwise_update(update: Update, should_update: jax.Array, old: tuple, grads: dict) -> tuple:
@@ -172,7 +172,7 @@ def layerwise_update(update: Update, should_update: jax.Array, old: tuple, grads
 
 
 def _layer_groups(tree: dict) -> list[list[str]]:
-    """Paths grouped by stack of layers, by single layer, and one group for all other paths."""
+    """Groups paths by stack of layers and by single layer; all other paths are one group."""
     groups: dict[str, list[str]] = {}
     for path in flatten(tree):
         layer = STACK.match(path) or LAYER.match(path)
@@ -201,12 +201,12 @@ def _update_stack(update_layer: Update, old: tuple, grads: dict) -> tuple:
 
 
 def _is_params(node: Any) -> bool:
-    """Whether `node` is a parameter tree: the only dicts in an optimizer's state."""
+    """Returns whether `node` is a parameter tree: the only dicts in an optimizer's state."""
     return isinstance(node, dict)
 
 
 def _select(tree: Any, paths: list[str]) -> Any:
-    """`tree` with only these paths in its parameter trees."""
+    """Returns `tree` with only these paths in its parameter trees."""
 
     def one(node):
         if not _is_params(node):

@@ -59,9 +59,9 @@ def init_state(
 
     Args:
       params: the trained parameters; donated.
-      optimizer: its state is initialised here.
+      optimizer: the optimizer, whose state is initialised.
       mesh: the devices.
-      seed: of the run's random key.
+      seed: seed of the run's random key.
       ema: whether the state has a moving average of the parameters.
       offload: the part of the state that is stored in the host's memory.
     """

@@ -2,7 +2,7 @@
 
 The loss is the sum of negative log-likelihoods divided by the sum of the weights of the *global*
 batch. Each microbatch is divided by that total before the sum over microbatches. So accumulation
-equals one large batch, also when microbatches hold different numbers of tokens.
+equals one large batch, even if microbatches hold different numbers of tokens.
 """
 
 import functools
@@ -23,7 +23,7 @@ from lcjax.training.state import TrainState, state_shardings
 Info = dict[str, jax.Array]
 
 _SPIKE_WARMUP = 20  # steps before the average gradient norm is reliable
-_NORM_DECAY = 0.98  # of the average gradient norm: about 50 steps
+_NORM_DECAY = 0.98  # of the average gradient norm, which spans about 50 steps
 
 
 def jitted_step(
@@ -78,7 +78,7 @@ def train_step(
 
     A step whose loss or gradient is not finite changes only the counters. The same holds for a
     step whose gradient norm is more than `spike` times its running average (after `_SPIKE_WARMUP`
-    steps): an outlier would stay in Adam's moments for long.
+    steps): an outlier would stay in Adam's moments for many steps.
 
     The loop reads the info of a step only after it has dispatched the next one. So the step at
     which `num_nonfinite` reaches `halt_after`, and all steps after it, change nothing, not even
@@ -153,9 +153,10 @@ def _is_spike(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Ar
 
 
 def _average_norm(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
-    """The running average with one more norm, which is clipped to `spike` times the average.
+    """Returns the running average after one more norm, which is clipped to `spike` averages.
 
-    Because spikes count too, a run whose gradients have grown for good continues after a while.
+    Because spikes count too, a run whose gradients have grown permanently continues after some
+    skipped steps.
     """
     if spike is not None:
         clipped = jnp.minimum(norm, spike * state.grad_norm_ema)
@@ -200,7 +201,7 @@ def accumulate(
 
 
 def microbatches(batch: Batch, count: int) -> Batch:
-    """[B, ...] -> [count, B / count, ...], where microbatch m holds the rows m, m + count, ...
+    """Reshapes [B, ...] to [count, B / count, ...]; microbatch m holds the rows m, m + count, ...
 
     Each device holds consecutive rows of a sharded batch. With a stride, every microbatch has rows
     of every device, and no row moves between devices.

@@ -53,11 +53,11 @@ class Task(abc.ABC):
     All processes of a job call the methods, since loading and writing are collective operations.
 
     Attributes:
-      config: of the run.
+      config: config of the run.
       mesh: the devices.
       unit: name of the items that the weights of a batch count, in the plural.
-      export_format: of `<run>/model`.
-      dtype: of activations, for the peak of the devices; set by `load`.
+      export_format: format of `<run>/model`.
+      dtype: dtype of activations, in which peak FLOP/s are measured; set by `load`.
     """
 
     unit: str = "tokens"
@@ -69,7 +69,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Makes all checks that need no weights: loading a large model takes minutes.
+        """Runs all checks that need no weights: loading a large model takes minutes.
 
         Raises:
           InputError: if the config or the data cannot be used.
@@ -120,8 +120,10 @@ class Task(abc.ABC):
         """Describes the frozen parameters, which the run's checkpoints leave out."""
 
     def write_config(self, folder: Path) -> None:
-        """Writes the config that readers of checkpoints need into the run folder; in one process
-        only."""
+        """Writes into the run folder the config that reading its checkpoints requires.
+
+        Only one process calls it.
+        """
         del folder
 
     @abc.abstractmethod
@@ -168,8 +170,7 @@ class LanguageModelTask(Task):
         return trained, frozen
 
     def load_model(self) -> dict:
-        """Returns all parameters, with adapters, and sets the attributes that depend on the
-        model."""
+        """Returns all parameters, with adapters; sets `model`, `tokenizer` and `dtype`."""
         config, mesh = self.config, self.mesh
         announce(f"loading {config.model.path or config.model.preset}")
         is_host = config.train.offload == "parameters"
@@ -194,7 +195,7 @@ class LanguageModelTask(Task):
             )
 
     def open_loader(self, split: str, *, documents: bool = False) -> Loader:
-        """As `Task.open_loader`; `documents` as of `make_loader`."""
+        """See `Task.open_loader`, and `make_loader` for `documents`."""
         if split == "train":
             path = self.config.data.path
             announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
@@ -236,15 +237,15 @@ class LanguageModelTask(Task):
         self.tokenizer.save(folder / folder_lib.TOKENIZER)
 
     def export(self, folder: Path, trained: dict, frozen: dict) -> None:
-        """Writes the merged model; also the adapters alone, if they are all that the base lacks.
+        """Writes the merged model, and the adapters alone if they are the only change to the base.
 
-        Models with fused projections have no adapters of peft's form. Adapters are merged one
-        layer at a time while writing, so no second model is in memory. All processes must call
-        this: each holds a part of the weights, and the first one writes.
+        Adapters of models with fused projections cannot be written in peft's format. Adapters are
+        merged one layer at a time while writing, so no second model is in memory. All processes
+        must call this: each holds a part of the weights, and the first one writes.
         """
         train, section = self.config.train, self.config.model
         options = {"overwrite": True, "checksums": train.checksums}
-        # With a new memory, or made into an encoder, the model is more than the base and adapters.
+        # A model with a new memory, or made into an encoder, is more than base and adapters.
         is_base = section.memory is None and section.encoder_layers is None
         is_adapted = is_base and all(map(lora_lib.is_adapter, flatten(trained)))
         if is_adapted and not is_fused(self.model):
@@ -265,12 +266,13 @@ def split_trained(config: TrainConfig, params: dict) -> tuple[dict, dict]:
     """Splits parameters into trained and frozen ones by the rules of `config.train`.
 
     Args:
-      config: of the run.
-      params: with adapters. It is emptied: no array is in memory in two dtypes or places.
+      config: config of the run.
+      params: all parameters, with adapters. It is emptied, so that no array is in memory twice, in
+        two dtypes or places.
 
     Returns:
       The trained parameters in float32, and the frozen ones in their dtypes; both in the host's
-      memory if `train.offload` says so.
+      memory if `train.offload` is parameters.
 
     Raises:
       InputError: if a rule matches no parameter, or leaves new adapters untrained.

@@ -101,7 +101,7 @@ class Meter:
         self._flops, self._peak, self.peak_source = flops_per_token, peak, peak_source
         self._unit = unit
         self._clock: float | None = None  # starts after the first step, which includes compilation
-        self._timed_tokens: list[float] = []  # of each step since the clock started
+        self._timed_tokens: list[float] = []  # per step since the clock started
         self._clear()
 
     def _clear(self) -> None:
@@ -127,9 +127,10 @@ class Meter:
     def read(self, num_pending: int = 0) -> dict[str, float]:
         """Returns the mean loss, the last gradient norm and learning rate, tokens/s and MFU.
 
-        The devices may have computed steps that were pending when the clock started before the
-        host looked at it. So these steps do not count, except as many as are pending again: the
-        time since then includes work on them. Tokens/s and MFU are left out if no step counts.
+        Steps that were pending when the clock started may have been computed before, and steps that
+        are pending now may have been computed since. So the number of timed steps is that of the
+        added ones, less those pending then, plus those pending now, and at most that of the added
+        ones. Tokens/s and MFU are left out if it is 0.
 
         Args:
           num_pending: number of steps that are dispatched and not added yet.
@@ -162,7 +163,7 @@ class Trace:
         self._staging: Staging | None = None
 
     def is_boundary(self, step: int) -> bool:
-        """Whether the trace starts or ends before this step, counted from 0."""
+        """Returns whether the trace starts or ends before this step, counted from 0."""
         profile = self._profile
         return profile is not None and step in (profile.start, profile.start + profile.steps)
 
@@ -197,7 +198,7 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def flush(self) -> None:
-        """Returns when all that was logged is stored."""
+        """Blocks until all logged metrics are stored."""
 
     def close(self) -> None: ...
 
@@ -209,7 +210,7 @@ class JsonLines:
         """Opens the file.
 
         Args:
-          path: of the file.
+          path: path of the file.
           keep_until: the step of the checkpoint that a run resumes from. Lines of later steps are
             dropped, because the run repeats these steps. None: a new run, which drops all lines.
         """
@@ -238,7 +239,7 @@ class TensorBoard:
     """Writes scalars to event files."""
 
     def __init__(self, folder: str | Path, *, keep_until: int | None = None):
-        """`keep_until` as in `JsonLines`; TensorBoard only hides later steps."""
+        """Opens a file; `keep_until` as in `JsonLines`, but TensorBoard only hides later steps."""
         from tensorboardX import SummaryWriter
 
         purge_step = 0 if keep_until is None else keep_until + 1
@@ -274,7 +275,7 @@ class WeightsAndBiases:
         if resumed and file.exists():
             stored = json.loads(file.read_text(encoding="utf-8"))
             identity = stored if stored["project"] == project else identity
-        self._staging = Staging(folder)  # its own files, which are not needed in the end
+        self._staging = Staging(folder)  # for wandb's local files, which are not kept
         place = str(self._staging.local)
         try:
             self._run = wandb.init(
@@ -336,7 +337,7 @@ def check_packages(section: TrackSection) -> None:
 def open_tracker(
     section: TrackSection, folder: Path, *, keep_until: int | None, settings: dict
 ) -> Tracker:
-    """Opens the sinks of `section`, after `<run>/metrics.jsonl`; see `JsonLines`."""
+    """Opens `<run>/metrics.jsonl` and the sinks of `section`; `keep_until` as in `JsonLines`."""
     check_packages(section)
     sinks: list[Sink] = [JsonLines(folder / folder_lib.METRICS, keep_until=keep_until)]
     if section.tensorboard:
@@ -368,7 +369,7 @@ def plot_loss(metrics: str | Path, image: str | Path) -> None:
 
     rows = read(metrics)
     figure = Figure(figsize=(7, 4), layout="tight")
-    FigureCanvasAgg(figure)  # no global state, no display
+    FigureCanvasAgg(figure)  # without global state or a display
     axes = figure.add_subplot()
     for name, style in (("loss", "-"), ("validation_loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Causal, ShiftedSparse
-from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.hf_config import config_to_hf
+from lcjax.checkpoints import ByteTokenizer, config_to_hf
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.training import task

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lcjax import attention, rope
+from lcjax.checkpoints import config_from_hf
 from lcjax.checkpoints.families import FAMILIES
-from lcjax.checkpoints.hf_config import config_from_hf
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params

@@ -283,7 +283,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_with_both_sizes(tmp
 
 def test_params_of_another_config_are_not_saved_under_it(tmp_path):
     config = tiny_config()
-    with pytest.raises(InputError, match=r"params.layers/mlp/gate/kernel is .48, 80. but .* 72"):
+    with pytest.raises(InputError, match=r"params.layers/mlp/gate/kernel is .48, 80., and .* 72"):
         save_hf(tmp_path / "m", random_params(config), config.replace(mlp_width=72))
     with pytest.raises(InputError, match="lack layers/attention/query/bias"):
         save_hf(tmp_path / "m", random_params(config), config.replace(qkv_bias=True))
@@ -554,7 +554,7 @@ def test_a_folder_of_an_installed_package_is_a_checkpoint(tmp_path, monkeypatch)
     (tmp_path / "somemodel" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     name = "package:somemodel/model"
-    assert hub.resolve(name) == hub.resolve_encoder(name) == folder
+    assert hub.find_checkpoint(name) == hub.find_encoder(name) == folder
 
 
 def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):

@@ -9,7 +9,7 @@ from convert_support import assert_same, saved
 from huggingface_hub.utils import filter_repo_objects
 
 from lcjax.checkpoints import load, load_config, load_tokenizer
-from lcjax.checkpoints.hub import resolve_encoder
+from lcjax.checkpoints.hub import find_encoder
 from lcjax.checkpoints.safetensors_io import SINGLE
 from lcjax.errors import InputError
 
@@ -138,7 +138,7 @@ def test_an_encoder_is_fetched_with_the_files_of_its_pooling(hub, pickled):
     if pickled:
         (hub.repository / SINGLE).unlink()
         hub.add("pytorch_model.bin")
-    folder = resolve_encoder(NAME, allow_pickle=pickled)
+    folder = find_encoder(NAME, allow_pickle=pickled)
     assert folder == hub.snapshot
     weights = "pytorch_model.bin" if pickled else SINGLE
     assert hub.fetched >= ENCODER - {SINGLE} | {weights}

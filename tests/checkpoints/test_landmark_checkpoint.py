@@ -10,8 +10,7 @@ from convert_support import assert_same, edit_json, random_params, saved, tiny_c
 from safetensors.numpy import load_file, save_file
 
 from lcjax.attention.landmark.pattern import Landmark
-from lcjax.checkpoints import landmark
-from lcjax.checkpoints.hf_config import config_from_hf, config_to_hf
+from lcjax.checkpoints import config_from_hf, config_to_hf, landmark
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError

@@ -65,18 +65,10 @@ SECTION = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.
 
 
 @functools.cache
-def small_shared_llm(section=SECTION):
+def tiny_model(section):
     """A random model that listens to its context, and its parameters."""
     model, params, _ = build(ModelSection(preset="tiny", memory=section))
     return model, params
-
-
-def picked(lm, prompts, sampling, **options):
-    """The tokens that it writes, of every row."""
-    rows = [[] for _ in prompts]
-    for piece in lm.stream(prompts, sampling, **options):
-        rows[piece.row] += piece.ids
-    return rows
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from tiny_lm import sharper
+from tiny_lm import sharp_lm, sharper
 
 from lcjax.attention import Landmark, Streaming
 from lcjax.checkpoints import ByteTokenizer
@@ -158,7 +158,7 @@ def test_every_turn_searches_and_a_memory_reads_new_passages(lm):
 
 @pytest.mark.slow
 def test_a_model_without_a_memory_reads_passages_before_the_message():
-    lm = sharper(LanguageModel.load(ModelSection(preset="tiny")))
+    lm = sharp_lm()
     lm.tokenizer = Letters()
     talk = Conversation(lm, retriever=Store(), length=256)
     talk.say("Who?", GREEDY)

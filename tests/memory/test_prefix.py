@@ -12,7 +12,7 @@ from tiny_lm import text
 from window_oracle import Llama, with_beacons, with_summaries
 
 from lcjax.attention import Sliding
-from lcjax.checkpoints.build import ModelSection, build, resolve
+from lcjax.checkpoints.build import ModelSection, build, model_config
 from lcjax.cost.resources import parameter_shapes
 from lcjax.errors import InputError
 from lcjax.memory import AutoCompressorSection, Beacon, BeaconSection
@@ -71,11 +71,7 @@ def by_hand(section, model, params, row, ratios=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "section",
-    [
-        BEACON,
-        pytest.param(dataclasses.replace(BEACON, ratio=0), marks=pytest.mark.slow),
-        SUMMARY,
-    ],
+    [BEACON, dataclasses.replace(BEACON, ratio=0), SUMMARY],
     ids=["beacon", "raw", "auto_compressor"],
 )
 def test_windows_of_any_length_equal_the_formulas_wherever_padding_is(section):
@@ -249,7 +245,7 @@ def test_slots_suffice_for_the_ratio_and_all_sampled_ratios(ratio):
 @pytest.mark.parametrize("name", ["beacon", "auto_compressor"])
 def test_sizes_of_the_7b_models(name):
     section = BeaconSection() if name == "beacon" else AutoCompressorSection()
-    shapes = parameter_shapes(resolve(ModelSection(memory=section), preset("llama2-7b")))
+    shapes = parameter_shapes(model_config(ModelSection(memory=section), preset("llama2-7b")))
     added = sum(leaf.size for path, leaf in shapes.items() if matcher(("memory",), "")(path))
     # "About 2 billion" are the projections of beacons.
     assert added == {"beacon": 4096 + 32 * 4 * 4096**2, "auto_compressor": 50 * 4096}[name]
@@ -281,16 +277,16 @@ BAD = [
 
 def test_a_window_and_its_summary_may_be_as_long_as_the_model_reads():
     section = dataclasses.replace(SUMMARY, summary=preset("tiny").max_length - SUMMARY.chunk)
-    resolve(ModelSection(memory=section), preset("tiny"))
+    model_config(ModelSection(memory=section), preset("tiny"))
     with pytest.raises(InputError, match=f"use summary <= {section.summary}$"):
         section = dataclasses.replace(section, summary=section.summary + 1)
-        resolve(ModelSection(memory=section), preset("tiny"))
+        model_config(ModelSection(memory=section), preset("tiny"))
 
 
 @pytest.mark.parametrize(("section", "changes", "words"), BAD)
 def test_bad_sections_raise_input_error(section, changes, words):
     with pytest.raises(InputError, match=words) as caught:
-        resolve(ModelSection(memory=dataclasses.replace(section, **changes)), preset("tiny"))
+        model_config(ModelSection(memory=dataclasses.replace(section, **changes)), preset("tiny"))
     assert "\n" not in str(caught.value)
 
 
@@ -305,4 +301,4 @@ def test_bad_sections_raise_input_error(section, changes, words):
 def test_decoders_whose_text_cannot_follow_a_memory_raise_input_error(change, words):
     config = preset("tiny").replace(**change)
     with pytest.raises(InputError, match=words):
-        resolve(ModelSection(memory=SUMMARY), config)
+        model_config(ModelSection(memory=SUMMARY), config)

@@ -6,10 +6,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from memory_support import TOLERANCE, assert_close, assert_most_probable, assert_reads, picked
-from tiny_lm import ids, sharper
+from memory_support import TOLERANCE, assert_close, assert_most_probable, assert_reads
+from tiny_lm import generated, ids, sharp_lm
 
-from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation.split import ContextSplit
 from lcjax.generation.conversation import Conversation
@@ -38,8 +37,7 @@ OTHER = Linear(factor=2.0)  # than the one that the model was made with
 
 @functools.cache
 def loaded(name):
-    model = LanguageModel.load(ModelSection(preset="tiny", memory=SECTIONS[name]))
-    return sharper(model).with_method(rope=OTHER)
+    return sharp_lm(memory=SECTIONS[name]).with_method(rope=OTHER)
 
 
 @pytest.fixture(params=["beacon", pytest.param("auto_compressor", marks=pytest.mark.slow)])
@@ -55,7 +53,7 @@ def test_contexts_of_any_length_are_read_window_by_window_under_the_ropes_own_ro
 @pytest.mark.slow
 def test_text_is_written_with_a_cache_as_without_for_unequal_prompts(lm):
     prompts = [ids(1, 30), ids(2, 5), ids(3, 18)]
-    found = picked(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=16)
+    found = generated(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=16)
     assert_most_probable(lm, prompts, found, CHUNKS)
 
 
@@ -78,8 +76,7 @@ def test_windows_may_come_later_and_a_few_rows_at_a_time(lm, encoded):
 @pytest.mark.slow
 def test_on_a_mesh_it_reads_the_same(lm):
     name = "beacon" if hasattr(lm.config.memory, "ratio") else "auto_compressor"
-    section = ModelSection(preset="tiny", memory=SECTIONS[name])
-    other = sharper(LanguageModel.load(section, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+    other = sharp_lm(memory=SECTIONS[name], mesh=Mesh(data=2, fsdp=2, tensor=2))
     found = other.with_method(rope=OTHER).nll(TOKENS, context=CONTEXT)
     np.testing.assert_allclose(found, lm.nll(TOKENS, context=CONTEXT), atol=1e-3)
 
@@ -93,7 +90,7 @@ def test_a_conversation_reads_its_text_again_behind_a_context_that_has_grown(lm)
     talk.read(ids(2, 3))
     so_far = talk.tokens
     talk.write(GREEDY)
-    wanted = picked(lm, [so_far], GREEDY, context=[[ids(4, 20), ids(5, 16)]])[0]
+    wanted = generated(lm, [so_far], GREEDY, context=[[ids(4, 20), ids(5, 16)]])[0]
     assert talk.tokens[len(so_far) :][: len(wanted)] == wanted
 
 
@@ -123,9 +120,9 @@ def test_bos_precedes_the_context_and_not_the_text(lm):
     found = lm.encode_contexts(texts)
     assert found.tokens == (27, 0, 40, 21)
     assert_alike(found, lm.encode_contexts(known))
-    wanted = picked(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], GREEDY, context=known)
+    wanted = generated(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], GREEDY, context=known)
     for context in (texts, found):
-        assert picked(lm, ["so", "so", "so", ids(5, 3)], GREEDY, context=context) == wanted
+        assert generated(lm, ["so", "so", "so", ids(5, 3)], GREEDY, context=context) == wanted
     # What comes later has its beginning already.
     first = lm.encode_contexts([[words], [], [], []])
     later = lm.encode_contexts([["others"], [], *texts[2:]], after=first)

@@ -6,11 +6,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from memory_support import assert_trained_alike_on, batch, gradients
+from memory_support import assert_trained_alike_on, batch, gradients, tiny_model
 from tiny_lm import text
 
 from lcjax import checkpoints, cost
-from lcjax.checkpoints.build import ModelSection, build
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
@@ -29,15 +28,9 @@ SUMMARY = AutoCompressorSection(chunk=16, summary=3)
 BOTH = pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])
 
 
-@functools.cache
-def small(section):
-    model, params, _ = build(ModelSection(preset="tiny", memory=section))
-    return model, params
-
-
 @pytest.mark.slow
 def test_beacons_alone_are_trained_and_ratios_are_drawn_anew_for_each_step():
-    model, params = small(BEACON)
+    model, params = tiny_model(BEACON)
     loss, grads = gradients(model.config, params, ("memory",), batch(2))
     flat = flatten(grads)
     assert {path for path in flat if "attention/memory/" not in path} == {"encoder/embedding"}
@@ -50,7 +43,7 @@ def test_beacons_alone_are_trained_and_ratios_are_drawn_anew_for_each_step():
 
 @pytest.mark.slow
 def test_learned_windows_are_learned_as_one_text_where_nothing_is_condensed():
-    model, params = small(dataclasses.replace(BEACON, ratio=0, ratios=()))
+    model, params = tiny_model(dataclasses.replace(BEACON, ratio=0, ratios=()))
     own, rows = batch(2), np.ones((2, 48), np.int32)
     rows[0, :5] = 0
     whole = np.concatenate([own["chunks"].reshape(2, 32), own["tokens"]], 1)
@@ -79,7 +72,7 @@ def test_learned_windows_are_learned_as_one_text_where_nothing_is_condensed():
 
 @pytest.mark.slow
 def test_summaries_and_adapters_are_trained_together():
-    model, params = small(SUMMARY)
+    model, params = tiny_model(SUMMARY)
     config = model.config.replace(lora=LoRA(2, targets=("query", "value")))
     params = union(params, new_adapters(config, make_mesh(Mesh(fsdp=1), jax.devices()[:1]), seed=0))
     _, grads = gradients(config, params, ("memory", "lora"), batch(2))
@@ -96,19 +89,19 @@ def test_loss_and_gradients_are_the_same_on_any_mesh(section, sizes):
 
 
 def test_texts_that_are_cut_over_devices_raise_input_error():
-    model, params = small(SUMMARY)
+    model, params = tiny_model(SUMMARY)
     with pytest.raises(InputError, match="mesh.context=4: windows .* set mesh.context=1"):
         gradients(model.config, params, ("memory",), batch(2), make_mesh(Mesh(2, 1, 1, 4)))
 
 
 def test_tokens_that_are_moved_in_training_raise_input_error():
     with pytest.raises(InputError, match="train.positions.type=e2_llm changes the positions"):
-        language_model(small(SUMMARY)[0].config, E2Positions())
+        language_model(tiny_model(SUMMARY)[0].config, E2Positions())
 
 
 @pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])
 def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
-    model, params = small(section)
+    model, params = tiny_model(section)
     checkpoints.save_hf(tmp_path / "model", params, model.config)
     config = checkpoints.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
@@ -122,7 +115,7 @@ def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
 
 
 def test_a_note_that_was_not_written_here_raises_input_error():
-    hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
+    hf = checkpoints.config_to_hf(tiny_model(SUMMARY)[0].config)
     for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}, "beacon", ["beacon"], 3):
         with pytest.raises(InputError, match="config.json: lcjax_memory=.*auto_compressor, beacon"):
             checkpoints.config_from_hf(hf | {"lcjax_memory": wrong})
@@ -137,7 +130,7 @@ def test_a_note_that_was_not_written_here_raises_input_error():
     [("summary_length", 50, "auto_compressor"), ("beacon_window", 1024, "beacon")],
 )
 def test_a_released_checkpoint_raises_input_error(name, value, kind):
-    hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
+    hf = checkpoints.config_to_hf(tiny_model(SUMMARY)[0].config)
     hf.pop("lcjax_memory")
     words = f"config.json: {name}={value} is of a released.*load the Llama.*memory.type={kind}"
     with pytest.raises(InputError, match=words):
@@ -152,7 +145,7 @@ def test_a_note_of_a_section_is_read_back(section):
 
 def test_what_a_context_costs():
     def costs(section):
-        config = small(section)[0].config
+        config = tiny_model(section)[0].config
         found, alone = (cost.estimate(config, 16, context=c) for c in ((2, 16), None))
         return (
             found.matmul_flops - alone.matmul_flops,
@@ -173,7 +166,7 @@ def test_what_a_context_costs():
 @pytest.mark.slow
 @BOTH
 def test_memory_of_training_and_of_reading_is_estimated(section):
-    config = small(section)[0].config
+    config = tiny_model(section)[0].config
 
     def activations(chunks):
         trained = functools.partial(cost.training_memory, config, 16, 1, Mesh(fsdp=1))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from memory_support import assert_close, assert_trained_alike_on, batch, gradients, read
+from memory_support import assert_close, assert_trained_alike_on, batch, gradients, read, tiny_model
 from tiny_lm import text
 
 import lcjax
@@ -35,13 +35,6 @@ SECTION = RetroSection(
 )
 
 
-@functools.cache
-def small(section=SECTION):
-    """A random model that listens to its neighbours, and its parameters."""
-    model, params, _ = build(ModelSection(preset="tiny", memory=section))
-    return model, params
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def encode(model, params, neighbours, mask=None, segments=None):
     mask = jnp.ones(neighbours.shape, bool) if mask is None else mask
@@ -50,7 +43,7 @@ def encode(model, params, neighbours, mask=None, segments=None):
 
 
 def logits(tokens, neighbours, segments=None, section=SECTION):
-    model, params = small(section)
+    model, params = tiny_model(section)
     memory = encode(model, params, neighbours, segments=segments)
     return np.asarray(read(model, params, tokens, memory, {"segments": segments})[0])
 
@@ -126,7 +119,7 @@ def oracle(x, branch, states, mask, chunk, starts):
 @pytest.mark.parametrize("starts", [(0,), (0, 8, 9, 17)])
 def test_cross_attention_equals_a_float64_oracle(chunk, starts):
     section = dataclasses.replace(SECTION, chunk=chunk, layers=(1,))
-    model, params = small(section)
+    model, params = tiny_model(section)
     config, length, count = model.config, 29, 7
     branch, memory = params["layers_0"]["memory"], config.memory
     random = np.random.default_rng(chunk)
@@ -178,7 +171,7 @@ def test_more_neighbours_than_chunks_of_the_row_are_not_read():
 @pytest.mark.slow
 def test_an_untrained_memory_leaves_the_decoder_as_it_is_bit_by_bit():
     section = dataclasses.replace(SECTION, output_share=0.0)
-    model, params = small(section)
+    model, params = tiny_model(section)
     config = model.config.replace(scan_layers=False)
     tokens, neighbours = text(0, 2, 23), text(1, 2, 4, 2, 7)
     memory = encode(Decoder(config), params, neighbours)
@@ -198,7 +191,7 @@ def test_an_untrained_memory_leaves_the_decoder_as_it_is_bit_by_bit():
 @pytest.mark.parametrize("keys", ["states", "projected"])
 @pytest.mark.parametrize("sizes", [(1,) * 23, (7, 1, 1, 10, 4)])
 def test_decoding_with_a_cache_equals_reading_at_once(keys, sizes):
-    stacked, params = small()
+    stacked, params = tiny_model(SECTION)
     config = stacked.config.replace(scan_layers=False)
     model, tokens = Decoder(config), text(0, 2, 23)
     memory = encode(model, params, text(1, 2, 4, 2, 7))
@@ -276,7 +269,7 @@ def test_a_saved_model_is_the_same_model(tmp_path):
 
 @pytest.mark.slow
 def test_gradients_reach_the_memory_alone():
-    model, params = small()
+    model, params = tiny_model(SECTION)
     rows = batch(2, chunk=7)
     rows["chunks"] = text(4, 2, 6, 7)
     rows["chunk_mask"] = np.ones((2, 6, 7), bool)
@@ -290,7 +283,7 @@ def test_gradients_reach_the_memory_alone():
 
 @pytest.mark.slow
 def test_packed_documents_are_trained_as_separate_ones():
-    model, params = small()
+    model, params = tiny_model(SECTION)
     row = batch(1, chunk=7) | {
         "segments": np.repeat([1, 2], [10, 6])[None].astype(np.int32),
         "positions": np.concatenate([np.arange(10), np.arange(6)])[None].astype(np.int32),
@@ -312,9 +305,7 @@ def test_packed_documents_are_trained_as_separate_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [(1, 2, 2, 2), pytest.param((2, 1, 1, 4), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 1, 4)])
 def test_a_mesh_trains_the_same(sizes):
     rows = batch(4, chunk=7)
     rows["chunks"] = text(4, 4, 6, 7)
@@ -326,7 +317,7 @@ def test_a_mesh_trains_the_same(sizes):
 def test_a_few_steps_learn_to_use_neighbours():
     """The neighbours of a chunk repeat the one token that the next chunk consists of."""
     section = dataclasses.replace(SECTION, output_share=0.0)
-    model, params = small(section)
+    model, params = tiny_model(section)
     config, chunks = model.config, 4
 
     def rows(seed):
@@ -404,7 +395,7 @@ def test_bad_settings_are_one_line(changes, words):
 
 
 def test_chunks_that_are_no_multiple_of_the_neighbours_raise_input_error():
-    memory = small()[0].config.memory
+    memory = tiny_model(SECTION)[0].config.memory
     with pytest.raises(InputError, match="data.chunks.count=3 must be a multiple"):
         memory.check_training_chunks(3, has_targets=False, has_teacher=False)
 

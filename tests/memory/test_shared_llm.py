@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sharedllm_golden as golden
 import tree_oracle as oracle
-from memory_support import assert_close, read, small_shared_llm
+from memory_support import assert_close, read, tiny_model
 from tiny_lm import text
 
 from lcjax.checkpoints.hf_names import entries
@@ -107,7 +107,7 @@ SECTION = dataclasses.replace(memory_support.SECTION, noise=None)
 
 
 def small(**changes):
-    return small_shared_llm(dataclasses.replace(SECTION, **changes))
+    return tiny_model(dataclasses.replace(SECTION, **changes))
 
 
 def run(model, params, tokens, chunks=None, mask=None, **options):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from memory_support import assert_most_probable, assert_reads, picked
-from tiny_lm import ids, sharper
+from memory_support import assert_most_probable, assert_reads
+from tiny_lm import generated, ids, sharp_lm
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
@@ -34,8 +34,7 @@ CHUNKS = [  # of 32 tokens, the odd one first
 
 @functools.cache
 def loaded(policy):
-    section = dataclasses.replace(MEMORY, policy=policy)
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+    return sharp_lm(memory=dataclasses.replace(MEMORY, policy=policy))
 
 
 SLOWER = pytest.param(Right(), marks=pytest.mark.slow)
@@ -59,7 +58,7 @@ def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chu
 @pytest.mark.slow
 def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm):
     prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
-    found = picked(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=32)
+    found = generated(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=32)
     assert_most_probable(lm, prompts, found, CHUNKS)
 
 
@@ -242,7 +241,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
         talk.write(GREEDY)
         assert_same(talk.context, asking.encode_contexts([[ids(4, 75)]], query=[said]))
         if turn == 0:
-            wanted = picked(asking, [said], GREEDY, context=[[ids(4, 75)]])[0]
+            wanted = generated(asking, [said], GREEDY, context=[[ids(4, 75)]])[0]
             assert talk.tokens[len(said) :] == wanted
     talk.add_context([ids(5, 32)])
     assert talk.context.chunks == (4,)
@@ -277,13 +276,12 @@ def test_contexts_that_cannot_be_read_raise_input_error(asking, call, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 1, 4)], ids=str)
 def test_contexts_on_a_mesh_equal_those_of_one_device(asking, sizes):
-    section = ModelSection(preset="tiny", memory=MEMORY)
-    spread = sharper(LanguageModel.load(section, mesh=Mesh(*sizes)))
+    spread = sharp_lm(memory=MEMORY, mesh=Mesh(*sizes))
     prompts = [ids(1, 70), ids(2, 5), ids(3, 33)]
     wanted = asking.nll(TOKENS, context=CONTEXT)
     np.testing.assert_allclose(spread.nll(TOKENS, context=CONTEXT), wanted, atol=2e-4)
     context = spread.encode_contexts(CONTEXT, query=prompts)
-    assert picked(spread, prompts, GREEDY, context=context) == picked(
+    assert generated(spread, prompts, GREEDY, context=context) == generated(
         asking, prompts, GREEDY, context=CONTEXT
     )
 

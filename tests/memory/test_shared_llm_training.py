@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from memory_support import SECTION, assert_trained_alike_on, batch, gradients, small_shared_llm
+from memory_support import SECTION, assert_trained_alike_on, batch, gradients, tiny_model
 from tiny_lm import text
 
 from lcjax import checkpoints, cost
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.build import ModelSection, build, resolve
+from lcjax.checkpoints.build import ModelSection, build, model_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
@@ -28,7 +28,7 @@ TRAINED = ("cross_attention", r"^layers_1/")
 
 
 def small(**changes):
-    return small_shared_llm(dataclasses.replace(SECTION, **changes))
+    return tiny_model(dataclasses.replace(SECTION, **changes))
 
 
 def asked(rows):
@@ -39,11 +39,7 @@ def asked(rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(Right(), marks=pytest.mark.slow), QueryAware()],
-    ids=["right", "query"],
-)
+@pytest.mark.parametrize("policy", [Right(), QueryAware()], ids=["right", "query"])
 def test_what_is_trained_has_a_gradient_and_splits_are_drawn_anew_for_each_step(policy):
     model, params = small(policy=policy, noise=2.0)
     loss, grads = gradients(model.config, params, TRAINED, asked(2))
@@ -184,7 +180,7 @@ def test_released_configs_give_the_released_computation():
 
 def test_sizes_of_the_7b_models():
     section = ModelSection(memory=SharedLlmSection(), preset="llama2-7b")
-    config = resolve(section, preset("llama2-7b"))
+    config = model_config(section, preset("llama2-7b"))
     shapes = jax.eval_shape(
         lambda key: Decoder(config).init(key, jnp.zeros((1, 2), jnp.int32))["params"],
         jax.random.key(0),
@@ -262,7 +258,7 @@ def test_bad_sections_raise_input_error(section, words):
 def test_models_of_other_kinds_raise_input_error():
     for name, words in (("phi-2", "block=parallel"),):
         with pytest.raises(InputError, match=words):
-            resolve(ModelSection(preset=name, memory=SECTION), preset(name))
+            model_config(ModelSection(preset=name, memory=SECTION), preset(name))
     config = preset("tiny").replace(position="alibi")
     with pytest.raises(InputError, match="position=alibi"):
-        resolve(ModelSection(preset="tiny", memory=SECTION), config)
+        model_config(ModelSection(preset="tiny", memory=SECTION), config)

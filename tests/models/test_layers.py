@@ -169,7 +169,7 @@ def test_rows_of_a_rope_that_follows_the_length_have_the_rotations_that_they_hav
     rope = DynamicNTK(theta=1e4, factor=2.0, original_length=8)
     config, tokens = mixed((LayerKind(rope=rope, pattern=LOCAL), LayerKind())), text(0, 2, 24)
     rotations = [config.rotation(length) for length in (24, 40)]
-    assert config.follows_length and not SIX.follows_length
+    assert config.depends_on_length and not SIX.depends_on_length
     both = hidden_states(config, params(), tokens, stack_rotations(rotations))
     for row, rotation in enumerate(rotations):
         one = slice(row, row + 1)

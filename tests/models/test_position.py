@@ -21,8 +21,8 @@ from lcjax.attention import (
     Streaming,
     TransformerXL,
 )
-from lcjax.checkpoints.build import ModelSection, resolve
-from lcjax.checkpoints.hf_config import config_to_hf
+from lcjax.checkpoints import config_to_hf
+from lcjax.checkpoints.build import ModelSection, model_config
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
@@ -372,5 +372,5 @@ def test_a_bias_that_no_rule_moves_is_an_error_of_the_program():
 def test_the_positions_that_a_checkpoint_was_trained_with_stay():
     section = ModelSection(path="x", position="alibi")
     with pytest.raises(InputError, match="weights of x were trained with position=rope"):
-        resolve(section, TINY)
-    assert resolve(ModelSection(preset="tiny", position="t5"), TINY).position == "t5"
+        model_config(section, TINY)
+    assert model_config(ModelSection(preset="tiny", position="t5"), TINY).position == "t5"

@@ -58,7 +58,10 @@ ROPES = {
 }
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
-    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama-tied": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": 11}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
     "qwen2-mixed": (
@@ -135,7 +138,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "rope"), CASES)
 def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     peer = _peer(family, ROPES[rope])
-    peer.save_pretrained(tmp_path / "theirs")
+    peer.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     checkpoints.ByteTokenizer().save(tmp_path / "theirs")
     tokens = np.random.default_rng(1).integers(0, 256, (2, LENGTH))
     want = _peer_logits(peer, tokens)
@@ -146,8 +149,14 @@ def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     params, config, tokenizer = checkpoints.load(tmp_path / "theirs")
     checkpoints.save_hf(tmp_path / "ours", params, config, tokenizer)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    state = again.state_dict()
+    assert set(state) == set(peer.state_dict())
+    assert all(torch.equal(tensor, state[key]) for key, tensor in peer.state_dict().items())
     np.testing.assert_array_equal(_peer_logits(again, tokens), want)
-    assert checkpoints.load_config(tmp_path / "ours") == config
+    assert checkpoints.config_from_hf(again.config.to_dict()) == config
+    reread, reread_config, _ = checkpoints.load(tmp_path / "ours")
+    assert reread_config == config
+    jax.tree.map(np.testing.assert_array_equal, reread, params)
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert written["architectures"] == [type(again).__name__]  # what other engines choose by
 

@@ -182,7 +182,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     import jax
 
     from lcjax.checkpoints import ByteTokenizer
-    from lcjax.checkpoints.build import resolve
+    from lcjax.checkpoints.build import model_config
     from lcjax.models import preset
     from lcjax.parallel.sharding import make_mesh
     from lcjax.training import batches, compile_only
@@ -191,7 +191,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
         *(tmp_path / "run", ""), data=taught(stored), model=WITH_MEMORY, distill=Distill(top=5)
     )
     mesh = make_mesh(config.mesh)
-    model = resolve(config.model, preset("tiny"))
+    model = model_config(config.model, preset("tiny"))
     loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
     put = batches.put(next(loader), mesh)
     loader.close()

@@ -110,14 +110,8 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layers", "shape"),
-    [
-        pytest.param(name, shape, marks=[] if shape == (1, 2, 1, 4) else pytest.mark.slow)
-        for name in LAYERS
-        for shape in MESHES
-    ],
-)
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("layers", LAYERS)
 def test_layers_that_differ_are_cut_as_on_one_device(layers, shape):
     assert_as_on_one_device(config(layers=LAYERS[layers]), shape)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_support import STEPS, tiny
+from training_support import STEPS, losses, tiny
 
 from lcjax import checkpoints
 from lcjax import config as config_lib
@@ -39,10 +39,6 @@ def reference(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("reference") / "run"
     metrics = run(tiny(folder, corpus))
     return folder, metrics, losses(folder)
-
-
-def losses(folder):
-    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
 
 
 @pytest.mark.slow

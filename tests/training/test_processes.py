@@ -8,14 +8,13 @@ import signal
 import numpy as np
 import pytest
 from process_support import SCRIPT, Job
-from training_support import STEPS, quick_compilation, tiny, write_corpus
+from training_support import STEPS, losses, quick_compilation, tiny, write_corpus
 
 from lcjax.checkpoints import load
 from lcjax.checkpoints.adapters import read_adapters
 from lcjax.checkpoints.run_folder import load_run
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh
-from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
@@ -32,10 +31,6 @@ def place(tmp_path_factory):
 def train(place, name, *, config=None, **job):
     settings = {"export": False} | (config or {})
     return Job(tiny(place / name, place / "corpus", **settings), place, place / "xla", **job).end()
-
-
-def losses(folder):
-    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
 
 
 def assert_ended_well(job):

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from training_support import tiny
+from training_support import losses, tiny
 
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.build import resolve
+from lcjax.checkpoints.build import model_config
 from lcjax.data import Chunks, Masking
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
@@ -16,7 +16,6 @@ from lcjax.models import preset
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 from lcjax.training import batches, loop, run
 from lcjax.training.task import LanguageModelTask
-from lcjax.training.tracking import read
 
 CHUNKS = {"length": 24, "chunks": Chunks(count=4, length=4), "document_mask": False}
 WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
@@ -57,14 +56,10 @@ def test_the_first_token_behind_the_vocabulary_needs_a_row_of_its_own(corpus, tm
     assert len(losses(tmp_path / "run")) == 3
 
 
-def losses(folder):
-    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
-
-
 def test_chunks_lie_over_the_mesh_like_the_rows_that_they_belong_to(corpus, tmp_path):
     config = tiny(tmp_path / "run", corpus, data=CHUNKS, model=WITH_MEMORY)
     mesh = make_mesh(config.mesh)
-    model = resolve(config.model, preset("tiny"))
+    model = model_config(config.model, preset("tiny"))
     loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
     local = next(loader)
     loader.close()

@@ -9,6 +9,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.data import DataConfig
 from lcjax.parallel.sharding import Mesh
 from lcjax.training.config import RunSection, TrainConfig, TrainSection
+from lcjax.training.tracking import read
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "rat", "at", "dawn"]
 STEPS = 12
@@ -48,6 +49,11 @@ def write_corpus(folder):
         text = " ".join(pick.choice(WORDS) for _ in range(120))
         (folder / f"{index:02}.txt").write_text(text)
     return folder
+
+
+def losses(folder):
+    """The loss of every step that the run of `folder` has logged."""
+    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
 
 
 def tiny(folder, corpus, *, data=None, model=None, run=None, mesh=None, **train):
