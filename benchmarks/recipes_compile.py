@@ -56,7 +56,7 @@ def row(name: str, topology: Topology, words: list[str]) -> tuple[str, bool]:
         name,
         str(topology),
         shape,
-        f"{result.needed / 1e9:.1f} of {result.chip.usable / 1e9:.1f}{word}",
+        f"{result.peak_memory / 1e9:.1f} of {result.chip.usable / 1e9:.1f}{word}",
         f"{compile_only.step_flops(config, model) / 1e12:,.0f}",
         traffic,
         f"{result.seconds:.0f}",

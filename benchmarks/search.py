@@ -6,7 +6,7 @@
     python benchmarks/search.py bm25           # building an index of words, beside bm25s: 3 minutes
 
 Every measurement runs in its own process and the sides take turns. FAISS 1.15 uses slower code for
-64 queries unless `distance_compute_blas_threshold` is set, to any number, so both ways are measured.
+64 queries unless `distance_compute_blas_threshold` is set, to any number; both ways are measured.
 Its OpenBLAS may need `OPENBLAS_CORETYPE=SkylakeX` to use AVX-512. Needs
 `pip install -e '.[retrieval]'` and 8 GB of memory.
 """

@@ -91,14 +91,14 @@ def costs(args) -> None:
     print("| | kept | encode s | prefill s | of usual | peak GB | of usual | paper: s | GB |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name, value, fields in [("usual", "", {}), *settings(args)]:
-        result = bench.spawn(__file__, "shared_llm", str(length), json.dumps(fields))
-        usual = usual or result
-        seconds, base = (x["encode"] + x["prefill"] for x in (result, usual))
+        run = bench.spawn(__file__, "shared_llm", str(length), json.dumps(fields))
+        usual = usual or run
+        seconds, base = (x["encode"] + x["prefill"] for x in (run, usual))
         paper = PAPER.get((name, value), ("", ""))
         print(
-            f"| {name} {value} | {result['kept']:,} | {result['encode']:.2f} | {result['prefill']:.2f}"
-            f" | {seconds / base:.2f} | {result['peak_gb']:.2f}"
-            f" | {result['peak_gb'] / usual['peak_gb']:.2f} | {paper[0]} | {paper[1]} |",
+            f"| {name} {value} | {run['kept']:,} | {run['encode']:.2f} | {run['prefill']:.2f}"
+            f" | {seconds / base:.2f} | {run['peak_gb']:.2f}"
+            f" | {run['peak_gb'] / usual['peak_gb']:.2f} | {paper[0]} | {paper[1]} |",
             flush=True,
         )
     print(SEARCH)

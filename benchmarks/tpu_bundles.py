@@ -1,15 +1,16 @@
-"""Instruction bundles of the compiled TPU kernels beside JAX's splash attention, without a TPU.
+"""Counts instruction bundles of the TPU kernels and of splash attention, without a TPU.
 
     python benchmarks/tpu_bundles.py [--generations v4 v5e v5p v6e] [--cases causal window ...]
     python benchmarks/tpu_bundles.py --others  # kernels for decoding and of Landmark attention
 
 A TPU issues one bundle of instructions per cycle, and libtpu (extra `aot`) can write the schedule
 that it compiles. The table has the bundles of the code that runs once per visited pair of blocks,
-per 1,024 x 1,024 scores, and the share of the slots of matrix units that they fill. Where a kernel
-has one version for blocks without a mask and one for the others, both are printed. `total` is the
-sum over the visited blocks of a head, in millions, and its ratio to the better one of splash's
-backward passes. Stalls of memory are not counted: compare kernels with these numbers, do not quote
-them as times. Kernels that have no peer have a table with the bundles of a step.
+per 1,024 x 1,024 scores, and the share of the matrix units' slots that they fill. If a kernel has
+one version for blocks without a mask and one for other blocks, both are printed. `total` is the sum
+over the visited blocks of a head, in millions, with its ratio to that of JAX's splash attention (to
+the better one of its two backward passes). Memory stalls are not counted: compare kernels by these
+numbers, but do not quote them as times. For kernels without a peer, `--others` prints the bundles
+of a step.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ class Case:
     """Causal attention of `TOKENS` tokens."""
 
     window: int | None = None
-    documents: int = 1  # of equal length, told apart by segments
+    documents: int = 1  # number of documents of equal length, which segments separate
     density: float | None = None  # share of the blocks of a table
     size: int = 128  # of a head
 
     def blocks(self) -> np.ndarray:
-        """bool [blocks, blocks]: which pairs a random table of this density lists."""
+        """Returns bool [blocks, blocks]: the pairs that a random table of this density lists."""
         count = TOKENS // BLOCK
         picked = np.random.default_rng(0).random((count, count)) < (self.density or 1)
         return np.tril(picked | np.eye(count, dtype=bool))
 
     def pairs(self) -> np.ndarray:
-        """bool [tokens, tokens]: which pairs of tokens are visible."""
+        """Returns bool [tokens, tokens]: the pairs of tokens that are visible."""
         row, column = np.ogrid[:TOKENS, :TOKENS]
         seen = row >= column
         if self.window is not None:
@@ -76,7 +77,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Region:
-    """A stretch of code between two branches, which runs once for each visited pair of blocks."""
+    """Code between two branches, which runs once for each visited pair of blocks."""
 
     bundles: int
     mxu: float  # share of the slots of matrix units in use
@@ -110,30 +111,30 @@ def row(case: str, generation: str) -> str:
     ours, splash, fused = (counts(case, generation, side) for side in SIDES)
     cells = [case, generation]
     for direction in DIRECTIONS:
-        own, other = ours[direction], [splash[direction], fused[direction]]
-        cells += [own["blocks"], other[0]["blocks"]]
+        result, peers = ours[direction], [splash[direction], fused[direction]]
+        cells += [result["blocks"], peers[0]["blocks"]]
         if direction == "backward":
-            cells.append(other[1]["blocks"])
-        cells.append("" if own["total"] is None else f"{own['total'] / 1e6:.2f}")
-        least = min((x["total"] for x in other if x["total"]), default=None)
-        if own["total"] and least:
-            cells[-1] += f" ({own['total'] / least:.2f}x)"
+            cells.append(peers[1]["blocks"])
+        cells.append("" if result["total"] is None else f"{result['total'] / 1e6:.2f}")
+        least = min((x["total"] for x in peers if x["total"]), default=None)
+        if result["total"] and least:
+            cells[-1] += f" ({result['total'] / least:.2f}x)"
     return f"| {' | '.join(cells)} |"
 
 
 def other_rows(case: str, generation: str) -> str:
-    """A row for each kernel of a case without a peer."""
+    """Returns a table row for each kernel of a case without a peer."""
     sizes, kernels = compiled(case, generation, "ours")
     return "\n".join(
         f"| {case} | {generation} | {name.removeprefix('lcjax_')} | {sizes[name]} | "
-        + f"{'/'.join(f'{x.bundles:,}' for x in found)} ({found[-1].mxu:.0%}) |"
-        for name, found in kernels.items()
+        + f"{'/'.join(f'{x.bundles:,}' for x in parts)} ({parts[-1].mxu:.0%}) |"
+        for name, parts in kernels.items()
         if name in sizes
     )
 
 
 def compiled(case: str, generation: str, side: str) -> tuple[dict, dict[str, list[Region]]]:
-    """What the worker says about a side, and the regions of its kernels by name.
+    """Compiles a side in a worker; returns the worker's JSON, and the kernels' regions by name.
 
     Raises:
       RuntimeError: the side does not compile the case.
@@ -161,9 +162,9 @@ def compiled(case: str, generation: str, side: str) -> tuple[dict, dict[str, lis
 
 
 def counts(case: str, generation: str, side: str) -> dict[str, dict]:
-    """For each direction `total` bundles of a head, and `blocks`, those of a block as text.
+    """Returns bundles by direction: `total` of a head, and `blocks`, those of a block as text.
 
-    A side that does not compile the case has no total.
+    `total` is None for a side that does not compile the case.
     """
     try:
         visits, kernels = compiled(case, generation, side)
@@ -173,25 +174,25 @@ def counts(case: str, generation: str, side: str) -> dict[str, dict]:
     result = {}
     for direction in DIRECTIONS:
         total, used, texts = 0, 0.0, []
-        for name, found in kernels.items():
-            own = [x for prefix, x in visits[direction].items() if name.startswith(prefix)]
-            if not own:
+        for name, code in kernels.items():
+            seen = [x for prefix, x in visits[direction].items() if name.startswith(prefix)]
+            if not seen:
                 continue
-            (own,) = own
-            # Blocks that need no mask have code of their own before that of the others.
-            found = found if len(found) == len(own["visits"]) else [found[-1]] * len(own["visits"])
-            for count, region in zip(own["visits"], found):
+            (seen,) = seen
+            # If blocks without a mask have their own code, it precedes that of the other blocks.
+            code = code if len(code) == len(seen["visits"]) else [code[-1]] * len(seen["visits"])
+            for count, region in zip(seen["visits"], code):
                 total += count * region.bundles
                 used += count * region.bundles * region.mxu
-            scores = own["scores"] / BLOCK**2
-            texts.append("/".join(f"{x.bundles / scores:,.0f}" for x in dict.fromkeys(found)))
+            scores = seen["scores"] / BLOCK**2
+            texts.append("/".join(f"{x.bundles / scores:,.0f}" for x in dict.fromkeys(code)))
         blocks = f"{' + '.join(texts)} ({used / total:.0%})"
         result[direction] = {"total": total, "blocks": blocks}
     return result
 
 
 def regions(folder: Path, kernel: str) -> list[Region]:
-    """The long stretches of a kernel that use the matrix units, in the order of the program."""
+    """Returns the long regions of a kernel that use the matrix units, in program order."""
     (schedule,) = (
         file
         for file in folder.glob(f"{kernel}*-final_bundles.txt")
@@ -201,7 +202,7 @@ def regions(folder: Path, kernel: str) -> list[Region]:
     lines = use.read_text().split("== UTILIZATION:")[1].splitlines()
     slots = [[*map(int, line.split())] for line in lines if re.fullmatch(r"[\d ]+", line)]
     marks = [*filter(None, map(_LINE.match, schedule.read_text().splitlines()))]
-    found, start = [], 0
+    result, start = [], 0
     for index, mark in enumerate(marks):
         is_last = index + 1 == len(marks)
         if is_last or "sbr" in mark[2] or marks[index + 1][1]:
@@ -209,12 +210,12 @@ def regions(folder: Path, kernel: str) -> list[Region]:
             start = index + 1
             used = sum(bundle[SLOTS.index("MXU")] for bundle in part)
             if len(part) >= 200 and used:
-                found.append(Region(len(part), used / 4 / len(part)))
-    return found
+                result.append(Region(len(part), used / 4 / len(part)))
+    return result
 
 
 def compile_side(case: str, generation: str, side: str) -> None:
-    """Compiles a side and prints its visits of blocks, or the sizes of its steps, as JSON."""
+    """Compiles a side; prints its visits of blocks, or the sizes of its steps, as JSON."""
     import jax
     from jax.experimental import topologies
 
@@ -245,7 +246,7 @@ def with_gradients(function):
 
 
 def landmark_side():
-    """(function of arrays, their shapes, the rows x keys of a step by kernel)."""
+    """Returns (function of arrays, their shapes, the rows x keys of a step by kernel)."""
     import jax
 
     from pallas_kernels import landmark_attention
@@ -262,7 +263,7 @@ def landmark_side():
 
 
 def decoding_side(size: int):
-    """As `landmark_side`, of one query of 8 rows with 32 heads, 4 of which share a key head."""
+    """Returns as `landmark_side`: one query in 8 rows, 32 heads, 4 of which share a key head."""
     from pallas_kernels import causal, decode
     from pallas_kernels.backends.tpu import grid
 
@@ -282,7 +283,7 @@ OTHERS = {
 
 
 def our_side(case: Case, is_fused: bool):
-    """(function of q, k, v; their shape; visited blocks of a head, without a mask and others)."""
+    """Returns (function of q, k, v; their shape; visits per head of unmasked and masked blocks)."""
     import jax
     import jax.numpy as jnp
 
@@ -314,9 +315,9 @@ def our_side(case: Case, is_fused: bool):
         ("backward", ["lcjax_d_queries", "lcjax_d_keys", "lcjax_d_all"]),
     ):
         is_backward = direction == "backward"
-        tiling, found = attention._plan(array, array, array, operands, spec, is_backward)
-        kinds = np.asarray(found.kind)[np.asarray(found.valid)]
-        repeats = HEADS if found.valid.shape[1] > 1 else 1
+        tiling, listed = attention._plan(array, array, array, operands, spec, is_backward)
+        kinds = np.asarray(listed.kind)[np.asarray(listed.valid)]
+        repeats = HEADS if listed.valid.shape[1] > 1 else 1
         one = {
             "scores": tiling.rows * tiling.key_block,
             "visits": [int((kinds == kind).sum()) // repeats for kind in (grid.FULL, grid.PARTIAL)],
@@ -326,7 +327,7 @@ def our_side(case: Case, is_fused: bool):
 
 
 def splash_side(case: Case, is_fused: bool):
-    """As `our_side`; splash tests the mask in every visited block."""
+    """Returns as `our_side`; splash attention tests the mask in every visited block."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

@@ -2,10 +2,11 @@
 
     python benchmarks/tpu_compile.py [--generations v4 v5e v5p v6e] [--cases causal window ...]
 
-One row per case, direction and generation: blocks of a step, kernels, compile seconds, HBM beside
-arguments and results, and products of the visited blocks: 2 of them forward, and backward 5 in one
-kernel, or 7 in two, where scores and d_out v^T are computed for dq and again for dk, dv. What does
-not fit into VMEM or scalar memory fails to compile.
+One row per case, direction and generation: blocks of a step, number of kernels, compile seconds,
+HBM in addition to arguments and results, and TFLOP of the products of visited blocks. A forward
+pass has 2 products. A backward pass has 5 in one kernel, or 7 in two kernels, which both compute
+the scores and d_out v^T: one for dq, and one for dk and dv. A kernel that does not fit into VMEM or
+scalar memory fails to compile.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def shapes(case, generation):
 def row(case, generation: str, backward: bool) -> str:
     q, k, lse, index = shapes(case, generation)
     mask = case[-1]
-    # Decoding: the query stands at a place known at run time, so its table is traced.
+    # Decoding: the query's position is known at run time only, so its table is traced.
     spec = Spec(causal() if mask is None else mask, q.shape[-1] ** -0.5)
     operands = Operands(q_index=index if mask is None else None)
     if backward:
@@ -81,13 +82,13 @@ def row(case, generation: str, backward: bool) -> str:
 
 
 def _products(q, k, operands, spec, products: int):
-    """The layout, and the floating-point operations of the visited blocks if they are static."""
+    """Returns the tiling, and the FLOPs of the visited blocks; None if the table is traced."""
     backward = products > 2
     if operands.q_index is not None:
         step = _tpu_grid.step_blocks(q, k, backward)
         return _tpu._tiling(q, k, k, operands, None, step), None
-    cut, found = _tpu._plan(q, k, k, operands, spec, backward)
-    pairs = int(np.sum(found.valid & (found.kind != _tpu_grid.NOTHING)))
+    cut, visits = _tpu._plan(q, k, k, operands, spec, backward)
+    pairs = int(np.sum(visits.valid & (visits.kind != _tpu_grid.NOTHING)))
     per_step = 2 * cut.rows * cut.key_block * q.shape[-1]
     return cut, products * per_step * pairs * cut.batch * cut.heads
 

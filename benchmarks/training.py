@@ -1,14 +1,14 @@
-"""The program of a training step on random tokens, as `train.py` runs it: for other benchmarks."""
+"""The training step of `train.py`, and batches of random tokens; used by other benchmarks."""
 
 import functools
 from collections.abc import Callable
 
 
 def update(config) -> tuple[Callable, object]:
-    """Returns (state, frozen, batch) -> (state, info), an AdamW update of all weights of `config`.
+    """Returns an AdamW update of all weights, and the optimizer that makes its state.
 
-    It is not jitted. Beside it, the optimizer that makes its state. `config.remat` is replaced by
-    the default of `train.py` where it is "none".
+    The update is a function (state, frozen, batch) -> (state, info), which is not jitted. If
+    `config.remat` is "none", it is replaced by the default of `train.py`.
     """
     from lcjax.checkpoints.build import ModelSection
     from lcjax.rope import PlainPositions
@@ -31,7 +31,7 @@ def update(config) -> tuple[Callable, object]:
 
 
 def batch(rows: int, length: int, vocab_size: int) -> dict:
-    """A batch of random tokens, one document a row."""
+    """Returns a batch of random tokens, with one document per row."""
     import numpy as np
 
     tokens = np.random.default_rng(0).integers(3, vocab_size, (rows, length + 1)).astype(np.int32)

@@ -1,16 +1,17 @@
-"""Whether a search finds what a question asks for: a password behind SharedLLM's trees.
+"""Measures whether SharedLLM's tree search finds a password that a question refers to.
 
     python benchmarks/tree_search.py            # SmolLM2-135M, 17 minutes on 2 CPU cores
 
-A document is made of notes, each of which begins and ends with its subject and else is text of the
-reference of Python's language; one of them has a password, a noun. A chunk holds
-two notes: its tree keeps the chosen half whole, and one token of the other. The question ends with
-the subject, because a search compares the last token of a question with the last one of each half
-and sees nothing else of them but through one layer (arXiv 2410.19318, sec. 3.2). Cross-attention
-learns to read such notes (configs/study/tree_search.yaml, searched for the question). Then
-documents that are new, with passwords that it has not learned, have it in the left or in the right
-half of a chunk; the table says how often it is repeated, by policy and length, and also where notes
-end with any word, as texts do.
+A document consists of notes. Each note begins and ends with its subject; the rest is text of
+Python's language reference. One note contains a password, which is a noun. A chunk holds two notes:
+its tree keeps all of the chosen half, and one token of the other. The question ends with the
+subject, because a search compares the last token of the question with the last token of each half,
+which depend on the other tokens through one layer only (arXiv 2410.19318, sec. 3.2).
+
+First, cross-attention is trained to read such notes (configs/study/tree_search.yaml), with searches
+for the question. Then new documents have a password that was not in training, in the left or in the
+right half of a chunk. The table shows how often it is repeated, by policy and length, also for
+notes that end with any word, as ordinary texts do.
 """
 
 import argparse
@@ -49,17 +50,17 @@ class Notes:
         self.short = next(ids for ids in self.words if len(ids) == 1)
 
     def _single(self, words: str) -> list[str]:
-        """Those that are one token."""
+        """Returns the words that are one token."""
         return [word for word in words.split() if len(self.encode(" " + word)) == 1]
 
     def filler(self, count: int) -> list[int]:
-        """`count` tokens of running text, from anywhere."""
-        found, at = [], int(self.rng.integers(len(self.words) - count))
-        while len(found) < count:
-            word = self.words[at]
-            found += word if len(found) + len(word) <= count else self.short
-            at += 1
-        return found
+        """Returns `count` tokens of running text from a random place."""
+        ids, index = [], int(self.rng.integers(len(self.words) - count))
+        while len(ids) < count:
+            word = self.words[index]
+            ids += word if len(ids) + len(word) <= count else self.short
+            index += 1
+        return ids
 
     def note(self, subject: str, key: str | None, closed: bool) -> list[int]:
         begin = f"\nThe {subject}" + (f" password is {key}." if key else "")
@@ -69,23 +70,24 @@ class Notes:
     def document(
         self, chunks: int, *, half: int, closed: bool = True, seen: bool = False
     ) -> tuple[list[int], str]:
-        """Of `chunks` and one more, which the decoder reads with the question; and its answer.
+        """Returns the tokens of a document with its question, and the answer.
 
-        The password stands in the left (0) or right (1) `half` of one of `chunks`; it is one of
-        those for training (`seen`) or of the others.
+        The document has `chunks` chunks, and one more that the decoder reads with the question. The
+        password is in the left (0) or right (1) `half` of one of the `chunks`. It is one of the
+        passwords for training if `seen`, otherwise one of the others.
         """
         subject, *others = self.rng.permutation(self.subjects)
         key, notes = str(self.rng.choice(self.passwords[not seen :: 2])), []
         place = 2 * int(self.rng.integers(chunks)) + half
         for number in range(2 * chunks + 2):
-            asked = number == place
-            about = subject if asked else others[int(self.rng.integers(len(others)))]
-            notes += self.note(about, key if asked else None, closed)
+            has_password = number == place
+            topic = subject if has_password else others[int(self.rng.integers(len(others)))]
+            notes += self.note(topic, key if has_password else None, closed)
         return notes + self.encode(f"\nThe {subject}"), f" password is {key}."
 
 
 def train(seed: int) -> Path:
-    """The folder of a model that has learned to read notes."""
+    """Trains a model to read notes; returns its folder."""
     from lcjax.checkpoints.load import load_tokenizer
     from lcjax.config import parse
     from lcjax.training import TrainConfig, run
@@ -106,20 +108,20 @@ def train(seed: int) -> Path:
 
 
 def found(args, lm, policy, chunks: int, closed: bool) -> list[float]:
-    """The share of passwords that are found in the left and in the right half of a chunk."""
+    """Returns the shares of passwords found in the left and in the right half of a chunk."""
     from lcjax.generation.sampling import Sampling
 
     memory = dataclasses.replace(lm.config.memory, policy=policy)
     reader, shares = lm.with_method(memory=memory), []
-    own = chunks * memory.chunk  # what is read as context; the decoder has the rest
+    num_context = chunks * memory.chunk  # tokens of the context; the decoder reads the rest
     for half in (0, 1):
         notes, right = Notes(lm.tokenizer, memory.chunk, [args.seed, 1, chunks, half]), 0
         drawn = [notes.document(chunks, half=half, closed=closed) for _ in range(args.samples)]
         for start in range(0, args.samples, args.batch):
             documents, answers = zip(*drawn[start : start + args.batch], strict=True)
             length = max(len(notes.encode(answer)) for answer in answers)
-            context = reader.encode_contexts([[ids[:own]] for ids in documents])
-            prompts = [ids[own:] for ids in documents]
+            context = reader.encode_contexts([[ids[:num_context]] for ids in documents])
+            prompts = [ids[num_context:] for ids in documents]
             texts = reader.generate(prompts, Sampling(max_new_tokens=length), context=context)
             right += sum(a.strip() in b for a, b in zip(answers, texts, strict=True))
         shares.append(right / args.samples)

@@ -161,7 +161,7 @@ class OnChip:
         self.place = jax.sharding.SingleDeviceSharding(devices(topology)[0])
 
     def bytes(self, lowered):
-        return program_cost(lowered, self.chip).needed
+        return program_cost(lowered, self.chip).peak_memory
 
     def shapes(self, tree):
         return jax.tree.map(
@@ -233,7 +233,7 @@ def test_the_heavy_programs_of_a_notebook_fit_the_chip_it_names(path, tmp_path, 
         group = [config for config in known if type(config.model.memory) is memory]
         largest = max(group, key=lambda config: config.data.length * config.train.batch_size)
         compiled = compile_only.compile_step(largest, topology)[0]
-        needed[f"training, {memory.__name__}"] = compiled.needed
+        needed[f"training, {memory.__name__}"] = compiled.peak_memory
     for name, (function, arguments) in names.get("PROGRAMS", {}).items():
         needed[name] = chip.bytes(jax.jit(function).trace(*chip.shapes(arguments)).lower())
     folders = {f"{config.run.folder}/model": config.model for config in trainings}

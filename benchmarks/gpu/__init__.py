@@ -1,7 +1,7 @@
-"""NVIDIA GPUs: `check` proves kernels, `attention` times them and `model` whole models.
+"""Benchmarks on NVIDIA GPUs: `check` tests kernels, `attention` times them, `model` times models.
 
-`compile` needs no GPU. Each is run from the repository's root as `python -m
+`compile` needs no GPU. Run each from the repository's root, as in `python -m
 benchmarks.gpu.attention`; an installed wheel has this package as `lcjax.benchmarks.gpu`. Of the
-packages that lcjax needs only jax and numpy have to be there, but for `model`
-(`model_runs.NEEDED`).
+packages that lcjax needs, only jax and numpy are required, except by `model` (see
+`model_runs.NEEDED`).
 """

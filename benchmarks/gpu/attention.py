@@ -1,32 +1,34 @@
-"""Attention on an NVIDIA GPU: our kernels beside other libraries' in one run, and the targets.
+"""Times attention on an NVIDIA GPU: lcjax's kernels beside other libraries', and the targets.
 
-From the repository's root, with jax for CUDA (torch and tokamax are peers, if there; an installed
-wheel has them as `lcjax.benchmarks.gpu`):
+From the repository's root, with jax for CUDA (torch and tokamax are peers if they are installed; an
+installed wheel has this package as `lcjax.benchmarks.gpu`):
 
     python -m benchmarks.gpu.check --minutes 3       # are the results right?
     python -m benchmarks.gpu.attention --minutes 6   # how fast are they?
     python -m benchmarks.gpu.attention --report      # what was measured, without a GPU
 
-or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a GPU `--cpu` runs all
-of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
+The second command with `--check --minutes 9` does both, in 9 minutes. `--cpu` runs all of it without
+a GPU, at tiny sizes (`--interpret`: also Pallas-Triton kernels); its times are meaningless.
 
-Workloads are taken in the order of workloads.py until the time is up; `--group` chooses some. The
-same command then goes on with those that are left (`--again`: with all of them). Measured are our
-implementations beside cuDNN; `--sides .` adds the other libraries. All implementations of a
-workload are compiled, compared with a dense float32 oracle, run twice for equal bits, and then
-timed in turns, every round in another order, as medians of chains of dependent calls. An
-implementation that cannot run a workload has a row with the reason. A kernel that crashes the
-process or hangs, also while it is compiled, is left out of that workload, and of all of them the
-second time; if it was a backward pass, `--passes fwd` still times the forward ones.
+Workloads run in the order of workloads.py until the time is up; `--group` selects some of them. The
+same command then continues with the remaining ones (`--again`: starts again with all). By default
+lcjax's implementations and cuDNN are measured; `--sides .` adds the other libraries. All
+implementations of a workload are compiled, compared with a dense float32 oracle, and run twice to
+test for equal bits. They are then timed in turns, every round in another order, as medians of
+chains of dependent calls. An implementation that cannot run a workload has a row with the reason. A
+kernel that crashes the process or hangs, also during compilation, is left out of that workload,
+and after the second time of all workloads. If it is a backward pass, `--passes fwd` still times the
+forward passes.
 
-"executed" counts pairs in visited blocks of 128 x 128, "useful" the visible ones; a backward pass
-counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "table" is building
-the list of blocks: on the host where the mask is known, on the device for documents.
+"executed" counts the pairs in visited blocks of 128 x 128, "useful" the visible pairs; a backward
+pass has 2.5 times the FLOPs of the forward pass. "peak GB" is the compiler's plan of a call's
+memory. "table" is the time to list the blocks: on the host for a static mask, on the device for
+documents.
 
-Writes DEVICE.json and DEVICE.md into `--out`, after every workload, and prints the tables last.
-`--keep` checks first, and tells lcjax, after every workload: from then on attention on such a GPU
-is computed by what was fastest for calls of its kind and right in all calls of that form and dtype
-(`pallas_kernels.timings`).
+Writes DEVICE.json and DEVICE.md into `--out` after every workload, and prints the tables at the end.
+`--keep` checks first, and stores the timings for lcjax after every workload. From then on,
+attention on such a GPU is computed by the implementation that was fastest for calls of its kind,
+among those that were right in all calls of that form and dtype (`pallas_kernels.timings`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ import sys
 import time
 from pathlib import Path
 
-WATCHED = 75.0  # seconds without a word after which the process counts as hanging
+WATCHED = 75.0  # seconds without output after which the process counts as hanging
 
 
 def arguments(argv=None):
@@ -67,7 +69,7 @@ def arguments(argv=None):
 
 
 def about_here() -> dict:
-    """`measure.describe`, asked in a process that lets go of the device again."""
+    """Returns `measure.describe()` of a child process, which frees the device when it ends."""
     from .workers import ROOT, STARTING
 
     program = (
@@ -81,16 +83,16 @@ def about_here() -> dict:
 
 
 class Report:
-    """Gathers events, and writes what they come to."""
+    """Collects events, and writes the results and their tables."""
 
     def __init__(self, args):
         self.args, self.found = args, {"command": sys.argv[1:], "rows": [], "lost": [], "left": []}
         self.found |= {"done": [], "options": {x: getattr(args, x) for x in ("passes", "sides")}}
-        self.failures: list[dict] = []  # cases of the check
+        self.failures: list[dict] = []  # failed cases of the check
         self.workloads: dict | None = None
 
     def resume(self, about: dict) -> None:
-        """Goes on with what `--out` has of the same device, versions and options."""
+        """Continues with the results in `--out` if device, versions and options are equal."""
         from pallas_kernels import timings
 
         self.found["about"] = about
@@ -127,7 +129,7 @@ class Report:
             print(f"{time.strftime('%H:%M:%S')} {event}", file=sys.stderr, flush=True)
 
     def _lose(self, event: dict) -> None:
-        """A workload that is begun again has its rows again."""
+        """Removes the rows of a lost workload, which is repeated or gets rows with the reason."""
         self.found["lost"].append(event)
         rows = [r for r in self.found["rows"] if r["workload"] != event["lost"]]
         if not event["again"]:
@@ -150,7 +152,7 @@ class Report:
         return with_ratios(shares)
 
     def wrong(self) -> int:
-        """1 where results of ours are not those of the oracle, or not the same twice."""
+        """Returns 1 if a result of lcjax is wrong, or differs between two runs; otherwise 0."""
         from .implementations import OURS
         from .report import is_right
 
@@ -158,7 +160,7 @@ class Report:
         return int(not all(map(is_right, ours)))
 
     def keep(self) -> str:
-        """Writes what was fastest where dispatch reads it; says where, and what was left out."""
+        """Writes the timings that dispatch reads; returns a message with what was left out."""
         from pallas_kernels import timings
 
         from .check import calls_of
@@ -178,7 +180,7 @@ class Report:
         return f"{kept}:\n{fastest(times)}{said}"
 
     def _forms_of(self, workload: str) -> set[str]:
-        """The forms of its calls."""
+        """Returns the forms of a workload's calls."""
         from pallas_kernels import timings
 
         from .workloads import UNIT, workloads
@@ -188,7 +190,7 @@ class Report:
         return {timings.form_of(kind) for kind in self.workloads[workload].kinds}
 
     def tables(self) -> dict:
-        """Milliseconds of a static table of 128k, and what share of its call a traced one is."""
+        """Returns ms of a static table of 128k, and a traced table's share of its call's time."""
         timed = [r for r in self.found["rows"] if r.get("ms") and r["table_ms"] is not None]
         static = [r["table_ms"] for r in timed if r["workload"].startswith("b window 4k, 128k")]
         shares: dict = {}
@@ -196,24 +198,24 @@ class Report:
             if r["group"] == "e" and r["pass"] == "fwd" and r["side"].startswith("lcjax"):
                 share = r["table_ms"] / r["ms"]
                 shares[r["workload"]] = max(share, shares.get(r["workload"], 0.0))
-        # Of the fastest of ours, and of the workload where it costs most.
+        # Of lcjax's fastest implementation, and of the workload where the table costs most.
         most = max(shares.values(), default=None)
         return {"static_ms": min(static, default=None), "traced_share": most}
 
     def write(self) -> None:
-        """Writes both files."""
+        """Writes DEVICE.json and DEVICE.md."""
         from pallas_kernels import timings
 
         file = self.args.out / timings.file_of(self.found.get("about", {}).get("device", "unknown"))
         self.args.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.found | {"rows": self.rows()}, indent=1)
-        part = file.with_suffix(".part")  # whole, or not at all: `resume` reads it
+        part = file.with_suffix(".part")  # atomic, because `resume` reads it
         part.write_text(text + "\n")
         part.replace(file)
         file.with_suffix(".md").write_text(self.text(short=False) + "\n")
 
     def text(self, short: bool = True) -> str:
-        """The report, with the figures that matter most or with all of them."""
+        """Returns the report, with the most important figures or (short=False) with all of them."""
         from . import report
 
         rows = self.rows()
@@ -226,7 +228,7 @@ class Report:
         return "\n\n".join(parts)
 
     def _head(self, about: dict) -> str:
-        """The device, what runs on it, its ceilings, and what went wrong."""
+        """Returns the device, versions, ceilings, and what went wrong."""
         parts = [f"# Attention on {about.get('device')}"]
         parts.append(", ".join(f"{k} {v}" for k, v in about.items() if v and k != "device"))
         if ceilings := self.found.get("ceilings"):
@@ -245,7 +247,7 @@ class Report:
 
 
 def reported(args) -> str:
-    """The tables of all devices that `--out` has results of."""
+    """Returns the tables of all devices with results in `--out`."""
     reports = []
     for file in sorted(args.out.glob("*.json")):
         report = Report(args)
@@ -278,7 +280,7 @@ def main(argv=None) -> int:
             file=sys.stderr,
         )
         return 2
-    # This process traces what failed, and leaves the GPU to its children.
+    # This process only traces failed cases, and leaves the GPU to its children.
     jax.config.update("jax_platforms", "cpu")
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     report.resume(about)

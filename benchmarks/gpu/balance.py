@@ -1,11 +1,11 @@
-"""How evenly programs of the Hopper kernels fill the 132 multiprocessors of an H100 or H200.
+"""Computes how evenly the Hopper kernels fill the 132 multiprocessors of an H100 or H200.
 
     python -m benchmarks.gpu.balance
 
-Nothing runs. Programs start in the order of their grid, each on the multiprocessor that is free
-first, and take as long as the tiles that they visit; shared memory holds one at a time. One row per
-kernel and causal call: the programs, and the balance, which is visited tiles / (132 x tiles that
-the busiest multiprocessor visits).
+Nothing runs on a GPU. The model: programs start in the order of their grid, each on the first free
+multiprocessor; their time is proportional to the tiles that they visit; a multiprocessor's shared
+memory holds one program at a time. One row per kernel and causal call: the number of programs, and
+the balance, which is visited tiles / (132 x tiles that the busiest multiprocessor visits).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CALLS = [  # batch, tokens, query heads, key heads, head size
 
 
 def steps(kernel: str, batch: int, tokens: int, heads: int, key_heads: int, size: int):
-    """The number of tiles that each program visits, in the order of the grid."""
+    """Returns the number of tiles that each program visits, in the order of the grid."""
     q, k = (jax.ShapeDtypeStruct((batch, tokens, n, size), "bfloat16") for n in (heads, key_heads))
     operands, call = Operands(), Spec(causal(), size**-0.5)
     tiles = attention._tiles(kernel, q, k, operands, call)
@@ -54,7 +54,7 @@ def steps(kernel: str, batch: int, tokens: int, heads: int, key_heads: int, size
 
 
 def balance(times) -> float:
-    """Sum of the times / (PROCESSORS x the time until all are done)."""
+    """Returns the sum of the times / (PROCESSORS x the time until all are done)."""
     free = [0] * PROCESSORS
     for time in times:
         heapq.heapreplace(free, free[0] + int(time))

@@ -1,16 +1,17 @@
-"""Every GPU implementation against the tests' float64 formulas, on the GPU that is here.
+"""Checks all GPU implementations against the tests' float64 formulas, on this machine's GPU.
 
     python -m benchmarks.gpu.check --minutes 4 [--backends triton mosaic_gpu] [--only "words"]
 
 The cases of tests/pallas_kernels (masks, tables, documents, biases, sinks, shared key heads, odd
 sizes, cotangents of the log-sum-exp), and larger ones of several tiles, in bfloat16, float16 and
-float32, on fresh random inputs. Every program writes over buffers full of NaN and runs three times
-with equal bits (gradients of cuDNN, which adds them up in any order, are exempt). Decoding and
+float32, on new random inputs. Every program writes into buffers full of NaN, and three runs must
+agree bit by bit (except gradients of cuDNN, which adds them up in any order). Decoding and
 Landmark's grouped softmax have the oracles of their own tests.
 
-One line per case; "skip" says why an implementation does not take one. Exit code 1 where a case
-fails, crashes or hangs, or an implementation passes none. Several processes share the GPU; one that
-crashes or hangs is replaced. `--cpu` checks "xla" here (`--interpret`: Pallas-Triton too).
+Prints one line per case; "skip" is followed by the reason why an implementation does not support
+it. The exit code is 1 if a case fails, crashes or hangs, or if an implementation passes no case.
+Several processes share the GPU; one that crashes or hangs is replaced. `--cpu` checks "xla" without
+a GPU (`--interpret`: also Pallas-Triton).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ FORMULAS = HERE / "formulas"
 if not FORMULAS.is_dir():
     FORMULAS = HERE.parents[1] / "tests" / "pallas_kernels"
 sys.path.insert(0, str(FORMULAS))
-LANDMARK, DECODE = "Landmark: ", "decode, "  # how names of their cases begin
-WATCHED = 60.0  # seconds without a word after which a process counts as hanging
+LANDMARK, DECODE = "Landmark: ", "decode, "  # prefixes of the names of their cases
+WATCHED = 60.0  # seconds without output after which a process counts as hanging
 
 
 def large() -> dict:
-    """Cases of several tiles, in head sizes that models have."""
+    """Returns cases of several tiles, with head sizes of real models."""
     from attention_oracle import Blocked, Case
 
     from pallas_kernels import causal, everything, per_head, prefix, window
@@ -65,7 +66,7 @@ def large() -> dict:
 
 
 def cases(seed: int) -> dict:
-    """Cases of the three oracles by name, the most telling first."""
+    """Returns the cases of the three oracles by name, the most informative ones first."""
     import attention_oracle
     import decode_cases
     import landmark_oracle
@@ -75,21 +76,21 @@ def cases(seed: int) -> dict:
         ("bfloat16", many), ("bfloat16", small), ("float16", many), ("float32", many),
         ("float32", small),
     ]  # fmt: skip
-    found = {}
+    result = {}
     for dtype, group in rounds:
         kind = "tiles" if group is many else "small"
         for i, (name, case) in enumerate(group.items()):
             case = dataclasses.replace(case, dtype=dtype, seed=seed + i)
-            found[f"{kind}, {dtype}: {name}"] = case
+            result[f"{kind}, {dtype}: {name}"] = case
     landmark = {LANDMARK + name: case for name, case in landmark_oracle.CASES.items()}
     for dtype in ("bfloat16", "float32"):
         for name, case in decode_cases.CASES.items():
-            found[f"{DECODE}{dtype}: {name}"] = dataclasses.replace(case, dtype=dtype)
-    return landmark | found
+            result[f"{DECODE}{dtype}: {name}"] = dataclasses.replace(case, dtype=dtype)
+    return landmark | result
 
 
 def calls_of(name: str) -> tuple[str, set[str]]:
-    """The dtype of a case, and the forms of its calls (`pallas_kernels.timings.form_of`)."""
+    """Returns the dtype of a case, and the forms of its calls (`timings.form_of`)."""
     import attention_oracle as oracle
 
     from pallas_kernels import explain, timings
@@ -100,14 +101,14 @@ def calls_of(name: str) -> tuple[str, set[str]]:
     if name.startswith(DECODE):
         return case.dtype, {"few queries"}
     alike = dataclasses.replace(case, dtype=timings.TIMED_DTYPE)  # float32 has no kind
-    found = explain(oracle.program(alike, "xla"), *oracle.inputs(alike))
-    return case.dtype, {timings.form_of(x.kind) for x in found}
+    explanations = explain(oracle.program(alike, "xla"), *oracle.inputs(alike))
+    return case.dtype, {timings.form_of(x.kind) for x in explanations}
 
 
 def poisoned(program, inputs):
-    """A function that runs the program on the inputs over NaN, and how many bytes are NaN first.
+    """Returns a function that runs the program into buffers of NaN, and the bytes of NaN.
 
-    Results are written into buffers that are given away, which hold NaN.
+    The buffers are donated, so that the program writes its results into them.
     """
     import jax
     import jax.numpy as jnp
@@ -127,22 +128,22 @@ def poisoned(program, inputs):
 
 
 def check(name: str, case, backend: str) -> tuple[str, str]:
-    """("ok", "skip" or "FAIL", why) of one case."""
+    """Checks one case; returns "ok", "skip" or "FAIL", and the reason."""
     from pallas_kernels.dispatch import BACKENDS
 
     from .runs import recorded_error
 
-    found = {}
-    with recorded_error(found, name):
+    reasons = {}
+    with recorded_error(reasons, name):
         if name.startswith(LANDMARK):
             return _check_landmark(case, backend)
         if name.startswith(DECODE):
             return _check_decode(case, backend)
-        # Where lse has a cotangent, another backend computes the gradients.
+        # A backend without `takes_d_lse` leaves gradients with a cotangent of lse to another one.
         of_lse = BACKENDS[backend].takes_d_lse
         return _check_flash(dataclasses.replace(case, of_lse=of_lse), backend)
-    refused = re.match(rf"CannotRun: \w+\(implementation='{backend}'\): ([^;]*)", found[name])
-    return ("skip", refused[1]) if refused else ("FAIL", found[name])
+    refused = re.match(rf"CannotRun: \w+\(implementation='{backend}'\): ([^;]*)", reasons[name])
+    return ("skip", refused[1]) if refused else ("FAIL", reasons[name])
 
 
 def _check_flash(case, backend: str) -> tuple[str, str]:
@@ -150,11 +151,11 @@ def _check_flash(case, backend: str) -> tuple[str, str]:
     import numpy as np
 
     run, poisons = poisoned(oracle.program(case, backend), oracle.inputs(case))
-    found = [{k: np.asarray(x) for k, x in run().items()} for _ in range(3)]
-    wrong = oracle.above_limit(case, found[0], oracle.oracle(case))
+    runs = [{k: np.asarray(x) for k, x in run().items()} for _ in range(3)]
+    wrong = oracle.above_limit(case, runs[0], oracle.oracle(case))
     if wrong:
         return "FAIL", f"relative errors {wrong}"
-    return _same(_reproducible(found, backend), f"over {poisons} bytes of NaN")
+    return _same(_reproducible(runs, backend), f"over {poisons} bytes of NaN")
 
 
 def _check_decode(case, backend: str) -> tuple[str, str]:
@@ -170,11 +171,11 @@ def _check_decode(case, backend: str) -> tuple[str, str]:
 
     inputs = build(case)
     run, poisons = poisoned(program, inputs)
-    found = [jax.tree.map(np.asarray, run()) for _ in range(3)]
+    runs = [jax.tree.map(np.asarray, run()) for _ in range(3)]
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = expected(case, *jax.device_put(inputs, jax.devices("cpu")[0]))
-    assert_close(found[0], wanted, case.dtype)
-    return _same(found, f"over {poisons} bytes of NaN")
+        reference = expected(case, *jax.device_put(inputs, jax.devices("cpu")[0]))
+    assert_close(runs[0], reference, case.dtype)
+    return _same(runs, f"over {poisons} bytes of NaN")
 
 
 def _check_landmark(case, backend: str) -> tuple[str, str]:
@@ -185,18 +186,18 @@ def _check_landmark(case, backend: str) -> tuple[str, str]:
     from .runs import poison
 
     q, k, v = case.arrays()[:3]
-    found = []
+    runs = []
     for _ in range(2):
         poison(*((x.shape, x.dtype) for x in (q, q, k, v)))
-        found.append(jax.tree.map(np.asarray, oracle.run.__wrapped__(case, backend)))
+        runs.append(jax.tree.map(np.asarray, oracle.run.__wrapped__(case, backend)))
     with jax.default_device(jax.devices("cpu")[0]):
         expected = oracle.oracle(case)[:3]
-    oracle.assert_same(found[0], expected, case.loose)
-    return _same(found, "")
+    oracle.assert_same(runs[0], expected, case.loose)
+    return _same(runs, "")
 
 
 def _reproducible(found: list[dict], backend: str) -> list[dict]:
-    """Results that must be the same in every run: of some backends not the gradients."""
+    """Returns results that must not vary between runs; without gradients for some backends."""
     from pallas_kernels.dispatch import BACKENDS
 
     if BACKENDS[backend].deterministic:
@@ -212,7 +213,7 @@ def _same(found: list, said: str) -> tuple[str, str]:
 
 
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
-    """Checks jobs "backend | case" in this process."""
+    """Does jobs in this process; their names are "backend | case"."""
     if args.interpret:
         from .implementations import interpret_triton
 
@@ -234,13 +235,13 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
 
 
 def shards(args, names: list[str]) -> list[list[dict]]:
-    """Jobs of the processes: every backend has its own, and some of them each."""
-    found = []
+    """Returns the jobs of each process; every backend has `args.processes` of its own."""
+    result = []
     for backend in args.backends:
         for i in range(args.processes):
             some = names[i :: args.processes]
-            found.append([{"name": f"{backend} | {name}"} for name in some])
-    return found
+            result.append([{"name": f"{backend} | {name}"} for name in some])
+    return result
 
 
 def supervised(jobs: list[dict], command: list[str], deadline: float, take) -> None:
@@ -258,7 +259,7 @@ class Log:
     """Prints a line per case and counts them.
 
     Args:
-      earlier: The `state` of a log to go on with.
+      earlier: the `state` of an earlier log, which this one continues.
     """
 
     def __init__(self, backends, earlier: dict | None = None):
@@ -287,14 +288,14 @@ class Log:
         return f"{row['status']:4} {row['backend']:10} {row['case']}: {row['why']}"
 
     def lines(self) -> list[str]:
-        """What failed, and how many cases passed."""
+        """Returns the lines of failed cases, and the counts of each backend."""
         counts = self.counts.items()
-        said = [f"{x}: " + ", ".join(f"{n} {what}" for what, n in of.items()) for x, of in counts]
-        said += [f"{self.left} cases were not reached in time"] if self.left else []
-        return [*map(self._line, self.failures), *said]
+        summary = [f"{x}: " + ", ".join(f"{n} {what}" for what, n in y.items()) for x, y in counts]
+        summary += [f"{self.left} cases were not reached in time"] if self.left else []
+        return [*map(self._line, self.failures), *summary]
 
     def failed(self) -> int:
-        """1 where a case failed, or none was right."""
+        """Returns exit code 1 if a case failed or a backend passed none, otherwise 0."""
         return int(bool(self.failures) or any(not x["ok"] for x in self.counts.values()))
 
 
@@ -333,10 +334,10 @@ def main(argv=None) -> int:
 
 
 def run(args, options: list[str], earlier: dict | None = None) -> Log:
-    """All cases, in processes that are given the same options; in this one on a CPU.
+    """Checks all cases, in child processes with the same options; on a CPU, in this process.
 
     Args:
-      earlier: The `Log.state` of a run whose cases are not repeated.
+      earlier: the `Log.state` of a run whose cases are not repeated.
     """
     deadline, log = time.monotonic() + 60 * args.minutes, Log(args.backends, earlier)
     words, done = args.only.split(), {*log.done}
@@ -352,8 +353,8 @@ def run(args, options: list[str], earlier: dict | None = None) -> Log:
     command = [sys.executable, "-m", f"{__package__}.check", *options]
     command += ["--seed", str(args.seed), "--worker"]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        of = functools.partial(supervised, command=command, deadline=deadline)
-        list(pool.map(lambda x: of(x, take=log.take), jobs))
+        check_jobs = functools.partial(supervised, command=command, deadline=deadline)
+        list(pool.map(lambda x: check_jobs(x, take=log.take), jobs))
     return log
 
 

@@ -1,23 +1,30 @@
-"""Compiles the GPU kernels for NVIDIA GPUs on a machine without one, and says what they use.
+"""Compiles the GPU kernels on a machine without a GPU, and prints the resources that they use.
 
     pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
     python -m benchmarks.gpu.compile [--update | --check | --seconds] [--all] [--only "d_keys h200"]
     python -m benchmarks.gpu.compile --layers
 
-One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
-spills, how often the assembler says that it serialised wgmma, shared memory, and tensor core
+One row per kernel, GPU, head size, dtype and kind of call: registers per thread, spilled bytes, the
+number of times that the assembler reports serialised wgmma, shared memory, and tensor core
 instructions in the program text (wgmma on Hopper, else mma).
-Kernels of Mosaic GPU have the word `mosaic` in front; the registers are what their threads start
-with, before the warpgroups that compute take those of the one that copies.
-`--update` writes the rows to compile.json; `--check` compares them with it: no spills, no more
-registers, shared memory and serialised wgmma than there (jax 0.11.2 and 0.12.0.1 differ by a few
-registers: it has what passes with both), tensor cores used. `--seconds` compiles as a program that
-uses the kernel does, without the dumps that the rows are read from (they take as long again), and
-says how long lowering and compiling took, with what a traced table needs beside the kernel.
-`--layers` prints how many kernels XLA makes beside those of attention in a decoding step of 1, 2
-and 4 layers, over a cache of 16,384 keys: 2 queries ("few", whose keys are split in 16 parts), and
-one ("one", 64 parts). The block table's are there once for all; each layer merges its parts.
-Nothing runs: what the machine code promises is in `benchmarks.gpu.machine_code`.
+
+Names of Mosaic GPU kernels begin with `mosaic`. Their registers are those with which threads start,
+before the compute warpgroups take over registers of the one that copies.
+
+`--update` writes the rows to compile.json. `--check` compares them with it: no spills, not more
+registers, shared memory and serialised wgmma than there, and tensor cores in use. (jax 0.11.2 and
+0.12.0.1 differ by a few registers; the file has values that pass with both.)
+
+`--seconds` compiles like a program that uses the kernel, without the dumps from which rows are read
+(they double the time), and prints the seconds of lowering and compiling. These include what a
+traced table needs in addition to the kernel.
+
+`--layers` prints the number of kernels that XLA makes in addition to those of attention, in a
+decoding step of 1, 2 and 4 layers over a cache of 16,384 keys: for 2 queries ("few", keys split
+into 16 parts) and for 1 query ("one", 64 parts). Kernels of the block table occur once for all
+layers; each layer merges its parts.
+
+Nothing runs on a GPU; `benchmarks.gpu.machine_code` predicts speeds from the machine code.
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ TABLE = HERE / "compile.json"
 SCRATCH = tempfile.TemporaryDirectory(prefix="gpu_compile_")
 DUMP = Path(SCRATCH.name)
 BINARY = DUMP / "kernel.cubin"  # of the kernel compiled last
-GPUS = {  # file of targets/: name of the device, architecture of ptxas
+GPUS = {  # file in targets/: name of the device, architecture for ptxas
     "h200": ("NVIDIA H200", "sm_90a"),
     "a100": ("NVIDIA A100-SXM4-80GB", "sm_80"),
     "l40s": ("NVIDIA L40", "sm_89"),  # the same chip; jax 0.11 and 0.12 have no name for the L40S
@@ -72,13 +79,13 @@ LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, trace
     "landmark_documents": (2, 4095, 51, 8, 2, True),
 }
 KERNELS = ("forward", "d_queries", "d_keys")
-# The word before a kernel in its row's name: its module, and its name in the program text.
+# First word of a row's name: the kernel's module, and its name in the program text.
 MODULES = {
     "": (_triton, "lcjax_{}"),
     "mosaic": (_mosaic_gpu, "flash_{}_mosaic_gpu_kernel"),
 }
 LANDMARK = _triton_landmark, "lcjax_landmark_{}"
-# GPU, head size, dtype and call; a call of few queries is a forward pass alone.
+# GPU, head size, dtype and call; calls of few queries have a forward pass only.
 ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
 ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
@@ -101,22 +108,22 @@ MOSAIC_OTHERS += [("h200", 128, "float16", "capped")]
 
 
 def wheels() -> list[Path]:
-    """Folders that may have bin/: of wheels for CUDA 12 or 13, or of an installed CUDA."""
-    found = importlib.util.find_spec("nvidia")
-    roots = [Path(x) for x in found.submodule_search_locations] if found else []
+    """Returns folders that may have bin/: of wheels for CUDA 12 or 13, or an installed CUDA."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(x) for x in spec.submodule_search_locations] if spec else []
     folders = [root / name for root in roots for name in ("cuda_nvcc", "cu13")]
     return [*folders, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
 
 
 def toolkit() -> Path | None:
-    """The folder with bin/ptxas and libdevice."""
+    """Returns the folder with bin/ptxas and libdevice; None if it is missing."""
     return next((x for x in wheels() if (x / "bin" / "ptxas").exists()), None)
 
 
 def prepare(xla: bool = True, mosaic: bool = True):
-    """Has to be done before JAX starts a backend: which compilers dump what they make.
+    """Sets which compilers dump their output; call it before JAX starts a backend.
 
-    `resources` reads both, the emulator Mosaic-GPU's.
+    `resources` reads the dumps of both; the emulator of the tests reads those of Mosaic GPU.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
@@ -124,24 +131,24 @@ def prepare(xla: bool = True, mosaic: bool = True):
     flags = ["--xla_gpu_autotune_level=0"]
     if (folder := toolkit()) is not None:
         flags += [f"--xla_gpu_cuda_data_dir={folder}"]
-        os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"  # Mosaic's takes that one
+        os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"  # Mosaic GPU's ptxas
     if xla:
         flags += [f"--xla_dump_to={DUMP}", "--xla_dump_emitter_re=.*"]
     if mosaic:
-        os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a complaint's stack: a second each time
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it complains where there is no nvdisasm
+        os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a warning's stack: saves a second each
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it warns if nvdisasm is missing
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def described(gpu: str):
-    """The mesh of an abstract device: programs traced under it are for that GPU."""
+    """Returns a context in which programs are traced for that GPU, as an abstract device."""
     device = jax.sharding.AbstractDevice(device_kind=GPUS[gpu][0], platform="gpu", num_cores=None)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def inputs(gpu: str, size: int, dtype: str, call: str):
-    """(q, k, v, out, lse), operands and spec."""
+    """Returns (q, k, v, out, lse), operands and spec of a call."""
     target = (HERE / "targets" / f"{gpu}.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     place = jax.sharding.SingleDeviceSharding(topology.devices[0])
@@ -168,14 +175,14 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
 
 
 def module_of(kernel: str, call: str):
-    """Module and last word of a kernel's name, and its name in the program text."""
+    """Returns a kernel's module, the last word of its name, and its name in the program text."""
     *word, kernel = kernel.split()
     module, entry = LANDMARK if call in LANDMARKS else MODULES[" ".join(word)]
     return module, kernel, entry.format(kernel)
 
 
 def traced(kernel: str, gpu: str, size: int, dtype: str, call: str):
-    """One kernel as jax.jit traces it; what is derived from it needs the same `described`."""
+    """Traces one kernel with jax.jit; lower and compile it in the same `described` context."""
     module, kernel, _ = module_of(kernel, call)
     (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
     reason = module.unsupported(q, k, v, operands, spec)
@@ -191,7 +198,7 @@ def traced(kernel: str, gpu: str, size: int, dtype: str, call: str):
 
 
 def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
-    """What the compilers say of one kernel."""
+    """Compiles one kernel and returns its `resources`."""
     for file in DUMP.iterdir():
         file.unlink()
     with described(gpu):
@@ -200,17 +207,17 @@ def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict
 
 
 def seconds(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
-    """How long lowering and compiling take: by the clock, and of all cores together."""
+    """Returns the time of lowering and compiling: wall clock, and CPU time of all cores."""
     with described(gpu):
         program = traced(kernel, gpu, size, dtype, call)
         started = time.perf_counter(), sum(os.times()[:4])  # children too: the assembler is one
         program.lower(lowering_platforms=("cuda",)).compile()
-        found = time.perf_counter() - started[0], sum(os.times()[:4]) - started[1]
-    return {name: f"{x:.1f} s" for name, x in zip(("clock", "cores"), found, strict=True)}
+        times = time.perf_counter() - started[0], sum(os.times()[:4]) - started[1]
+    return {name: f"{x:.1f} s" for name, x in zip(("clock", "cores"), times, strict=True)}
 
 
 def fusions(layers: int, size: int, call: str) -> int:
-    """The number of kernels beside those of attention in a decoding step of so many layers."""
+    """Returns the number of kernels besides attention's in a decoding step of `layers` layers."""
     (q, k, *_), operands, spec = inputs("h200", size, "bfloat16", call)
     b, s, heads, size = k.shape
     cache = jax.ShapeDtypeStruct((b, heads, s, size), k.dtype, sharding=k.sharding)
@@ -231,18 +238,18 @@ def fusions(layers: int, size: int, call: str) -> int:
 
 
 def resources(name: str, architecture: str) -> dict:
-    """Of the dumped program whose kernel has that name."""
+    """Returns the resources of the dumped kernel with that name."""
     file = next(x for x in DUMP.glob("*.ptx") if f".entry {name}(" in x.read_text())
     text = file.read_text()
     command = ["ptxas", "-v", f"-arch={architecture}", str(file), "-o", str(BINARY)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    if found.returncode:  # of the text's version, say, where it is older than the compiler
-        raise RuntimeError(found.stderr)
-    said = found.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:  # such as a PTX version that this ptxas does not support
+        raise RuntimeError(result.stderr)
+    log = result.stderr
     return {
-        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
-        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
-        "serialised": said.count("wgmma.mma_async instructions are serialized"),
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        "serialised": log.count("wgmma.mma_async instructions are serialized"),
         "shared": shared_memory(name, file),
         "wgmma": text.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync", text)),
@@ -250,7 +257,7 @@ def resources(name: str, architecture: str) -> dict:
 
 
 def shared_memory(name: str, program: Path) -> int:
-    """Bytes that a launch asks for: XLA writes those of Triton's kernels, Mosaic its own."""
+    """Returns a launch's bytes of shared memory, from the dumps of XLA (Triton) or Mosaic GPU."""
     passes = program.with_suffix(".mlir-passes.log")
     if passes.exists():
         return int(re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes.read_text())[-1])
@@ -259,7 +266,7 @@ def shared_memory(name: str, program: Path) -> int:
 
 
 def faults(name: str, found: dict, known: dict | None) -> list[str]:
-    """What is worse than the table says, or wrong."""
+    """Returns a message for each value that is wrong, or worse than in the table."""
     if known is None:
         return [f"{name}: not in {TABLE.name}; run with --update"]
     found_faults = [f"{name}: {found['spilled']} bytes spilled"] if found["spilled"] else []
@@ -272,7 +279,7 @@ def faults(name: str, found: dict, known: dict | None) -> list[str]:
 
 
 def rows(every: bool):
-    """Kernel, GPU, head size, dtype and call of every row of the table."""
+    """Yields kernel, GPU, head size, dtype and call of every row; `every`: also of OTHERS."""
     for row in ROWS + (OTHERS if every else []):
         yield from ((kernel, *row) for kernel in KERNELS[: 1 if row[-1] == "few" else 3])
     for row in MOSAIC + (MOSAIC_OTHERS if every else []):
@@ -303,11 +310,11 @@ def main() -> int:
         name = " ".join(map(str, row))
         if not set(args.only.split()) <= set(name.split()):
             continue
-        found = seconds(*row) if args.seconds else compile_one(*row)
-        print(f"{name:44}", *(f"{k} {v:<6}" for k, v in found.items()), flush=True)
-        worse += faults(name, found, table.get(name)) if args.check else []
+        result = seconds(*row) if args.seconds else compile_one(*row)
+        print(f"{name:44}", *(f"{k} {v:<6}" for k, v in result.items()), flush=True)
+        worse += faults(name, result, table.get(name)) if args.check else []
         if args.update:
-            table[name] = found
+            table[name] = result
             TABLE.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
     SCRATCH.cleanup()
     print("\n".join(worse))

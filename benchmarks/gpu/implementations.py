@@ -1,6 +1,6 @@
-"""The implementations that `attention.py` compares: ours by name, and other libraries.
+"""The implementations that `attention.py` compares: lcjax's backends, and other libraries.
 
-Every entry returns a function of q, k, v for a workload, or raises `Unavailable` with the reason.
+Each entry returns a function of q, k, v for a workload, or raises `Unavailable` with the reason.
 Arrays are [B, T, N, H] in JAX and [B, N, T, H] in torch.
 """
 
@@ -33,7 +33,7 @@ class Unavailable(Exception):
 
 
 def names() -> dict[str, str]:
-    """Returns all implementations with the library of their arrays, "jax" or "torch"."""
+    """Returns all implementations with the library of their arrays: "jax" or "torch"."""
     here = {"cuda", dispatch.platform()}
     ours = {
         OURS + name: "jax"
@@ -66,7 +66,7 @@ def _ours(name: str, w):
 
 
 def interpret_triton() -> None:
-    """Makes "triton" run here in Pallas' interpreter: for CPUs, at small sizes."""
+    """Makes the backend "triton" run in Pallas' interpreter, for small sizes on CPUs."""
     from pallas_kernels.backends.triton import attention as _triton
 
     module = types.ModuleType("interpreted_triton_of_benchmarks")
@@ -78,7 +78,11 @@ def interpret_triton() -> None:
 
 
 def plain(w) -> int | None:
-    """None: dense, 0: causal, else the keys of a causal window. What libraries have by name."""
+    """Returns None for a dense mask, 0 for a causal one, or the number of keys of a causal window.
+
+    Raises:
+      Unavailable: another mask, which libraries do not have as an option.
+    """
     if w.density is None and not w.documents:
         if w.mask == everything():
             return None
@@ -98,7 +102,7 @@ def _jax_cudnn(w):
 
     kind, options = plain(w), _lengths(w) | {"implementation": "cudnn"}
     if kind:
-        options["local_window_size"] = (kind - 1, 0)  # these keys behind and the own one
+        options["local_window_size"] = (kind - 1, 0)  # before the query's own key
     return functools.partial(jax.nn.dot_product_attention, is_causal=kind is not None, **options)
 
 
@@ -114,7 +118,7 @@ def _tokamax(w, implementation: str):
 
 
 def _pallas_triton(w):
-    """JAX's own, deprecated; heads are not shared, documents are."""
+    """JAX's deprecated Pallas-Triton kernel: no shared key heads, but documents."""
     from jax.experimental.pallas.ops.gpu import attention
 
     if w.density is not None or w.mask not in (causal(), everything()) or w.filled is not None:
@@ -127,8 +131,10 @@ def _pallas_triton(w):
 
 
 def _pallas_mosaic(w):
-    """JAX's own for Hopper, deprecated: no scale (q is multiplied), no causal backward, and tiles
-    of float16 whatever it is given."""
+    """JAX's deprecated Hopper kernel, whose tiles are float16 for any input.
+
+    It has no scale, so q is multiplied by it, and no causal backward pass.
+    """
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     if plain(w) or w.filled is not None:
@@ -178,15 +184,15 @@ def _flex(w):
         raise Unavailable("compiled FlexAttention is timed on GPUs only")
     from torch._functorch import config
 
-    config.donated_buffer = False  # the backward pass is run many times
-    torch.compiler.reset()  # after some compilations of a function torch stops compiling it
+    config.donated_buffer = False  # the backward pass runs many times on the same buffers
+    torch.compiler.reset()  # torch stops compiling a function after some compilations
     blocks, shared = block_mask(w, "cuda"), w.heads != w.kv_heads
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks, enable_gqa=shared)
 
 
 def block_mask(w, device: str):
-    """FlexAttention's BlockMask, from our own table: no array of all pairs is made."""
+    """Returns FlexAttention's BlockMask from lcjax's table, without an array of all pairs."""
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -195,11 +201,11 @@ def block_mask(w, device: str):
     width = np.arange(-(-w.s // w.block), dtype=np.int32)
 
     def listed(start, stop):
-        """The entries from start to stop of every row first, any blocks after them."""
+        """Returns counts, and rows that begin with the entries from start to stop."""
         place = np.minimum(start[..., None] + width, index.shape[-1] - 1)
-        kept = np.where(width < (stop - start)[..., None], np.take_along_axis(index, place, -1), 0)
+        keys = np.where(width < (stop - start)[..., None], np.take_along_axis(index, place, -1), 0)
         counts = torch.from_numpy(np.ascontiguousarray(stop - start)).to(device)
-        return counts, torch.from_numpy(np.ascontiguousarray(kept, np.int32)).to(device)
+        return counts, torch.from_numpy(np.ascontiguousarray(keys, np.int32)).to(device)
 
     partial, partial_index = listed(full, seen)
     whole, whole_index = listed(np.zeros_like(full), full)
@@ -210,7 +216,7 @@ def block_mask(w, device: str):
 
 
 def mask_mod(w, device: str):
-    """The workload's mask as a function of torch's batch, head, query and key."""
+    """Returns the workload's mask as a torch function of batch, head, query and key."""
     import torch
 
     parts = [(in_torch(mask), count) for mask, count in by_heads(w.mask, w.heads)]
@@ -230,7 +236,7 @@ def mask_mod(w, device: str):
 
 
 def in_torch(mask: Mask):
-    """A mask as plain functions of numbers, which torch can compile."""
+    """Returns a mask as plain functions of numbers, which torch can compile."""
     kinds = {
         And: lambda: _both(in_torch(mask.left), in_torch(mask.right)),
         Or: lambda: _either(in_torch(mask.left), in_torch(mask.right)),

@@ -1,25 +1,26 @@
-"""What the loops of the Hopper kernels are made of, and how fast they can be at best: predictions.
+"""Counts the instructions of the Hopper kernels' loops, and predicts their highest speed.
 
     python -m benchmarks.gpu.machine_code [--only "mosaic forward 128"]
 
-Nothing runs. Each kernel is compiled as by `benchmarks.gpu.compile`, disassembled by nvdisasm (of
-the wheels `nvidia-cuda-nvdisasm` or `triton`, or on the PATH), and its loops with tensor-core
-products are counted. One row per loop: what a step takes of every unit, in clocks of one of the
-four schedulers of a multiprocessor for one warpgroup, whose four warps lie one on each:
+Nothing runs on a GPU. Each kernel is compiled as by `benchmarks.gpu.compile` and disassembled by
+nvdisasm (of the wheels `nvidia-cuda-nvdisasm` or `triton`, or on the PATH), and the instructions of
+its loops with tensor-core products are counted. One row per loop: the clocks that a step needs of
+each unit. They are clocks of one of the four schedulers of a multiprocessor for one warpgroup,
+which has one of its four warps on each scheduler:
 
-tensor   wgmma: 4096 bfloat16 operations a clock and multiprocessor (989 TFLOP/s at 1.83 GHz)
-shared   128 bytes a clock: factors of wgmma, loads and stores, and the tiles that are brought
-special  16 lanes a clock and multiprocessor: powers of two
-float    128 lanes: float32 sums and products; 64: integer products and what is moved by them
-integer  64 lanes: the other arithmetic, maxima, selections, conversions
-issue    one instruction a clock and scheduler
+tensor   wgmma: 4096 bfloat16 operations per clock and multiprocessor (989 TFLOP/s at 1.83 GHz)
+shared   128 bytes per clock: operands of wgmma, loads and stores, and the tiles that are copied in
+special  16 lanes per clock and multiprocessor: powers of two
+float    128 lanes: float32 sums and products; 64: integer products, also those that move values
+integer  64 lanes: other arithmetic, maxima, selections, conversions
+issue    one instruction per clock and scheduler
 
-`masked` instructions are those a step jumps over unless its block needs an element test; they are
-in no other figure. `groups` are the warpgroups of a program that compute, and `barriers` the
-arrivals and waits of one of them in a step. The two predictions are those for the clock above:
-`overlapped` if the unit that has most to do never waits, `alone` if the tensor cores wait for all
-else of a step. They are TFLOP/s of executed products; a backward pass, asked for 5, executes 3 for
-dq and 4 for dk and dv.
+`masked` instructions are those that a step skips unless its block needs an element test; no other
+figure counts them. `groups` is the number of warpgroups of a program that compute, and `barriers`
+the number of arrivals and waits of one of them in a step. The two predictions assume the clock
+above: `overlapped` if the busiest unit never waits, `alone` if the tensor cores wait for the rest
+of a step. They are TFLOP/s of executed products; a backward pass, which needs 5 products, executes
+3 for dq and 4 for dk and dv.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from pallas_kernels import tuning
 
 from . import compile as programs
 
-CLOCK, PROCESSORS = 1.83e9, 132  # of an H200 as NVIDIA counts its 989 TFLOP/s
-TENSOR, SHARED = 4096, 128  # operations, and bytes, a clock and multiprocessor
+CLOCK, PROCESSORS = 1.83e9, 132  # of an H200, for NVIDIA's figure of 989 TFLOP/s
+TENSOR, SHARED = 4096, 128  # operations, and bytes, per clock and multiprocessor
 PEAK = CLOCK * PROCESSORS * TENSOR / 1e12
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?(\w+) )?([A-Z][\w.]*) ?(.*?) ?;|^\.(\w+):", re.M)
-# Clocks of a scheduler for an instruction of a warp, by the start of its name.
+# Clocks of a scheduler per instruction of a warp, by the prefix of its name.
 CLOCKS = {
     "special": (8, "MUFU"),
     "float": (1, "FFMA FMUL FADD"),
@@ -52,7 +53,7 @@ UNITS = ("tensor", "shared", "special", "float", "integer", "issue")
 
 
 def disassembler() -> str | None:
-    """The path of nvdisasm."""
+    """Returns the path of nvdisasm; None if it is missing."""
     folders = [folder / "bin" for folder in programs.wheels()]
     if (triton := importlib.util.find_spec("triton")) is not None:
         folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "bin")
@@ -60,13 +61,13 @@ def disassembler() -> str | None:
 
 
 def parse(text: str) -> list[tuple]:
-    """(name of the guarding predicate, operation, operands) by line; a label is (name,)."""
-    found = LINE.findall(text)
-    return [(label,) if label else (guard, name, rest) for _, guard, name, rest, label in found]
+    """Returns (guarding predicate, operation, operands) of each line; a label is (name,)."""
+    matches = LINE.findall(text)
+    return [(label,) if label else (guard, name, rest) for _, guard, name, rest, label in matches]
 
 
 def loops(lines: list[tuple]) -> list[tuple[list, int]]:
-    """The innermost loops with products: instructions, and how many more are masked."""
+    """Returns (instructions, number of masked ones) of the innermost loops with products."""
     labels = {line[0]: i for i, line in enumerate(lines) if len(line) == 1}
 
     def target(line):
@@ -75,7 +76,7 @@ def loops(lines: list[tuple]) -> list[tuple[list, int]]:
 
     spans = [(target(line), i) for i, line in enumerate(lines) if len(line) == 3]
     spans = [(a, b) for a, b in spans if a is not None and a < b and multiplies(lines[a:b])]
-    # What waits for a barrier lies behind the last exit, and jumps back into its loop.
+    # Code that waits for a barrier follows the last exit and jumps back into its loop.
     spans = [(a, b) for a, b in spans if not any(x[1:2] == ("EXIT",) for x in lines[a:b])]
     inner = [(a, b) for a, b in spans if not any(a <= c and d < b for c, d in spans)]
     found = []
@@ -96,7 +97,7 @@ def multiplies(lines) -> bool:
 
 
 def units(instructions, brought: float = 0) -> Counter:
-    """Clocks of every unit for a step of a warpgroup, to which `brought` bytes are copied."""
+    """Returns the clocks of every unit for a step of a warpgroup that copies `brought` bytes."""
     clocks = Counter(dict.fromkeys(UNITS, 0), issue=len(instructions))
     clocks["shared"] = brought / SHARED
     for _, name, rest in instructions:
@@ -115,19 +116,19 @@ def units(instructions, brought: float = 0) -> Counter:
 
 
 def predicted(clocks: Counter) -> tuple[float, float]:
-    """TFLOP/s of executed products if all units overlap, and if tensor cores wait for the rest."""
+    """Returns TFLOP/s of executed products: if units overlap, and if tensor cores wait."""
     others = max(clocks[unit] for unit in UNITS if unit != "tensor")
     useful = PEAK * clocks["tensor"]
     return useful / max(clocks["tensor"], others), useful / (clocks["tensor"] + others)
 
 
 def barriers(instructions) -> int:
-    """Arrivals at barriers in shared memory and waits for them."""
+    """Returns the number of arrivals at barriers in shared memory and of waits for them."""
     return sum(name.startswith("SYNCS") for _, name, _ in instructions)
 
 
 def tile(word: str, kernel: str, size: int, dtype: str) -> tuple[int, int]:
-    """(compute warpgroups, rows of a streamed tile)."""
+    """Returns (compute warpgroups, rows of a streamed tile) of a kernel."""
     if word == "mosaic":
         tiles = tuning.mosaic_gpu(kernel, size, False)
         return tiles.groups, tiles.streamed
@@ -150,15 +151,15 @@ def main() -> int:
         " masked groups barriers  overlapped  alone",
     )
     for row in programs.rows(every=False):
-        name, wanted = " ".join(map(str, row)), {*args.only.split(), "h200", "causal"}
-        if not wanted <= set(name.split()):
+        name, words = " ".join(map(str, row)), {*args.only.split(), "h200", "causal"}
+        if not words <= set(name.split()):
             continue
         programs.compile_one(*row)
         run = [command, "-c", programs.BINARY]
         text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
         word, _, kernel = row[0].rpartition(" ")
         groups, streamed = tile(word, kernel, row[2], row[3])
-        brought = 4 * row[2] * streamed / groups  # by two tiles of 16 bits that pass in a step
+        brought = 4 * row[2] * streamed / groups  # two streamed tiles of 16 bits per step
         for instructions, masked in loops(parse(text)):
             clocks = units(instructions, brought)
             figures = (f"{clocks[x]:8.0f}" for x in UNITS)

@@ -1,4 +1,4 @@
-"""The worker of `attention.py`: all rows of one workload after another."""
+"""The worker of `attention.py`, which measures one workload after another."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def chosen(args) -> list:
 
 
 def describe() -> dict:
-    """The device, its driver and the versions of what runs on it."""
+    """Returns the device, its driver, and the versions of the packages."""
     device = jax.devices()[0]
-    found = {"device": device.device_kind, "platform": device.platform}
-    found |= {"python": platform.python_version(), "machine": platform.machine()}
-    found["kernels"] = sources()
+    about = {"device": device.device_kind, "platform": device.platform}
+    about |= {"python": platform.python_version(), "machine": platform.machine()}
+    about["kernels"] = sources()
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            about[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    found["driver"] = driver()
-    found["max_sm_clock"] = nvidia_smi("clocks.max.sm").get("clocks.max.sm")
-    return found
+            about[package] = None
+    about["driver"] = driver()
+    about["max_sm_clock"] = nvidia_smi("clocks.max.sm").get("clocks.max.sm")
+    return about
 
 
 def nvidia_smi(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; empty without it."""
+    """Returns what nvidia-smi reports of the first GPU; empty if it cannot be run."""
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         run = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
@@ -75,7 +75,7 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
 
 
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
-    """Does the jobs in this process; "ceilings" first, then workloads by name."""
+    """Does the jobs in this process: "ceilings" or the name of a workload."""
     if args.interpret:
         implementations.interpret_triton()
     by_name = {w.name: w for w in chosen(args)}
@@ -97,7 +97,7 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
 
 
 def measure(w, args, job: dict, emit) -> None:
-    """All rows of one workload."""
+    """Measures one workload and emits all of its rows."""
     arrays = w.arrays()
     expected, table_ms, results = oracle(w, arrays), table_time(w), {}
     runs = begin(w, arrays, args, job, emit)
@@ -119,7 +119,7 @@ def measure(w, args, job: dict, emit) -> None:
 
 
 def begin(w, arrays, args, job: dict, emit) -> dict:
-    """The compiled implementations of the workload, and rows with reasons for the others."""
+    """Returns compiled implementations of a workload; emits rows with reasons for the others."""
     runs, reasons = {}, {}
     for side, library in implementations.names().items():
         if not re.search(args.sides, side):
@@ -146,22 +146,22 @@ def begin(w, arrays, args, job: dict, emit) -> dict:
 
 
 def compile_all(pool, tasks: list[tuple], emit) -> None:
-    """Compiles (side, run, program) at the same time; ends the process where a compiler hangs."""
+    """Compiles (side, run, program) concurrently; ends the process if a compiler hangs."""
     pending = {pool.submit(run.compile, name): side for side, run, name in tasks}
     while pending:
         done, _ = concurrent.futures.wait(pending, COMPILING, concurrent.futures.FIRST_COMPLETED)
         if not done:
             emit(step=next(side for future, side in pending.items() if future.running()))
-            os._exit(4)  # no thread can be ended
+            os._exit(4)  # a thread cannot be ended
         for future in done:
             future.result()
             pending.pop(future)
-            if len(tasks) > 1:  # together they may take longer than a process may be silent
+            if len(tasks) > 1:  # the parent kills a process that is silent for long
                 emit(step=None)
 
 
 def guess_of(side: str, w, args) -> float:
-    """Operations per second to expect, or a reason not to try."""
+    """Returns the expected FLOP/s; raises Unavailable for a side that would take too long."""
     if args.cpu:
         return 1.0
     if side != implementations.OURS + "xla":
@@ -172,17 +172,17 @@ def guess_of(side: str, w, args) -> float:
 
 
 def checked(run, expected) -> dict:
-    """Errors and bits of a side's results, or the reason that there are none."""
-    found = {}
-    with recorded_error(found, "reason"):
+    """Returns errors and reproducibility of a side's results, or the reason why it has none."""
+    result = {}
+    with recorded_error(result, "reason"):
         first = run.check()
         return {"error": errors(first, expected), "same_bits": same_bits(first, run.check())}
     alive()
-    return found
+    return result
 
 
 def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
-    """Times of the implementations that can do the pass, without those that fail."""
+    """Returns the times of a pass by implementation, without implementations that fail."""
     ready = {}
     for side, run in runs.items():
         emit(step=side)
@@ -197,13 +197,13 @@ def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
 
 
 def sample(side: str, run, which: str, emit) -> float:
-    """Seconds of a call."""
+    """Returns the seconds of a call; emits the step before it."""
     emit(step=side)
     return run.sample(which)
 
 
 def alive() -> None:
-    """Ends the process where an error has taken the device along: another one goes on."""
+    """Ends the process if an error has broken the device; another process goes on."""
     try:
         jax.block_until_ready(jnp.ones(8) + 1)
     except jax.errors.JaxRuntimeError:
@@ -211,7 +211,7 @@ def alive() -> None:
 
 
 def table_time(w) -> float | None:
-    """Milliseconds to list the blocks of a mask: on the device where documents are traced."""
+    """Returns the milliseconds to list the blocks of a mask; with documents, on the device."""
     if w.listed is not None:
         return None
     if not w.documents:
@@ -238,7 +238,7 @@ def absent(w, which: str, side: str, reason: str) -> dict:
 
 
 def row(w, which: str, side: str, run, found: dict, result: dict, table_ms) -> dict:
-    """A line of the tables; the share of the matrix product's rate is added later."""
+    """Returns a row of the tables; the share of the matrix product's rate is added later."""
     useful, executed = w.flops(which)
     made = [x for x in result["error"] if which != "fwd" or x == "out"]
     worst = max((result["error"][x] for x in made), key=lambda x: (x != x, x))  # NaN is the worst

@@ -1,4 +1,4 @@
-"""What `attention.py` found, as Markdown: a table, ratios, and which targets are met."""
+"""The results of `attention.py` as Markdown: tables, ratios, and the targets that are met."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pallas_kernels.dispatch import BACKENDS, ranked_by
 
 from .implementations import OURS
 
-WRONG = 0.02  # relative error, of bfloat16 results of at most 0.01
+WRONG = 0.02  # relative error of wrong results; right ones in bfloat16 have at most 0.01
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 FULL_WINDOW_RATE = 450e12  # FLOP/s: tokamax' backward pass on an H100, which visits all blocks
 
 
 def number(x, digits: int = 3) -> str:
-    """Some digits of x, or a dash."""
+    """Returns `x` with `digits` significant digits; None as a dash."""
     if x is None:
         return "-"
     if isinstance(x, float) and not math.isfinite(x):
@@ -27,25 +27,28 @@ def number(x, digits: int = 3) -> str:
 
 
 def is_right(row: dict) -> bool:
-    """Whether the results are the oracle's, as far as bfloat16 goes, and the same twice."""
+    """Whether the results agree with the oracle within bfloat16, and two runs are equal."""
     return row["error"] < WRONG and not _varies(row)
 
 
 def _varies(row: dict) -> bool:
-    """Whether two runs differed in bits, beside the gradients of what adds up in any order."""
+    """Whether two runs differed in bits; gradients of nondeterministic backends may."""
     backend = BACKENDS.get(row["side"].removeprefix(OURS))
     exempt = row["pass"] != "fwd" and backend is not None and not backend.deterministic
     return not row["same_bits"] and not exempt
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """Rows with `speed_to`: how many times as fast as each other library they are, and sparse
-    efficiency: the time of our own dense kernel, by the share of visited blocks, over theirs."""
+    """Returns the rows of lcjax with `speed_to` and `efficiency` added, and all other rows.
+
+    `speed_to` has the speed relative to each other library. `efficiency`, of sparse workloads, is
+    the time of the dense kernel x the share of visited blocks / the time of the row.
+    """
     by = {(r["workload"], r["pass"], r["side"]): r for r in rows if r.get("ms")}
     dense = {
         (r["shape"], r["pass"], r["side"]): r["ms"] for r in by.values() if r["density"] == 1.0
     }
-    found = []
+    result = []
     for row in rows:
         if row.get("ms") and row["side"].startswith(OURS):
             others = {
@@ -57,8 +60,8 @@ def with_ratios(rows: list[dict]) -> list[dict]:
             whole = dense.get((row["shape"], row["pass"], row["side"]))
             if whole and row["density"]:
                 row["efficiency"] = whole * row["visited_share"] / row["ms"]
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 def wrong_implementations(
@@ -68,23 +71,23 @@ def wrong_implementations(
     forms_of: Callable[[str], Iterable[str]],
     calls_of: Callable[[str], tuple[str, Iterable[str]]],
 ) -> dict[str, str]:
-    """What was wrong, crashed or hung by implementation, dtype and form, with the first reason.
+    """Returns what was wrong, crashed or hung, by implementation, dtype and form.
 
     Args:
-      rows: what was timed.
-      checks: cases of the check that failed.
-      lost: what ended a process.
+      rows: the timed workloads.
+      checks: failed cases of the check.
+      lost: events of jobs that ended a process.
       forms_of: the forms of the calls of a workload, by its name.
       calls_of: the dtype and the forms of the calls of a case of the check, by its name.
 
     Returns:
       reasons by `timings.case_key`.
     """
-    found = {}
+    reasons = {}
 
     def add(side: str, dtype: str, forms, why: str) -> None:
         for form in sorted(forms):
-            found.setdefault(timings.case_key(side.removeprefix(OURS), dtype, form), why)
+            reasons.setdefault(timings.case_key(side.removeprefix(OURS), dtype, form), why)
 
     for row in rows:
         if row.get("ms") and row["side"].startswith(OURS) and not is_right(row):
@@ -96,11 +99,11 @@ def wrong_implementations(
         if (event["step"] or "").startswith(OURS):
             why = f"it ended the process in {event['lost']}: {event['why']}"
             add(event["step"], timings.TIMED_DTYPE, forms_of(event["lost"]), why)
-    return found
+    return reasons
 
 
 def fastest(times: dict) -> str:
-    """What runs where from now on: a line per kind of call of `milliseconds`."""
+    """Returns a line per kind of call with its fastest implementations; `times` as `milliseconds`."""
 
     def first(way: str, of: dict[str, float]) -> str:
         name = min(of, key=lambda name: ranked_by(name, of[name], way))
@@ -139,7 +142,7 @@ def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
 
 
 def full_table(rows: list[dict]) -> str:
-    """One line per workload, pass and side."""
+    """Returns a table with one line per workload, pass and side."""
     head = (
         "| workload | pass | side | ms | +- % | executed TFLOP/s | useful | % of matmul | peak GB "
         "| table ms | compile s | error | same bits | efficiency | times as fast as |"
@@ -170,7 +173,7 @@ def _over(x, y):
 
 
 def brief_table(rows: list[dict]) -> str:
-    """Milliseconds by workload, pass and side, and the best executed rate among ours."""
+    """Returns a table of milliseconds, and of the best executed rate of lcjax."""
     sides = list(dict.fromkeys(r["side"] for r in rows if r.get("ms")))
     names = [s.replace(OURS, "") for s in sides]
     lines = ["| workload | pass | " + " | ".join(names) + " | our TFLOP/s |"]
@@ -195,17 +198,17 @@ def _milliseconds(row: dict) -> str:
 
 
 def absences(rows: list[dict]) -> str:
-    """Every reason once, with its implementations and its number of rows."""
-    found: dict = {}
+    """Returns a line per implementation and reason, with the number of rows."""
+    counts: dict = {}
     for row in rows:
         if row.get("reason"):
             key = row["side"], row["reason"]
-            found[key] = found.get(key, 0) + 1
-    return "\n".join(f"- {side}, {n} rows: {why}" for (side, why), n in found.items())
+            counts[key] = counts.get(key, 0) + 1
+    return "\n".join(f"- {side}, {n} rows: {why}" for (side, why), n in counts.items())
 
 
 class Results:
-    """Rows whose results are right, looked up for targets; None where nothing was measured."""
+    """Looks up rows with right results for the targets; None if nothing was measured."""
 
     def __init__(self, rows: list[dict]):
         self.rows = [r for r in rows if r.get("ms") and r["error"] < WRONG]
@@ -221,12 +224,12 @@ class Results:
         return min(self.of(start, which), key=lambda r: r["ms"], default=None)
 
     def peer(self, start: str, which: str, side: str) -> dict | None:
-        found = [r for r in self.of(start, which, False) if r["side"] == side]
-        return found[0] if found else None
+        rows = [r for r in self.of(start, which, False) if r["side"] == side]
+        return rows[0] if rows else None
 
 
 def targets(rows: list[dict], tables: dict) -> str:
-    """The project's targets on an H200: what was measured, and the best level that is met."""
+    """Returns a table of the targets on an H200: measured values, and the best level met."""
     results = Results(rows)
     judged = [
         *(_rate(results, *case) for case in RATES),
@@ -238,7 +241,7 @@ def targets(rows: list[dict], tables: dict) -> str:
 
 
 CAUSAL, WINDOW = "a causal, 16k x 16k, 16/16 heads of ", "b window 4k, 128k x 128k, 16/16 heads of "
-# What, workload, pass, levels in TFLOP/s, and what excellent asks of cuDNN's time over ours.
+# What, workload, pass, levels in TFLOP/s, and the least cuDNN time / lcjax time for excellent.
 RATES = [
     ("forward causal 16k, heads of 128", CAUSAL + "128", "fwd", (350, 560, 620), 0.97),
     ("forward causal 16k, heads of 64", CAUSAL + "64", "fwd", (280, 450, 500), None),
@@ -250,7 +253,7 @@ NOT_MEASURED = "not measured", "?"
 
 
 def _level(met: list[bool]) -> str:
-    """The last of floor, good, excellent up to which all are met."""
+    """Returns the last of floor, good, excellent up to which all levels are met."""
     names, count = ("below the floor", "floor", "good", "excellent"), 0
     while count < len(met) and met[count]:
         count += 1

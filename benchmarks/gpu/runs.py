@@ -1,8 +1,8 @@
 """One implementation of one workload: its programs, results, time per call and memory.
 
-A chain is one program of many calls: each has to wait for one number of what the call before it
-wrote, and its big inputs stay as they are, random. Beside the calls a chain costs a kernel of a few
-microseconds each.
+A chain is one program of many calls. Each call depends on one number of the previous call's
+results, so calls run one after another, while the large random inputs stay the same. A chain costs
+an extra kernel of a few microseconds per call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jax import lax
 from .implementations import Unavailable
 
 SAMPLE = 0.03  # seconds that a chain should last
-GUESS = 3e14  # floating-point operations per second, to choose the length of a chain by
-NEVER = 1.2345e30  # no result has this number, which the compiler does not know
+GUESS = 3e14  # FLOP/s, from which the length of a chain is chosen
+NEVER = 1.2345e30  # no result is this number, but the compiler cannot know that
 
 
 def chained(call, count: int):
-    """(x, *rest) -> a number, after `count` calls of `call(x, *rest)`."""
+    """Returns a program (x, *rest) -> a number that makes `count` calls of `call(x, *rest)`."""
 
     def program(x, *rest):
         first = (0,) * x.ndim
@@ -31,8 +31,8 @@ def chained(call, count: int):
         def step(_, x):
             results = [y for y in jax.tree.leaves(call(x, *rest)) if y.size]
             number = sum(y[(0,) * y.ndim].astype(jnp.float32) for y in results)
-            kept = jnp.where(number == NEVER, jnp.zeros((), x.dtype), x[first])
-            return lax.dynamic_update_slice(x, kept.reshape((1,) * x.ndim), first)
+            value = jnp.where(number == NEVER, jnp.zeros((), x.dtype), x[first])
+            return lax.dynamic_update_slice(x, value.reshape((1,) * x.ndim), first)
 
         return lax.fori_loop(0, count, step, x)[first]
 
@@ -44,9 +44,10 @@ def chain_length(flops: float, guess: float = GUESS) -> int:
 
 
 def rotated(runs: dict, seconds: float, least: int = 5, most: int = 25) -> dict[str, dict]:
-    """Median seconds per call of every implementation, and their spread; they take turns.
+    """Returns median seconds per call and spread of each implementation; they take turns.
 
-    Every round begins with another side. A side whose sample lasts a second is taken twice only.
+    Every round begins with another side. After two rounds, a side is sampled no more once its
+    samples add up to a second.
     """
     times = {name: [] for name in runs}
     names, begin = list(runs), time.perf_counter()
@@ -61,7 +62,7 @@ def rotated(runs: dict, seconds: float, least: int = 5, most: int = 25) -> dict[
 
 
 def summary(seconds: list[float]) -> dict:
-    """Median, and half the distance of the quartiles as a share of it."""
+    """Returns the median, and half the interquartile range as a fraction of it."""
     middle = statistics.median(seconds)
     if len(seconds) < 3:
         return {"seconds": middle, "spread": None}
@@ -70,7 +71,7 @@ def summary(seconds: list[float]) -> dict:
 
 
 def ceilings(size: int, numbers: int) -> dict:
-    """FLOP/s of a bfloat16 product of `size` cubed, bytes/s of reading and writing float32."""
+    """Returns FLOP/s of a bfloat16 product of `size` cubed, and bytes/s of copying float32."""
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (numbers,), jnp.float32)
     product = _seconds(jax.jit(lambda a: a @ a), a)
@@ -79,7 +80,7 @@ def ceilings(size: int, numbers: int) -> dict:
 
 
 def _seconds(program, x, count: int = 10) -> float:
-    """Median seconds of a call that lasts much longer than sending it off."""
+    """Returns median seconds of a call that lasts much longer than its dispatch."""
     jax.block_until_ready(program(x))
     seconds = []
     for _ in range(7):
@@ -98,7 +99,7 @@ def timed(program, count: int, *arrays) -> float:
 
 
 def poison(*shapes_and_dtypes) -> None:
-    """Fills memory with NaN and gives it back, so that what nothing writes is seen to be so."""
+    """Fills memory with NaN and frees it, so that results which no program writes are NaN."""
     trash = [jnp.full(shape, jnp.nan, dtype) for shape, dtype in shapes_and_dtypes for _ in "ab"]
     jax.block_until_ready(trash)
     for x in trash:
@@ -107,7 +108,7 @@ def poison(*shapes_and_dtypes) -> None:
 
 @contextlib.contextmanager
 def recorded_error(reasons: dict[str, str], name: str):
-    """Any error inside is the reason of `name`: other libraries raise what they like."""
+    """Stores any error of the block as the reason of `name`; libraries raise various errors."""
     try:
         yield
     except Unavailable as error:
@@ -118,10 +119,10 @@ def recorded_error(reasons: dict[str, str], name: str):
 
 
 class JaxRun:
-    """`attention` of q, k, v [B, T, N, H], traced when made; `compile` and `check` come next.
+    """A JAX `attention` of q, k, v [B, T, N, H], which is traced when made.
 
-    reasons: of passes that it cannot do, why. Programs: one that gives results and what the
-    backward pass reads ("check"), and a chain of each pass.
+    Call `compile` and then `check`. `programs` are a chain of each pass, and "check", which returns
+    results and residuals of the backward pass. `reasons` explains, by pass, why it cannot be run.
     """
 
     def __init__(self, attention, w, arrays, passes, guess):
@@ -146,7 +147,7 @@ class JaxRun:
         return out, *pull(d_out)
 
     def _lower_check(self, passes):
-        """Shapes of what the backward pass reads, or None where there is no backward pass."""
+        """Returns shapes of the backward pass's residuals; None if there is no backward pass."""
 
         def check(q, k, v, d_out):
             out, pull = jax.vjp(self.attention, q, k, v)
@@ -162,13 +163,13 @@ class JaxRun:
         return None
 
     def _lower_forward_check(self):
-        """Where there is no backward pass: results of the forward pass alone."""
+        """Makes "check" the forward pass alone, for an attention without a backward pass."""
         self.backward, reason = False, self.reasons.pop("check", None)
         self.reasons |= {x: reason for x in self.calls if x != "fwd"}
         self._lower("check", lambda *x: ((self.attention(*x[:3]),), None), *self.arrays)
 
     def _lower(self, name, program, *arrays):
-        """Shapes of the program's results, or None with a reason."""
+        """Lowers a program; returns the shapes of its results, or None and records the reason."""
         begin = time.perf_counter()
         with recorded_error(self.reasons, name):
             traced = jax.jit(program).trace(*arrays)
@@ -178,7 +179,7 @@ class JaxRun:
         return None
 
     def compile(self, name: str) -> None:
-        """May run in a thread; `seconds` is tracing, lowering and compiling."""
+        """Compiles a program, possibly in a thread; `seconds` includes tracing and lowering."""
         begin = time.perf_counter()
         with recorded_error(self.reasons, name):
             self.programs[name] = self.lowered[name].compile()
@@ -188,18 +189,18 @@ class JaxRun:
         self.seconds[name] += time.perf_counter() - begin
 
     def check(self) -> dict:
-        """Results where only some rows of the output have a cotangent, out and dq of those rows."""
+        """Returns results for a cotangent at `rows` only; out and dq are those of these rows."""
         if "check" not in self.programs:
             raise RuntimeError(self.reasons.get("check", "it was not compiled"))
         *arrays, d_out = self.arrays
-        kept = jnp.zeros(d_out.shape[1], bool).at[self.rows].set(True)
+        has_cotangent = jnp.zeros(d_out.shape[1], bool).at[self.rows].set(True)
         poison(*((x.shape, x.dtype) for x in (arrays[0], *arrays)))
         results, pull = self.programs["check"](
-            *arrays, jnp.where(kept[None, :, None, None], d_out, 0)
+            *arrays, jnp.where(has_cotangent[None, :, None, None], d_out, 0)
         )
         self.pull = jax.block_until_ready(pull)
-        found = dict(zip(("out", "dq", "dk", "dv"), results))
-        return {x: y[:, self.rows] if x in ("out", "dq") else y for x, y in found.items()}
+        named = dict(zip(("out", "dq", "dk", "dv"), results))
+        return {x: y[:, self.rows] if x in ("out", "dq") else y for x, y in named.items()}
 
     def sample(self, which: str) -> float:
         """Seconds of one call."""
@@ -212,18 +213,18 @@ class JaxRun:
         return which in self.programs and which not in self.reasons
 
     def bytes(self, which: str) -> int:
-        """Of one call at most, as the compiler plans it: inputs, results, and what is between."""
+        """Returns the compiler's plan of a call's memory: inputs, results and temporary arrays."""
         plan = self.programs[which].memory_analysis()
         return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
 
     def kept_bytes(self) -> int | None:
-        """What the backward pass is handed, q, k, v and the output included."""
-        kept = getattr(self, "pull", None)
-        return sum(x.nbytes for x in jax.tree.leaves(kept)) if kept is not None else None
+        """Returns the bytes that the backward pass reads, including q, k, v and the output."""
+        residuals = getattr(self, "pull", None)
+        return sum(x.nbytes for x in jax.tree.leaves(residuals)) if residuals is not None else None
 
 
 class TorchRun:
-    """`attention` of q, k, v [B, N, T, H] in torch, on the arrays of JAX; as `JaxRun`."""
+    """A torch `attention` of q, k, v [B, N, T, H] on JAX's arrays, with methods as `JaxRun`."""
 
     def __init__(self, attention, w, arrays, passes, guess):
         import torch
@@ -240,7 +241,7 @@ class TorchRun:
         self.out = None
 
     def _first(self, which: str) -> None:
-        """Compiles what has to be, and reads the most memory that a call takes."""
+        """Runs a pass, which compiles it, and measures the peak memory of a call."""
         begin = time.perf_counter()
         with recorded_error(self.reasons, which):
             self._warm(which)
@@ -250,7 +251,7 @@ class TorchRun:
         if self.gpu:
             self.torch.cuda.reset_peak_memory_stats()
             self._warm(which)
-            inputs = sum(x.nbytes for x in self.arrays)  # which JAX has allocated
+            inputs = sum(x.nbytes for x in self.arrays)  # JAX has allocated these
             self.memory[which] = inputs + self.torch.cuda.max_memory_allocated()
 
     def _warm(self, which: str) -> None:
@@ -277,20 +278,20 @@ class TorchRun:
             self.torch.cuda.synchronize()
 
     def check(self) -> dict:
-        """As of `JaxRun`, as JAX arrays."""
+        """Returns results as `JaxRun.check` does, as JAX arrays."""
         if "fwd" in self.reasons:
             raise RuntimeError(self.reasons["fwd"])
-        kept = self.torch.zeros(self.d_out.shape[2], dtype=self.torch.bool)
-        kept[self.rows] = True
-        kept, rows = kept.to(self.d_out.device), self.rows.to(self.d_out.device)
-        found = {"out": self._call("fwd").detach()[:, :, rows]}
+        has_cotangent = self.torch.zeros(self.d_out.shape[2], dtype=self.torch.bool)
+        has_cotangent[self.rows] = True
+        has_cotangent, rows = has_cotangent.to(self.d_out.device), self.rows.to(self.d_out.device)
+        results = {"out": self._call("fwd").detach()[:, :, rows]}
         if self.seconds.keys() & {"bwd", "both"}:
             out = self.attention(*self.arrays)
-            d_out = self.torch.where(kept[None, None, :, None], self.d_out, 0)
+            d_out = self.torch.where(has_cotangent[None, None, :, None], self.d_out, 0)
             dq, dk, dv = self.torch.autograd.grad(out, self.arrays, d_out)
-            found |= {"dq": dq[:, :, rows], "dk": dk, "dv": dv}
+            results |= {"dq": dq[:, :, rows], "dk": dk, "dv": dv}
         self._wait()
-        return {x: jnp.from_dlpack(y.transpose(1, 2).contiguous()) for x, y in found.items()}
+        return {x: jnp.from_dlpack(y.transpose(1, 2).contiguous()) for x, y in results.items()}
 
     def sample(self, which: str) -> float:
         self._wait()
@@ -311,7 +312,7 @@ class TorchRun:
 
 
 def errors(found: dict, expected: dict) -> dict[str, float]:
-    """Relative norms of the differences; NaN where a result has one."""
+    """Returns relative norms of the differences; NaN for a result that contains NaN."""
 
     @jax.jit
     def off(x, y):
@@ -322,7 +323,7 @@ def errors(found: dict, expected: dict) -> dict[str, float]:
 
 
 def same_bits(one: dict, other: dict) -> dict[str, bool]:
-    """Whether results are equal bit by bit."""
+    """Returns, by name, whether results are equal bit by bit."""
 
     @jax.jit
     def same(x, y):

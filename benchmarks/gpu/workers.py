@@ -1,12 +1,12 @@
-"""Jobs in a process of their own, which is replaced when one of them crashes it or hangs.
+"""Runs jobs in a child process, which is replaced if a job crashes it or hangs.
 
-A kernel that has never run may read where nothing is or wait for ever, and takes its process along.
-The child gets one JSON list of jobs on its standard input and prints events, one JSON object a line
-behind `MARK`; whatever else it prints is passed on. Events of a child:
+A new kernel may read invalid memory or wait for ever, which ends its process. The child gets one
+JSON list of jobs on its standard input and prints events, one JSON object per line after `MARK`;
+its other output goes to the parent's standard error. Events of a child:
 
     {"job": name}                  a job begins
-    {"step": text}                 what it is about to do, so that it can be left out afterwards
-    {"row": ...}                   a result; anything else with neither of the keys below
+    {"step": text}                 what the job does next, so that a later attempt can skip it
+    {"row": ...}                   a result, as is any event without the other keys
     {"done": name}                 a job has ended
 """
 
@@ -25,11 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 MARK = "@event "
 STARTING = 180.0  # seconds in which JAX must find the device
-ENDING = 10.0  # seconds after which a process that has closed its output, or was killed, is left
+ENDING = 10.0  # seconds to wait for a process that has closed its output, or was killed
 
 
 def emit(**event) -> None:
-    """Called in the child."""
+    """Prints an event; called in the child."""
     print(MARK + json.dumps(event), flush=True)
 
 
@@ -40,14 +40,14 @@ def jobs_of_child() -> list[dict]:
 def supervise(
     command: list[str], jobs: list[dict], *, deadline: float, patience: float
 ) -> Iterator[dict]:
-    """Events of children that do the jobs, [{"name": ..., "skip": [...]}], one after the other.
+    """Yields events of children that do the jobs, [{"name": ..., "skip": [...]}], in order.
 
-    The command is run in `ROOT`. Where a child dies, or says nothing for `patience` seconds,
-    {"lost": job, "step": step, "why": text, "again": bool} is an event; another child does the job
-    again with the step in its `skip`. Where there was no step, a job with "alone": False is done
-    again with True, so that it does one thing after another, and any other job is left out. A step
-    lost in two jobs is left out of all others. At `deadline` (`time.monotonic`) the child is ended;
-    {"left": names} were not finished.
+    The command is run in `ROOT`. If a child dies, or prints nothing for `patience` seconds, it
+    yields {"lost": job, "step": step, "why": text, "again": bool}, and another child repeats the
+    job with the step in its `skip`. If there was no step, a job with "alone": False is repeated
+    with True, which makes it do one thing at a time; any other job is left out. A step that was
+    lost in two jobs is skipped in all others. At `deadline` (`time.monotonic`) the child is killed,
+    and {"left": names} lists the jobs that were not finished.
     """
     jobs, lost = [{"skip": []} | job for job in jobs], []
     while jobs and time.monotonic() < deadline:
@@ -75,20 +75,20 @@ def supervise(
 
 
 def _without(jobs: list[dict], name: str, step: str | None) -> list[dict]:
-    """The jobs that remain, with the step of that job left out, or that job where it has none."""
-    found = []
+    """Returns the remaining jobs: job `name` skips `step`, or is left out if it has none."""
+    remaining = []
     for job in jobs:
         if job["name"] != name:
-            found.append(job)
+            remaining.append(job)
         elif step is not None and step not in job["skip"]:
-            found.append(job | {"skip": [*job["skip"], step]})
+            remaining.append(job | {"skip": [*job["skip"], step]})
         elif step is None and job.get("alone") is False:
-            found.append(job | {"alone": True})
-    return found
+            remaining.append(job | {"alone": True})
+    return remaining
 
 
 def _events(command, jobs, deadline, patience) -> Iterator[dict]:
-    """Of one child; the last one is {"ended": why}."""
+    """Yields the events of one child; the last event is {"ended": why}."""
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -118,7 +118,7 @@ def _events(command, jobs, deadline, patience) -> Iterator[dict]:
 
 
 def _end_of(child) -> str:
-    """How a process ended; one that the driver does not let go of is killed and left."""
+    """Returns how a process ended; one that does not end is killed and not waited for."""
     try:
         return f"exit code {child.wait(ENDING)}"
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What `attention.py` times: masks, shapes, what they cost and what is right for them.
+"""The workloads of `attention.py`: masks, shapes, their FLOPs, and an oracle for their results.
 
 Groups: a dense and causal, b windows, c windows with sinks, d masks per head, e packed documents,
 f random blocks, g cross-attention, h Landmark's grouped softmax, i two calls merged and one,
@@ -36,7 +36,7 @@ from pallas_kernels.tables import from_block_mask, from_mask
 
 UNIT = 1024
 HEADS = {"16/16": (16, 16), "32/8": (32, 8), "9/3": (9, 3)}
-USUAL = 4  # workloads of a shape: causal, packed documents, a window, decoding
+USUAL = 4  # most usual workloads of a shape: causal, packed documents, a window, decoding
 SHARES = (1.0, 0.125, 0.05, 0.01, 0.5, 0.25)
 ORACLE_SCORES = 2**28  # float32 scores that the oracle holds at a time
 
@@ -53,10 +53,10 @@ class Workload:
     heads: int
     kv_heads: int
     mask: Mask
-    block: int = 128  # of tables, and what "visited" is counted in
+    block: int = 128  # block size of tables, and the unit of "visited"
     density: float | None = None  # share of the blocks that a random table lists
     documents: int = 0
-    filled: int | None = None  # keys that are there
+    filled: int | None = None  # number of keys that exist; the others are empty slots
     landmark: int = 0  # tokens of a block of Landmark attention
     parts: tuple[Mask, ...] = ()  # masks of several calls that are merged
 
@@ -67,7 +67,7 @@ class Workload:
 
     @functools.cached_property
     def segments(self) -> np.ndarray | None:
-        """int32 [1, T]: random documents."""
+        """Numbers of random documents, int32 [1, T]."""
         if not self.documents:
             return None
         cuts = np.random.default_rng(0).choice(self.t - 1, self.documents - 1, replace=False) + 1
@@ -77,7 +77,7 @@ class Workload:
 
     @functools.cached_property
     def listed(self) -> np.ndarray | None:
-        """bool [nq, nk]: exactly the share of blocks, one in every row at least."""
+        """Blocks of a random table, bool [nq, nk]: exactly `density`, at least one per row."""
         if self.density is None:
             return None
         rows, columns = -(-self.t // self.block), -(-self.s // self.block)
@@ -89,7 +89,7 @@ class Workload:
         return listed
 
     def table(self):
-        """The blocks that are visited, a static BlockTable; of every head for a mask per head."""
+        """Returns the visited blocks as a static BlockTable, per head if masks differ by head."""
         if self.listed is not None:
             return from_block_mask(self.listed, full=self.listed, **self._blocks)
         return from_mask(self.mask, queries=self.t, keys=self.s, **self._blocks, **self._ids())
@@ -103,17 +103,17 @@ class Workload:
             return {"q_segments": self.segments, "k_segments": self.segments}
         if self.filled is None:
             return {}
-        there = (np.arange(self.s) < self.filled)[None].astype(np.int32)
-        return {"q_segments": np.ones((1, self.t), np.int32), "k_segments": there}
+        k_segments = (np.arange(self.s) < self.filled)[None].astype(np.int32)
+        return {"q_segments": np.ones((1, self.t), np.int32), "k_segments": k_segments}
 
     def places(self) -> dict:
-        """Arrays beside q, k and v, as keyword arguments of `flash`."""
+        """Returns the arrays that `flash` takes besides q, k and v, by name."""
         if self.filled is not None:
             return {"k_lengths": jnp.asarray([self.filled], jnp.int32)}
         return {name: jnp.asarray(x) for name, x in self._ids().items()}
 
     def attention(self, implementation: str | None):
-        """q, k, v -> out by our own implementation of that name."""
+        """Returns the function q, k, v -> out of one of lcjax's implementations."""
         if self.landmark:
             return lambda q, k, v: landmark_attention(
                 q, k, v, self.landmark, implementation=implementation
@@ -132,35 +132,35 @@ class Workload:
             for t, n in ((self.t, self.heads), (self.s, self.kv_heads))
         )
         kinds = {x.kind for x in explain(self.attention("xla"), q, k, k)}
-        if self.landmark:  # beside its own block, which is ordinary attention
+        if self.landmark:  # the query's own block is ordinary attention
             kinds = {x for x in kinds if x.startswith("landmark")}
         return kinds
 
     @property
     def kind(self) -> str | None:
-        """What implementations are ranked by for such calls; None: it is several calls."""
+        """The kind by which implementations are ranked for such calls; None: several calls."""
         return next(iter(self.kinds)) if len(self.kinds) == 1 and not self.parts else None
 
     @functools.cached_property
     def pairs(self) -> tuple[int, int]:
-        """Pairs of a query and a key over all query heads: (visible, in visited blocks)."""
+        """Numbers of query-key pairs over all query heads: (visible, in visited blocks)."""
         if self.listed is not None:
-            found = _pairs(self, everything(), self.table())
-            return tuple(self.heads * x for x in found)
-        found = np.zeros(2, np.int64)
+            pairs = _pairs(self, everything(), self.table())
+            return tuple(self.heads * x for x in pairs)
+        pairs = np.zeros(2, np.int64)
         for mask, count in by_heads(self.mask, self.heads):
             sizes = dict(queries=self.t, keys=self.s, **self._blocks)
             table = from_mask(mask, **sizes, **self._ids())
-            found += count * np.array(_pairs(self, mask, table))
-        return int(found[0]), int(found[1])
+            pairs += count * np.array(_pairs(self, mask, table))
+        return int(pairs[0]), int(pairs[1])
 
     def flops(self, which: str) -> tuple[float, float]:
-        """Of one call: (for visible pairs, for visited blocks); a backward pass is 2.5 forward."""
+        """Returns FLOPs of a call: (visible pairs, visited blocks); backward is 2.5 x forward."""
         factor = {"fwd": 4, "bwd": 10, "both": 14}[which] * self.size
         return factor * self.pairs[0], factor * self.pairs[1]
 
     def arrays(self, dtype="bfloat16"):
-        """q [1, T, N, H], k and v [1, S, K, H] and the cotangent of the output."""
+        """Returns random q [1, T, N, H], k and v [1, S, K, H], and a cotangent of the output."""
         keys = jax.random.split(jax.random.key(0), 4)
         q, k = (1, self.t, self.heads, self.size), (1, self.s, self.kv_heads, self.size)
         shapes = (q, k, k, q)
@@ -169,14 +169,14 @@ class Workload:
         ]
 
     def rows(self) -> np.ndarray:
-        """The queries that are compared with the oracle: the first, the last and random ones."""
+        """Returns the queries to compare with the oracle: the first, the last and random ones."""
         count = min(self.t, 512, max(2, ORACLE_SCORES // (self.heads * self.s)))
         inner = np.random.default_rng(1).permutation(np.arange(1, self.t - 1))[: count - 2]
         return np.unique(np.concatenate([[0], inner, [self.t - 1]])).astype(np.int32)
 
 
 def _pairs(w: Workload, mask: Mask, table) -> tuple[int, int]:
-    """(visible, visited) pairs of one head; blocks that are mixed are looked into."""
+    """Returns (visible, visited) pairs of one head; counts elements in partly masked blocks."""
     heights = np.minimum(w.block, w.t - w.block * np.arange(table.seen.shape[2]))
     widths = np.minimum(w.block, w.s - w.block * np.arange(-(-w.s // w.block)))
     index, listed = table.index[0, 0], table.listed[0, 0]
@@ -203,9 +203,10 @@ def _visible_inside(w: Workload, mask: Mask, rows, columns) -> int:
 
 
 def oracle(w: Workload, arrays) -> dict:
-    """Dense float32 results for the queries `w.rows()`, whose cotangents alone are not zero.
+    """Returns dense float32 results for the queries `w.rows()`.
 
-    out and dq of those rows; dk and dv as wholes, which the other rows do not change then.
+    out and dq are those of these rows; dk and dv are complete, because the cotangents of all other
+    rows are zero.
     """
     rows = w.rows()
 
@@ -233,9 +234,9 @@ def _dense(w: Workload, rows, q, k, v):
 
 
 def workloads(unit: int = UNIT) -> list[Workload]:
-    """All of them, in the order in which they decide what models run.
+    """Returns all workloads, those that matter most to models first.
 
-    The most usual calls of every shape come before the others of any.
+    The `USUAL` workloads of all shapes come before the other workloads.
     """
     small = unit < UNIT
     sizes = (128, 64) if not small else (32, 16)
@@ -247,7 +248,7 @@ def workloads(unit: int = UNIT) -> list[Workload]:
 
 
 class _Shape(NamedTuple):
-    """Heads and their size; lengths in units of tokens."""
+    """Heads and their size, and a unit of tokens in which lengths are given."""
 
     unit: int
     heads: int
@@ -284,8 +285,8 @@ class _Shape(NamedTuple):
         return self.make("g", f"cross {share:.0%} filled", 4, everything(), 128, filled=filled)
 
     def decode(self, length: int) -> Workload:
-        there = self.unit * length
-        one = self.make("j", "one query", 1, everything(), length, filled=there)
+        filled = self.unit * length
+        one = self.make("j", "one query", 1, everything(), length, filled=filled)
         return replace(one, t=1)
 
     def landmark(self) -> Workload:
@@ -299,7 +300,7 @@ class _Shape(NamedTuple):
         return self.make("i", "two calls merged", 16, causal(), parts=parts)
 
     def workloads(self) -> list[Workload]:
-        """The `USUAL` ones first."""
+        """Returns the workloads of this shape, the `USUAL` ones first."""
         chunked = (causal() & chunks(8 * self.unit, shift=x * self.unit) for x in (0, 4))
         return [
             self.make("a", "causal", 16, causal()),

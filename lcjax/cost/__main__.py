@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             [word for word in words if word != COMPILED],
             *("length", "topology", "programs" if is_compiled else "mfu"),
         )
-        here = is_compiled and not options["topology"]  # the devices of this machine
-        topology = None if here else Topology.parse(options["topology"] or "")
+        is_local = is_compiled and not options["topology"]  # the devices of this machine
+        topology = None if is_local else Topology.parse(options["topology"] or "")
         programs = (options.get("programs") or ",".join(PROGRAMS)).split(",")
         for name in programs:
             check_one_of("--programs", name, PROGRAMS)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if is_compiled and not here:  # this machine's devices must not be opened
+    if is_compiled and not is_local:  # this machine's devices must not be opened
         jax.config.update("jax_platforms", "cpu")
 
     def run(config: TrainConfig) -> None:
@@ -136,7 +136,7 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         "GB, least": f"{work.bytes / 1e9:,.3g}",
         "roofline bound, ms": f"{1e3 * seconds:,.3g} ({binds})",
     }
-    if cost.refused:
+    if cost.out_of_memory:
         return cells | {"peak, GB": _peak(cost)}
     module = hlo.Module(cost.text)
     seconds, binds = roofline.Work(cost.flops, cost.accessed).bound(chip)
@@ -175,7 +175,7 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
 
 def _peak(cost: ProgramCost) -> str:
     """Returns the peak memory, the usable memory of the chip, and whether the program fits."""
-    sizes = f"{cost.needed / 1e9:,.3g} of {cost.chip.usable / 1e9:,.3g}"
+    sizes = f"{cost.peak_memory / 1e9:,.3g} of {cost.chip.usable / 1e9:,.3g}"
     return f"{sizes}: {'fits' if cost.fits else 'does not fit'}"
 
 

@@ -64,7 +64,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
         description = topologies.get_topology_desc(str(topology), "tpu", **options)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"--topology={topology}: libtpu does not know it ({why})") from error
+        raise InputError(f"--topology={topology}: libtpu does not support it ({why})") from error
     return list(description.devices)
 
 
@@ -86,7 +86,7 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"--topology={topology}: the CUDA plugin cannot ({why})") from error
+        raise InputError(f"--topology={topology}: the CUDA plugin cannot describe it ({why})") from error
     return list(description.devices)
 
 

@@ -116,14 +116,14 @@ class Instruction:
         start = _NAME.match(line)
         if start is None:
             return None
-        at = start.end()
-        end = _closing(line, at) if line[at] == "(" else line.find(" ", at)
+        begin = start.end()
+        end = _closing(line, begin) if line[begin] == "(" else line.find(" ", begin)
         opcode = _OPCODE.match(line, end)
         if opcode is None:
             return None
         inside = line[opcode.end() - 1 : _closing(line, opcode.end() - 1)]
         operands = tuple(_OPERAND.findall(inside))
-        return cls(start[1], line[at:end], opcode[1], operands, line)
+        return cls(start[1], line[begin:end], opcode[1], operands, line)
 
     @property
     def callee(self) -> str | None:
@@ -271,7 +271,7 @@ class _CopyCount:
         return Copies(self.count, self.by_scope.total(), self.staged, names)
 
     def _run(self, name: str, parameters: dict[int, Any], times: int, *, counted: bool) -> Any:
-        """Follows a computation from its parameters; returns the value (see above) of its result."""
+        """Follows a computation from its parameters; returns the value of its result."""
         values: dict[str, Any] = {}
         value: Any = _NOTHING
         for x in self.module.instructions(name):
@@ -302,14 +302,14 @@ class _CopyCount:
         if x.opcode in _READS:
             return _NOTHING
         if x.opcode == "while":
-            again = self.module.trips(x.line) * times
-            after = self._run(
-                WHILE.search(x.line)[2], dict(enumerate(operands)), again, counted=counted
+            body_times = self.module.trips(x.line) * times
+            result = self._run(
+                WHILE.search(x.line)[2], dict(enumerate(operands)), body_times, counted=counted
             )
             return (
-                [max(_any(a), _any(b)) for a, b in zip(after, operands[0])]
-                if isinstance(after, list) and isinstance(operands[0], list)
-                else after
+                [max(_any(a), _any(b)) for a, b in zip(result, operands[0])]
+                if isinstance(result, list) and isinstance(operands[0], list)
+                else result
             )
         if x.opcode == "conditional":
             return max(
@@ -322,10 +322,10 @@ class _CopyCount:
         if x.opcode in ("call", "async-start") and x.callee:
             return self._run(x.callee, dict(enumerate(operands)), times, counted=counted)
         if x.opcode == "fusion" and x.callee:
-            after = self._run(x.callee, dict(enumerate(operands)), times, counted=False)
-            if counted and _any(after) == _MOVED:
-                self._add(x, times, after)
-            return _each(after, lambda has: has and (_KEPT if counted else has))
+            result = self._run(x.callee, dict(enumerate(operands)), times, counted=False)
+            if counted and _any(result) == _MOVED:
+                self._add(x, times, result)
+            return _each(result, lambda has: has and (_KEPT if counted else has))
         if x.opcode == "copy-start" and _is_staging(x.shape):
             self.staged += counted * times * _first_bytes(x.shape)
             return _KEPT

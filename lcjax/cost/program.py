@@ -61,7 +61,7 @@ class ProgramCost:
     """Memory and traffic of a program in bytes, on one device in one run."""
 
     chip: Chip
-    needed: float  # memory at the peak
+    peak_memory: float  # bytes
     seconds: float  # of compiling
     arguments: int = 0
     outputs: int = 0
@@ -74,16 +74,16 @@ class ProgramCost:
     optimal_seconds: float | None = None  # the compiler's estimate; None: it has none
     traffic: dict[str, Traffic] = field(default_factory=dict)
     host: int = 0  # in the memory of the device's host
-    refused: bool = False  # the compiler ran out of memory
+    out_of_memory: bool = False  # the compiler ran out of memory
     text: str = field(default="", repr=False)  # the optimised HLO
 
     @property
     def fits(self) -> bool:
-        return not self.refused and self.needed <= self.chip.usable
+        return not self.out_of_memory and self.peak_memory <= self.chip.usable
 
 
 def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
-    """Compiles a program for `chip`; if it is too large, `refused` of the result is true.
+    """Compiles a program for `chip`; if it is too large, `out_of_memory` of the result is true.
 
     Raises:
       JaxRuntimeError: the compiler fails for another reason.
@@ -96,7 +96,7 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
         if match is None:
             raise
         needed = float(match[1]) * _UNITS[match[2]]
-        return ProgramCost(chip, needed, time.perf_counter() - start, refused=True)
+        return ProgramCost(chip, needed, time.perf_counter() - start, out_of_memory=True)
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     analysis, text = compiled.cost_analysis() or {}, compiled.as_text()
     optimal = analysis.get("optimal_seconds", -1.0)

@@ -61,7 +61,7 @@ class Cost:
 
     @property
     def training_flops(self) -> float:
-        """FLOPs of the forward pass, the gradients of activations, and those of the trained weights.
+        """FLOPs of the forward pass and of the gradients of activations and trained weights.
 
         Attention has two products forward and four backward. With every weight trained this is
         the familiar three times forward; with adapters on frozen weights it is nearer two.

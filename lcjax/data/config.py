@@ -311,8 +311,8 @@ class DataConfig(TextConfig):
     shuffle_rows: int = 0  # rows in the window of a second shuffle, which separates parts of a book
     seed: int = 0  # of all random numbers in the data
     masking: Masking | None = None  # null: next-token prediction
-    # Context for an encoder (model.memory): the beginning of a row, after which the decoder reads the
-    # rest, or retrieved passages
+    # Context for an encoder (model.memory): the beginning of a row (the decoder reads the rest), or
+    # retrieved passages
     chunks: Chunks | None = None
     repeat: int | None = None  # epochs; null: no end; a mixture ends when one source ends
     threads: int = 2  # threads that read and tokenise

@@ -15,7 +15,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError, check_integer
@@ -110,7 +109,11 @@ class AutoCompressorSection(MemorySection):
         return AutoCompressor(self.chunk, self.summary, self.gradient_segments)
 
     def init_params(
-        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
     ) -> dict:
         """Adds the embeddings of the summary tokens."""
         return init_embeddings(params, config, self.init_token, mesh)

@@ -9,7 +9,6 @@ import draccus
 import jax
 import jax.numpy as jnp
 from draccus.utils import DraccusException
-from jax.sharding import Mesh
 
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
@@ -39,7 +38,11 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def init_params(
-        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
     ) -> dict:
         """Returns `params` with the initial weights of the memory.
 
@@ -74,7 +77,7 @@ def add_to_readers(
     params: dict,
     config: ModelConfig,
     init_layer: Callable[[dict], dict],
-    mesh: Mesh | None,
+    mesh: jax.sharding.Mesh | None,
 ) -> dict:
     """Returns `params` with new weights in every reader layer.
 
@@ -94,7 +97,9 @@ def add_to_readers(
     return union(params, init_on_mesh(init, {name: params[name] for name in names}, mesh))
 
 
-def init_on_mesh(init: Callable[[dict], dict], params: dict, mesh: Mesh | None) -> dict:
+def init_on_mesh(
+    init: Callable[[dict], dict], params: dict, mesh: jax.sharding.Mesh | None
+) -> dict:
     """Returns `init(params)`, computed on `mesh` with the shardings of the sharding rules."""
     shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=shardings)(params)

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import AttentionMetadata, Causal
@@ -223,7 +222,11 @@ class BeaconSection(MemorySection):
         return Beacon(self.chunk, self.ratio, tuple(self.ratios))
 
     def init_params(
-        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
     ) -> dict:
         """Adds the embedding of beacons, and copies of the decoder's projections for beacons."""
 

@@ -20,7 +20,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal
@@ -91,14 +90,14 @@ class Cepe(CrossAttentionMemory):
     def encoder_config(self) -> ModelConfig:
         return self.states
 
-    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return ChunkEncoder(self.states.replace(**changes), mesh)
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
-    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
         return StatesAttention(config.replace(lora=None), mesh, **options)
 
     def with_num_readers(self, count: int) -> "Cepe":
@@ -161,7 +160,7 @@ class ChunkEncoder(nn.Module):
     """A bidirectional transformer that encodes every chunk independently."""
 
     config: ModelConfig
-    mesh: Mesh | None = None
+    mesh: jax.sharding.Mesh | None = None
 
     def setup(self):
         self.model = Decoder(self.config.replace(mlm_head=False), self.mesh)
@@ -227,7 +226,11 @@ class CepeSection(MemorySection):
         return Cepe(states=encoder, layers=self.layers or config.num_layers)
 
     def init_params(
-        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
     ) -> dict:
         """Adds the encoder, and cross-attention copied from self-attention (`init_reader`)."""
         width = config.memory.states.width

@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from lcjax.errors import InputError
@@ -28,7 +27,7 @@ class CrossAttentionMemory(Memory):
     By default tokens attend to all slots, which have no order.
     """
 
-    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
         return CrossAttention(config.replace(lora=None), mesh, **options)
 
     def project_states(
@@ -97,7 +96,7 @@ class CrossAttention(nn.Module):
     """
 
     config: ModelConfig
-    mesh: Mesh | None = None
+    mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: LayerInputs) -> Float[Array, "B T D"]:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import Causal
@@ -140,7 +139,7 @@ class PrefixMemory(Memory):
         if has_teacher:
             super().check_training_chunks(count, has_targets=has_targets, has_teacher=True)
 
-    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         return WindowEncoder(config, mesh)
 
     @property
@@ -155,7 +154,7 @@ class PrefixMemory(Memory):
         return encoded.mask.sum(1, keepdims=True)
 
     def prefix_partials(
-        self, q: Float[Array, "B T N H"], context: LayerInputs, mesh: Mesh | None
+        self, q: Float[Array, "B T N H"], context: LayerInputs, mesh: jax.sharding.Mesh | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         encoded = context.memory
         k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
@@ -279,7 +278,7 @@ class WindowEncoder(nn.Module):
     """Encodes windows one by one with the decoder."""
 
     config: ModelConfig  # config of the decoder, its memory included
-    mesh: Mesh | None = None
+    mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -395,7 +394,9 @@ def check_token(token: int, config: ModelConfig) -> None:
         )
 
 
-def init_embeddings(params: dict, config: ModelConfig, token: int, mesh: Mesh | None) -> dict:
+def init_embeddings(
+    params: dict, config: ModelConfig, token: int, mesh: jax.sharding.Mesh | None
+) -> dict:
     """Adds the memory's embeddings to `params`, all initialised with the embedding of `token`."""
 
     def init(embed):

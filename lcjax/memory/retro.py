@@ -33,8 +33,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal, order_indices
@@ -109,7 +109,7 @@ class Retro(CrossAttentionMemory):
     def encoder_config(self) -> ModelConfig:
         return self.states
 
-    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return NeighbourEncoder(self.states.replace(**changes), mesh, self)
 
@@ -124,7 +124,7 @@ class Retro(CrossAttentionMemory):
         """Returns False: only some layers read, and the encoder copies the first layers."""
         return False
 
-    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
         return ChunkedCrossAttention(config.replace(lora=None), mesh, **options)
 
     def group_by_chunk(self, chunks: Sequence[Any]) -> list[Sequence[Any]]:
@@ -283,7 +283,11 @@ class RetroSection(MemorySection):
         )
 
     def init_params(
-        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
     ) -> dict:
         """Adds the encoder, and cross-attention copied from self-attention (`init_reader`)."""
 

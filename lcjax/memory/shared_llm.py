@@ -23,7 +23,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from lcjax.attention import Causal
@@ -149,7 +148,7 @@ class SharedLlm(CrossAttentionMemory):
     def encoder_config(self) -> ModelConfig:
         return self.states
 
-    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return TreeEncoder(self.states.replace(**changes), self, mesh)
 
@@ -175,7 +174,7 @@ class SharedLlm(CrossAttentionMemory):
         """Returns False: each reader layer reads another layer of the lower model."""
         return False
 
-    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
         return TreeAttention(config.replace(lora=None), mesh, **options)
 
     def with_num_readers(self, count: int) -> "SharedLlm":
@@ -291,7 +290,7 @@ class TreeEncoder(nn.Module):
 
     config: ModelConfig
     memory: SharedLlm
-    mesh: Mesh | None = None
+    mesh: jax.sharding.Mesh | None = None
 
     def setup(self):
         self.model = Decoder(self.config, self.mesh)
@@ -481,7 +480,11 @@ class SharedLlmSection(MemorySection):
         )
 
     def init_params(
-        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
     ) -> dict:
         """Adds the lower model, and cross-attention to every reader layer.
 
@@ -527,7 +530,7 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
     )
 
 
-def lower_params(params: dict, layers: int, mesh: Mesh | None) -> dict:
+def lower_params(params: dict, layers: int, mesh: jax.sharding.Mesh | None) -> dict:
     """Returns {"encoder": a copy of a decoder's embedding, first layers and final norm}.
 
     Args:

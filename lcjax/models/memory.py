@@ -9,7 +9,6 @@ import draccus
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError
@@ -191,7 +190,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def encoder(self, config: "ModelConfig", mesh: Mesh | None) -> nn.Module:
+    def encoder(self, config: "ModelConfig", mesh: jax.sharding.Mesh | None) -> nn.Module:
         """Returns a module that maps chunks to an `EncodedContext`.
 
         Its arguments are chunks int32 [B, C, P], mask bool [B, C, P], and the keyword arguments
@@ -249,7 +248,9 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """Returns whether all layers read the context in the same way and so can be scanned."""
         return all(self.reader_layers(num_layers))
 
-    def reader(self, config: "ModelConfig", mesh: Mesh | None, **options: Any) -> nn.Module | None:
+    def reader(
+        self, config: "ModelConfig", mesh: jax.sharding.Mesh | None, **options: Any
+    ) -> nn.Module | None:
         """Returns the cross-attention module of a reader layer, between self-attention and MLP.
 
         The module maps x [B, T, D] and `LayerInputs` to the update of x [B, T, D]. None: no module.
@@ -266,7 +267,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return 0
 
     def prefix_partials(
-        self, q: Float[Array, "B T N H"], context: "LayerInputs", mesh: Mesh | None
+        self, q: Float[Array, "B T N H"], context: "LayerInputs", mesh: jax.sharding.Mesh | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         """Returns partial attentions (out, lse) to merge with the self-attention of queries `q`."""
         return []

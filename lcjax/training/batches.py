@@ -136,8 +136,8 @@ def check_teacher(config: TrainConfig) -> None:
     sources = [source for source in sources if isinstance(source, TeacherSource)]
     if sources and distill is None:
         raise InputError(
-            f"train.distill=null does not read the probabilities in the rows of {sources[0].path};"
-            " set train.distill.kl, as 2, or train on the text itself"
+            f"the rows of {sources[0].path} hold a teacher's probabilities, and train.distill is"
+            " null; set train.distill.kl, as 2, or train on the text itself"
         )
     if distill is not None and not sources:
         raise InputError(

@@ -145,7 +145,7 @@ def replication_notes(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> lis
     remainder = f" and {len(num_bytes) - 3} more" if len(num_bytes) > 3 else ""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return [
-        f"not split as the mesh ({sizes}) asks, since it does not divide them: {names}{remainder};"
+        f"replicated, because the mesh ({sizes}) does not divide their sizes: {names}{remainder};"
         f" {sum(num_bytes.values()) / 1e6:,.1f} MB more of weights on each device, plus the"
         " gradients and moments of those that are trained"
     ]

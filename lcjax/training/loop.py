@@ -266,7 +266,7 @@ class Training:
         lower = f"a lower train.lr{accept}"
         last = self.checkpoints.finite_step
         if is_state_finite and self.config.train.on_nan == "stop":
-            good = f"; the last one from which a step was finite is that of step {last}"
+            good = f"; the last checkpoint whose next step was finite is that of step {last}"
             return (
                 f"the checkpoint of step {step - 1} is from before it: resume with"
                 f" train.on_nan=skip, or with {lower}{good * (last is not None)}"
@@ -280,7 +280,7 @@ class Training:
         later = ", ".join(str(number) for number in self.checkpoints.steps if number > last)
         move = f"move {later} out of {self.folder / FOLDER}, and " if later else ""
         return (
-            f"{cause}; the last checkpoint from which a step was finite is that of step {last}:"
+            f"{cause}; the last checkpoint whose next step was finite is that of step {last}:"
             f" {move}resume with {lower}"
         )
 

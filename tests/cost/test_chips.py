@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lcjax.cost.__main__ import column
 from lcjax.cost.chips import CHIPS, Topology
 from lcjax.cost.program import Traffic, collectives, permuted_bytes, program_cost
+from lcjax.cost.roofline import Work
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
+
+WORK = Work(flops=1e9, bytes=1e6)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +64,11 @@ def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
 
 def test_the_cost_of_a_program_is_compared_with_the_memory_of_a_chip():
     found = program_cost(loop(make_mesh(Mesh(fsdp=8)), 3), CHIPS["v5e"])
-    assert found.fits and "FITS" in str(found) and found.traffic["all-gather"].count == 3
+    assert found.fits and found.traffic["all-gather"].count == 3
+    assert column(found, WORK)["peak, GB"].endswith("of 16.9: fits")
     assert found.arguments == 64 * 64 * 4 / 8
-    tight = type(found)(**{**vars(found), "needed": found.chip.usable + 1})
-    assert not tight.fits and "DOES NOT FIT" in str(tight)
+    tight = type(found)(**{**vars(found), "peak_memory": found.chip.usable + 1})
+    assert not tight.fits and column(tight, WORK)["peak, GB"] == "16.9 of 16.9: does not fit"
 
 
 HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"
@@ -204,8 +209,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 )
 def test_a_compiler_that_runs_out_of_memory_has_spoken(message):
     found = program_cost(Refusing(f"RESOURCE_EXHAUSTED: {message}"), CHIPS["v5e"])
-    assert found.needed == 47.5 * 2**30 and not found.fits
-    assert "51.00 GB of 16.91 GB" in str(found) and "DOES NOT FIT" in str(found)
+    assert found.peak_memory == 47.5 * 2**30 and not found.fits
+    assert column(found, WORK)["peak, GB"] == "51 of 16.9: does not fit"
 
 
 def test_other_failures_of_a_compiler_are_errors():

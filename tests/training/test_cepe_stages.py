@@ -155,7 +155,7 @@ WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
             Distill(),
             r"train.distill needs a teacher's rows, and data.sources are none; make",
         ),
-        ("rows", None, r"train.distill=null does not read the probabilities in the rows of"),
+        ("rows", None, r"hold a teacher's probabilities, and train.distill is null"),
         ("rows", Distill(), r"train.distill.top=50 is more than the 5 probabilities that .* set"),
         ("longer", Distill(top=5), r"data.length=40 is not that of the rows of .*; set it to 24"),
         ("missing", Distill(), r"has no teacher.json; name a folder that `python -m lcjax.data"),

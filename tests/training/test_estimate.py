@@ -98,7 +98,7 @@ def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
     model = estimate.model_of(config_lib.parse(TrainConfig, words))
     assert estimate.replication_notes(model, Mesh(fsdp=8)) == []
     (line,) = estimate.replication_notes(model, Mesh(fsdp=6))
-    assert "the mesh (fsdp=6) asks" in line and "mlp/down/kernel [2, 160, 64], " in line
+    assert "the mesh (fsdp=6) does not divide" in line and "mlp/down/kernel [2, 160, 64], " in line
     # All matrices, float32, which a sixth of would lie on a device; norms are always whole.
     matrices = sum(
         math.prod(leaf.shape)

@@ -283,6 +283,11 @@ def test_a_resumed_run_holds_one_state_in_memory(tmp_path, corpus, monkeypatch):
     assert len(freed) > 5 and all(freed)
 
 
+def test_keys_that_change_no_batch_may_change_when_a_run_resumes(corpus, reference):
+    changed = {"repeat": 7, "scan": True, "threads": 1, "prefetch": 0}
+    assert run(tiny(reference[0], corpus, data=changed))["step"] == STEPS
+
+
 def test_another_learning_rate_raises_input_error_unless_it_is_accepted(
     tmp_path, corpus, reference
 ):
@@ -295,11 +300,6 @@ def test_another_learning_rate_raises_input_error_unless_it_is_accepted(
         run(tiny(folder, corpus, run={"existing": "refuse"}))
     metrics = run(tiny(folder, corpus, lr=1e-3, run={"accept": ("train.lr",)}))
     assert metrics["step"] == STEPS  # complete already: nothing is trained again
-
-
-def test_keys_that_change_no_batch_may_change_when_a_run_resumes(corpus, reference):
-    changed = {"repeat": 7, "scan": True, "threads": 1, "prefetch": 0}
-    assert run(tiny(reference[0], corpus, data=changed))["step"] == STEPS
 
 
 def test_overwriting_removes_the_run_and_nothing_else(tmp_path, corpus, reference):
