@@ -456,7 +456,7 @@ def read_range(path: Path | URLPath, start: int, size: int) -> np.ndarray:
     return np.fromfile(path, np.uint8, size, offset=start)
 
 
-def chunks(path: Path | URLPath) -> Iterator[bytes]:
+def read_chunks(path: Path | URLPath) -> Iterator[bytes]:
     """Yields the content of a file in order, in pieces of at most 16 MiB."""
     if isinstance(path, URLPath):
         size = path.stat().st_size
@@ -476,7 +476,7 @@ def map_file(path: Path | URLPath) -> mmap.mmap:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with tempfile.TemporaryFile(prefix="lcjax-") as copy:
-        for chunk in chunks(path):
+        for chunk in read_chunks(path):
             copy.write(chunk)
         copy.flush()
         return mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)

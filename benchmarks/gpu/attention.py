@@ -7,8 +7,8 @@ installed wheel has this package as `lcjax.benchmarks.gpu`):
     python -m benchmarks.gpu.attention --minutes 6   # how fast are they?
     python -m benchmarks.gpu.attention --report      # what was measured, without a GPU
 
-The second command with `--check --minutes 9` does both, in 9 minutes. `--cpu` runs all of it without
-a GPU, at tiny sizes (`--interpret`: also Pallas-Triton kernels); its times are meaningless.
+The second command with `--check --minutes 9` does both in 9 minutes. `--cpu` runs all of it at tiny
+sizes without a GPU (`--interpret`: also Pallas-Triton kernels); its times are meaningless.
 
 Workloads run in the order of workloads.py until the time is up; `--group` selects some of them. The
 same command then continues with the remaining ones (`--again`: starts again with all). By default
@@ -25,7 +25,7 @@ pass has 2.5 times the FLOPs of the forward pass. "peak GB" is the compiler's pl
 memory. "table" is the time to list the blocks: on the host for a static mask, on the device for
 documents.
 
-Writes DEVICE.json and DEVICE.md into `--out` after every workload, and prints the tables at the end.
+Writes DEVICE.json and DEVICE.md into `--out` after every workload, and prints the tables last.
 `--keep` checks first, and stores the timings for lcjax after every workload. From then on,
 attention on such a GPU is computed by the implementation that was fastest for calls of its kind,
 among those that were right in all calls of that form and dtype (`pallas_kernels.timings`).
@@ -51,16 +51,16 @@ def arguments(argv=None):
     parser.add_argument("--group", default="", help="letters of the groups to run; all if left out")
     parser.add_argument("--passes", nargs="+", default=["fwd", "bwd", "both"])
     parser.add_argument("--only", default="", help="words that a workload's name must have")
-    said = "a regular expression that a side must match; . for all of them"
-    parser.add_argument("--sides", default="lcjax|jax.nn cudnn", help=said)
+    sides_doc = "a regular expression that a side must match; . for all of them"
+    parser.add_argument("--sides", default="lcjax|jax.nn cudnn", help=sides_doc)
     parser.add_argument("--again", action="store_true", help="do not go on with what --out has")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu/results"))
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
     parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
-    where = (
+    keep_doc = (
         "--check, and use what was fastest from then on; writes into FOLDER, or where it is read"
     )
-    parser.add_argument("--keep", nargs="?", type=Path, const=True, metavar="FOLDER", help=where)
+    parser.add_argument("--keep", nargs="?", type=Path, const=True, metavar="FOLDER", help=keep_doc)
     parser.add_argument("--report", action="store_true", help="only print the tables of --out")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--interpret", action="store_true", help="Triton kernels on a CPU")
@@ -175,9 +175,9 @@ class Report:
             return "Nothing was kept: no implementation was timed."
         place = timings.folder() if self.args.keep is True else self.args.keep
         file = timings.write(place, device, times, wrong)
-        said = "".join(f"\n- never {case}: {why}" for case, why in wrong.items())
-        kept = f"Kept in {file}, which attention on {device} follows from now on"
-        return f"{kept}:\n{fastest(times)}{said}"
+        excluded = "".join(f"\n- never {case}: {why}" for case, why in wrong.items())
+        message = f"Kept in {file}, which attention on {device} follows from now on"
+        return f"{message}:\n{fastest(times)}{excluded}"
 
     def _forms_of(self, workload: str) -> set[str]:
         """Returns the forms of a workload's calls."""

@@ -203,9 +203,9 @@ def block_mask(w, device: str):
     def listed(start, stop):
         """Returns counts, and rows that begin with the entries from start to stop."""
         place = np.minimum(start[..., None] + width, index.shape[-1] - 1)
-        keys = np.where(width < (stop - start)[..., None], np.take_along_axis(index, place, -1), 0)
+        ids = np.where(width < (stop - start)[..., None], np.take_along_axis(index, place, -1), 0)
         counts = torch.from_numpy(np.ascontiguousarray(stop - start)).to(device)
-        return counts, torch.from_numpy(np.ascontiguousarray(keys, np.int32)).to(device)
+        return counts, torch.from_numpy(np.ascontiguousarray(ids, np.int32)).to(device)
 
     partial, partial_index = listed(full, seen)
     whole, whole_index = listed(np.zeros_like(full), full)

@@ -71,15 +71,15 @@ def loops(lines: list[tuple]) -> list[tuple[list, int]]:
     labels = {line[0]: i for i, line in enumerate(lines) if len(line) == 1}
 
     def target(line):
-        found = re.search(r"\((\.?\w+)\)", line[2]) if line[1:2] == ("BRA",) else None
-        return labels.get(found[1].lstrip(".")) if found else None
+        match = re.search(r"\((\.?\w+)\)", line[2]) if line[1:2] == ("BRA",) else None
+        return labels.get(match[1].lstrip(".")) if match else None
 
     spans = [(target(line), i) for i, line in enumerate(lines) if len(line) == 3]
     spans = [(a, b) for a, b in spans if a is not None and a < b and multiplies(lines[a:b])]
     # Code that waits for a barrier follows the last exit and jumps back into its loop.
     spans = [(a, b) for a, b in spans if not any(x[1:2] == ("EXIT",) for x in lines[a:b])]
     inner = [(a, b) for a, b in spans if not any(a <= c and d < b for c, d in spans)]
-    found = []
+    result = []
     for start, end in inner:
         hidden = set()
         for i in range(start, end):
@@ -88,8 +88,8 @@ def loops(lines: list[tuple]) -> list[tuple[list, int]]:
                 hidden |= set(range(i + 1, to))
         body = [lines[i] for i in range(start, end + 1) if len(lines[i]) == 3]
         shown = [lines[i] for i in range(start, end + 1) if i not in hidden and len(lines[i]) == 3]
-        found.append((shown, len(body) - len(shown)))
-    return found
+        result.append((shown, len(body) - len(shown)))
+    return result
 
 
 def multiplies(lines) -> bool:

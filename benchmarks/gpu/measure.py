@@ -42,9 +42,9 @@ LONGEST_XLA = 4e12  # visited FLOP of a forward pass, above which blockwise XLA 
 
 def chosen(args) -> list:
     words = args.only.split()
-    found = workloads(8 if args.cpu else UNIT)
-    groups = args.group or {w.group for w in found}
-    return [w for w in found if w.group in groups and all(x in w.name for x in words)]
+    known = workloads(8 if args.cpu else UNIT)
+    groups = args.group or {w.group for w in known}
+    return [w for w in known if w.group in groups and all(x in w.name for x in words)]
 
 
 def describe() -> dict:
@@ -110,12 +110,12 @@ def measure(w, args, job: dict, emit) -> None:
         times[which] = in_turns(ready, which, args.seconds, emit)
     for side, run in runs.items():
         for which in args.passes:
-            found = times[which].get(side)
+            timing = times[which].get(side)
             reason = run.reasons.get(which, results[side].get("reason"))
-            if found is None:
+            if timing is None:
                 emit(row=absent(w, which, side, reason or "it failed while it was timed"))
             else:
-                emit(row=row(w, which, side, run, found, results[side], table_ms))
+                emit(row=row(w, which, side, run, timing, results[side], table_ms))
 
 
 def begin(w, arrays, args, job: dict, emit) -> dict:

@@ -1,35 +1,37 @@
-"""Whole models on one NVIDIA GPU: training, decoding, and reading 128K tokens; peers in one run.
+"""Times whole models and peers on one NVIDIA GPU: training, decoding and reading 128K tokens.
 
-    python -m benchmarks.gpu.model --minutes 9          # again and again, until no case is left
+    python -m benchmarks.gpu.model --minutes 9          # repeat until no case is left
     python -m benchmarks.gpu.model --cases "train 16k" "decode 1.1b"
-    python -m benchmarks.gpu.model --report             # prints what is there
+    python -m benchmarks.gpu.model --report             # prints the records
     python -m benchmarks.gpu.model --tiny               # every kind of case, on a CPU
 
 Random weights in the shapes of SmolLM2-135M, TinyLlama-1.1B and Llama-2-7B, in bfloat16:
 
-train: AdamW updates of all weights (float32, as train.py has them), `remat` as train.py's default,
-    about 32K tokens an update or one text. Where that does not fit, fewer texts, then more `remat`.
-    MFU counts the model's FLOPs (`lcjax.cost`) against the GPU's dense bfloat16 peak.
-decode: one text is continued by 64 tokens. The share of bandwidth counts the weights and the cache
-    that a token reads, against the peak of the GPU's memory.
+train: AdamW updates of all weights (float32, as in train.py) with train.py's default `remat`, of
+    about 32K tokens or one text. If this does not fit, fewer texts are used, then more `remat`. MFU
+    is the rate of the model's FLOPs (`lcjax.cost`) relative to the GPU's dense bfloat16 peak.
+decode: one text is continued by 64 tokens. The share of bandwidth is the rate at which tokens read
+    the weights and the cache, relative to the peak bandwidth of the GPU's memory.
 read: a text is read and continued by CEPE, by SharedLLM and by full attention with the same decoder
-    (CEPE, table 1; SharedLLM, figure 3; see reading.py). "cepe" keeps the encoder's states, which
-    every token projects again, "cepe projected" keys and values, as the others do.
+    (CEPE, table 1; SharedLLM, figure 3; see reading.py). "cepe" stores the encoder's states, which
+    are projected again for every token; "cepe projected" stores keys and values, as the others do.
 
-The side "lcjax" chooses its attention itself; its peers are the same model with another attention:
-jax.nn.dot_product_attention by cuDNN (training) or by XLA (decoding; cuDNN copies the cache), and
-"cudnn" and "xla" of `pallas_kernels`. With jax.nn's, remat computes attention again in the backward
-pass. Peers read one document a row, lcjax has the segments of packed rows, as in train.py.
+The side "lcjax" chooses its attention itself. Its peers are the same model with another attention:
+jax.nn.dot_product_attention by cuDNN (training) or by XLA (decoding, because cuDNN copies the
+cache), and "cudnn" and "xla" of `pallas_kernels`. With jax.nn's attention, remat computes attention
+again in the backward pass. Rows of peers are one document; lcjax has the segments of packed rows,
+as in train.py.
 
-The first cases decide most: a model of 1.1B at 16K tokens is large enough to fill the GPU and short
-enough that neither weights nor attention hide the other. Then 128K tokens, for which memories are
-made; longer texts before shorter ones, and the small model, whose steps are all overhead, later.
+The most informative cases come first: a model of 1.1B at 16K tokens is large enough to fill the
+GPU, and short enough that neither the weights nor attention dominate. Then 128K tokens, for which
+memories are made. Longer texts precede shorter ones. The small model, whose steps are mostly
+overhead, comes later.
 
-Each case is a process, which is ended when it is silent for `--timeout` seconds while it compiles
-or runs. A case that fails, hangs or runs out of memory is recorded with the reason. The same
-command goes on with cases that have no record for this kind of GPU; with `--again` also with those
-that have failed, or whose record is of other kernels or another version of JAX.
-Records are in DEVICE.json in `--out`, written after every case.
+Each case runs in its own process, which is killed if it is silent for `--timeout` seconds while it
+compiles or runs. A case that fails, hangs or runs out of memory is recorded with the reason. The
+same command continues with the cases that have no record for this kind of GPU; with `--again`, also
+with cases that failed, or whose record is of other kernels or another version of JAX. Records are
+in DEVICE.json in `--out`, which is written after every case.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from pathlib import Path
 from .workers import emit, jobs_of_child, supervise
 
 ABOUT = "about"  # the job that describes the device and checks the kernels
-CHECKING = 300.0  # seconds that it may be silent
-LEAST = 60.0  # seconds in which a case could end; no other one begins with less
+CHECKING = 300.0  # seconds that this job may be silent
+LEAST = 60.0  # seconds that a case may need; with less time left, no case begins
 
 
 def arguments(argv=None):
@@ -65,14 +67,14 @@ def arguments(argv=None):
 
 
 class Records:
-    """The records of the cases on one kind of GPU, in a file that is always whole."""
+    """Records of the cases on one kind of GPU, in a file that is written atomically."""
 
     def __init__(self, file: Path):
         self.file = file
         self.by_case = json.loads(file.read_text())["cases"] if file.exists() else {}
 
     def needs(self, case: str, again: bool, about: dict) -> bool:
-        """Whether a case has no record; `again`: or has failed, or was done by other `about`."""
+        """Whether a case has no record; with `again`, also if it failed or `about` has changed."""
         if (record := self.by_case.get(case)) is None or not again:
             return record is None
         versions = [[x.get(name) for name in ("kernels", "jax")] for x in (record["about"], about)]
@@ -87,7 +89,7 @@ class Records:
 
 
 def chosen(args) -> list:
-    """The cases whose names have all words of one of the choices."""
+    """Returns the cases whose names contain all words of one of the choices."""
     from .model_runs import cases
 
     choices = [words.split() for words in args.cases]
@@ -98,8 +100,8 @@ def chosen(args) -> list:
 
 
 def work(job: str, args) -> None:
-    """The child: one job, of which it emits one event."""
-    if job == ABOUT:  # leave the memory to the processes of the self-check
+    """Does one job in the child process and emits its result."""
+    if job == ABOUT:  # leaves GPU memory to the processes of the self-check
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from . import model_runs
 
@@ -112,21 +114,21 @@ def work(job: str, args) -> None:
     import jax.monitoring
 
     def compiled(event: str, seconds: float, **_) -> None:
-        if seconds > 1.0:  # a case of many programs is not silent between them
+        if seconds > 1.0:  # so that a case of many programs is not silent
             emit(took={event: seconds})
 
     jax.monitoring.register_event_duration_secs_listener(compiled)
     case = next(case for case in model_runs.cases(args.tiny) if case.name == job)
     try:
         emit(record=model_runs.measure(case, lambda what: emit(begins=what)))
-    except Exception as error:  # of XLA and the libraries under it: anything
+    except Exception as error:  # XLA and its libraries raise various errors
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         emit(failed=f"{type(error).__name__}: {lines[0]}"[:400])
         raise
 
 
 def child(job: str, args, deadline: float, patience: float) -> dict | None:
-    """What a child emitted of its job, with "failed" where it did not end well; None: no time."""
+    """Returns what a child emitted, with "failed" if the job failed; None if time ran out."""
     command = [sys.executable, "-m", f"{__package__}.model", "--worker", *["--tiny"] * args.tiny]
     command += ["--commit", args.commit] * bool(args.commit)
     result, what = {}, "starting"
@@ -144,7 +146,7 @@ def child(job: str, args, deadline: float, patience: float) -> dict | None:
 
 def main(argv=None) -> int:
     args = arguments(argv)
-    if args.out is None:  # figures of tiny shapes are no results
+    if args.out is None:  # times of tiny shapes are not results
         args.out = Path("runs/gpu_model_tiny" if args.tiny else "benchmarks/gpu/results/model")
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both names at once
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # its default is 0.75
@@ -166,7 +168,7 @@ def main(argv=None) -> int:
 
 
 def run(args) -> int:
-    """Measures cases until none is left or the time is up; returns an exit code."""
+    """Measures cases until none is left or the time is up; returns the exit code."""
     from pallas_kernels import timings
 
     deadline = time.monotonic() + 60 * args.minutes
@@ -208,7 +210,7 @@ def say(text: str) -> None:
 
 
 def report(folder: Path) -> str:
-    """The tables of all records in a folder, in Markdown."""
+    """Returns the tables of all records in a folder, in Markdown."""
     from .model_report import tables
 
     files = sorted(folder.glob("*.json"))

@@ -14,11 +14,11 @@ SIDES = {
 
 
 def tables(records: list[dict]) -> str:
-    """The device, a table for each kind of case, and why other cases have no figures."""
+    """Returns the device, a table for each kind of case, and the reasons of failed cases."""
     parts = [_head(records)]
     for kind, table in (("train", _training), ("decode", _decoding), ("read", _reading)):
         rows = [r for r in records if r["kind"] == kind and "reason" not in r]
-        rows.sort(key=lambda r: (r["model"], r["tokens"]))  # and then as they were measured
+        rows.sort(key=lambda r: (r["model"], r["tokens"]))  # equal ones in the order of measurement
         if rows:
             parts.append(table(rows))
     failed = [f"- {r['case']}: {r['reason']}" for r in records if "reason" in r]
@@ -28,7 +28,7 @@ def tables(records: list[dict]) -> str:
 
 
 def _head(records: list[dict]) -> str:
-    """What the records have in common, and what differs between them."""
+    """Returns the device and the versions of the records; values that differ are joined."""
     values: dict[str, list[str]] = {}
     for record in records:
         for key, value in record["about"].items():
@@ -36,10 +36,10 @@ def _head(records: list[dict]) -> str:
             if value is not None and str(value) not in known:
                 known.append(str(value))
     device = " and ".join(values.pop("device"))
-    said = ", ".join(f"{key} {' and '.join(of)}" for key, of in values.items() if of)
+    versions = ", ".join(f"{key} {' and '.join(of)}" for key, of in values.items() if of)
     clocks = [r["clocks"]["clocks.sm"] for r in records if r.get("clocks", {}).get("clocks.sm")]
     after = f"; SM clocks right after a case: {min(clocks)} to {max(clocks)}" if clocks else ""
-    return f"## Models on {device}\n\n{said}{after}."
+    return f"## Models on {device}\n\n{versions}{after}."
 
 
 def _table(title: str, columns: str, rows: list[list[str]]) -> str:
@@ -102,7 +102,7 @@ RATIOS = ("tokens_per_second", "token", "peak_gb")
 
 
 def _task(record: dict) -> tuple:
-    """What records of different sides have in common."""
+    """Returns the key that is equal for records of different sides of one task."""
     return record["kind"], record["model"], record["tokens"]
 
 
@@ -111,7 +111,7 @@ def _ratio(record: dict, other: dict | None, key: str) -> str:
 
 
 def _beside_peer(record: dict, rows: list[dict]) -> str:
-    """How many times as fast lcjax is as the peer of this row."""
+    """Returns the speed of lcjax relative to the peer of this row; empty for lcjax's row."""
     ours = next((r for r in rows if _task(r) == _task(record) and r["side"] == OURS), None)
     if ours in (None, record):
         return ""

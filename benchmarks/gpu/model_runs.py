@@ -1,4 +1,4 @@
-"""The cases of `model.py`, and what its child process measures for one of them."""
+"""The cases of `model.py`, and their measurement in its child process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .. import reading, training
 from .workers import ROOT
 
 OURS = "lcjax"  # the side whose attention lcjax chooses
-JAX_NN = "jax.nn "  # begins a side that calls `jax.nn.dot_product_attention`
+JAX_NN = "jax.nn "  # prefix of sides that call `jax.nn.dot_product_attention`
 FULL, SHARED_LLM = "full", "shared_llm"  # sides of reading: full attention, and memories
-CEPE, PROJECTED = "cepe", "cepe projected"  # which keep the encoder's states, or keys and values
-STEP_TOKENS = 32_768  # of an update, unless a text is longer or memory is short
-NEW_TOKENS = 64  # of decoding
-TIMED, ENOUGH = 7, 30.0  # runs that are timed, unless they have taken so many seconds before
-USABLE = 0.95  # share of the allocator's memory that a plan of the compiler may take
-# The packages that lcjax needs for these cases, by the names that are imported.
+CEPE, PROJECTED = "cepe", "cepe projected"  # store the encoder's states, or keys and values
+STEP_TOKENS = 32_768  # tokens of an update, unless a text is longer or memory does not suffice
+NEW_TOKENS = 64  # tokens that decoding adds
+TIMED, ENOUGH = 7, 30.0  # timed runs, and seconds after which no further run begins
+USABLE = 0.95  # largest share of the allocator's memory that the compiler's plan may take
+# The packages that lcjax needs for these cases, by import name.
 NEEDED = {name: name for name in ("draccus", "flax", "jaxtyping", "mergedeep", "optax")}
 NEEDED |= {"safetensors": "safetensors", "upath": "universal_pathlib", "yaml": "pyyaml"}
 NEEDED |= {"pathlib_abc": "pathlib_abc", "typing_inspect": "typing-inspect"}
@@ -44,7 +44,7 @@ class Case:
     kind: str  # train, decode or read
     model: str  # of `shape`
     tokens: int
-    side: str  # OURS or what attention is forced to; of "read" a memory or FULL
+    side: str  # OURS or an attention for `forced`; for "read" a memory or FULL
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class Case:
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """All cases, the most decisive first; `tiny` ones for a CPU."""
+    """Returns all cases, the most informative ones first; `tiny` ones are for a CPU."""
     if tiny:
         return [
             *(Case("train", "tiny", 64, side) for side in (OURS, f"{JAX_NN}xla")),
@@ -73,7 +73,7 @@ def cases(tiny: bool = False) -> list[Case]:
         *both("1.1b", 16 * k),
         *(Case("read", "1.1b", 128 * k, side) for side in (CEPE, FULL, SHARED_LLM)),
         *both("1.1b", 64 * k),
-        # Not computed again in the backward pass, as jax.nn's is.
+        # Its backward pass does not compute attention again, unlike that of jax.nn.
         Case("train", "1.1b", 16 * k, "cudnn"),
         *both("135m", 16 * k),
         *both("1.1b", 4 * k),
@@ -90,7 +90,7 @@ def cases(tiny: bool = False) -> list[Case]:
 
 
 def shape(model: str):
-    """The architecture of a name in the cases."""
+    """Returns the model config for a model's name in the cases."""
     from lcjax.models import preset
 
     if model == "tiny":
@@ -100,10 +100,10 @@ def shape(model: str):
 
 
 def forced(side: str):
-    """The attention pattern that computes causal attention by `side` alone.
+    """Returns a causal attention pattern that is computed by `side` alone.
 
-    A name of `pallas_kernels` is that implementation. One of `jax.nn` computes training, and the
-    decoding of single tokens; prompts, which are not timed there, are read as lcjax does.
+    `side` is an implementation of `pallas_kernels` or of `jax.nn`. That of `jax.nn` computes
+    training and the decoding of single tokens; prompts, which are not compared, use lcjax's own.
     """
     import jax
 
@@ -135,7 +135,7 @@ def forced(side: str):
 
 
 def about(commit: str | None = None) -> dict:
-    """The device, its driver, versions, and what the self-check of the kernels found."""
+    """Returns the device, its driver, versions, and the result of the kernels' self-check."""
     from pallas_kernels import dispatch, self_check
 
     from .measure import describe, nvidia_smi
@@ -144,14 +144,14 @@ def about(commit: str | None = None) -> dict:
     device |= {package: version(package) for package in ("flax", "optax")}
     device |= nvidia_smi("power.limit", "clocks.max.mem")
     if dispatch.platform() == "cuda":
-        checked = self_check.results("bfloat16")  # starts the check where no file has it
-        said = checked if isinstance(checked, str) else self_check.failures(checked)
-        device["self_check"] = said or self_check.PASSED
+        checked = self_check.results("bfloat16")  # runs the check if no file has its results
+        failures = checked if isinstance(checked, str) else self_check.failures(checked)
+        device["self_check"] = failures or self_check.PASSED
     return device
 
 
 def missing_packages() -> list[str]:
-    """Packages that have to be installed before anything can be measured."""
+    """Returns the packages that must be installed before anything can be measured."""
     missing = [
         package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None
     ]
@@ -164,7 +164,7 @@ def missing_packages() -> list[str]:
 
 
 def _commit() -> str | None:
-    """The commit of the sources, with "+" where files differ from it."""
+    """Returns the commit of the sources, followed by "+" if files differ from it."""
     try:
         words = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
         commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **words).stdout.strip()
@@ -179,7 +179,7 @@ def measure(case: Case, begin: Callable[[str], None]) -> dict:
 
     Args:
       case: what to measure.
-      begin: called with what begins, each time that it may take long.
+      begin: called with a description before each step that may take long.
     """
     from .measure import nvidia_smi
 
@@ -189,7 +189,7 @@ def measure(case: Case, begin: Callable[[str], None]) -> dict:
 
 
 def _train(case: Case, begin) -> dict:
-    """Updates of all weights: bfloat16, weights and moments float32."""
+    """Times updates of all weights in bfloat16, with weights and moments in float32."""
     import jax
 
     from lcjax import cost
@@ -232,7 +232,7 @@ def _train(case: Case, begin) -> dict:
 
 
 def _compiled_update(config, rows: int, case: Case, mesh):
-    """The compiled update, its optimizer, a batch, and what is recorded of them."""
+    """Returns the compiled update, its optimizer, a batch, and their fields of the record."""
     import jax
 
     from lcjax.models.decoder import abstract_params
@@ -260,10 +260,10 @@ def _compiled_update(config, rows: int, case: Case, mesh):
 
 
 def _batches(config, length: int) -> Iterator[tuple]:
-    """(config, rows) from the most tokens and the least recomputation on.
+    """Yields (config, rows), beginning with the most tokens and the least recomputation.
 
-    It begins with the first one that fits by the estimate of `lcjax.cost`, or with the last one.
-    The estimate is that of lcjax's attention, so that all sides begin with the same.
+    The first pair is the first one that fits by the estimate of `lcjax.cost`, or else the last one.
+    The estimate is for lcjax's attention, so that all sides begin with the same pair.
     """
     from lcjax import cost
     from lcjax.attention import Causal
@@ -285,7 +285,7 @@ def _batches(config, length: int) -> Iterator[tuple]:
 
 
 def _read(case: Case, begin) -> dict:
-    """Texts that are read and continued, with all weights and the cache in bfloat16."""
+    """Times reading and continuing a text, with all weights and the cache in bfloat16."""
     from lcjax import cost
     from pallas_kernels.dispatch import record_explanations
 
@@ -329,20 +329,20 @@ def _read(case: Case, begin) -> dict:
 
 
 def _total(runs: list[dict], timed: Iterator[dict], new_tokens: int) -> float:
-    """Appends one run, and returns how long it took."""
+    """Appends one run to `runs`, and returns its seconds."""
     runs.append(next(timed))
     return reading.reads(runs[-1]) + new_tokens * runs[-1]["token"]
 
 
 def _config(case: Case, param_dtype: str | None):
-    """The model of a case, its weights in `param_dtype` (None: that of activations)."""
+    """Returns the model config of a case; `param_dtype` None: the dtype of activations."""
     dtype = "float32" if case.model == "tiny" else "bfloat16"
     config = shape(case.model)
     config = config.replace(
         dtype=dtype,
         param_dtype=param_dtype or dtype,
         max_length=max(config.max_length, case.tokens + NEW_TOKENS + 1),
-        scan_layers=case.kind == "train",  # as train.py and `LanguageModel` have them
+        scan_layers=case.kind == "train",  # as in train.py, and as in `LanguageModel`
     )
     if case.kind == "read" or case.side == OURS:
         return config
@@ -358,7 +358,7 @@ def _repeated(run: Callable[[], float], begin) -> list[float]:
 
 
 def _rates(tokens: int, seconds: list[float]) -> dict:
-    """Tokens per second: the median, the slowest and the fastest run."""
+    """Returns tokens per second of the median, the slowest and the fastest run."""
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
         "range": [tokens / max(seconds), tokens / min(seconds)],
@@ -367,7 +367,7 @@ def _rates(tokens: int, seconds: list[float]) -> dict:
 
 
 def _implementations(case: Case, explanations) -> dict[str, list[str]]:
-    """By implementation of attention the calls that it computed; of jax.nn itself, its name."""
+    """Returns, by implementation of attention, the calls that it computed."""
     calls = {case.side: ["single tokens" if case.kind == "decode" else "all"]}
     calls = calls if case.side.startswith(JAX_NN) else {}
     for explanation in dict.fromkeys(explanations):
@@ -378,7 +378,7 @@ def _implementations(case: Case, explanations) -> dict[str, list[str]]:
 
 
 def _weight_bytes(config, estimate) -> int:
-    """What a token reads of the weights: all but the embedding, unless it is the head, too."""
+    """Returns the weight bytes that a token reads: without an embedding that is not the head."""
     size = 0 if config.tie_embeddings else config.vocab_size * config.width
     return estimate.parameter_bytes - size * (estimate.parameter_bytes // estimate.parameters)
 
@@ -388,7 +388,7 @@ def _share(value: float, peak: float | None) -> float | None:
 
 
 def _memory_limit() -> float:
-    """Bytes that the allocator may take; a CPU has no limit."""
+    """Returns the bytes that the allocator may take; infinite for a CPU."""
     import jax
 
     stats = jax.devices()[0].memory_stats() or {}
@@ -396,7 +396,7 @@ def _memory_limit() -> float:
 
 
 def _peak_bytes() -> int:
-    """The most that arrays and programs took of the device; on a CPU, the process."""
+    """Returns the peak bytes in use on the device; for a CPU, the peak of the process."""
     import jax
 
     stats = jax.devices()[0].memory_stats() or {}

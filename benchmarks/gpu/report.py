@@ -16,7 +16,7 @@ FULL_WINDOW_RATE = 450e12  # FLOP/s: tokamax' backward pass on an H100, which vi
 
 
 def number(x, digits: int = 3) -> str:
-    """Returns `x` with `digits` significant digits; None as a dash."""
+    """Returns `x` with about `digits` significant digits; None as a dash."""
     if x is None:
         return "-"
     if isinstance(x, float) and not math.isfinite(x):
@@ -81,7 +81,7 @@ def wrong_implementations(
       calls_of: the dtype and the forms of the calls of a case of the check, by its name.
 
     Returns:
-      reasons by `timings.case_key`.
+      The first reason by `timings.case_key`.
     """
     reasons = {}
 
@@ -103,7 +103,7 @@ def wrong_implementations(
 
 
 def fastest(times: dict) -> str:
-    """Returns a line per kind of call with its fastest implementations; `times` as `milliseconds`."""
+    """Returns a line per kind of call with its fastest implementation, from `milliseconds`."""
 
     def first(way: str, of: dict[str, float]) -> str:
         name = min(of, key=lambda name: ranked_by(name, of[name], way))
@@ -117,12 +117,13 @@ def fastest(times: dict) -> str:
 
 
 def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
-    """By kind of call, direction and implementation, as `pallas_kernels.timings` keeps them.
+    """Returns milliseconds by kind of call, direction and implementation, for `timings.write`.
 
-    Of each kind the workload that most implementations did; the more important one of equals.
+    Each kind has the workload that most implementations ran; of several, the more important one.
 
     Args:
-      wrong: what is left out, by `timings.case_key`.
+      rows: the timed workloads.
+      wrong: what to leave out, by `timings.case_key`.
     """
     found: dict = {}
     for row in rows:
@@ -261,36 +262,36 @@ def _level(met: list[bool]) -> str:
 
 
 def _rate(results: Results, what, workload, which, levels, cudnn):
-    wanted = ", ".join(map(str, levels)) + " TFLOP/s"
-    wanted += f" and {cudnn:.0%} of cuDNN" if cudnn else ""
+    target = ", ".join(map(str, levels)) + " TFLOP/s"
+    target += f" and {cudnn:.0%} of cuDNN" if cudnn else ""
     row, peer = results.best(workload, which), results.peer(workload, which, "jax.nn cudnn")
     if row is None:
-        return what, wanted, *NOT_MEASURED
+        return what, target, *NOT_MEASURED
     rate = row["executed_tflops" if workload == WINDOW + "128" else "useful_tflops"]
-    met, said = [rate >= x for x in levels], f"{rate:.0f} TFLOP/s, {row['side']}"
+    met, measured = [rate >= x for x in levels], f"{rate:.0f} TFLOP/s, {row['side']}"
     if cudnn:
-        said += f", {peer['ms'] / row['ms']:.2f} of cuDNN" if peer else ", no cuDNN beside it"
+        measured += f", {peer['ms'] / row['ms']:.2f} of cuDNN" if peer else ", no cuDNN beside it"
         met[2] = met[2] and peer is not None and peer["ms"] / row["ms"] >= cudnn
-    return what, wanted, said, _level(met)
+    return what, target, measured, _level(met)
 
 
 def _window_backward(results: Results):
     what = "backward window 1,024 at 32k"
-    wanted = (
+    target = (
         "5 times as fast as tokamax (at 450 TFLOP/s on all pairs where it is missing), 300, 400"
     )
     row = results.best("b window 1k, 32k x 32k, 16/16 heads of 128", "bwd")
     if row is None:
-        return what, wanted, *NOT_MEASURED
+        return what, target, *NOT_MEASURED
     peer = results.peer(row["workload"], "bwd", "tokamax mosaic")
     whole = 1e3 * 10 * 128 * 16 * (32 * 1024) ** 2 / FULL_WINDOW_RATE
     faster, rate = (peer["ms"] if peer else whole) / row["ms"], row["executed_tflops"]
     met = [faster >= 5, rate >= 300, rate >= 400]
-    return what, wanted, f"{faster:.1f} times, {rate:.0f} TFLOP/s, {row['side']}", _level(met)
+    return what, target, f"{faster:.1f} times, {rate:.0f} TFLOP/s, {row['side']}", _level(met)
 
 
 def _efficiency(results: Results):
-    what, wanted = (
+    what, target = (
         "block-sparse efficiency",
         "0.70 at 12.5 %, 0.85 from 5 % up, 0.92 and 0.75 at 1 %",
     )
@@ -300,7 +301,7 @@ def _efficiency(results: Results):
             sides = best.setdefault(row["side"], {})
             sides[row["density"]] = min(row["efficiency"], sides.get(row["density"], 9.0))
     if not any(share < 1.0 for found in best.values() for share in found):
-        return what, wanted, *NOT_MEASURED
+        return what, target, *NOT_MEASURED
     side, found = max(best.items(), key=lambda x: x[1].get(0.125, 0.0))
     upper = [x for share, x in found.items() if 0.05 <= share < 1.0]
     met = [
@@ -308,12 +309,12 @@ def _efficiency(results: Results):
         bool(upper) and min(upper) >= 0.85,
         bool(upper) and min(upper) >= 0.92 and found.get(0.01, 0.0) >= 0.75,
     ]
-    said = ", ".join(f"{x:.2f} at {100 * share:g} %" for share, x in sorted(found.items()))
-    return what, wanted, f"{said}, {side}", _level(met)
+    measured = ", ".join(f"{x:.2f} at {100 * share:g} %" for share, x in sorted(found.items()))
+    return what, target, f"{measured}, {side}", _level(met)
 
 
 def _flex(results: Results):
-    what, wanted = "beside FlexAttention, worst mask", "0.9; 1.3 forward and 1.2 backward; 1.6"
+    what, target = "beside FlexAttention, worst mask", "0.9; 1.3 forward and 1.2 backward; 1.6"
     worst = {}
     for which in ("fwd", "bwd"):
         found = []
@@ -321,45 +322,45 @@ def _flex(results: Results):
             ours = results.best(peer["workload"], which)
             found += [peer["ms"] / ours["ms"]] if ours else []
         if not found:
-            return what, wanted, *NOT_MEASURED
+            return what, target, *NOT_MEASURED
         worst[which] = min(found)
     levels = ((0.9, 0.9), (1.3, 1.2), (1.6, 1.6))
     met = [worst["fwd"] >= x and worst["bwd"] >= y for x, y in levels]
-    return what, wanted, ", ".join(f"{k} {v:.2f} times" for k, v in worst.items()), _level(met)
+    return what, target, ", ".join(f"{k} {v:.2f} times" for k, v in worst.items()), _level(met)
 
 
 def _tables(tables: dict):
-    what, wanted = "table of 128k: static; traced", "1 s; 5 % of fwd, 20 ms, 2 ms; 1 %"
+    what, target = "table of 128k: static; traced", "1 s; 5 % of fwd, 20 ms, 2 ms; 1 %"
     static, traced = tables.get("static_ms"), tables.get("traced_share")
     if static is None:
-        return what, wanted, *NOT_MEASURED
-    said = f"{static:.1f} ms on the host; " + (
+        return what, target, *NOT_MEASURED
+    measured = f"{static:.1f} ms on the host; " + (
         "traced not measured" if traced is None else f"traced {traced:.1%} of the forward pass"
     )
     known = traced is not None
     met = [static < 1000 and known and traced < 0.05, static < 20, static < 2 and traced < 0.01]
-    return what, wanted, said, _level(met)
+    return what, target, measured, _level(met)
 
 
 def _memory(results: Results):
     what = "memory: kept for the backward pass, and at most"
-    wanted = (
+    target = (
         "at most 8 times q, k, v, out; kept: q, k, v, out, lse alone; nothing else for dq, dk, dv"
     )
     row = results.best(CAUSAL + "128", "both")
     if row is None or row["kept_bytes"] is None or row["peak_bytes"] is None:
-        return what, wanted, *NOT_MEASURED
+        return what, target, *NOT_MEASURED
     kept, peak, array = row["kept_bytes"], row["peak_bytes"], row["array_bytes"]
     met = [peak <= 8 * 4 * array, kept <= 1.05 * 4 * array, peak <= 1.05 * 9 * array]
-    said = f"kept {kept / array:.2f} and at most {peak / array:.2f} times the bytes of q"
-    return what, wanted, said, _level(met)
+    measured = f"kept {kept / array:.2f} and at most {peak / array:.2f} times the bytes of q"
+    return what, target, measured, _level(met)
 
 
 def _compiling(results: Results):
-    what, wanted = "compile time, slowest of ours", "10 s, 4 s, 2 s"
+    what, target = "compile time, slowest of ours", "10 s, 4 s, 2 s"
     found = [r for w in ("fwd", "bwd") for r in results.of("", w) if not r["side"].endswith("xla")]
     if not found:
-        return what, wanted, *NOT_MEASURED
+        return what, target, *NOT_MEASURED
     row = max(found, key=lambda r: r["compile_s"])
-    said = f"{row['compile_s']:.1f} s, {row['side']}, {row['workload']}, {row['pass']}"
-    return what, wanted, said, _level([row["compile_s"] < x for x in (10, 4, 2)])
+    measured = f"{row['compile_s']:.1f} s, {row['side']}, {row['workload']}, {row['pass']}"
+    return what, target, measured, _level([row["compile_s"] < x for x in (10, 4, 2)])

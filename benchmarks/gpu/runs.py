@@ -203,7 +203,7 @@ class JaxRun:
         return {x: y[:, self.rows] if x in ("out", "dq") else y for x, y in named.items()}
 
     def sample(self, which: str) -> float:
-        """Seconds of one call."""
+        """Returns the seconds of one call, from a chain of calls."""
         q, k, v, d_out = self.arrays
         inputs = {"fwd": (q, k, v), "bwd": (d_out, getattr(self, "pull", None))}
         inputs = inputs.get(which, (q, k, v, d_out))

@@ -86,7 +86,9 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"--topology={topology}: the CUDA plugin cannot describe it ({why})") from error
+        raise InputError(
+            f"--topology={topology}: the CUDA plugin cannot describe it ({why})"
+        ) from error
     return list(description.devices)
 
 

@@ -394,7 +394,7 @@ class DataConfig(TextConfig):
             )
         stored = any(isinstance(s, StoredSource) or _converts(s) for s in self.sources)
         if stored or self._packings() != {"single"}:
-            raise InputError(f"{key} counts one document a row: set pack: single")
+            raise InputError(f"{key} needs rows of one document; set pack: single")
 
     def _check_chunks(self, chunks: Chunks) -> None:
         chunks.decoder_length(self.length)

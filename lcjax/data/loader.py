@@ -103,7 +103,7 @@ def make_loader(
     indices = list(range(batch_size) if rows is None else rows)
     if not indices or not 0 <= min(indices) <= max(indices) < batch_size:
         raise InputError(
-            f"rows={indices} must be some of 0 ... {batch_size - 1}, the rows of a batch"
+            f"rows={indices} must be a non-empty list of indices in 0 ... {batch_size - 1}"
         )
     corpora = open_split(config, split, tokenizer)
     sources = [SourceRows(c, config, tokenizer, documents=documents) for c in corpora]
@@ -125,7 +125,7 @@ def make_loader(
     batches = batch_rows(dataset, batch_size, indices)
     if landmarks is not None:
         if config.chunks is not None:
-            raise InputError("data.chunks are no context of a model with landmarks: leave them out")
+            raise InputError("data.chunks cannot be used with landmark tokens; leave it out")
         landmarks.row_length(config.length)  # raises an InputError before any batch is read
         eos_ids = tuple(tokenizer.eos_ids)
         batches = batches.map(lambda batch: insert(batch, landmarks, eos_ids))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from data_support import BOS, EOS, Bytes, assert_same, make_texts, write_jsonl
+from data_support import BOS, EOS, Bytes, assert_same, make_texts, rows_of, write_jsonl
 
 from lcjax import config as configs
 from lcjax.attention.landmark.tokens import Landmarks
@@ -32,11 +32,6 @@ def config_for(path="", **more):
         more = {"sources": [TextSource(path, stride=8)]} | more
     plain = {"length": 32, "repeat": 1, "shuffle": False, "document_mask": False, "chunks": FOUR}
     return DataConfig(**plain | more)
-
-
-def rows_of(config, tokenizer=None, **more):
-    batches = list(make_loader(config, tokenizer or Bytes(), 1, **more))
-    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def test_the_last_tokens_are_the_decoders_and_chunks_are_those_right_before():
@@ -224,5 +219,5 @@ def test_chunks_that_cannot_be_raise_input_error(fields, match):
 
 
 def test_landmarks_do_not_go_with_chunks(path):
-    with pytest.raises(InputError, match=r"no context of a model with landmarks"):
+    with pytest.raises(InputError, match=r"data.chunks cannot be used with landmark tokens"):
         make_loader(config_for(path), Bytes(), 1, landmarks=Landmarks(300))

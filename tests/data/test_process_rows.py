@@ -72,7 +72,7 @@ def test_rows_that_do_not_fit_the_mesh_or_the_batch_raise_input_error(tmp_path):
         process_rows(mesh_of((2, 2, 1), [0, 0, 1, 1]), 6, 0)
     config = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", make_texts(9)), length=8)
     for rows in ([], [0, 4], [-1]):
-        with pytest.raises(InputError, match=r"must be some of 0 ... 3, the rows of a batch"):
+        with pytest.raises(InputError, match=r"must be a non-empty list of indices in 0 ... 3"):
             make_loader(config, Bytes(), 4, rows=rows)
 
 
