@@ -95,21 +95,21 @@ class Prompt:
 class Budget:
     """A length in tokens, and the parts of a request that count; by default all.
 
-    RULER does not count BOS, LongBench counts the text only, InfiniteBench no new tokens.
+    RULER does not count BOS. LongBench and InfiniteBench count the prompt without template and
+    answer.
     """
 
     length: int
     new_tokens: int
     bos: bool = True
-    template: bool = True
-    answer_prefix: bool = True
-    new: bool = True
+    prompt_only: bool = False  # the chat template and the new tokens do not count
 
     def used(self, prompt: Prompt) -> int:
         """Returns the number of tokens of `prompt` and its answer that count."""
-        kinds = set(KINDS) - {"answer_prefix"}
-        kinds |= {kind for kind in ("bos", "template", "answer_prefix") if getattr(self, kind)}
-        return prompt.tokens(*kinds) + self.new_tokens * self.new
+        kinds = [*KINDS, "bos"] if self.bos else [*KINDS]
+        if self.prompt_only:
+            return prompt.tokens(*kinds)
+        return prompt.tokens(*kinds, "template") + self.new_tokens
 
     def left(self, prompt: Prompt) -> int:
         """Returns the number of tokens that may be added; negative if `prompt` is too long."""
@@ -118,8 +118,8 @@ class Budget:
     @property
     def counts(self) -> str:
         """The parts that count, for records, such as bos+template+prompt+answer_prefix+new."""
-        names = ("bos", "template", "prompt", "answer_prefix", "new")
-        return "+".join(name for name in names if getattr(self, name, True))
+        bos, text = ["bos"] * self.bos, ["prompt", "answer_prefix"]
+        return "+".join([*bos, *text] if self.prompt_only else [*bos, "template", *text, "new"])
 
 
 def document_segments(instruction: str, document: str, question: str) -> list[Segment]:

@@ -165,9 +165,8 @@ class Store:
         Raises:
           InputError: A setting differs that the records depend on.
         """
-        labels = before.get(LABELS)
-        old = _by_name(before["config"], labels)
-        new = _by_name(settings, labels and [task.label for task in self._config.tasks])
+        old = _by_name(before["config"], before[LABELS])
+        new = _by_name(settings, [task.label for task in self._config.tasks])
         earlier = _leave_shared(old, new, before.get(EARLIER, {}))
         old, new = (flatten(tree, separator=".", lists=True) for tree in (old, new))
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
@@ -268,7 +267,6 @@ def parse(data: bytes, costs: Path) -> tuple[dict[Key, Record], list[int]]:
     """Returns the last record of each unit with its costs, and the numbers of invalid lines."""
     records, damaged = _parse(data)
     measured = _parse(costs.read_bytes())[0] if costs.exists() else {}
-    # Records of older versions hold their costs themselves.
     return {
         key: {**_NO_COST, **measured.get(key, {}), **record} for key, record in records.items()
     }, damaged
@@ -305,8 +303,8 @@ def read_marker(folder: Path) -> Record:
     """Reads the marker that `describe` wrote; raises an InputError if it is damaged."""
     marker = read_json(folder / MARKER)
     for key, kind, default in (
-        ("hash", str, None), ("config", dict, None), (INPUTS, dict, {}), (EARLIER, dict, {}),
-        (LABELS, list, []),
+        ("hash", str, None), ("config", dict, None), (LABELS, list, None), (INPUTS, dict, {}),
+        (EARLIER, dict, {}),
     ):  # fmt: skip
         if not isinstance(marker.get(key, default), kind):
             raise InputError(
@@ -345,15 +343,12 @@ def hashed_settings(settings: Mapping) -> dict:
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 
-def _by_name(settings: Mapping, labels: Sequence[str] | None) -> dict:
-    """Returns the hashed settings as JSON values, with methods and tasks by name.
-
-    A list of tasks without `labels`, as older versions wrote it, stays a list.
-    """
+def _by_name(settings: Mapping, labels: Sequence[str]) -> dict:
+    """Returns the hashed settings as JSON values, with methods and tasks by name."""
     tree = json.loads(json.dumps(hashed_settings(settings), default=str))
     if "methods" in tree:
         tree["methods"] = {method["name"]: method for method in tree["methods"]}
-    if labels is not None and "tasks" in tree:
+    if "tasks" in tree:
         tree["tasks"] = dict(zip(labels, tree["tasks"], strict=True))
     return tree
 
@@ -372,8 +367,6 @@ def _leave_shared(old: dict, new: dict, earlier: Mapping[str, dict]) -> dict[str
     removed = {}
     for kind in _NAMED:
         before, after = old.get(kind, {}), new.get(kind, {})
-        if isinstance(before, list):  # tasks of an older version, without names
-            continue
         before = earlier.get(kind, {}) | before
         if missing := {name: before[name] for name in before if name not in after}:
             removed[kind] = missing

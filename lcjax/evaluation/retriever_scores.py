@@ -8,6 +8,7 @@ gains by id), or both. Answers are searched in the text of the hits (`has_answer
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from lcjax.errors import InputError, check_integer, check_integers
 from lcjax.evaluation import plots
-from lcjax.evaluation.metrics import qa, ranking
+from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.report import tables
 from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Record, Records
@@ -72,18 +73,47 @@ class Question:
     def scores(self, hits: Sequence[Any], ks: Sequence[int]) -> Record:
         """Returns the scores of this question's hits by name."""
         scores = {}
-        gains = [self.relevant.get(str(hit.passage.id), 0.0) for hit in hits]
+        gains = [self.relevant.get(str(result.passage.id), 0.0) for result in hits]
         if self.answers:
-            is_answer = [float(has_answer(hit.passage.text, self.answers)) for hit in hits]
-            scores |= {f"answer_recall@{k}": ranking.hit(is_answer, k) for k in ks}
-            scores["answer_mrr"] = ranking.reciprocal_rank(is_answer)
+            is_answer = [float(has_answer(result.passage.text, self.answers)) for result in hits]
+            scores |= {f"answer_recall@{k}": hit(is_answer, k) for k in ks}
+            scores["answer_mrr"] = reciprocal_rank(is_answer)
         if self.relevant:
             total = len(self.relevant)
-            scores |= {f"hit@{k}": ranking.hit(gains, k) for k in ks}
-            scores |= {f"recall@{k}": ranking.recall(gains, k, total) for k in ks}
-            scores["mrr"] = ranking.reciprocal_rank(gains)
-            scores["ndcg@10"] = ranking.ndcg(gains, 10, list(self.relevant.values()))
+            scores |= {f"hit@{k}": hit(gains, k) for k in ks}
+            scores |= {f"recall@{k}": recall(gains, k, total) for k in ks}
+            scores["mrr"] = reciprocal_rank(gains)
+            scores["ndcg@10"] = ndcg(gains, 10, list(self.relevant.values()))
         return scores
+
+
+def hit(gains: Sequence[float], k: int) -> float:
+    """Returns 1 if one of the first `k` hits is relevant (has a gain above 0), else 0."""
+    return float(any(gain > 0 for gain in gains[:k]))
+
+
+def recall(gains: Sequence[float], k: int, num_relevant: int) -> float:
+    """Returns the share of the `num_relevant` relevant passages among the first `k` hits."""
+    return sum(gain > 0 for gain in gains[:k]) / num_relevant
+
+
+def reciprocal_rank(gains: Sequence[float]) -> float:
+    """Returns 1 / rank of the first relevant hit, counted from 1; 0 without one."""
+    ranks = (rank for rank, gain in enumerate(gains, 1) if gain > 0)
+    return 1 / next(ranks, math.inf)
+
+
+def ndcg(gains: Sequence[float], k: int, relevant: Sequence[float]) -> float:
+    """Computes the normalised discounted cumulative gain of the first `k` hits.
+
+    DCG = sum over ranks i of gain_i / log2(i + 1), with linear gains (trec_eval). It is divided by
+    the DCG of the best order of `relevant`, the gains of all relevant passages.
+    """
+
+    def dcg(values: Sequence[float]) -> float:
+        return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(values[:k], 1))
+
+    return dcg(gains) / dcg(sorted(relevant, reverse=True))
 
 
 def _is_gain(value: Any) -> bool:

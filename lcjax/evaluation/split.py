@@ -20,8 +20,7 @@ import numpy as np
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation.corpus import SentenceEnds
 from lcjax.evaluation.prompt import Prompt
-from lcjax.generation.contexts import context_chunk_size
-from lcjax.generation.contexts import split_into_chunks as chunks_of
+from lcjax.generation.contexts import context_chunk_size, split_into_chunks
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import MARGINALS, Replug
 from lcjax.generation.sampling import GeneratedText, Sampling, log_weights
@@ -81,19 +80,19 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def scorer(
-        self, model: LanguageModel, passages: list, scores: list, chunk: int
+        self, model: LanguageModel, chunks: list, scores: list, chunk: int
     ) -> tuple[Scorer, dict[str, Any]]:
-        """Returns the scorer of the text, and its options for each row's passages and scores."""
+        """Returns the scorer of the text, and its options for each row's chunks and scores."""
 
     @abc.abstractmethod
     def build_prompts(
-        self, model: LanguageModel, parts: list["Part"], passages: list
+        self, model: LanguageModel, parts: list["Part"], chunks: list
     ) -> tuple[list, list]:
-        """Returns the prompts and the passages of each row; `parts` are the split prompts."""
+        """Returns the prompts and the chunks of each row; `parts` are the split prompts."""
 
-    def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
+    def context_chunks(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
         """Splits the context into chunks; the first one may be shorter."""
-        return self.last_chunks(chunks_of(context, chunk))
+        return self.last_chunks(split_into_chunks(context, chunk))
 
     def best_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         """Returns the `self.chunks` best passages (None: all), in the order of the prompt.
@@ -189,22 +188,22 @@ class ContextSplit(Split):
         return [p for p in passages if p.rank is None or p.rank >= self.decoder_passages]
 
     def scorer(
-        self, model: LanguageModel, passages: list, scores: list, chunk: int
+        self, model: LanguageModel, chunks: list, scores: list, chunk: int
     ) -> tuple[Scorer, dict[str, Any]]:
         if model.config.memory.by_chunk:
-            passages = [model.config.memory.group_by_chunk(row) for row in passages]
-        return model, {"context": model.encode_contexts(passages, chunk=chunk)}
+            chunks = [model.config.memory.group_by_chunk(row) for row in chunks]
+        return model, {"context": model.encode_contexts(chunks, chunk=chunk)}
 
     def build_prompts(
-        self, model: LanguageModel, parts: list["Part"], passages: list
+        self, model: LanguageModel, parts: list["Part"], chunks: list
     ) -> tuple[list, list]:
         """Returns prompts and contexts; a prefix memory reads BOS in its first chunk."""
-        prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
-        for row, (part, chunks) in enumerate(zip(parts, passages, strict=True)):
+        prompts, context = [[*part.head, *part.rest] for part in parts], list(chunks)
+        for index, (part, row) in enumerate(zip(parts, chunks, strict=True)):
             has_bos = [*part.head[:1]] == [model.tokenizer.bos_id]
-            if model.config.memory.is_prefix and chunks and has_bos:
-                prompts[row] = prompts[row][1:]
-                context[row] = [np.concatenate([part.head[:1], chunks[0]]), *chunks[1:]]
+            if model.config.memory.is_prefix and row and has_bos:
+                prompts[index] = prompts[index][1:]
+                context[index] = [np.concatenate([part.head[:1], row[0]]), *row[1:]]
         return prompts, context
 
 
@@ -245,9 +244,9 @@ class ReplugSplit(Split):
 
     def shape(self, model, length: int) -> tuple[int, int]:
         decoder = self.tokens(model, length)
-        passages = -(-(length - decoder) // self.chunk)
-        passages = passages if self.chunks is None else min(passages, self.chunks)
-        return max(passages, 1), decoder + self.chunk
+        chunks = -(-(length - decoder) // self.chunk)
+        chunks = chunks if self.chunks is None else min(chunks, self.chunks)
+        return max(chunks, 1), decoder + self.chunk
 
     def context(self, model, length: int) -> None:
         """Returns None, as no memory is stored."""
@@ -256,22 +255,22 @@ class ReplugSplit(Split):
         return list(passages)
 
     def scorer(
-        self, model: LanguageModel, passages: list, scores: list, chunk: int
+        self, model: LanguageModel, chunks: list, scores: list, chunk: int
     ) -> tuple[Scorer, dict[str, Any]]:
-        replug = Replug(model, self.temperature, len(passages), self.marginal)
-        return replug, {"context": passages, "scores": scores}
+        replug = Replug(model, self.temperature, len(chunks), self.marginal)
+        return replug, {"context": chunks, "scores": scores}
 
     def build_prompts(
-        self, model: LanguageModel, parts: list["Part"], passages: list
+        self, model: LanguageModel, parts: list["Part"], chunks: list
     ) -> tuple[list, list]:
-        """Returns prompts and contexts; each passage follows the head (BOS, instruction)."""
+        """Returns prompts and contexts; each chunk follows the head (BOS, instruction)."""
         context = [
-            [np.concatenate([part.head, passage]) for passage in row]
-            for part, row in zip(parts, passages, strict=True)
+            [np.concatenate([part.head, chunk]) for chunk in row]
+            for part, row in zip(parts, chunks, strict=True)
         ]
         prompts = [
             list(part.rest) if row else [*part.head, *part.rest]
-            for part, row in zip(parts, passages, strict=True)
+            for part, row in zip(parts, chunks, strict=True)
         ]
         return prompts, context
 
@@ -305,22 +304,19 @@ class SplitModel(WrappedScorer):
         if self._retrieved is None:
             start = tokens.shape[1] - self.decoder
             self.check_scored(tokens.shape[1], first, np.min(lengths))
-            passages = [self._passages(row[:start]) for row in tokens]
-            scores = [[0.0] * len(row) for row in passages]
+            chunks = [self._context_chunks(row[:start]) for row in tokens]
+            scores = [[0.0] * len(row) for row in chunks]
         else:
             (start,) = {row[-1].stop if row else 0 for row in self._retrieved}
             pairs = zip(tokens, self._retrieved, strict=True)
-            chunks = [self._chunks(row, spans, spans) for row, spans in pairs]
-            passages, scores = ([row[part] for row in chunks] for part in (0, 1))
-        scorer, options = self._scorer(passages, scores)
+            rows = [self._chunks(row, spans, spans) for row, spans in pairs]
+            chunks, scores = ([row[part] for row in rows] for part in (0, 1))
+        scorer, options = self._split.scorer(self.lm, chunks, scores, self._chunk)
         nll = np.zeros(tokens.shape, np.float32)
         nll[:, start:] = scorer.nll(
             tokens[:, start:], first=first - start, lengths=np.asarray(lengths) - start, **options
         )
         return nll
-
-    def _scorer(self, passages: list, scores: list) -> tuple[Scorer, dict[str, Any]]:
-        return self._split.scorer(self.lm, passages, scores, self._chunk)
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
@@ -364,7 +360,7 @@ class SplitModel(WrappedScorer):
         prompts, context = self._split.build_prompts(
             self.lm, parts, [part.context for part in parts]
         )
-        return prompts, *self._scorer(context, scores)
+        return prompts, *self._split.scorer(self.lm, context, scores, self._chunk)
 
     def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):
         """Returns the `Part` of one prompt, which `new` tokens follow."""
@@ -392,7 +388,7 @@ class SplitModel(WrappedScorer):
     ) -> tuple[list[np.ndarray], list[float]]:
         """Returns the chunks that are read of the tokens in `moved`, and their scores."""
         if not passages:
-            pieces = [chunk for a, b in moved for chunk in self._passages(row[a:b])]
+            pieces = [chunk for a, b in moved for chunk in self._context_chunks(row[a:b])]
             chunks = self._split.last_chunks(pieces)
             return chunks, [0.0] * len(chunks)
         best = self._split.best_passages(moved)
@@ -438,10 +434,10 @@ class SplitModel(WrappedScorer):
         chunks, _ = self._chunks(np.zeros(size, np.int32), moved, passages)
         return sum(span[1] - span[0] for span in moved) - sum(map(len, chunks))
 
-    def _passages(self, context: np.ndarray) -> list[np.ndarray]:
+    def _context_chunks(self, context: np.ndarray) -> list[np.ndarray]:
         if self._ends_sentence is not None:
             return self._ends_sentence.split(context, self._chunk)
-        return self._split.passages(context, self._chunk)
+        return self._split.context_chunks(context, self._chunk)
 
     def with_foreign_context(
         self,
@@ -502,19 +498,17 @@ def windows_of_others(others: Iterable[np.ndarray], size: int, key: str) -> list
 
 def generate(model: Scorer, prompts: Sequence[Prompt], sampling: Sampling) -> list[GeneratedText]:
     """Generates answers; a `SplitModel` reads documents of the prompts as context."""
-    return with_movable(model, prompts).generate(_rows(prompts), sampling)
+    ids = [prompt.ids.tolist() for prompt in prompts]
+    return with_movable(model, prompts).generate(ids, sampling)
 
 
 def continuations(model: Scorer, prompts: Sequence[Prompt], options) -> list[list[Continuation]]:
     """Scores options (token ids) after each prompt, which is read as in `generate`."""
-    return with_movable(model, prompts).continuations(_rows(prompts), options)
+    ids = [prompt.ids.tolist() for prompt in prompts]
+    return with_movable(model, prompts).continuations(ids, options)
 
 
 def with_movable(model: Scorer, prompts: Sequence[Prompt]) -> Scorer:
     """Returns the model for these prompts, whose documents and passages may move to a context."""
     spans, passages = ([getattr(p, name) for p in prompts] for name in ("movable", "passages"))
     return model.with_movable(spans, passages)
-
-
-def _rows(prompts: Sequence[Prompt]) -> list[list[int]]:
-    return [prompt.ids.tolist() for prompt in prompts]

@@ -162,10 +162,6 @@ class LanguageModel(Scorer):
             return self
         return shared_prefix.PrefixReader(self, prompts)
 
-    def for_length(self, length: int) -> "LanguageModel":
-        """Returns this model with rotations made for `length` tokens, unless it has a length."""
-        return self if self.length is not None else self.with_method(length=length)
-
     def inference_memory(
         self, rows: int, length: int, context: tuple[int, int] | None = None
     ) -> cost.MemoryEstimate:
@@ -322,13 +318,7 @@ class LanguageModel(Scorer):
         options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
         return encode(self, chunks, after=after, query=query, **options)
 
-    def search_contexts(
-        self,
-        contexts: Contexts,
-        query: Sequence[str | Sequence[int]],
-        *,
-        batch_tokens: int | None = None,
-    ) -> Contexts:
+    def search_contexts(self, contexts: Contexts, query: Sequence[str | Sequence[int]]) -> Contexts:
         """Encodes `contexts` for other questions, one for each row.
 
         Only nodes that were not encoded before are encoded. A single row of contexts is repeated
@@ -339,7 +329,7 @@ class LanguageModel(Scorer):
             return contexts
         contexts = contexts.repeated(len(query))
         embedded = embed_queries(self, query, len(contexts.tokens))
-        return search(self, contexts, embedded, batch_tokens=batch_tokens)
+        return search(self, contexts, embedded)
 
     @property
     def prefix_rope(self) -> Rope | None:
@@ -600,15 +590,13 @@ class LanguageModel(Scorer):
         sampling: Sampling = Sampling(),
         *,
         context: Contexts | ContextRow | None = None,
-        exact: bool = False,
-        prefill_chunk: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Generates the answer to a conversation, or to one question, in the model's chat format.
 
         `context` is a document or a list of passages for the model to read. `chat_template_kwargs`
         are variables of the chat template, such as `{"enable_thinking": False}` of Qwen3,
-        `{"tools": [...]}` or `{"documents": [...]}`. The other options are as in `generate`.
+        `{"tools": [...]}` or `{"documents": [...]}`.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -618,9 +606,7 @@ class LanguageModel(Scorer):
         if context is not None:
             context = context if isinstance(context, Contexts) else self.encode_contexts([context])
             ids = context.without_bos(list(ids), self.tokenizer.bos_id)
-        return self.generate(
-            [ids], sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
-        )[0]
+        return self.generate([ids], sampling, context=context)[0]
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         """Encodes a text; BOS precedes it if the model expects one and it `begins` a sequence."""

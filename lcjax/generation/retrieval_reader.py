@@ -103,7 +103,6 @@ class RetrievalReader(WrappedScorer):
     query_tokens: int | None = None
     temperature: float = 1.0  # divides scores; only for "mixture"
     passage_tokens: int | None = None  # longer passages are cut; None: whole passages are read
-    batch: int = 8  # rows (a passage and its text each) that are scored at once
     # Tokens of a text and its passages above which it warns, if lm is not made for more
     length: int | None = None
 
@@ -123,12 +122,12 @@ class RetrievalReader(WrappedScorer):
                 f"when={self.when}: model.memory reads passages of its own for every"
                 f" {self.config.memory.chunk} tokens of a text; leave it out"
             )
-        Replug(self.lm, self.temperature, self.batch)  # checks these
+        Replug(self.lm, self.temperature)  # checks the temperature
 
     @property
     def _replug(self) -> Replug:
         marginal = "sequence" if self.how == "rag_sequence" else "token"
-        return Replug(self.lm, self.temperature, self.batch, marginal)
+        return Replug(self.lm, self.temperature, marginal=marginal)
 
     @property
     def _uses_memory(self) -> bool:

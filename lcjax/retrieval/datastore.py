@@ -423,11 +423,11 @@ class Datastore:
         index = FaissIndex.load(file, dim=fields["dim"], count=self.num_rows)
         return RefinedIndex(index, self.vectors(encoder)) if kind == "ivf_pq" else index
 
-    def build_faiss(self, kind: str, encoder: Encoder | None = None) -> None:
+    def build_faiss(self, kind: str) -> None:
         """Builds an approximate index of the vectors: ivf, ivf_pq or hnsw."""
         check_one_of("kind", kind, FAISS_KINDS)
         with self._changing() as index:
-            fingerprint = self.encoder_fields(encoder)["fingerprint"]
+            fingerprint = self.encoder_fields()["fingerprint"]
             faiss = index["encoders"][fingerprint]["faiss"]
             faiss |= write_faiss(self.folder, index, fingerprint, kind)
 

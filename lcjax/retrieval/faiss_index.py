@@ -22,6 +22,8 @@ from lcjax.retrieval.search import (
 
 KINDS = ("ivf", "ivf_pq", "hnsw")
 REFINE_FACTOR = 8  # candidates of an index of codes for each row of the result (docs/retrieval.md)
+_EF_CONSTRUCTION = 200  # candidates during the construction of a graph
+_TARGET_RECALL = 0.97  # recall@10 that `build` tunes a search for
 _FAISS_ROWS = 1 << 16  # rows that are converted, checked and added at once
 _CANDIDATE_NUMBERS = 1 << 24  # largest number of elements of candidates' vectors that exist at once
 
@@ -30,7 +32,7 @@ class FaissIndex:
     """An approximate index of FAISS on the host. Needs the extra `retrieval`.
 
     `build` chooses how many lists (`ivf`, `ivf_pq`) or nodes (`hnsw`) a search visits: about the
-    fewest that reach the target recall on vectors of the index itself. The same vectors and seed
+    fewest that reach a recall@10 of 0.97 on vectors of the index itself. The same vectors and seed
     give the same index. The graph of `hnsw` also depends on the order of threads, unless
     `faiss.omp_set_num_threads(1)` is called before.
     """
@@ -50,10 +52,7 @@ class FaissIndex:
         nlist: int | None = None,
         nprobe: int | None = None,
         m: int | None = None,
-        ef_construction: int = 200,
-        ef_search: int | None = None,
         train_size: int | None = None,
-        target_recall: float = 0.97,
         seed: int = 0,
     ) -> "FaissIndex":
         """Builds an index of all rows.
@@ -64,16 +63,13 @@ class FaissIndex:
             `m` bytes each) or "hnsw" (a graph with `m` neighbours a node).
           metric: "dot" or "l2" (the score is the negative squared distance).
           nlist: lists; None: about the square root of N.
-          nprobe: lists that a search visits; None: chosen by `target_recall`.
+          nprobe: lists that a search visits; None: about the fewest that reach a recall@10 of 0.97.
+            The queries are 256 rows of the index, and a query itself does not count as a result.
+            For "ivf_pq" it is the recall of `RefinedIndex`, and at most 0.99 of the recall with all
+            lists, because the codes limit the recall that can be reached.
           m: bytes of a vector ("ivf_pq") or neighbours of a node ("hnsw"); None: the largest
             divisor of D up to D / 4 for "ivf_pq", 32 for "hnsw".
-          ef_construction: candidates during the construction of the graph.
-          ef_search: candidates of a search in the graph; None: chosen by `target_recall`.
           train_size: rows drawn to train lists and codes; None: 64 for each list, at least 16,384.
-          target_recall: recall@10 that nprobe or ef_search must reach. The queries are 256 rows of
-            the index, and a query itself does not count as a result. For "ivf_pq" it is the recall
-            of `RefinedIndex`, and at most 0.99 of the recall with all lists, because the codes
-            limit the recall that can be reached.
           seed: seed of the choice of training rows and queries.
 
         Raises:
@@ -89,8 +85,6 @@ class FaissIndex:
             ("nlist", nlist),
             ("nprobe", nprobe),
             ("m", m),
-            ("ef_construction", ef_construction),
-            ("ef_search", ef_search),
             ("train_size", train_size),
         ):
             if value is not None:
@@ -99,7 +93,7 @@ class FaissIndex:
         metric_type = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
         if kind == "hnsw":
             index = faiss.IndexHNSWFlat(dim, m or 32, metric_type)
-            index.hnsw.efConstruction = ef_construction
+            index.hnsw.efConstruction = _EF_CONSTRUCTION
         else:
             nlist = nlist or default_lists(num_rows)
             if nlist > num_rows:
@@ -112,10 +106,12 @@ class FaissIndex:
             index.train(finite_rows(vectors, rows))
         result = cls(index)
         result.add(vectors)
-        widths = {"hnsw": (ef_search, num_rows)}.get(kind, (nprobe, nlist))
-        result._set_width(widths[0] or 1)
-        if widths[0] is None:
-            result._tune(vectors, widths[1], target_recall, generator)
+        if kind == "hnsw":
+            result._tune(vectors, num_rows, generator)
+        elif nprobe is None:
+            result._tune(vectors, nlist, generator)
+        else:
+            result._set_width(nprobe)
         return result
 
     def __len__(self) -> int:
@@ -151,9 +147,7 @@ class FaissIndex:
         else:
             self._index.nprobe = width
 
-    def _tune(
-        self, vectors: np.ndarray, most: int, target: float, generator: np.random.Generator
-    ) -> None:
+    def _tune(self, vectors: np.ndarray, most: int, generator: np.random.Generator) -> None:
         """Sets about the smallest width with the target recall.
 
         Doubles the width up to the target, and bisects the last interval to 1/8 of its upper end.
@@ -174,6 +168,7 @@ class FaissIndex:
             pairs = zip(neighbours(index), exact)
             return float(np.mean([len(a & b) / max(len(b), 1) for a, b in pairs]))
 
+        target = _TARGET_RECALL
         if self.kind == "ivf_pq":
             target = min(target, 0.99 * recall_of(most))
         least = 16 if self.kind == "hnsw" else 1  # FAISS's defaults

@@ -46,7 +46,8 @@ class Server:
     """Serves a model by HTTP; `app` is the ASGI application."""
 
     def __init__(self, lm: LanguageModel, config: ServeConfig):
-        self._lm = lm if config.length is None else lm.for_length(config.length)
+        needs_length = config.length is not None and lm.length is None
+        self._lm = lm.with_method(length=config.length) if needs_length else lm
         self._config, self._created = config, int(time.time())
         length = config.length or lm.config.max_length
         self._contexts = ContextStore(config.max_contexts, config.max_context_gb * 1e9)

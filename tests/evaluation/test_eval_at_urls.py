@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from evaluation_support import config_in, fake
+from evaluation_support import fake
 from matplotlib.figure import Figure
 from storage_support import dying_at, failing, memory, upload
 
@@ -18,11 +18,6 @@ from lcjax.parallel.run_lock import LOCK
 pytestmark = pytest.mark.usefixtures("quick")
 DRAW = Figure.savefig
 COSTS = ("seconds", "peak_bytes", "peak_bytes_at_most", "compile_seconds", "tokens_per_second")
-
-
-@pytest.fixture
-def config(tmp_path):
-    return config_in(tmp_path)
 
 
 def at(config, folder, **more):

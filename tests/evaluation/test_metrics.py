@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lcjax.errors import InputError
-from lcjax.evaluation.metrics import infinitebench, longbench, qa, rouge
+from lcjax.evaluation.metrics import infinitebench, qa, rouge
 from lcjax.evaluation.metrics.rouge import lcs_length, lcs_pairs, stem_word
+from lcjax.evaluation.tasks import longbench
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "metrics.json").read_text())["cases"]
 

@@ -102,9 +102,9 @@ def test_a_budget_names_the_parts_that_it_counts():
     assert whole.counts == "bos+template+prompt+answer_prefix+new"
     ruler = Budget(500, 20, bos=False)
     assert ruler.used(prompt) == whole.used(prompt) - 1
-    longbench = Budget(500, 20, bos=False, template=False, answer_prefix=False, new=False)
-    assert longbench.used(prompt) == len("Be brief.Read.one\nWho?")
-    assert longbench.counts == "prompt"
+    longbench = Budget(500, 20, bos=False, prompt_only=True)
+    assert longbench.used(prompt) == len("Be brief.Read.one\nWho?\nAnswer:")
+    assert longbench.counts == "prompt+answer_prefix"
 
 
 @pytest.mark.parametrize(

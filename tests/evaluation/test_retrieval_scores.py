@@ -9,27 +9,25 @@ import types
 import pytest
 
 from lcjax.evaluation.command import main
-from lcjax.evaluation.metrics import ranking
+from lcjax.evaluation.retriever_scores import hit, ndcg, recall, reciprocal_rank
 from lcjax.retrieval.negatives import has_answer
 
 RANKED = [0.0, 2.0, 0.0, 1.0]
 
 
 def test_scores_equal_those_computed_by_hand():
-    assert [ranking.hit(RANKED, k) for k in (1, 2, 9)] == [0, 1, 1]
-    assert [ranking.recall(RANKED, k, 3) for k in (1, 2, 4)] == pytest.approx([0, 1 / 3, 2 / 3])
-    assert ranking.reciprocal_rank(RANKED) == 0.5
-    assert ranking.reciprocal_rank([]) == 0
+    assert [hit(RANKED, k) for k in (1, 2, 9)] == [0, 1, 1]
+    assert [recall(RANKED, k, 3) for k in (1, 2, 4)] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert reciprocal_rank(RANKED) == 0.5
+    assert reciprocal_rank([]) == 0
     # Gains 2, 1 and 3 are relevant; the last one was not found.
     best = 3 + 2 / math.log2(3) + 1 / 2
-    assert ranking.ndcg(RANKED, 10, [2, 1, 3]) == pytest.approx(
+    assert ndcg(RANKED, 10, [2, 1, 3]) == pytest.approx(
         (2 / math.log2(3) + 1 / math.log2(5)) / best
     )
-    assert ranking.ndcg(RANKED, 2, [2, 1, 3]) == pytest.approx(
-        (2 / math.log2(3)) / (3 + 2 / math.log2(3))
-    )
-    assert ranking.ndcg([3.0, 2.0, 1.0], 10, [1, 2, 3]) == 1
-    assert ranking.ndcg([1.0, 1.0, 0.0], 1, [1, 1]) == 1, "of as many as are read"
+    assert ndcg(RANKED, 2, [2, 1, 3]) == pytest.approx((2 / math.log2(3)) / (3 + 2 / math.log2(3)))
+    assert ndcg([3.0, 2.0, 1.0], 10, [1, 2, 3]) == 1
+    assert ndcg([1.0, 1.0, 0.0], 1, [1, 1]) == 1, "of as many as are read"
 
 
 @pytest.mark.parametrize(

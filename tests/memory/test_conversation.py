@@ -4,16 +4,14 @@ import types
 
 import numpy as np
 import pytest
-from tiny_lm import sharp_lm, sharper
+from tiny_lm import sharp_lm
 
 from lcjax.attention import Landmark, Streaming
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation import contexts as contexts_lib
 from lcjax.generation import session
 from lcjax.generation.conversation import Conversation
-from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection
 from lcjax.parallel.sharding import Mesh
@@ -29,10 +27,9 @@ class Letters(ByteTokenizer):
         return "".join(chr(i) if 32 <= i < 127 else "~" for i in ids)
 
 
-def load(layers=None, **options):
+def load(layers=None, mesh=None):
     section = CepeSection(encoder="tiny-encoder", output_share=1.0, layers=layers)
-    lm = LanguageModel.load(ModelSection(preset="tiny", memory=section), **options)
-    sharper(lm)
+    lm = sharp_lm(memory=section, mesh=mesh)
     lm.tokenizer = Letters()
     return lm
 

@@ -188,6 +188,7 @@ def test_an_untrained_memory_leaves_the_decoder_as_it_is_bit_by_bit():
 # Caches and language models
 
 
+@pytest.mark.slow_except("sizes0-projected", "sizes1-states")
 @pytest.mark.parametrize("keys", ["states", "projected"])
 @pytest.mark.parametrize("sizes", [(1,) * 23, (7, 1, 1, 10, 4)])
 def test_decoding_with_a_cache_equals_reading_at_once(keys, sizes):

@@ -3,14 +3,15 @@
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from process_support import Job
 from retrieval_support import write_bert
+from training_support import losses
 
 pytest.importorskip("bm25s")
 
@@ -47,19 +48,9 @@ from lcjax.training.task import make_task
 from lcjax.training.tracking import read
 from lcjax.tree import flatten, nest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "training"))
-from process_support import Job  # noqa: E402
-from training_support import quick_compilation  # noqa: E402
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 B, K, T = 3, 4, 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("xla"))
-    with quick_compilation(folder):
-        yield folder
 
 
 @pytest.fixture
@@ -264,10 +255,6 @@ def recall_at_1(toy, encoder):
     return ((queries @ vectors.T).argmax(1) == np.arange(NUM)).mean()
 
 
-def losses(folder):
-    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
-
-
 LSR_FAST = LSR, {"temperature": 0.2, "lm_temperature": 1.0, "refresh": 10}
 MARGINALS = [
     (Marginal, {"marginal": name, "temperature": 0.1, "refresh": 10})
@@ -278,7 +265,7 @@ MARGINALS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "k"),
-    [(LSR_FAST, 8), pytest.param(MARGINALS[0], 16, marks=pytest.mark.slow), (MARGINALS[1], 8)],
+    [(LSR_FAST, 8), (MARGINALS[0], 16), (MARGINALS[1], 8)],
     ids=["lsr", "sequence", "token"],
 )
 def test_the_encoder_learns_to_find_the_passage_with_the_answer(section, k, toy, tmp_path):
@@ -589,9 +576,9 @@ def gradients(settings, devices=8):
     ("section", "mesh"),
     [
         (LSR_FAST, Mesh(fsdp=8)),
-        pytest.param(LSR_FAST, Mesh(data=2, fsdp=2, context=2), marks=pytest.mark.slow),
-        pytest.param(MARGINALS[1], Mesh(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
-        pytest.param(MARGINALS[0], Mesh(data=2, fsdp=2, context=2), marks=pytest.mark.slow),
+        (LSR_FAST, Mesh(data=2, fsdp=2, context=2)),
+        (MARGINALS[1], Mesh(data=2, fsdp=2, tensor=2)),
+        (MARGINALS[0], Mesh(data=2, fsdp=2, context=2)),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(section, mesh, toy, tmp_path):
@@ -704,6 +691,7 @@ def test_a_run_writes_both_models_and_keeps_the_vectors_of_its_checkpoint(toy, w
     assert training_folder.finished(settings)
 
 
+@pytest.mark.slow
 def test_vectors_that_a_checkpoint_needs_are_missing(toy, whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "index" / "vectors-step000000006.bin").unlink()

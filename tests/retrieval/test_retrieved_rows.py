@@ -306,7 +306,7 @@ def test_chunks_that_cannot_be_raise_input_error(split, match):
         ({"query_tokens": 0}, r"query_tokens=0 must be"),
         ({"kind": "best"}, r"kind='best' must be one of sparse, dense, hybrid"),
         ({"index": "flat"}, r"index='flat' must be one of exact"),
-        ({"split": Chunks(1, 8)}, r"data.chunks must say .* with text: retrieved"),
+        ({"split": Chunks(1, 8)}, r"data.chunks must give .* with text: retrieved"),
         ({"data": {"repeat": None}}, r"rows=null with data.repeat=null has no end"),
         ({"kind": "dense"}, r"has no vectors|has no encoder|has vectors of none|no vectors"),
         ({"store": "nowhere"}, r"nowhere holds no datastore"),

@@ -6,16 +6,16 @@ import os
 import random
 import shutil
 import signal
-import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import retrieval_support
+from process_support import Job
 from storage_support import memory, upload
+from training_support import losses
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.orbax_io import load_state
@@ -33,21 +33,11 @@ from lcjax.training.config import EvalSection, RunSection, TrainConfig, TrainSec
 from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "training"))
-from process_support import Job  # noqa: E402
-from training_support import quick_compilation  # noqa: E402
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 LETTERS = "abcdefghijklmnop"
 WORDS = [*(f"{x}{i}" for x in LETTERS for i in (0, 1)), *".:", "query", "passage"]
-STEPS = 60
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("xla"))
-    with quick_compilation(folder):
-        yield folder
+STEPS = 40
 
 
 def write_bert(folder, seed=0, prefix="", **changes):
@@ -109,10 +99,6 @@ def settings(
         run=RunSection(folder=str(folder)),
         eval=evaluation or EvalSection(),
     )
-
-
-def losses(folder):
-    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
 
 
 def recall_at_1(encoder, pairs):
@@ -249,6 +235,7 @@ def reference(tmp_path_factory, bert, pairs):
         Records(str(pairs)),
         data={"holdout": 0.1},
         evaluation=EvalSection(every=STEPS // 2),
+        save_every=STEPS,
         checksums=True,
     )
     return folder, run(config), config

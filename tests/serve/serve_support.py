@@ -7,16 +7,11 @@ import threading
 import time
 
 import uvicorn
-from tiny_lm import sharper
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation.language_model import LanguageModel
 from lcjax.serve.app import Server
 from lcjax.serve.command import OPTIONS, ServeConfig, bind
-
-
-def tiny(**settings) -> LanguageModel:
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", **settings)))
 
 
 class Client:

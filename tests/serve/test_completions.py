@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from tiny_lm import ids
+from tiny_lm import ids, sharp_lm
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from serve_support import serving, tiny
+from serve_support import serving
 
 from lcjax.generation.sampling import Sampling
 
@@ -19,7 +19,7 @@ PROMPTS = [ids(1, 40), ids(2, 7), ids(3, 21)]
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(tiny()) as client:
+    with serving(sharp_lm()) as client:
         yield client
 
 

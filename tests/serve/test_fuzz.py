@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from serve_support import serving, tiny
+from serve_support import serving
+from tiny_lm import sharp_lm
 
 from lcjax.serve.protocol import _COMMON, _NEUTRAL
 
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(tiny(), length=48, max_context_gb=1e-4) as client:
+    with serving(sharp_lm(), length=48, max_context_gb=1e-4) as client:
         yield client
 
 

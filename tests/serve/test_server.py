@@ -14,19 +14,18 @@ import types
 
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from serve_support import serving, tiny
+from serve_support import serving
 from tiny_lm import recorded_template_variables
 
 from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation import session
-from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import BeaconSection, CepeSection, SharedLlmSection
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -40,7 +39,7 @@ LENGTH = 4096
 
 @pytest.fixture(scope="module")
 def lm():
-    return tiny()
+    return sharp_lm()
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +209,7 @@ def test_the_text_of_a_client_that_leaves_is_not_generated(lm, stream, monkeypat
             pieces.append(piece)
             yield piece
 
-    monkeypatch.setattr(lm, "for_length", lambda length: lm)
+    monkeypatch.setattr(lm, "with_method", lambda length: lm)
     with serving(lm, length=LENGTH) as client:
         client.complete([1, 2], max_tokens=2)
         monkeypatch.setattr(lm, "stream", counted)
@@ -339,7 +338,7 @@ def test_a_bad_context_has_status_400(client, body):
     ids=["cepe", "shared_llm", "beacon"],
 )
 def test_a_memory_reads_a_context_beside_the_prompt(section):
-    lm = tiny(memory=section)
+    lm = sharp_lm(memory=section)
     text = "the harbour master of the town is a quiet man"
     with serving(lm, length=LENGTH) as client:
         context = client.post("contexts", text=[text, "another passage"])
@@ -363,7 +362,7 @@ def test_a_memory_reads_a_context_beside_the_prompt(section):
     ids=["dynamic_ntk", "landmark"],
 )
 def test_methods_that_cannot_share_a_cache_read_the_context_with_each_prompt(settings):
-    lm = tiny(**settings)
+    lm = sharp_lm(**settings)
     with serving(lm) as client:
         context = client.post("contexts", tokens=ids(1, 50))
         assert not context["cached"] and context["bytes"] == 0
@@ -381,8 +380,7 @@ def test_methods_that_cannot_share_a_cache_read_the_context_with_each_prompt(set
 def test_eight_devices_give_the_answers_of_one(client):
     lm = client.server._lm
     mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
-    section = ModelSection(preset="tiny")
-    with serving(sharper(LanguageModel.load(section, mesh=mesh)), length=LENGTH) as spread:
+    with serving(sharp_lm(mesh=mesh), length=LENGTH) as spread:
         context = spread.post("contexts", tokens=ids(1, 300))["id"]
         prompts = [ids(2, 9), ids(3, 4), ids(4, 6)]
         expected = lm.generate([ids(1, 300) + p for p in prompts], Sampling(max_new_tokens=5))

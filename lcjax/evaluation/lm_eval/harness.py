@@ -129,18 +129,14 @@ class Suite:
                 raise InputError(f"tasks: {row} has no metric {metric}; known: {', '.join(names)}")
 
     def documents(
-        self,
-        chat: Callable[..., str] | None = None,
-        *,
-        system: str | None = None,
-        multiturn: bool = True,
+        self, chat: Callable[..., str] | None = None, *, system: str | None = None
     ) -> list[HarnessDocument]:
         """Returns every document of every task.
 
         Args:
-          chat: Applies the model's chat template to messages; None for plain text.
+          chat: Applies the model's chat template to messages, in which few-shot examples are turns
+            of the conversation; None for plain text.
           system: The system message.
-          multiturn: With `chat`, few-shot examples are turns of the conversation.
         """
         self._instances, documents = {}, []
         for dataset, task in self._tasks.items():
@@ -149,7 +145,7 @@ class Suite:
                 limit=self._max_examples,
                 system_instruction=system,
                 apply_chat_template=chat is not None,
-                fewshot_as_multiturn=multiturn and chat is not None,
+                fewshot_as_multiturn=chat is not None,
                 chat_template=chat,
             )
             fields = self._record_fields(dataset, task)

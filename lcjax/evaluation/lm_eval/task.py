@@ -66,9 +66,9 @@ class LmEval(Task):
     num_fewshot: int | None = None  # examples before each question; null: each task's own
     max_examples: int | None = None  # per task, the first ones; null: all
     max_new_tokens: int = 256  # for tasks that do not set it
-    template: str = "none"  # chat: the tokenizer's chat template around the prompts
+    # chat: the tokenizer's chat template around the prompts, with examples as turns
+    template: str = "none"
     system: str | None = None  # system message before each prompt
-    multiturn: bool = True  # with chat, examples become turns of the conversation
     unsafe_code: bool = False  # whether tasks may run code that the model writes
 
     @property
@@ -134,7 +134,7 @@ class LmEval(Task):
 
         def make() -> list[dict]:
             suite = self._suite(seed)
-            documents = suite.documents(chat, system=self.system, multiturn=self.multiturn)
+            documents = suite.documents(chat, system=self.system)
             return [vars(document) for document in documents]
 
         if name not in self._cache:

@@ -211,25 +211,15 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
     main_score: ClassVar[str] = "score"
 
     max_new_tokens: int | None = None  # null: the official number of each data set
-    budget_rule: str = "total"  # total: everything counts; official: the template and answer do not
 
     def scoring(self, data: DataSet) -> DataSet:
         """Returns the data set with the scores that the settings of the task select."""
         return data
 
-    def check(self, limits: Limits, key: str) -> None:
-        super().check(limits, key)
-        check_one_of(f"{key}.budget_rule", self.budget_rule, BUDGETS)
-
-    def budget(self, length: int, new_tokens: int) -> Budget:
-        total = self.budget_rule == "total"
-        return Budget(length, new_tokens, template=total, new=total)
-
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         example = super().prepare(example, data, tokenizer, length)
         example = dataclasses.replace(
             example,
-            fields={"protocol": f"{self.label}_{self.budget_rule}", **example.fields},
             max_new_tokens=self.max_new_tokens or data.new_tokens,
             stop=data.stop,
             template=None if data.chat else "none",
@@ -268,6 +258,7 @@ class TextCutBenchmark(AnswerBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
+        check_one_of(f"{key}.budget_rule", self.budget_rule, BUDGETS)
         check_integers(key, self, 0, "reserve")
         if self.budget_rule == "official" and self.cut_length(limits.lengths[0]) <= 0:
             raise InputError(
@@ -279,12 +270,16 @@ class TextCutBenchmark(AnswerBenchmark):
         """Returns the number of tokens to which prompts are cut, with the official budget."""
         return length - self.reserve
 
+    def budget(self, length: int, new_tokens: int) -> Budget:
+        return Budget(length, new_tokens, prompt_only=self.budget_rule == "official")
+
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         example = super().prepare(example, data, tokenizer, length)
+        fields = {"protocol": f"{self.label}_{self.budget_rule}", **example.fields}
         if self.budget_rule == "total":
-            return example
+            return dataclasses.replace(example, fields=fields)
         segments, num_cut = cut_segments(tokenizer, example.segments, self.cut_length(length))
-        fields = {**example.fields, "cut_tokens": num_cut}
+        fields["cut_tokens"] = num_cut
         return dataclasses.replace(example, segments=segments, fields=fields)
 
 

@@ -1,10 +1,10 @@
 """InfiniteBench (arXiv 2402.13718): twelve tasks from the official JSONL files.
 
-Prompts are those of one family of the official `prompt.py` if that is in the folder or its src/, or
-of an installed lm-eval, and this library's own otherwise. The middle of a prompt over the budget is
-cut; the budget does not count the answer, and generation is greedy without a stop. Scores are the
-official ones; if the official scorer raises an error (a decimal for Math.Find's whole number), the
-answer counts as wrong.
+Prompts are those of one family of the official `prompt.py` if that is in the folder or its src/,
+and this library's own otherwise. The middle of a prompt over the budget is cut; the budget does not
+count the answer, and generation is greedy without a stop. Scores are the official ones; if the
+official scorer raises an error (a decimal for Math.Find's whole number), the answer counts as
+wrong.
 """
 
 import bisect
@@ -185,9 +185,8 @@ class InfiniteBench(TextCutBenchmark):
     # Whose official prompts: yarn-mistral (for base models, with the answer's beginning), gpt4,
     # claude2
     family: str = "yarn-mistral"
-    # auto: those in the folder, else an installed lm-eval's (gpt4 alone, six tasks), else this
-    # library's own; folder: not lm-eval's; lm_eval: these alone; or a YAML file with your own
-    wording: str = "auto"
+    # A YAML file with your own prompts; null: the official ones in the folder, else this library's
+    wording: str | None = None
     # Make passkey, number_string, kv_retrieval and math_find from the run's seed, without files
     generated: bool = False
 
@@ -203,11 +202,6 @@ class InfiniteBench(TextCutBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         check_one_of(f"{key}.family", self.family, _VARIABLES)
         super().check(limits, key)
-        if self.wording == "lm_eval" and self.family != "gpt4":
-            raise InputError(
-                f"{key}.family={self.family}: lm-eval has the prompts of gpt4; use that, or"
-                " wording=folder"
-            )
         for data in self.selection():
             self._template(data.name, key)
 
@@ -259,17 +253,13 @@ class InfiniteBench(TextCutBenchmark):
             templates, file = local_files.python_templates(self.path, paths, variable)
             return templates, f"official ({file}, {self.family})"
 
-        lm_eval_task = f"infinitebench_{re.sub('_eng$', '_en', name)}"
-        if self.family != "gpt4":
-            lm_eval_task = None
         placeholders = ["context", "input?", "question?"]
         placeholders += [f"{option}?" for option in _OPTIONS if name in _MULTIPLE_CHOICE]
         further = {"code_run": ["func_call?", "func?"], "math_find": ["prefix?"]}
         placeholders += further.get(name, [])
         return local_files.choose_template(
-            self.wording, "infinitebench", name, official, lm_eval_task, key,
-            " ".join(placeholders),
-        )  # fmt: skip
+            self.wording, "infinitebench", name, official, key, " ".join(placeholders)
+        )
 
 
 def _example(row: dict, name: str, template: str, source: str, fields: Record) -> Example:

@@ -9,8 +9,6 @@ import ast
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import math
 import re
@@ -29,7 +27,6 @@ from lcjax.files import parse_json
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-WORDINGS = ("auto", "folder", "lm_eval")
 
 
 def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
@@ -188,7 +185,11 @@ def read_wording(
     """
     if file is None:
         return Wording(_flatten(library))
-    place, texts = f"{key}.wording={file}", _flatten(read_yaml(file))
+    place = f"{key}.wording={file}"
+    try:
+        texts = _flatten(read_yaml(file))
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
     for name, text in texts.items():
         check_one_of(f"{place}: name of a text", name, placeholders)
         is_list = isinstance(_flatten(library)[name], list)
@@ -236,45 +237,31 @@ def template_fields(template: str, source: str) -> dict[str, str]:
 
 
 def choose_template(
-    rule: str,
+    file: str | None,
     benchmark: str,
     name: str,
     official: Callable[[], tuple[Mapping[str, str], str]],
-    lm_eval_task: str | None,
     key: str,
     placeholders: str = "context input?",
 ) -> tuple[str, str]:
-    """Returns the prompt template of a data set, and its source: the first that exists.
+    """Returns the prompt template of a data set, and its source.
 
     Args:
-      rule: auto: the official template in the user's folder, that of an installed lm-eval, or the
-        library's own; folder: not that of lm-eval; lm_eval: only that of lm-eval. Else a YAML file
-        for `read_wording`.
-      benchmark: The benchmark, which is also the folder of its tasks in lm-eval.
+      file: A YAML file for `read_wording`. None: the official template in the user's folder if it
+        exists, else the library's own.
+      benchmark: The benchmark.
       name: The data set.
       official: Returns the official templates by data set, empty without a file, and their source.
-      lm_eval_task: Name of the task in lm-eval; None if it has no such task.
       key: The place of the task in the config, for messages.
       placeholders: Those of the template in a file of the user (`read_wording`).
     """
-    if rule.endswith((".yaml", ".yml")) or rule.startswith("lcjax:"):
+    if file is not None:
         library = library_prompts(benchmark)
         names = {**dict.fromkeys(library), name: placeholders}
-        return read_wording(rule, library, names, key, needed=(name,)).texts[name], rule
-    check_one_of(f"{key}.wording", rule, (*WORDINGS, "the name of a .yaml file"))
-    if rule != "lm_eval":
-        templates, source = official()
-        if templates.get(name):
-            return templates[name], source
-    if rule != "folder" and lm_eval_task is not None:
-        template = lm_eval_template(benchmark, lm_eval_task)
-        if template is not None:
-            return template
-    if rule == "lm_eval":
-        raise InputError(
-            f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
-            " it, or use wording=folder"
-        )
+        return read_wording(file, library, names, key, needed=(name,)).texts[name], file
+    templates, source = official()
+    if templates.get(name):
+        return templates[name], source
     return library_prompts(benchmark)[name], PROMPTS_VERSION
 
 
@@ -323,30 +310,3 @@ def _string(node: ast.expr) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _string(node.left) + _string(node.right)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-
-
-def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
-    """Returns the template of a task of an installed lm-eval, and its source; None without it.
-
-    lm-eval is not imported. Its templates lack blanks and newlines at the end of some prompts.
-    """
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).parent / "tasks" / folder / f"{name}.yaml"
-    if not path.is_file():
-        return None
-    task = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)
-    text = task.get("doc_to_text")
-    if not isinstance(text, str) or "{%" in text:
-        return None
-    text = (task.get("description") or "") + text
-    template = re.sub(r"\{\{\s*(\w+)\s*\}\}", r"{\1}", text).replace("{question}", "{input}")
-    return template, f"lm-eval {importlib.metadata.version('lm_eval')}"
-
-
-class _TaskLoader(yaml.SafeLoader):
-    """Reads task files; values with tags such as !function become None."""
-
-
-_TaskLoader.add_multi_constructor("!", lambda loader, suffix, node: None)

@@ -1,19 +1,19 @@
 """LongBench (arXiv 2308.14508): 21 data sets, and LongBench-E, from the official JSONL files.
 
 Prompts are the official ones if `dataset2prompt.json` is in the folder or in its config/, and this
-library's own otherwise; with `wording: lm_eval` they are those of an installed lm-eval. Records
-name the source. As in the official script the middle of a prompt over the budget is cut, few-shot
-and code prompts have no chat template, generation is greedy, and only the first line of few-shot
-answers counts.
+library's own otherwise. Records name the source. As in the official script the middle of a prompt
+over the budget is cut, few-shot and code prompts have no chat template, generation is greedy, and
+only the first line of few-shot answers counts.
 
 Differs from the official script in one place: samsum's generation ends at its length instead of the
 first newline, which changes no first line unless the model begins with a newline.
 """
 
 import dataclasses
+import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +21,6 @@ import numpy as np
 
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.task import Limits, Record, Records, Task
@@ -35,10 +34,79 @@ SOURCE = (
 _FIELDS = ("input", "context", "answers", "all_classes")
 _PARAGRAPH = {"retrieval": r"Paragraph \d", "retrieval_zh": r"段落\d"}  # of a right answer
 BANDS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, float("inf"))}  # words
+_COMMENTS = ("`", "#", "//")  # marks of lines that are no code
+
+
+def classification(
+    prediction: str, reference: str, classes: Sequence[str], *, parity: bool = True
+) -> float:
+    """Returns 1 / n if the right class is among the n classes in the prediction, else 0.
+
+    Classes whose name is part of the right class's name do not count. With `parity`, they are
+    removed from the list while it is iterated, as in the official scorer, so the class after each
+    of them is skipped.
+    """
+    matches = [name for name in classes if name in prediction]
+    if not parity:
+        matches = [name for name in matches if name == reference or name not in reference]
+    index = 0
+    while index < len(matches):
+        if matches[index] in reference and matches[index] != reference:
+            matches.remove(matches[index])  # the first of that name
+        index += 1
+    return 1 / len(matches) if reference in matches else 0.0
+
+
+def count(prediction: str, reference: str) -> float:
+    """Returns the share of numbers in the prediction that equal the reference as text."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, reference: str, word: str = "Paragraph ") -> float:
+    """Returns the share of numbers in the prediction that equal the right paragraph's number."""
+    return count(prediction, re.findall(word + r"(\d+)", reference)[0])
+
+
+def retrieval_zh(prediction: str, reference: str) -> float:
+    """Returns `retrieval` for Chinese."""
+    return retrieval(prediction, reference, "段落")
+
+
+def code_line(prediction: str) -> str:
+    """Returns the first line without a comment or Markdown mark, or an empty string."""
+    lines = prediction.lstrip("\n").split("\n")
+    return next((line for line in lines if not any(mark in line for mark in _COMMENTS)), "")
+
+
+def code_indel(prediction: str, reference: str) -> float:
+    """Returns the similarity of the first line of code: 2 LCS / (n + m), in whole percent.
+
+    It equals fuzzywuzzy with python-Levenshtein installed.
+    """
+    line = code_line(prediction)
+    size = len(line) + len(reference)
+    return _percent(line, reference, 2 * rouge.lcs_length(line, reference) / size if size else 1.0)
+
+
+def code_difflib(prediction: str, reference: str) -> float:
+    """Returns the similarity of the first line of code by difflib; never above `code_indel`.
+
+    It equals fuzzywuzzy without python-Levenshtein.
+    """
+    line = code_line(prediction)
+    ratio = difflib.SequenceMatcher(None, line, reference).ratio()
+    return _percent(line, reference, ratio)
+
+
+def _percent(line: str, reference: str, ratio: float) -> float:
+    if line == reference:
+        return 1.0
+    return round(100 * ratio) / 100 if line and reference else 0.0
 
 
 def _classes(*, parity: bool) -> Score:
-    score = functools.partial(scores.classification, parity=parity)
+    score = functools.partial(classification, parity=parity)
     return lambda answer, fields: qa.best(
         lambda text, right: score(text, right, fields["all_classes"]), answer, fields["references"]
     )
@@ -52,10 +120,10 @@ _CLASS = {
     "classification": _classes(parity=True),
     "classification_whole": _classes(parity=False),
 }
-_INDEL, _DIFFLIB = best_of(scores.code_indel), best_of(scores.code_difflib)
+_INDEL, _DIFFLIB = best_of(code_indel), best_of(code_difflib)
 _CODE = {"code_difflib": _DIFFLIB, "code_indel": _INDEL}
-_RETRIEVAL = {"retrieval": best_of(scores.retrieval)}
-_RETRIEVAL_ZH = {"retrieval_zh": best_of(scores.retrieval_zh)}
+_RETRIEVAL = {"retrieval": best_of(retrieval)}
+_RETRIEVAL_ZH = {"retrieval_zh": best_of(retrieval_zh)}
 _SHOTS = {"chat": False, "first_line": True}
 
 _SETS = (
@@ -75,7 +143,7 @@ _SETS = (
     DataSet("triviaqa", "few_shot", 32, _F1, **_SHOTS),
     DataSet("samsum", "few_shot", 128, _ROUGE, **_SHOTS),
     DataSet("lsht", "few_shot", 64, _CLASS, **_SHOTS),
-    DataSet("passage_count", "synthetic", 32, {"count": best_of(scores.count)}),
+    DataSet("passage_count", "synthetic", 32, {"count": best_of(count)}),
     DataSet("passage_retrieval_en", "synthetic", 32, _RETRIEVAL),
     DataSet("passage_retrieval_zh", "synthetic", 32, _RETRIEVAL_ZH),
     DataSet("lcc", "code", 64, _CODE, chat=False),
@@ -112,9 +180,8 @@ class LongBench(TextCutBenchmark):
     # Tokens of a window that prompts leave free. null: the official budgets, which are 3,500 tokens
     # of 4,096, 15,500 of 16,384 and 31,500 of 32,768; LCEG has 0
     reserve: int | None = None
-    # Whose prompts. auto: the official ones in the folder, else an installed lm-eval's, else this
-    # library's own; folder: not lm-eval's; lm_eval: these alone; or a YAML file with your own
-    wording: str = "auto"
+    # A YAML file with your own prompts; null: the official ones in the folder, else this library's
+    wording: str | None = None
     e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
     # difflib: fuzzywuzzy alone, as in the official requirements; indel: with python-Levenshtein
     code_metric: str = "difflib"
@@ -178,7 +245,7 @@ def by_band(records: Records) -> dict[str, list[Record]]:
     }
 
 
-def template(name: str, folder: str, rule: str, key: str = "tasks") -> tuple[str, str]:
+def template(name: str, folder: str, wording: str | None, key: str = "tasks") -> tuple[str, str]:
     """Returns the prompt of a data set, and its source; official ones are in or near the folder."""
     paths = ("dataset2prompt.json", "config/dataset2prompt.json")
     paths += tuple(f"{parent}{path}" for parent in ("../", "LongBench/") for path in paths)
@@ -187,7 +254,7 @@ def template(name: str, folder: str, rule: str, key: str = "tasks") -> tuple[str
         templates, file = local_files.json_templates(folder, paths)
         return templates, f"official ({file})"
 
-    return local_files.choose_template(rule, "longbench", name, official, name, key)
+    return local_files.choose_template(wording, "longbench", name, official, key)
 
 
 def examples(path: Path, template: str, source: str, data: DataSet) -> Iterator[Example]:

@@ -61,7 +61,7 @@ class ManyShot(TextCutBenchmark):
     budget_rule: str = "total"
     balanced: bool = False
     options: bool = False  # also rank the classes: by sum of log p, and by that over their tokens
-    wording: str = "auto"  # source of the prompt: as for LongBench's tasks
+    wording: str | None = None  # a YAML file with your own prompt; null: as LongBench's task trec
     seed: int = 0
 
     @property

@@ -69,7 +69,6 @@ class WindowOptions:
 
     stride: int = 256
     last: int | None = 256
-    drop_last: bool = True
     per_document: int | None = None
 
 
@@ -81,9 +80,7 @@ def _slide_press(total: int, length: int, options: WindowOptions) -> Iterator[Sp
 
 def _slide_full(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
     # The published loop runs over range(0, total - length, stride) without its last start.
-    stop = total - length if options.drop_last else total - length + 1
-    starts = range(0, stop, options.stride)
-    yield from ((start, length, 1) for start in (starts[:-1] if options.drop_last else starts))
+    yield from ((start, length, 1) for start in range(0, total - length, options.stride)[:-1])
 
 
 def _last_k(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
@@ -214,7 +211,6 @@ class Perplexity(Task):
     first_documents: int | None = None
     # last_k: number of windows of each document (CEPE at 128K: 1); null: all
     windows_per_document: int | None = None
-    drop_last_window: bool = True  # slide_full: drop the last window, as the published loop
     select: str = "spread"  # which windows max_windows keeps: spread evenly, first, or random
     position_bins: str = "linear"  # loss by position: linear, bins of 128 tokens; log, 4 an octave
 
@@ -286,9 +282,7 @@ class Perplexity(Task):
         documents = [document.with_first(bos).cut(self.max_tokens) for document in documents]
         if rules.stream and documents:
             documents = [join_documents(documents)]
-        options = WindowOptions(
-            limits.stride, self.last, self.drop_last_window, self.windows_per_document
-        )
+        options = WindowOptions(limits.stride, self.last, self.windows_per_document)
         windows = lay_windows(rules, documents, length, options)
         units = []
         for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
@@ -340,8 +334,8 @@ class Perplexity(Task):
         has_start = self._start(corpus.tokenizer) is not None
         if self._rules.stream:
             return sum(sizes) + has_start * len(sizes), (
-                f"the {len(sizes)} documents, joined, are too short (a window that is the last is "
-                "dropped unless drop_last_window=false); add text or choose shorter lengths"
+                f"the {len(sizes)} documents, joined, are too short (the last window is "
+                "dropped, as in the published loop); add text or choose shorter lengths"
             )
         return sizes[-1] + has_start, (
             f"the longest of {len(sizes)} documents has {sizes[-1]} tokens; choose shorter "

@@ -91,7 +91,7 @@ _SETS = (  # with CEPE's numbers of new tokens, and its stops
 @Task.register_subclass("zeroscrolls")
 @dataclasses.dataclass(frozen=True)
 class ZeroScrolls(AnswerBenchmark):
-    """Six tasks of ZeroSCROLLS; with `budget_rule=official` only the prompt counts.
+    """Six tasks of ZeroSCROLLS.
 
     CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`, `draws=3`.
     """

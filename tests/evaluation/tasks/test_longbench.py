@@ -14,11 +14,10 @@ from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, results, run
 from lcjax.evaluation.export import export
-from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.local_files import library_prompts
-from lcjax.evaluation.tasks.longbench import LongBench
+from lcjax.evaluation.tasks.longbench import LongBench, code_difflib, code_indel
 
 CLASSES = ["Food", "Other entity", "Entity", "Food other"]
 ANSWERS = {
@@ -109,7 +108,7 @@ def test_settings_select_the_mean_over_data_sets_or_categories(tmp_path):
 def test_code_is_scored_by_the_backend_that_is_named(tmp_path):
     path = write(tmp_path, ("lcc",), 1)
     answer = "return y[10]"
-    for name, score in (("indel", scores.code_indel), ("difflib", scores.code_difflib)):
+    for name, score in (("indel", code_indel), ("difflib", code_difflib)):
         task = LongBench(path=path, tasks=("lcc",), code_metric=name)
         (record,) = scored(task, plan(task), lambda _: answer)
         assert record["correct"] == score(answer, "return x[0]")
@@ -149,29 +148,6 @@ def test_official_wording_is_read_from_the_folder_and_recorded(tmp_path, monkeyp
     assert TOKENIZER.decode(trec.tokens) == f"Types.\n{text}\nWhat is asked 0?"
     ((start, stop),) = hotpot.prompt.movable
     assert TOKENIZER.decode(hotpot.tokens[start:stop]).strip() == text.strip()
-
-
-def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path, lm_eval_tasks):
-    (lm_eval_tasks / "longbench").mkdir()
-    (lm_eval_tasks / "longbench" / "hotpotqa.yaml").write_text(
-        'doc_to_text: "From: {{context}}\\nQ: {{question}}"\nprocess: !function metrics.f1\n'
-    )
-    data = tmp_path / "data"
-    task = LongBench(path=write(data, ("hotpotqa",), 1), tasks=("hotpotqa",))
-    (unit,) = plan(task)
-    assert unit.fields["wording"] == "lm-eval 0.4.13"
-    assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
-    assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
-    own = dataclasses.replace(task, wording="folder")
-    assert plan(own)[0].fields["wording"] == "lcjax-2"
-    # The user's copy comes first, unless another one is asked for.
-    (data / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context} {input}"}))
-    assert plan(task)[0].fields["wording"] == "official (dataset2prompt.json)"
-    asked = dataclasses.replace(task, wording="lm_eval")
-    assert plan(asked)[0].fields["wording"] == "lm-eval 0.4.13"
-    asked = LongBench(path=write(data, ("trec",), 1), tasks=("trec",), wording="lm_eval")
-    with pytest.raises(InputError, match="no lm-eval with a prompt of trec is installed"):
-        plan(asked)
 
 
 def official_cut(text: str, limit: int) -> list[int]:
@@ -301,7 +277,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"aggregate": "mean"}, "flat, category_macro"),
         ({"code_metric": "bleu"}, "difflib, indel"),
         ({"first_lines": "all"}, "official, lceg"),
-        ({"wording": "best"}, r"tasks\.0\.wording='best'.*auto, folder, lm_eval"),
+        ({"wording": "best"}, r"tasks\.0\.wording=best: best does not exist"),
         ({"budget_rule": "none"}, "official, total"),
         ({"max_examples": 0}, "max_examples"),
         ({"reserve": 4000}, "leaves no room"),

@@ -35,14 +35,13 @@ from lcjax.evaluation.tasks.perplexity import (
 LENGTH, STRIDE = 12, 4
 
 
-def slide_full(docs, length, stride, drop):
+def slide_full(docs, length, stride):
     stream = [token for doc in docs for token in doc]
     starts, start = [], 0
-    while start < len(stream) - length if drop else start <= len(stream) - length:
+    while start < len(stream) - length:
         starts.append(start)
         start += stride
-    if drop:
-        del starts[-1]
+    del starts[-1]
     means = []
     for start in starts:
         window = stream[start : start + length]
@@ -137,14 +136,10 @@ def prefix_yarn(docs, length, bos):
     ("options", "reference"),
     [
         ({"protocol": "slide_press"}, lambda d, b: slide_press(d, LENGTH, STRIDE)),
-        ({"protocol": "slide_full"}, lambda d, b: slide_full(d, LENGTH, STRIDE, True)),
-        (
-            {"protocol": "slide_full", "drop_last_window": False},
-            lambda d, b: slide_full(d, LENGTH, STRIDE, False),
-        ),
+        ({"protocol": "slide_full"}, lambda d, b: slide_full(d, LENGTH, STRIDE)),
         (
             {"protocol": "slide_full", "first_documents": 2},
-            lambda d, b: slide_full(d[:2], LENGTH, STRIDE, True),
+            lambda d, b: slide_full(d[:2], LENGTH, STRIDE),
         ),
         ({"protocol": "last_k", "last": 5}, lambda d, b: last_k(d, LENGTH, STRIDE, 5, 0)),
         (

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, plan_at
 from evaluation_support import BigramModel, token_loss
-from tiny_lm import sharper
+from tiny_lm import sharp_lm
 
-from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import ContextSplit, ReplugSplit
 from lcjax.evaluation.corpus import TokenizedCorpus
@@ -20,7 +19,6 @@ from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.rag_lm import RagLm
-from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.memory import CepeSection
 
@@ -67,8 +65,7 @@ def test_chunks_stand_before_the_text_the_best_next_to_it_and_only_its_end_is_sc
 
 @pytest.fixture(scope="module")
 def lm():
-    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+    return sharp_lm(memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 
 
 @pytest.mark.slow
