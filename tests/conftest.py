@@ -38,13 +38,19 @@ gc.set_threshold(10_000, 20)
 MAPPINGS = 20_000
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """`slow_except(*ids)`: the parameter sets with other ids are slow."""
-    for item in items:
-        mark = item.get_closest_marker("slow_except")
-        if mark is not None and item.callspec.id not in mark.args:
-            item.add_marker("slow")
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name):
+    """Applies `slow_except(*ids)`: the parameter sets of the function with other ids are slow."""
+    items = yield
+    if isinstance(items, list):
+        marked = [(item, item.get_closest_marker("slow_except")) for item in items]
+        for item, mark in marked:
+            if mark is not None and item.callspec.id not in mark.args:
+                item.add_marker("slow")
+        named = {id for _, mark in marked if mark is not None for id in mark.args}
+        if unknown := named - {item.callspec.id for item, mark in marked if mark is not None}:
+            raise collector.CollectError(f"{name}: slow_except names no case: {sorted(unknown)}")
+    return items
 
 
 @pytest.fixture(scope="module", autouse=True)

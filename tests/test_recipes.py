@@ -1,6 +1,7 @@
 """Recipes: each one parses, says what it promises, and is the method that it names."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lcjax.attention import Causal, DualChunk, Pattern, ShiftedSparse
 from lcjax.cost.chips import CHIPS, Topology
 from lcjax.evaluation import reproduce, study
 from lcjax.evaluation.config import EvalConfig
+from lcjax.memory import QueryAware, Right
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
 from lcjax.retrieval import BuildConfig, ChunksConfig
@@ -321,6 +323,37 @@ def test_longlora_trains_adapters_embeddings_and_norms_under_groups_of_a_quarter
     assert found == adapters | norms | {"embed/embedding"}
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "chunk", "noise", "policy", "rows"),
+    [
+        ("sharedllm_7b", 4, 1024, 5.0, Right(), (4, 8192, 4096, 128)),
+        pytest.param(
+            *("sharedllm_sft_7b_chat", 16, 512, 10.0, QueryAware(), (15, 8192, 4096, 8)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_sharedllm_recipes_have_the_settings_of_the_paper(name, layers, chunk, noise, policy, rows):
+    recipe = read(ROOT / "configs" / f"{name}.yaml")
+    train, data, section = recipe.train, recipe.data, recipe.model.memory
+    assert (section.layers, section.chunk, section.noise, section.policy) == (
+        *(layers, chunk, noise, policy),
+    )
+    assert (data.chunks.count, data.length, data.decoder_length, train.batch_size) == rows
+    assert data.chunks.length == chunk and section.ratios == (16, 8, 4)
+    assert (train.lr, train.schedule, train.weight_decay) == (1e-5, "cosine", 0.0)
+    shapes = cost.parameter_shapes(estimate.model_of(recipe))
+    trained = trainable(shapes, train.rules())
+    found = {path for path in shapes if trained(path)}
+    if name == "sharedllm_7b":
+        above = {f"layers_{layer}" for layer in range(layers, 32)}
+        expected = {p for p in shapes if "/memory/" in p or p.split("/")[0] in above}
+        assert sum("/memory/" in path for path in expected) == 3 * layers
+    else:
+        expected = {path for path in shapes if not path.startswith("encoder/")}
+    assert found == expected
+
+
 def test_clex_starts_as_ntk_and_reaches_131072_tokens():
     rope = ready(read(ROOT / "configs" / "clex_7b_32k.yaml").model.rope)
     params = rope.init(jax.random.key(0), LLAMA.head_dim)
@@ -363,16 +396,8 @@ def hardware(said: str) -> tuple[int, float]:
     return topology.devices, topology.chip.peak / 1e12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "file",
-    [
-        # The others' layers are alike, and tracing them takes seconds.
-        pytest.param(file, marks=() if stem(file) == "pi_7b_32k" else pytest.mark.slow)
-        for file in COMPILED
-    ],
-    ids=stem,
-)
+@pytest.mark.slow_except("pi_7b_32k")  # the others' layers are alike, and tracing takes seconds
+@pytest.mark.parametrize("file", COMPILED, ids=stem)
 def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memory(file):
     name, chips, needed, usable = re.match(
         r"(\S+) \((\d+) TPU chips\), ([\d.]+) of the ([\d.]+) GB of each as compiled",
@@ -416,6 +441,17 @@ def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_it
         assert float(hours) == pytest.approx(seconds / 3600, abs=0.5)
 
 
+@functools.cache
+def forward_flops(model: ModelConfig, length: int) -> float:
+    return cost.estimate(model, length).forward_flops
+
+
+@functools.cache
+def training_flops(model: ModelConfig, length: int, rules: tuple[str, ...]) -> float:
+    trained = trainable(cost.parameter_shapes(model), rules)
+    return cost.estimate(model, length, trained=trained).training_flops
+
+
 @pytest.mark.parametrize(
     "file", [f for f in PUBLISHED if "2 CPU cores" not in f.read_text()], ids=stem
 )
@@ -427,30 +463,24 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
     hours, flops, share, peak = (float(number) for number in said.groups()[1:])
     devices, tera = hardware(said[1])
     assert peak == tera
-    recipe, reads_context = read(file), any(name in file.stem for name in MEMORIES)
-    if file in TRAININGS and reads_context:
+    recipe = read(file)
+    if file in TRAININGS and any(name in file.stem for name in MEMORIES):
         tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.decoder_length
         expected = tokens * estimate.flops(recipe, estimate.model_of(recipe)).training_flops
-    elif reads_context:
-        expected = flops  # its methods do not only differ in their pattern
     elif file in TRAININGS and recipe.retriever is not None:
         retriever = recipe.retriever  # the frozen language model reads each passage and the row
         length = retriever.passage_tokens + recipe.data.length
         tokens = recipe.train.steps * recipe.train.batch_size * retriever.k * length
-        expected = tokens * cost.estimate(LLAMA, length).forward_flops
+        expected = tokens * forward_flops(LLAMA, length)
     elif file in TRAININGS:
-        train, model = (
-            recipe.train,
-            with_pattern(file, recipe.model.pattern).replace(lora=recipe.train.lora),
-        )
-        trained = trainable(cost.parameter_shapes(model), train.rules())
-        tokens = train.steps * train.batch_size * recipe.data.length
-        per_token = cost.estimate(model, recipe.data.length, trained=trained).training_flops
-        expected = per_token * tokens
+        train, length = recipe.train, recipe.data.length
+        model = with_pattern(file, recipe.model.pattern).replace(lora=train.lora)
+        tokens = train.steps * train.batch_size * length
+        expected = tokens * training_flops(model, length, train.rules())
     else:
         runs = len(recipe.tasks) * recipe.max_windows
         expected = sum(
-            n * cost.estimate(with_pattern(file, method.pattern), n).forward_flops * runs
+            n * forward_flops(with_pattern(file, method.pattern), n) * runs
             for n in recipe.lengths
             for method in recipe.methods
         )

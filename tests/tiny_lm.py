@@ -3,6 +3,9 @@
 import jax
 import numpy as np
 
+from lcjax.checkpoints.build import ModelSection
+from lcjax.generation.language_model import LanguageModel
+
 
 def sharper(lm, factor=3):
     """`lm` with logits far enough apart for a greedy choice, the same on any devices."""
@@ -11,6 +14,19 @@ def sharper(lm, factor=3):
         lm.params,
     )
     return lm
+
+
+def sharp_lm(*, mesh=None, **settings):
+    """The preset tiny with `settings` of its ModelSection, made `sharper`."""
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", **settings), mesh=mesh))
+
+
+def generated(lm, prompts, sampling, **options):
+    """The tokens that `stream` gives, of every row."""
+    rows = [[] for _ in prompts]
+    for piece in lm.stream(prompts, sampling, **options):
+        rows[piece.row] += piece.ids
+    return rows
 
 
 def text(seed, *shape):

@@ -14,15 +14,15 @@ from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.rope import Rotation
 
-pytestmark = pytest.mark.slow
-
 PATTERNS = {
     f"{name}-{number}": draccus.decode(Pattern, {"type": name, **fields})
     for name, choice in Pattern.get_known_choices().items()
     for number, fields in enumerate(choice.examples)
     if not choice.prefill_only  # no causal attention, and one choice per row: tests of their own
 }
-EVERY = pytest.mark.parametrize("name", PATTERNS)
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS]
+)
 T, HEADS, KV_HEADS, SIZE = 48, 6, 2, 16  # three query heads to a key head: halves cut a group
 ROTATION = Rotation(jnp.asarray(100.0 ** -np.linspace(0, 1, 6), jnp.float32), 1.1, 0.9)
 FIRST, SECOND = 20, 28  # two documents that fill a row
@@ -124,7 +124,7 @@ def test_equal_patterns_share_one_compiled_call(name):
     assert run._cache_size() == before
 
 
-@EVERY
+@pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_is_a_choice_of_a_config(name):
     pattern = PATTERNS[name]
     encoded = draccus.encode(pattern, Pattern)

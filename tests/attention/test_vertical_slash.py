@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
 from lcjax.attention import AttentionMetadata, Causal, VerticalSlash, order_indices
 from lcjax.checkpoints.build import ModelSection
@@ -78,11 +78,8 @@ def naive(q, k, v, vertical, slash):
     return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v), seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "queries",
-    [pytest.param(T, id="a whole prompt", marks=pytest.mark.slow), pytest.param(130, id="a chunk")],
-)
+@pytest.mark.slow_except("a chunk")
+@pytest.mark.parametrize("queries", [T, 130], ids=["a whole prompt", "a chunk"])
 def test_a_prompt_sees_the_chosen_columns_and_diagonals(queries):
     q, k, v = qkv()
     q = q[:, T - queries :]
@@ -134,8 +131,7 @@ def test_few_queries_see_everything():
 @pytest.fixture(scope="module")
 def lm():
     """The nearest and the first keys of a prompt are seen, and 15 columns that are chosen."""
-    section = ModelSection(preset="tiny", pattern=VerticalSlash(vertical=45, slash=50))
-    return sharper(LanguageModel.load(section))
+    return sharp_lm(pattern=VerticalSlash(vertical=45, slash=50))
 
 
 GREEDY = Sampling(max_new_tokens=4, min_new_tokens=4)

@@ -8,82 +8,15 @@ import pytest
 from convert_support import TEXTS, assert_same, needs_smollm2, random_params, tiny_config
 
 from lcjax.attention import Bidirectional
-from lcjax.checkpoints import ByteTokenizer, config_from_hf, load, load_tokenizer, save_hf
+from lcjax.checkpoints import ByteTokenizer, load, load_tokenizer, save_hf
 from lcjax.files import read_json
 
 os.environ.setdefault("USE_TF", "0")
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-MODELS = {
-    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama3": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 5e5,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "mistral": ("Mistral", {"sliding_window": 5}),
-    "qwen2": ("Qwen2", {}),
-    "phi": ("Phi", {"partial_rotary_factor": 0.5}),
-}
 
 
 @pytest.fixture(scope="module")
 def torch():
     return pytest.importorskip("torch")
-
-
-def hf_model(torch, name):
-    import transformers
-
-    family, changes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():  # biases and norms start at 0 and 1, where a swap would not show
-        for parameter in model.parameters():
-            parameter.normal_(std=0.1)
-    return model
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_transformers_survives_import_and_export_with_equal_logits(
-    tmp_path, torch, name
-):
-    from transformers import AutoModelForCausalLM
-
-    model = hf_model(torch, name)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
-    ByteTokenizer().save(tmp_path / "theirs")
-    params, config, tokenizer = load(tmp_path / "theirs")
-    save_hf(tmp_path / "ours", params, config, tokenizer)
-
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    state = again.state_dict()
-    assert set(state) == set(model.state_dict())
-    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
-    tokens = torch.arange(40)[None]
-    assert torch.equal(model(tokens).logits, again(tokens).logits)
-    assert config_from_hf(again.config.to_dict()) == config
-    assert again.generation_config.eos_token_id == list(tokenizer.eos_ids) or (
-        tokenizer.eos_ids == (again.generation_config.eos_token_id,)
-    )
-    assert_same(load(tmp_path / "ours")[0], params)
 
 
 def test_the_released_encoder_loads_its_bias_under_both_names(tmp_path, torch):
@@ -119,14 +52,16 @@ def test_the_released_encoder_loads_its_bias_under_both_names(tmp_path, torch):
 
 
 def test_bfloat16_bits_are_those_of_torch(tmp_path, torch):
-    model = hf_model(torch, "llama").bfloat16()
+    from test_families import hf_model
+
+    model = hf_model("llama").bfloat16()
     model.save_pretrained(tmp_path)
     ByteTokenizer().save(tmp_path)
     params, config, _ = load(tmp_path)
     assert config.param_dtype == "bfloat16"
     theirs = model.model.layers[1].self_attn.q_proj.weight.detach().float().numpy()
     ours = np.asarray(params["layers"]["attention"]["query"]["kernel"][1], np.float32)
-    np.testing.assert_array_equal(ours.reshape(48, 48).T, theirs)
+    np.testing.assert_array_equal(ours.reshape(48, -1).T, theirs)
 
 
 def test_the_byte_tokenizer_is_opened_by_transformers_with_equal_ids(tmp_path, torch):

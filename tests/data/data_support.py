@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from lcjax.data import make_loader
+
 BOS, EOS = 256, 257
 
 
@@ -42,6 +44,12 @@ def write_jsonl(path, texts, field="text"):
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps({field: t, "id": i}) + "\n" for i, t in enumerate(texts)))
     return str(path)
+
+
+def rows_of(config, tokenizer=None, **more):
+    """All rows that a loader gives: each key as one array."""
+    batches = list(make_loader(config, tokenizer or Bytes(), 1, **more))
+    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def split_documents(batches):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from data_support import BOS, EOS, Bytes, make_texts, write_jsonl
+from data_support import BOS, EOS, Bytes, make_texts, rows_of, write_jsonl
 
 from lcjax.data import ChatSource, Chunks, DataConfig, TextSource, make_loader
 from lcjax.data.chunks import num_context_chunks
@@ -17,11 +17,6 @@ FIVE = Chunks(count=5, length=8, text="beginning", decoder=24)
 def config_for(sources, **more):
     plain = {"length": 64, "repeat": 1, "shuffle": False, "pack": "single", "chunks": FIVE}
     return DataConfig(**plain | {"overlong": "truncate", "sources": sources} | more)
-
-
-def rows_of(config):
-    batches = list(make_loader(config, Bytes(), 1))
-    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def chat(tmp_path, *pairs, **more):

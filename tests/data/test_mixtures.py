@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, write_jsonl
+from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, rows_of, write_jsonl
 
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import load_tokenizer
@@ -27,11 +27,6 @@ def path(texts, tmp_path_factory):
 
 def config_for(path, **more):
     return DataConfig(**{"path": path, "length": 32, "repeat": 1, "shuffle": False} | more)
-
-
-def rows_of(config, tokenizer=None):
-    batches = list(make_loader(config, tokenizer or Bytes(), 1))
-    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def expected(text):

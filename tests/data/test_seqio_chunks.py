@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from data_support import Bytes, assert_same, make_texts
+from data_support import Bytes, assert_same, make_texts, rows_of
 
 from lcjax.data import Chunks, DataConfig, SeqioSource, TextSource, make_loader
 from lcjax.data.chunks import split_context
@@ -68,11 +68,6 @@ def config_for(task, **more):
     source = SeqioSource(task=task, **{k: more.pop(k) for k in fields})
     plain = {"length": 32, "repeat": 1, "shuffle": False, "chunks": FOUR}
     return DataConfig(**{"sources": [source]} | plain | more)
-
-
-def rows_of(config, **more):
-    batches = list(make_loader(config, ByteIds(), 1, **more))
-    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def expected(context, targets, *, length=8, chunks=FOUR, bos=None):
@@ -138,7 +133,7 @@ def test_a_trimmed_example_is_one_row_of_context_and_targets():
 
 
 def test_one_long_text_is_read_with_what_came_before_as_context():
-    rows = rows_of(config_for("lcjax_long", converter="chunks"))
+    rows = rows_of(config_for("lcjax_long", converter="chunks"), ByteIds())
     wanted = [row for text in TEXTS for row in expected([], ids(text))]
     assert_same([stacked(wanted)], [rows])
     # every token but the first of a text is learned once
@@ -153,13 +148,13 @@ def test_a_config_chooses_the_converter_for_any_mixture(task):
     wanted = []
     for context, text in zip(CONTEXTS, TEXTS, strict=True):
         wanted += expected(ids(context, eos=False), ids(text), bos=260)
-    assert_same([stacked(wanted)], [rows_of(config)])
+    assert_same([stacked(wanted)], [rows_of(config, ByteIds())])
 
 
 def test_a_decoder_may_copy_its_own_chunks():
     copy = Chunks(count=4, length=2, text="same")
     config = config_for("lcjax_long", converter="chunks", length=8, chunks=copy)
-    rows = rows_of(config)
+    rows = rows_of(config, ByteIds())
     for row in range(len(rows["tokens"])):
         text = rows["tokens"][row][rows["segments"][row] > 0]
         np.testing.assert_array_equal(rows["chunks"][row][rows["chunk_mask"][row]], text)
@@ -187,7 +182,7 @@ def test_resuming_anywhere_continues_bit_for_bit_on_any_number_of_processes(hold
 
 def test_examples_are_held_out_whole():
     config = config_for("lcjax_long", converter="chunks", holdout=0.3)
-    held, kept = (rows_of(config, split=split) for split in ("validation", "train"))
+    held, kept = (rows_of(config, ByteIds(), split=split) for split in ("validation", "train"))
     texts = [row["tokens"] for text in TEXTS for row in expected([], ids(text))]
     assert len(held["tokens"]) + len(kept["tokens"]) == len(texts)
     first = {tuple(expected([], ids(text))[0]["tokens"]) for text in TEXTS}
@@ -221,7 +216,7 @@ def test_prompts_are_read_and_only_targets_learned(tokens):
         "lcjax_answers", prompt="inputs", tokens=tokens, chunks=None, pack="first_fit",
         length=160, packing_bins=1, add_bos=True,
     )  # fmt: skip
-    rows = rows_of(config)
+    rows = rows_of(config, ByteIds())
     seen = []
     for row in range(len(rows["tokens"])):
         for segment in range(1, rows["segments"][row].max() + 1):

@@ -315,5 +315,5 @@ def test_rows_must_be_those_of_the_batch(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["abcd" * 9])
     config = DataConfig(path=path, length=8)
     for rows in ([], [3], [-1, 0]):
-        with pytest.raises(InputError, match=r"rows=.* must be a non-empty list of indices in 0 ... 2"):
+        with pytest.raises(InputError, match=r"rows=.* list of indices in 0 ... 2"):
             make_loader(config, Bytes(), 3, rows=rows)

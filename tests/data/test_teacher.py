@@ -244,7 +244,7 @@ def test_a_shard_that_was_cut_or_moved_raises_input_error(path, made, tmp_path):
         ),
         ({"top": 300}, r"top=300 is more than the 259 tokens of the model"),
         ({"batch_size": 6}, r"batch size 6 must be a positive multiple of .* = 4"),
-        ({"rows": 2 * 10**9}, r"rows=2000000000: the missing ones take .* GB free; ask"),
+        ({"rows": 2 * 10**9}, r"rows=2000000000: the missing ones take .* GB free; lower rows"),
     ],
 )
 def test_invalid_settings_raise_input_error(fields, match, path, tmp_path):

@@ -4,13 +4,11 @@ import types
 
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
 from lcjax.attention import Causal, Landmark, SelfExtend, Sliding, Streaming
-from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation import scoring as module
-from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.sampling import Sampling
 from lcjax.parallel.sharding import Mesh
@@ -22,7 +20,7 @@ OPTIONS = [[ids(4, 1), ids(5, 12)], [ids(6, 30)], [ids(7, 3), ids(8, 1), ids(9, 
 
 @pytest.fixture(scope="module")
 def lm():
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))))
+    return sharp_lm(rope=DynamicNTK(factor=2.0))
 
 
 def by_whole_texts(lm, prompts, options):
@@ -50,13 +48,9 @@ def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pattern",
-    [Causal(), pytest.param(Sliding(window=40), marks=pytest.mark.slow)],
-    ids=["causal", "sliding"],
-)
+@pytest.mark.parametrize("pattern", [Causal(), Sliding(window=40)], ids=["causal", "sliding"])
 def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, monkeypatch):
-    lm = sharper(LanguageModel.load(ModelSection(preset="tiny", pattern=pattern)))
+    lm = sharp_lm(pattern=pattern)
     options = [row[:1] for row in OPTIONS]
     greedy = next(lm.stream(PROMPTS[1:2], Sampling(max_new_tokens=1))).ids
     options[1] = [[*greedy]]
@@ -93,10 +87,8 @@ def test_what_the_model_itself_writes_is_greedy_and_nothing_else_is(lm):
     "pattern",
     [
         Streaming(sinks=4, recent=40),
-        pytest.param(SelfExtend(group=4, window=32), marks=pytest.mark.slow),
-        pytest.param(
-            Landmark(block=8, top_k=62, train_length=512, token=258), marks=pytest.mark.slow
-        ),
+        SelfExtend(group=4, window=32),
+        Landmark(block=8, top_k=62, train_length=512, token=258),
     ],
     ids=["ring", "group", "landmarks"],
 )
@@ -107,8 +99,7 @@ def test_patterns_score_continuations_as_they_read_prompts(lm, pattern):
 
 @pytest.mark.slow
 def test_on_a_mesh_every_device_has_rows_and_nothing_changes(lm):
-    section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
-    spread = sharper(LanguageModel.load(section, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+    spread = sharp_lm(rope=DynamicNTK(factor=2.0), mesh=Mesh(data=2, fsdp=2, tensor=2))
     found, wanted = (
         one.with_method(length=512).continuations(PROMPTS, OPTIONS) for one in (spread, lm)
     )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_lm import generated
 
 from lcjax.attention import DualChunk, LMInfinite, SelfExtend, Streaming
 from lcjax.checkpoints import ByteTokenizer
@@ -80,19 +81,12 @@ def _greedy_by_full_forward(lm, prompt, count, *, exact):
     return ids[len(prompt) :]
 
 
-def _generated(lm, prompts, sampling, **options):
-    rows = [[] for _ in prompts]
-    for piece in lm.stream(prompts, sampling, **options):
-        rows[piece.row] += piece.ids
-    return rows
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROPES)
 def test_greedy_text_equals_reading_everything_anew_past_the_trained_length(params, name):
     lm, prompt = _model(params, ROPES[name]), _ids(1, 29)
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
-    got = _generated(lm, [prompt], sampling)
+    got = generated(lm, [prompt], sampling)
     assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=False)]
 
 
@@ -103,7 +97,7 @@ def test_unrotated_keys_follow_a_rotation_that_changes_while_decoding(params, na
     config = preset("tiny").replace(rope=ROPES[name], num_layers=1)
     lm, prompt = LanguageModel(Decoder(config), first, ByteTokenizer()), _ids(1, 29)
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
-    got = _generated(lm, [prompt], sampling, exact=True)
+    got = generated(lm, [prompt], sampling, exact=True)
     assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
     changed = {str(lm.rotation(29 + step).inv_freq) for step in range(9)}
     assert len(changed) > 1
@@ -114,7 +108,7 @@ def test_unrotated_keys_follow_logits_that_grow_while_decoding(params):
     pattern = DualChunk(chunk=12, local=4, train_length=16)
     config = preset("tiny").replace(rope=ROPES["default"], num_layers=1, pattern=pattern)
     lm, prompt = LanguageModel(Decoder(config), first, ByteTokenizer()), _ids(1, 29)
-    got = _generated(lm, [prompt], Sampling(max_new_tokens=9, min_new_tokens=9), exact=True)
+    got = generated(lm, [prompt], Sampling(max_new_tokens=9, min_new_tokens=9), exact=True)
     assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
     assert lm.rotation(30).scale > lm.rotation(29).scale > lm.rotation(16).scale == 1.0
 
@@ -137,7 +131,7 @@ def test_generation_with_patterns_equals_full_recomputation(params, pattern, slo
     )
     lm = _model(params).with_method(pattern=pattern)
     prompts, sampling = [_ids(1, 90), _ids(2, 121)], Sampling(max_new_tokens=6, min_new_tokens=6)
-    got = _generated(lm, prompts, sampling, prefill_chunk=32)
+    got = generated(lm, prompts, sampling, prefill_chunk=32)
     assert got == [_greedy_by_full_forward(lm, prompt, 6, exact=False) for prompt in prompts]
     # The text of 128 tokens is read through as many slots as the pattern can see.
     assert [cache.capacity for cache in made] == [slots]
@@ -148,30 +142,30 @@ def test_rows_of_a_batch_do_not_know_of_each_other(params):
     lm = _model(params, ROPES["dynamic_ntk"])
     prompts = [_ids(2, 5), _ids(3, 70), _ids(4, 33)]
     sampling = Sampling(max_new_tokens=7, min_new_tokens=7)
-    alone = [_generated(lm, [prompt], sampling)[0] for prompt in prompts]
-    assert _generated(lm, prompts, sampling) == alone
+    alone = [generated(lm, [prompt], sampling)[0] for prompt in prompts]
+    assert generated(lm, prompts, sampling) == alone
 
 
 @pytest.mark.slow
 def test_a_prompt_read_in_chunks_gives_the_same_text(params):
     lm, prompt = _model(params), _ids(5, 150)
     sampling = Sampling(max_new_tokens=6, min_new_tokens=6)
-    whole = _generated(lm, [prompt], sampling)
-    assert _generated(lm, [prompt], sampling, prefill_chunk=64) == whole
-    assert _generated(lm, [prompt], sampling, prefill_chunk=40) == whole
+    whole = generated(lm, [prompt], sampling)
+    assert generated(lm, [prompt], sampling, prefill_chunk=64) == whole
+    assert generated(lm, [prompt], sampling, prefill_chunk=40) == whole
 
 
 def test_sampling_is_seeded_and_obeys_temperature_and_top_p(params):
     lm, prompt = _model(params), _ids(6, 12)
-    greedy = _generated(lm, [prompt], Sampling(max_new_tokens=16, min_new_tokens=16))
+    greedy = generated(lm, [prompt], Sampling(max_new_tokens=16, min_new_tokens=16))
     settings = {"max_new_tokens": 16, "min_new_tokens": 16, "temperature": 1.5}
-    first = _generated(lm, [prompt], Sampling(**settings, seed=1))
-    assert first == _generated(lm, [prompt], Sampling(**settings, seed=1))
-    assert first != _generated(lm, [prompt], Sampling(**settings, seed=2))
+    first = generated(lm, [prompt], Sampling(**settings, seed=1))
+    assert first == generated(lm, [prompt], Sampling(**settings, seed=1))
+    assert first != generated(lm, [prompt], Sampling(**settings, seed=2))
     # A nucleus of almost nothing holds the most probable token only, as does the best one token.
-    assert _generated(lm, [prompt], Sampling(**settings, top_p=1e-6)) == greedy
-    assert _generated(lm, [prompt], Sampling(**settings, top_k=1)) == greedy
-    assert _generated(lm, [prompt], Sampling(**settings, seed=1, top_k=10**6)) == first
+    assert generated(lm, [prompt], Sampling(**settings, top_p=1e-6)) == greedy
+    assert generated(lm, [prompt], Sampling(**settings, top_k=1)) == greedy
+    assert generated(lm, [prompt], Sampling(**settings, seed=1, top_k=10**6)) == first
 
 
 def test_a_text_with_its_own_seed_draws_the_same_whatever_is_beside_it():
@@ -310,18 +304,18 @@ def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
     from lcjax.generation.session import _read
 
     lm = _model(params)
-    _generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
+    generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
     before = _read._cache_size()
     for length in (330, 384):
-        _generated(lm, [_ids(11, length)], Sampling(max_new_tokens=1))
+        generated(lm, [_ids(11, length)], Sampling(max_new_tokens=1))
     assert _read._cache_size() == before
 
 
 def test_a_chunk_longer_than_the_prompt_and_its_cache_reads_it_at_once(params):
     lm, prompt = _model(params), _ids(5, 50)
     sampling = Sampling(max_new_tokens=4, min_new_tokens=4)
-    want = _generated(lm, [prompt], sampling)
-    assert _generated(lm, [prompt], sampling, prefill_chunk=10**9) == want
+    want = generated(lm, [prompt], sampling)
+    assert generated(lm, [prompt], sampling, prefill_chunk=10**9) == want
 
 
 def test_scores_are_those_of_the_full_logits_and_padding_counts_nothing(params):
@@ -355,14 +349,14 @@ def test_requests_that_differ_in_seed_stop_length_or_temperature_share_one_compi
     from lcjax.generation.sampling import _draw
 
     lm, prompt = _model(params), _ids(6, 12)
-    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=0.7))
+    generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=0.7))
     before = _draw._cache_size()
-    _generated(lm, [prompt], Sampling(max_new_tokens=4, temperature=0.7, seed=5, stop=("zzz",)))
-    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=1.25))
+    generated(lm, [prompt], Sampling(max_new_tokens=4, temperature=0.7, seed=5, stop=("zzz",)))
+    generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=1.25))
     assert _draw._cache_size() == before
-    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=1, top_p=0.9))
+    generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=1, top_p=0.9))
     nucleus = _draw._cache_size()
-    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=2.5, top_p=0.4))
+    generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=2.5, top_p=0.4))
     assert _draw._cache_size() == nucleus <= before + 1
 
 

@@ -133,15 +133,7 @@ CASES += [
     ]
     if case not in CASES
 ]
-QUICK = 10
-EVERY = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if number < QUICK else [pytest.mark.slow])
-        for number, case in enumerate(CASES)
-    ],
-    ids=lambda case: "-".join(filter(None, case)),
-)
+EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(filter(None, case)))
 
 
 @functools.cache
@@ -263,9 +255,7 @@ def hidden_states(model, params, tokens, segments, rotation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in HARD else slow(name) for name in PATTERNS if "causal" not in name]
-)
+@pytest.mark.parametrize("name", [name for name in PATTERNS if "causal" not in name])
 def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
     """Without positions: they count in each document."""
     lm = loaded((name, "default", None))
@@ -291,7 +281,6 @@ def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
         np.testing.assert_allclose(states[0, at : at + size], alone, atol=TOLERANCE, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_every_registered_method_has_a_case():
     assert {type(rope) for rope in ROPES.values()} == set(Rope.get_known_choices().values())
     kinds = {type(pattern) for pattern in PATTERNS.values()}

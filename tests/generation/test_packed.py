@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
 from lcjax.attention import Causal, SelfExtend
 from lcjax.checkpoints.build import ModelSection
@@ -32,7 +32,7 @@ MESH = pytest.param(Mesh(data=2, fsdp=1, tensor=4), marks=pytest.mark.slow, id="
 
 @pytest.fixture(scope="module", params=[pytest.param(None, id="alone"), MESH])
 def lm(request):
-    return sharper(LanguageModel.load(ModelSection(preset="tiny"), mesh=request.param))
+    return sharp_lm(mesh=request.param)
 
 
 def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm, monkeypatch):
@@ -54,7 +54,7 @@ def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm
 
 @pytest.mark.slow
 def test_rows_of_packed_texts_are_no_longer_than_one_may_be(monkeypatch):
-    lm = sharper(LanguageModel.load(ModelSection(preset="tiny"))).with_method(length=256)
+    lm = sharp_lm().with_method(length=256)
     laid = spied(monkeypatch, scoring, "_lay_out")
     monkeypatch.setattr(session, "MAX_PACKED_ROW", 150)
     tokens = np.zeros((4, max(LENGTHS)), np.int32)
@@ -83,8 +83,7 @@ def test_texts_of_one_length_keep_rows_of_their_own(lm, monkeypatch):
     ids=["causal", "group", "exact"],
 )
 def test_prompts_are_gone_on_from_as_from_rows_of_their_own(pattern, exact, monkeypatch):
-    section = ModelSection(preset="tiny", pattern=pattern, rope=DynamicNTK(factor=2.0))
-    lm = sharper(LanguageModel.load(section)).with_method(length=512)
+    lm = sharp_lm(pattern=pattern, rope=DynamicNTK(factor=2.0)).with_method(length=512)
     prompts, sampling = [ids(n, length) for n, length in enumerate(LENGTHS)], Sampling(8, 8)
 
     def written():

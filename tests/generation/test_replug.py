@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
-from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
@@ -28,7 +27,7 @@ SCORES = [[0.3, -1.0, 1.2], [7.0]]
 
 @pytest.fixture(scope="module")
 def lm():
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))))
+    return sharp_lm(rope=DynamicNTK(factor=2.0))
 
 
 def test_the_mixture_equals_the_released_code():
@@ -144,8 +143,7 @@ def test_every_token_is_picked_from_the_mixture(lm):
 
 @pytest.mark.slow
 def test_a_mesh_picks_the_same_tokens(lm):
-    section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
-    spread = sharper(LanguageModel.load(section, mesh=Mesh(2, 2, 2, 1)))
+    spread = sharp_lm(rope=DynamicNTK(factor=2.0), mesh=Mesh(2, 2, 2, 1))
     found = [Replug(x).generate(["a", "bc"], GREEDY, context=PASSAGES) for x in (lm, spread)]
     assert found[0] == found[1]
 

@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
@@ -50,8 +50,7 @@ def hit(text, title, score):
 
 @pytest.fixture(scope="module")
 def lm():
-    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+    return sharp_lm(memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 
 
 def encoded(lm, hits, *, blank=True):
@@ -238,8 +237,7 @@ def test_the_memory_reads_hits_as_chunks(lm):
 
 @functools.cache
 def retro():
-    section = RetroSection(chunk=4, neighbour_tokens=40, output_share=1.0)
-    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+    return sharp_lm(memory=RetroSection(chunk=4, neighbour_tokens=40, output_share=1.0))
 
 
 def test_retro_reads_the_passages_of_every_complete_chunk():
@@ -321,7 +319,7 @@ def test_passages_may_be_those_of_other_texts(lm):
         (lambda lm: RetrievalReader(lm, Store(), when=4).generate(["a"], queries=["b"]), "queries"),
         (lambda lm: RetrievalReader(lm, Store()).generate("a"), "prompts='a' must be a list"),
         (lambda lm: lm.generate(["a"], retriever=Store(), context=["b"]), "context and retriever"),
-        (lambda lm: lm.generate(["a"], how="mixture"), "give a retriever"),
+        (lambda lm: lm.generate(["a"], how="mixture"), "need a retriever; give one"),
         (lambda lm: lm.generate(["a"], retriever="store"), "retriever='store' has no search"),
         (lambda lm: Conversation(lm, retriever="store"), "retriever='store' has no search"),
         (lambda lm: Replug(lm, marginal="word"), "marginal='word'"),

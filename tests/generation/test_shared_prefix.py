@@ -72,8 +72,8 @@ def assert_same(reader, lm, prompts):
     [
         Causal(),
         # A cache of unrotated keys, and a rotation that is that of the length.
-        pytest.param(SelfExtend(group=4, window=32, scale_base=64), marks=pytest.mark.slow),
-        pytest.param(DualChunk(chunk=48, local=16, train_length=64), marks=pytest.mark.slow),
+        SelfExtend(group=4, window=32, scale_base=64),
+        DualChunk(chunk=48, local=16, train_length=64),
     ],
     ids=["causal", "group", "chunks"],
 )
@@ -211,7 +211,7 @@ def test_a_prefix_that_does_not_fit_raises_input_error(lm, options, words):
 def test_a_prefix_raises_input_error_for_patterns_that_choose_keys_by_content(lm):
     prefix = CachedPrefix(None, np.array(TEXT[:9]), lm, 512)
     for pattern in PATTERNS:
-        with pytest.raises(InputError, match=f"prefix: what {type(pattern).__name__} lets"):
+        with pytest.raises(InputError, match=f"prefix: with {type(pattern).__name__} the keys"):
             lm.with_method(pattern=pattern).stream([TEXT[:20]], prefix=prefix)
 
 

@@ -35,11 +35,8 @@ from lcjax.training.objective import language_model
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 
 TINY = preset("tiny").replace(max_length=80, num_heads=6, num_kv_heads=2)
-SLOW = pytest.mark.slow
 EVERY = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=SLOW) for name in ("alibi", "sinusoidal")]
-    + ["t5", "transformer_xl", "deberta", "learned"],
+    "name", ["alibi", "sinusoidal", "t5", "transformer_xl", "deberta", "learned"]
 )
 FIRST, T, LONG = 20, 48, 80  # a rolling cache has 64 slots
 SEGMENTS = np.array([[1] * FIRST + [2] * (T - FIRST), [2] * (T - FIRST) + [0] * FIRST])

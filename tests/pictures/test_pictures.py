@@ -6,7 +6,7 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.image import imread
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_lm
 
 from lcjax import LanguageModel, pictures
 from lcjax.attention import AttentionMetadata, Landmark, Pattern, SelfExtend, ShiftedSparse, Sliding
@@ -17,20 +17,16 @@ from lcjax.pictures import command
 from lcjax.rope import E2LLM, E2Positions, Linear, PlainPositions
 from pallas_kernels import causal, tables, window
 
-QUICK = ("self_extend",)
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in sorted(Pattern.get_known_choices())
-    if name not in QUICK
-]
+NAMES = sorted(Pattern.get_known_choices())
 
 
 @pytest.fixture(scope="module")
 def lm():
-    return sharper(LanguageModel.load(ModelSection(preset="tiny")))
+    return sharp_lm()
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.slow_except("self_extend")
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_times_values_are_attention_under_every_pattern(name):
     kind = Pattern.get_choice_class(name)
     pattern = kind(**kind.examples[0])
@@ -150,7 +146,7 @@ def test_landmarks_are_not_read_and_weigh_the_blocks_before_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_mask_of_every_pattern_is_drawn(name, tmp_path):
     kind = Pattern.get_choice_class(name)
     for index, fields in enumerate(kind.examples):
