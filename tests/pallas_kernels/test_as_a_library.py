@@ -112,7 +112,7 @@ WRONG = {
         ValueError, "block",
         lambda *x: tables.from_block_mask(np.ones((4, 4), bool), q_block=0, k_block=4),
     ),
-    "slopes of no heads": (ValueError, "heads is 0", lambda *x: alibi_slopes(0)),
+    "slopes of no heads": (ValueError, "heads=0 must be", lambda *x: alibi_slopes(0)),
     "heads without a number": (ValueError, "pair", lambda *x: per_head(causal())),
     "a cache as flash has it": (ValueError, "heads, length", lambda *x: decode(*x, causal())),
     "Landmark of integers": (

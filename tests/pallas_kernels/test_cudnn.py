@@ -183,7 +183,7 @@ TABLE = from_mask(causal(), queries=64, keys=64, q_block=64, k_block=64)
         ({}, {}, dict(soft_cap=30.0), "does not support soft_cap"),
         ({}, dict(table=TABLE), {}, "does not support table"),
         ({}, {}, dict(mask=causal() & prefix(4)), "supports only the masks everything"),
-        ({}, {}, dict(mask=window(4)), "of the masks"),  # it shows the keys ahead
+        ({}, {}, dict(mask=window(4)), "supports only the masks"),  # it shows the keys ahead
         (dict(s=128), {}, {}, "64 queries and 128 keys is not square"),
         (dict(size=60), {}, {}, "a multiple of 8, but got 60"),
         (dict(size=264), {}, {}, "head dim must be <= 256"),

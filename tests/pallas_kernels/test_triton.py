@@ -168,7 +168,7 @@ def inputs(size=64, dtype="bfloat16", heads=2, table=None, mask=causal(), bias=N
         (dict(size=320), "head size 320 is above 256"),
         (dict(size=128, dtype="float32"), "float32 heads of 128: above 64"),
         (dict(mask=keys_in(range(0, 600, 2))), "long list"),
-        (dict(bias=RelativeBias(jnp.zeros((32, 2)))), "linear biases alone"),
+        (dict(bias=RelativeBias(jnp.zeros((32, 2)))), "support only linear biases"),
         (dict(table=(24, 64)), "blocks of 24 queries are no multiple of 16"),
         (dict(table=(64, 40)), "blocks of 40 keys are no multiple of 16"),
     ],
