@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if all fits, 1 if something does not, and 2 for wrong input."""
     words, results = list(sys.argv[1:] if argv is None else argv), []
     is_compiled = COMPILED in words
+    if {"-h", "--help"} & {*words}:  # also if options are missing
+        config_lib.parse(TrainConfig, ["--help"])
+    names = "length", "topology", "programs" if is_compiled else "mfu"
     try:
-        words, options = estimate.options_of(
-            [word for word in words if word != COMPILED],
-            *("length", "topology", "programs" if is_compiled else "mfu"),
-        )
+        positional, options, keys = config_lib.split_options(words, names, ["compiled"])
+        words = [*positional, *keys]
         is_local = is_compiled and not options["topology"]  # the devices of this machine
         topology = None if is_local else Topology.parse(options["topology"] or "")
         programs = (options.get("programs") or ",".join(PROGRAMS)).split(",")

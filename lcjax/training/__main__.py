@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
-from lcjax.cost import __main__ as cost
 from lcjax.parallel import distributed
 from lcjax.training import TrainConfig, run
 
@@ -19,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train.py`, `lcjax-train` or `python -m lcjax.training`; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if COMPILE_ONLY in words:
+        from lcjax.cost import __main__ as cost  # not at the start of every training
+
         words.remove(COMPILE_ONLY)
         return cost.main([cost.COMPILED, "--programs=train", *words])
     return distributed.main(TrainConfig, run, words, agreed_stop=True)

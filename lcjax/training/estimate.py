@@ -222,14 +222,3 @@ def check_rules(config: TrainConfig) -> None:
     shapes = cost.parameter_shapes(model_of(config))
     trained = filter(trainable(shapes, config.train.rules()), shapes)
     trainable(trained, [rate.rule for rate in config.train.rates], "train.rates")
-
-
-def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:
-    """Splits command-line words into words of the config and the values of the options `names`.
-
-    Prints the help and exits if the words contain `--help`, even if options are missing.
-    """
-    if {"-h", "--help"} & set(words):
-        config_lib.parse(TrainConfig, ["--help"])
-    positional, options, keys = config_lib.split_options(words, names)
-    return [*positional, *keys], options

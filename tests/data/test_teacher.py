@@ -56,15 +56,15 @@ def test_rows_are_those_of_the_text_in_their_order(path, made):
     assert {file.name for file in out.iterdir()} == {
         *("000000.bin", "000001.bin", "000002.bin", "teacher.json")
     }
-    found = rows_of(student_config(out), ByteTokenizer())
+    result = rows_of(student_config(out), ByteTokenizer())
     loader, wanted = make_loader(text_config(path), ByteTokenizer(), ROWS), None
     wanted = next(loader)
     loader.close()
     for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-        assert found[name].dtype == value.dtype
-    assert found["teacher_ids"].shape == found["teacher_probabilities"].shape == (ROWS, 10, 7)
-    assert found["teacher_probabilities"].dtype == np.float16
+        np.testing.assert_array_equal(result[name], value, err_msg=name)
+        assert result[name].dtype == value.dtype
+    assert result["teacher_ids"].shape == result["teacher_probabilities"].shape == (ROWS, 10, 7)
+    assert result["teacher_probabilities"].dtype == np.float16
 
 
 @jax.jit
@@ -92,10 +92,10 @@ def assert_taught(found, p):
 
 
 def test_probabilities_are_the_models_own_over_context_and_text_as_one(made):
-    found = rows_of(student_config(made[0]), ByteTokenizer())
-    assert found["chunk_mask"].all()  # one text without padding
-    tokens = np.concatenate([found["chunks"].reshape(ROWS, -1), found["tokens"]], 1)
-    assert_taught(found, probabilities(tokens)[:, 18:])
+    result = rows_of(student_config(made[0]), ByteTokenizer())
+    assert result["chunk_mask"].all()  # one text without padding
+    tokens = np.concatenate([result["chunks"].reshape(ROWS, -1), result["tokens"]], 1)
+    assert_taught(result, probabilities(tokens)[:, 18:])
 
 
 def test_a_context_that_is_not_full_is_read_without_its_padding(path):

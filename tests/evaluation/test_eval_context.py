@@ -552,11 +552,11 @@ def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(sh
     split = ContextSplit(decoder=32, chunk=16)
     # 32 tokens less four new ones are left: BOS stays, and so does what is not movable.
     split = split.reader(sharp, 128).with_movable([[(1, 59)], [(1, 19)]])
-    found = split.continuations(PROMPTS, OPTIONS)
+    result = split.continuations(PROMPTS, OPTIONS)
     beside, read = PROMPTS[0][1:33], [PROMPTS[0][:1] + PROMPTS[0][33:], PROMPTS[1]]
     context = sharp.encode_contexts([[beside[:16], beside[16:]], []], chunk=16)
     assert_same_scores(
-        found, sharp.with_method(length=32).continuations(read, OPTIONS, context=context)
+        result, sharp.with_method(length=32).continuations(read, OPTIONS, context=context)
     )
 
 
@@ -565,11 +565,11 @@ def test_replug_reads_the_same_prompt_once_behind_every_chunk(sharp):
     split = (
         ReplugSplit(decoder=32, chunk=16).reader(sharp, 128).with_movable([[(1, 59)], [(1, 19)]])
     )
-    found = split.continuations(PROMPTS, OPTIONS)
+    result = split.continuations(PROMPTS, OPTIONS)
     bos, rest, beside = PROMPTS[0][:1], PROMPTS[0][33:], PROMPTS[0][1:33]
     replug = Replug(sharp.with_method(length=48))
     context = [[bos + beside[:16], bos + beside[16:]], []]
-    assert_same_scores(found, replug.continuations([rest, PROMPTS[1]], OPTIONS, context=context))
+    assert_same_scores(result, replug.continuations([rest, PROMPTS[1]], OPTIONS, context=context))
 
 
 def test_continuations_that_leave_the_decoder_no_prompt_raise_input_error(sharp):

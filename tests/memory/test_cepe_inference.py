@@ -130,8 +130,8 @@ def test_text_with_a_cache_equals_the_released_code():
             [c[m] for c, m in zip(*row, strict=True)] for row in zip(chunks, mask, strict=True)
         ]
         sampling = Sampling(max_new_tokens=text.shape[1] - prompts.shape[1])
-        found = generated(lm, prompts.tolist(), sampling, context=context)
-        assert found == text[:, prompts.shape[1] :].tolist()
+        result = generated(lm, prompts.tolist(), sampling, context=context)
+        assert result == text[:, prompts.shape[1] :].tolist()
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_text_with_a_cache_equals_the_released_code():
 def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm, projected):
     prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
     context = lm.encode_contexts(CONTEXT, projected=projected)
-    found = generated(lm, prompts, GREEDY, context=context, prefill_chunk=32)
-    assert_most_probable(lm, prompts, found, CHUNKS)
+    result = generated(lm, prompts, GREEDY, context=context, prefill_chunk=32)
+    assert_most_probable(lm, prompts, result, CHUNKS)
 
 
 def test_a_chat_reads_documents_beside_its_turns(lm, monkeypatch):

@@ -53,8 +53,8 @@ def test_contexts_of_any_length_are_read_window_by_window_under_the_ropes_own_ro
 @pytest.mark.slow
 def test_text_is_written_with_a_cache_as_without_for_unequal_prompts(lm):
     prompts = [ids(1, 30), ids(2, 5), ids(3, 18)]
-    found = generated(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=16)
-    assert_most_probable(lm, prompts, found, CHUNKS)
+    result = generated(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=16)
+    assert_most_probable(lm, prompts, result, CHUNKS)
 
 
 @pytest.mark.slow
@@ -90,8 +90,8 @@ def test_a_conversation_reads_its_text_again_behind_a_context_that_has_grown(lm)
     talk.read(ids(2, 3))
     so_far = talk.tokens
     talk.write(GREEDY)
-    wanted = generated(lm, [so_far], GREEDY, context=[[ids(4, 20), ids(5, 16)]])[0]
-    assert talk.tokens[len(so_far) :][: len(wanted)] == wanted
+    expected = generated(lm, [so_far], GREEDY, context=[[ids(4, 20), ids(5, 16)]])[0]
+    assert talk.tokens[len(so_far) :][: len(expected)] == expected
 
 
 def test_a_ratio_is_chosen_when_a_text_is_read():
@@ -120,9 +120,9 @@ def test_bos_precedes_the_context_and_not_the_text(lm):
     found = lm.encode_contexts(texts)
     assert found.tokens == (27, 0, 40, 21)
     assert_alike(found, lm.encode_contexts(known))
-    wanted = generated(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], GREEDY, context=known)
+    expected = generated(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], GREEDY, context=known)
     for context in (texts, found):
-        assert generated(lm, ["so", "so", "so", ids(5, 3)], GREEDY, context=context) == wanted
+        assert generated(lm, ["so", "so", "so", ids(5, 3)], GREEDY, context=context) == expected
     # What comes later has its beginning already.
     first = lm.encode_contexts([[words], [], [], []])
     later = lm.encode_contexts([["others"], [], *texts[2:]], after=first)

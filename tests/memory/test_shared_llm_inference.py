@@ -58,8 +58,8 @@ def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chu
 @pytest.mark.slow
 def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm):
     prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
-    found = generated(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=32)
-    assert_most_probable(lm, prompts, found, CHUNKS)
+    result = generated(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=32)
+    assert_most_probable(lm, prompts, result, CHUNKS)
 
 
 @pytest.mark.slow
@@ -241,8 +241,8 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
         talk.write(GREEDY)
         assert_same(talk.context, asking.encode_contexts([[ids(4, 75)]], query=[said]))
         if turn == 0:
-            wanted = generated(asking, [said], GREEDY, context=[[ids(4, 75)]])[0]
-            assert talk.tokens[len(said) :] == wanted
+            expected = generated(asking, [said], GREEDY, context=[[ids(4, 75)]])[0]
+            assert talk.tokens[len(said) :] == expected
     talk.add_context([ids(5, 32)])
     assert talk.context.chunks == (4,)
     talk.read(ids(3, 5))
