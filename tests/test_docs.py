@@ -260,9 +260,11 @@ def test_trainings_and_evaluations_of_a_page_have_valid_options(page, monkeypatc
 def test_the_table_of_ones_own_in_the_page_is_a_whole_file(tmp_path):
     (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGES["docs/reproduce.md"], re.M | re.S)
     (tmp_path / "mine.yaml").write_text(example)
-    for scale in ("paper", "tiny"):
-        reproduce.config_at(str(tmp_path / "mine.yaml"), scale)
-    check(reproduce.config_at(str(tmp_path / "mine.yaml"), "tiny"))
+    paper, tiny = (
+        reproduce.config_at(str(tmp_path / "mine.yaml"), scale) for scale in ("paper", "tiny")
+    )
+    assert (paper.lengths, tiny.lengths) == ((4096, 32768), (64, 256))
+    check(tiny)
 
 
 @pytest.mark.parametrize("page", PAGES)

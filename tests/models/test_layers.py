@@ -44,7 +44,7 @@ def params():
     return jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, apart)
 
 
-def close(x, y, atol=2e-5):
+def assert_close(x, y, atol=2e-5):
     np.testing.assert_allclose(x, y, atol=atol, rtol=1e-4)
 
 
@@ -67,7 +67,7 @@ def test_a_mixed_model_is_the_stack_of_its_blocks(layers):
         context = LayerInputs(positions, None, own.rope.rotation(8, 24))
         x, _ = SequentialBlock(own).apply({"params": params()[f"layers_{index}"]}, x, context, None)
     expected = Norm(SIX).apply({"params": params()["final_norm"]}, x)
-    close(hidden_states(config, params(), tokens), expected)
+    assert_close(hidden_states(config, params(), tokens), expected)
     assert (
         np.abs(expected - hidden_states(SIX.replace(scan_layers=False), params(), tokens)).max()
         > 0.1
@@ -104,7 +104,7 @@ def test_a_cache_of_mixed_layers_equals_prefill(layers):
     for start, stop in ((0, 8), (8, 16), (16, 17), (17, 18), (18, 26), (26, 34), (34, 40)):
         out, cache = step(tokens[:, start:stop], cache, rotation)
         parts.append(out)
-    close(jnp.concatenate(parts, 1), hidden_states(config, params(), tokens, rotation))
+    assert_close(jnp.concatenate(parts, 1), hidden_states(config, params(), tokens, rotation))
 
 
 def nbytes(cache):
@@ -136,7 +136,7 @@ def test_gradients_of_scanned_periods_are_those_of_layers_one_by_one(layers):
 
     scanned = gradients(mixed(layers, remat="dots"), params())
     apart = gradients(mixed(layers, scan_layers=False), params())
-    jax.tree.map(lambda x, y: close(x, y, 2e-5 * np.abs(y).max()), scanned, apart)
+    jax.tree.map(lambda x, y: assert_close(x, y, 2e-5 * np.abs(y).max()), scanned, apart)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_rows_of_a_rope_that_follows_the_length_have_the_rotations_that_they_hav
     both = hidden_states(config, params(), tokens, stack_rotations(rotations))
     for row, rotation in enumerate(rotations):
         one = slice(row, row + 1)
-        close(both[one], hidden_states(config, params(), tokens[one], rotation))
+        assert_close(both[one], hidden_states(config, params(), tokens[one], rotation))
     assert np.abs(rotations[0].kinds[0].inv_freq - rotations[1].kinds[0].inv_freq).max() > 0
     assert (
         stack_rotations(rotations).rows(np.array([1])).kinds[0].inv_freq
