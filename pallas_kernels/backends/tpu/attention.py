@@ -40,6 +40,7 @@ from pallas_kernels.backends.tpu.kernels import (
     MAX_LEVELS,
     KernelSpec,
     bias_levels,
+    hide_padding,
     level_gradient,
     level_operands,
 )
@@ -273,6 +274,7 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: i
         group=1 if tiling.by_head else tiling.group,
         period=tiling.period,
         levels=bias_levels(operands.bias, tiling.group) if _relative(operands) else None,
+        undivided=grid.device_kind() in grid.UNDIVIDED,
         k_axis=k_axis,
         v_axis=v_axis,
     )
@@ -295,7 +297,7 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: i
         "q_index": vector(operands.q_index, tiling.query_vector),
         "k_index": vector(operands.k_index, tiling.key_vector),
         "q_segments": vector(operands.q_segments, tiling.query_vector),
-        "k_segments": vector(operands.k_segments, tiling.key_vector),
+        "k_segments": vector(hide_padding(operands.k_segments), tiling.key_vector),
         "slopes": None if slopes is None else tiling.head_vector(slopes.astype(F32)),
     }
     if kernel_spec.levels is not None:

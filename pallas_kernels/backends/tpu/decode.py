@@ -217,7 +217,7 @@ def _vectors(operands, tiling: Tiling):
         "q_index": rows(operands.q_index),
         "k_index": keys(operands.k_index),
         "q_segments": rows(operands.q_segments),
-        "k_segments": keys(operands.k_segments),
+        "k_segments": keys(kernels.hide_padding(operands.k_segments)),
         "slopes": slopes,
     }
 

@@ -35,8 +35,8 @@ from pallas_kernels.online_softmax import LOWEST
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 MAX_LEVELS = LANES
 LOG2_E = math.log2(math.e)
-# A step computes scores of this many keys at a time: the product of the next ones overlaps with the
-# exponentials of the current ones.
+# A forward step computes scores of this many keys at a time: the product of the next ones overlaps
+# with the exponentials of the current ones (see also `KernelSpec.undivided`).
 SUB_BLOCK = 512
 
 
@@ -74,6 +74,8 @@ class KernelSpec:
     group: int
     period: int
     levels: BiasLevels | None = None
+    # Whether a forward step without a mask computes the scores of all of its keys at once
+    undivided: bool = False
     # The axis of a block of k, or v, that counts the keys; it is 1 only in the forward pass.
     k_axis: int = 0
     v_axis: int = 0
@@ -181,7 +183,7 @@ class Block:
         seen = self.spec.mask.element(self.q_index(lanes), self.k_index(lanes))
         if self.x["q_segments"] is not None:
             q, k = (self.vector(name, lanes) for name in ("q_segments", "k_segments"))
-            seen = seen & (q == k) & (k != 0)
+            seen = seen & (q == k)  # keys of segment 0 have another number here (`hide_padding`)
         return seen & (self.key_number(lanes) < self.spec.keys) if self.spec.ragged else seen
 
     def masked(self, scores, value: float):
@@ -230,8 +232,9 @@ class Block:
     def probabilities(self, masked: bool, bias):
         """Returns p, from the saved lse in units of log 2, and the cap's tanh or None."""
         logits, tanh = self.logits(bias)
-        p = jnp.exp2(logits * (self.exponent_factor * LOG2_E) - self.row_vector("lse"))
-        return (self.masked(p, 0.0) if masked else p), tanh
+        if masked:  # masking p instead takes more instructions (benchmarks/tpu_bundles.py)
+            logits = self.masked(logits, -jnp.inf)
+        return jnp.exp2(logits * (self.exponent_factor * LOG2_E) - self.row_vector("lse")), tanh
 
     def gradients(self, masked: bool, bias):
         """Returns p, the cotangent of the logits, and that of products scaled by `factor`."""
@@ -240,6 +243,11 @@ class Block:
         d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.row_vector("di"))
         d_products = d_logits if tanh is None else d_logits * (1 - tanh * tanh)
         return p, d_logits, d_products
+
+
+def hide_padding(k_segments):
+    """Returns the segments of keys with a number for padding, segment 0, that no query has."""
+    return None if k_segments is None else jnp.where(k_segments == 0, LEAST, k_segments)
 
 
 def bias_levels(bias: RelativeBias, group: int) -> BiasLevels:
@@ -427,10 +435,18 @@ def widen(column, size: int):
     return jnp.tile(column, (1, size // LANES))
 
 
+def lane_sums(x):
+    """Returns the sums [rows, lanes] of the columns of x that are in the same lane."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
+    tiles = (x[:, start : start + LANES] for start in range(0, x.shape[1], LANES))
+    return functools.reduce(jnp.add, tiles)
+
+
 def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float):
     """Adds keys to a running softmax of `logits * factor`; axis `axis` of `value` counts the keys.
 
-    With powers of 2 the scale and the logarithm of the base are one factor.
+    With powers of 2 the scale and the logarithm of the base are one factor. `total` has a sum for
+    every lane, because a sum over lanes takes many instructions; `end_softmax` computes it once.
     """
     old = top[...]
     new = jnp.maximum(old, jnp.max(logits, 1, keepdims=True))
@@ -438,14 +454,15 @@ def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float):
     keep = jnp.exp2((old - new) * (factor * LOG2_E))
     top[...] = new
     added = dot(p.astype(value.dtype), value, axis)
-    total[...] = total[...] * keep + jnp.sum(p, 1, keepdims=True)
+    total[...] = total[...] * keep + lane_sums(p)
     acc[...] = acc[...] * widen(keep, acc.shape[1]) + added
 
 
 def end_softmax(top, total, acc, factor: float):
     """Returns the output [rows, size] in float32, and the lse [rows, lanes], equal in all lanes."""
-    has_keys = total[...] > 0
-    safe = jnp.where(has_keys, total[...], 1.0)
+    sums = jnp.broadcast_to(jnp.sum(total[...], 1, keepdims=True), total.shape)
+    has_keys = sums > 0
+    safe = jnp.where(has_keys, sums, 1.0)
     lse = jnp.where(has_keys, top[...] * factor + jnp.log(safe), -jnp.inf)
     return acc[...] / widen(safe, acc.shape[1]), lse
 
@@ -461,7 +478,8 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
         start_softmax(top, total, acc)
 
     def visit(masked: bool, bias):
-        for part in block.parts(SUB_BLOCK) if bias is None else (block,):
+        is_whole = bias is not None or (spec.undivided and not masked)
+        for part in (block,) if is_whole else block.parts(SUB_BLOCK):
             logits, _ = part.logits(bias)
             if masked:
                 logits = part.masked(logits, -jnp.inf)
@@ -531,9 +549,9 @@ def d_keys(
     def visit(masked: bool, bias):
         query, d_out = x["q"][...], x["d_out"][...]
         p, _, d_products = block.gradients(masked, bias)
-        acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
         d_products = d_products.astype(query.dtype)
         acc_k[...] += dot(d_products, query, 0)
+        acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
         if add_to_dq is not None:
             add_to_dq(step, d_products)
 

@@ -429,8 +429,8 @@ def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc
         weights, d_logits = scores.gradients()
         query, d_out = x["q"][...], x["d_out"][...]
         d_products = scores.flat(d_logits, query)
-        acc_v[...] += dot(scores.flat(weights, d_out), d_out, 0)
         acc_k[...] += dot(d_products, query, 0)
+        acc_v[...] += dot(scores.flat(weights, d_out), d_out, 0)
         if add_to_dq is not None:
             add_to_dq(step, d_products)
 
