@@ -134,7 +134,7 @@ class URLPath(ProxyUPath):
                 reason = f"{self.protocol}:// cannot do this"
             login = _LOGIN.get(self.protocol)
             is_denied = _DENIED.search(f"{type(error).__name__} {reason}") is not None
-            way_out = f"; log in ({login}), or name another" * (is_denied and login is not None)
+            way_out = f"; log in ({login}), or give another URL" * (is_denied and login is not None)
             raise StorageError(f"{self}: {reason}{way_out}") from error
 
     def _info(self) -> dict[str, Any] | None:

@@ -72,8 +72,8 @@ class InfLLM(Pattern):
         check_integers("pattern", self, 1, "window", "block", "top_k", "representatives", "chunk")
         if self.representatives > self.block:
             raise InputError(
-                f"pattern.representatives={self.representatives} must not exceed the tokens of a "
-                f"block, pattern.block={self.block}"
+                f"pattern.representatives={self.representatives} must be at most "
+                f"pattern.block={self.block}, the tokens of a block"
             )
 
     def num_blocks(self, tokens: int | Int[Array, " ..."]) -> int | Int[Array, " ..."]:
@@ -95,8 +95,8 @@ class InfLLM(Pattern):
         shapes = self.cache_state_shapes(k.shape[1], size)
         if shapes and q.shape[1] != k.shape[1]:
             raise InputError(
-                f"pattern inf_llm: {q.shape[1]} queries of {k.shape[1]} keys do not tell what "
-                "attention the older keys received; give the queries of all keys, or use a cache"
+                f"pattern inf_llm: {q.shape[1]} queries are fewer than the {k.shape[1]} keys, so "
+                "the attention to older keys is unknown; give all queries, or use a cache"
             )
         state = tuple(jnp.zeros((rows, heads, *shape), jnp.float32) for shape in shapes)
         is_packed = metadata.q_segments is not None

@@ -62,8 +62,8 @@ class LMInfinite(Pattern):
         check_integers("pattern", self, 0, "top_k_position")
         if self.top_k_position is not None and self.top_k is None:
             raise InputError(
-                f"pattern.top_k_position={self.top_k_position} places the keys that pattern.top_k "
-                "chooses, and that is not set; set it, or leave both out"
+                f"pattern.top_k_position={self.top_k_position} needs pattern.top_k; set both, or "
+                "neither"
             )
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:

@@ -39,7 +39,7 @@ class ShiftedSparse(Pattern):
             check_integer("pattern.group", self.group, 2)
             if self.fraction is not None:
                 raise InputError(
-                    f"pattern.group={self.group} and pattern.fraction={self.fraction}: give one"
+                    f"pattern.group={self.group} and pattern.fraction={self.fraction}: set only one"
                 )
             if self.wrap and self.group % 2:
                 raise InputError(
@@ -55,7 +55,7 @@ class ShiftedSparse(Pattern):
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         if self.wrap:
-            raise InputError("pattern.wrap=true attends in an order of its own and has no passes")
+            raise InputError("pattern.wrap=true moves keys and queries and has no passes")
         group, unshifted = self._group_size(metadata), _half(metadata.num_heads)
         shifted = metadata.num_heads - unshifted
         groups = per_head((chunks(group), unshifted), (chunks(group, group // 2), shifted))

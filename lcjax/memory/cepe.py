@@ -64,14 +64,14 @@ class Cepe(CrossAttentionMemory):
             )
         if self.states.vocab_size < config.vocab_size:
             raise InputError(
-                f"model.memory.encoder knows {self.states.vocab_size} tokens, fewer than the"
-                f" decoder's {config.vocab_size}: contexts are read by the decoder's tokenizer;"
-                " give an encoder that was trained with it"
+                f"model.memory.encoder has a vocabulary of {self.states.vocab_size} tokens, fewer"
+                f" than the decoder's {config.vocab_size}; give an encoder that was trained with"
+                " the decoder's tokenizer"
             )
         if config.block != "sequential":
             raise InputError(
-                f"model.memory.type=cepe stands between attention and MLP, and block="
-                f"{config.block} computes both at once (Phi-2); choose a Llama-like decoder"
+                "model.memory.type=cepe needs a decoder like Llama, with block=sequential; this"
+                f" model has block={config.block}, which computes attention and MLP at once"
             )
 
     @property
@@ -214,14 +214,14 @@ class CepeSection(MemorySection):
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
         if not isinstance(encoder.pattern, Bidirectional):
             raise InputError(
-                f"model.memory.encoder={self.encoder} is no encoder: its tokens do not see those"
-                " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
+                f"model.memory.encoder={self.encoder} has causal attention; give a masked language"
+                " model, such as hyen/LLaMA-MLM-Large"
             )
         if encoder.width > config.width:
             raise InputError(
-                f"model.memory.encoder has states of {encoder.width} channels, more than the"
-                f" decoder's {config.width}, whose first rows cross-attention begins with; give a"
-                " narrower one"
+                f"model.memory.encoder has {encoder.width} channels, more than the decoder's"
+                f" {config.width}; cross-attention begins with rows of the decoder's weights; give"
+                " a narrower encoder"
             )
         return Cepe(states=encoder, layers=self.layers or config.num_layers)
 
@@ -256,7 +256,7 @@ def encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, A
     """Returns the `config.json` of an encoder alone, a masked language model."""
     if not isinstance(config.pattern, Bidirectional):  # readers of the class assume it
         raise InputError(
-            f"{_ENCODER_CLASS} attends in both directions, and this encoder has model.pattern="
-            f"{config.pattern}; keep the run folder instead"
+            f"{_ENCODER_CLASS} has attention in both directions only, and this encoder has"
+            f" model.pattern={config.pattern}; keep the run folder instead"
         )
     return _encoder_to_hf(config, write_config) | {"architectures": [_ENCODER_CLASS]}

@@ -99,29 +99,28 @@ class PrefixMemory(Memory):
         check_integer("model.memory.chunk", self.chunk, 1, "the papers take 1024 or more")
         if self.chunk >= config.max_length:
             raise InputError(
-                f"model.memory.chunk={self.chunk} leaves no room for what is kept of earlier"
-                f" windows in the {config.max_length} tokens that the model was trained to read;"
-                f" set it to {config.max_length // 2} or less"
+                f"model.memory.chunk={self.chunk} leaves no room for the memory of earlier windows:"
+                f" the model was trained on {config.max_length} tokens, for both; set it to"
+                f" {config.max_length // 2} or less"
             )
         if config.block != "sequential" or config.position != "rope":
             raise InputError(
-                f"model.memory.type={kind} moves keys that are not rotated yet, and this model has"
-                f" block={config.block}, position={config.position}; choose a Llama-like decoder"
+                f"model.memory.type={kind} needs a decoder like Llama, with block=sequential and"
+                f" position=rope; this model has block={config.block}, position={config.position}"
             )
         if config.rope.depends_on_length or config.rope.learned:
             raise InputError(
-                f"model.memory.type={kind} reads a text of any length in one place, and rope type"
-                f" {config.rope.type} follows the length; choose default, linear, ntk or yarn"
+                f"model.memory.type={kind} needs a rotation that is the same at every length, and"
+                f" that of rope type {config.rope.type} is not; choose default, linear, ntk or yarn"
             )
         if config.layers:
             raise InputError(
-                f"model.memory.type={kind} stands before the text of layers that are all alike;"
-                " leave model.layers out"
+                f"model.memory.type={kind} needs layers that are all alike; leave model.layers out"
             )
         if not isinstance(config.pattern, Causal):
             raise InputError(
-                f"model.memory.type={kind} stands before the text of a model that sees all of it,"
-                f" and model.pattern is {config.pattern!r}; leave model.pattern out"
+                f"model.memory.type={kind} needs full causal attention, and model.pattern is"
+                f" {config.pattern!r}; leave model.pattern out"
             )
 
     @property
@@ -132,9 +131,9 @@ class PrefixMemory(Memory):
         windows = self.gradient_windows
         if windows and not has_targets and count % windows == 0:
             raise InputError(
-                f"model.memory.gradient_segments={windows} lets no gradient pass from the text"
-                f" after data.chunks.count={count}; set data.chunks.learned=true, or leave"
-                " gradient_segments out"
+                f"model.memory.gradient_segments={windows} lets no gradient of the loss reach the"
+                f" memory, because it divides data.chunks.count={count}; set"
+                " data.chunks.learned=true, or leave gradient_segments out"
             )
         if has_teacher:
             super().check_training_chunks(count, has_targets=has_targets, has_teacher=True)
@@ -201,8 +200,8 @@ class PrefixMemory(Memory):
         for key, value in hf.items():
             if released is not None and key.startswith(released) and value:
                 raise InputError(
-                    f"{where}: {key}={value!r} is of a released checkpoint with a memory of its"
-                    " own, which is not opened here; load the Llama that it began with, with"
+                    f"{where}: {key}={value!r}: the memory of released checkpoints cannot be"
+                    " loaded; load the Llama that it was trained from, with"
                     f" model.memory.type={cls.get_choice_name(cls)}, and train that"
                 )
         return super().from_hf(hf, where, read_config)
@@ -311,8 +310,8 @@ class WindowEncoder(nn.Module):
         check_chunks(chunks, mask, memory.max_chunk_size)
         if self.mesh is not None and self.mesh.shape[LENGTH] > 1:
             raise InputError(
-                f"mesh.context={self.mesh.shape[LENGTH]}: windows of model.memory are read one"
-                " after the other, each on the devices of its rows; set mesh.context=1"
+                f"mesh.context={self.mesh.shape[LENGTH]}: this memory reads its windows one after"
+                " the other and cannot divide them among devices; set mesh.context=1"
             )
         if rotation is None:
             rotation = c.rope.rotation(c.rotary_dim, chunks.shape[2])
@@ -390,7 +389,7 @@ def check_token(token: int, config: ModelConfig) -> None:
     if not 0 <= token < config.vocab_size:
         raise InputError(
             f"model.memory.init_token={token} must lie between 0 and {config.vocab_size - 1}: the"
-            " token whose embedding initialises those of the memory; the papers take EOS"
+            " token whose embedding initialises those of the memory (EOS in the papers)"
         )
 
 

@@ -78,9 +78,9 @@ class Retro(CrossAttentionMemory):
             )
         if config.block != "sequential" or config.position != "rope" or config.rope.learned:
             raise InputError(
-                "model.memory.type=retro reads between attention and MLP, with an encoder made of"
-                f" the decoder's rotary layers, and this model has block={config.block}, position="
-                f"{config.position}, rope {config.rope.type}; choose a Llama-like decoder"
+                "model.memory.type=retro needs a decoder like Llama, with block=sequential,"
+                " position=rope and a rotation that is not learned; this model has"
+                f" block={config.block}, position={config.position}, rope {config.rope.type}"
             )
 
     @property
@@ -92,17 +92,17 @@ class Retro(CrossAttentionMemory):
         if count % self.neighbours:
             raise InputError(
                 f"data.chunks.count={count} must be a multiple of model.memory.neighbours="
-                f"{self.neighbours}: so many chunks of a row are read by each chunk of the text"
+                f"{self.neighbours}, the number of passages for each chunk of the text"
             )
 
     def check_retrieved(self, stride: int | None, num_passages: int) -> None:
         if (stride, num_passages) != (self.chunk, self.neighbours):
             raise InputError(
-                f"data.chunks have {num_passages} passages for each {stride or 'row'}"
-                f"{' tokens' if stride else ''}, and model.memory reads neighbours="
-                f"{self.neighbours} for each chunk={self.chunk}; set data.chunks.stride="
-                f"{self.chunk} and count = {self.neighbours} x (data.length // {self.chunk}) where"
-                " rows are stored, or model.memory as the rows are"
+                f"the stored rows have {num_passages} passages for each"
+                f" {f'{stride} tokens' if stride else 'row'}, and model.memory reads neighbours="
+                f"{self.neighbours} for each chunk={self.chunk} tokens; store rows with"
+                f" data.chunks.stride={self.chunk} and count={self.neighbours} x (data.length //"
+                f" {self.chunk}), or set model.memory to the numbers of the rows"
             )
 
     @property
@@ -272,7 +272,7 @@ class RetroSection(MemorySection):
         if self.encoder_layers > config.num_layers:
             raise InputError(
                 f"model.memory.encoder_layers={self.encoder_layers} must lie in 1 ..."
-                f" {config.num_layers}, the layers of the decoder, of which the encoder is made"
+                f" {config.num_layers}: the encoder begins as the first layers of the decoder"
             )
         return Retro(
             states=_bidirectional(lower_config(config, self.encoder_layers)),

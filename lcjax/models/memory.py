@@ -144,9 +144,8 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """
         if stride is not None:
             raise InputError(
-                f"data.chunks.stride={stride} gives each part of a row passages of its own, and all"
-                " tokens would read them; store rows with stride: null, or set"
-                " model.memory.type=retro"
+                f"data.chunks.stride={stride}: the passages of each part of a row would be read by"
+                " all of its tokens; store rows with stride: null, or set model.memory.type=retro"
             )
 
     def num_slots(self, tokens: int) -> int:

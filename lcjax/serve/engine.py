@@ -179,8 +179,9 @@ class Engine:
                     row.put(error, finished=True)
 
     def _fill(self, rows: list[Row]) -> list[Row]:
-        """Repeats the first row up to a power of two, so that few programs are compiled."""
-        return [*rows, *[rows[0]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
+        """Repeats the first row, up to `max_batch` or a power of two, for few compiled programs."""
+        size = min(1 << (len(rows) - 1).bit_length(), self.max_batch)
+        return [*rows, *[rows[0]] * (size - len(rows))]
 
     def _generate(self, rows: list[Row]) -> None:
         batch = self._fill(rows)

@@ -148,7 +148,7 @@ def test_a_pattern_of_some_layers_is_not_saved_as_that_of_all():
 def test_an_encoder_that_is_no_bidirectional_one_is_not_saved_as_one():
     encoder = preset("tiny-encoder")
     assert number_saved([encoder]) == 1
-    with pytest.raises(InputError, match=r"attends in both directions, .*Sliding\(window=8\)"):
+    with pytest.raises(InputError, match=r"in both directions only, .*Sliding\(window=8\)"):
         config_to_hf(encoder.replace(pattern=Sliding(8)))
 
 

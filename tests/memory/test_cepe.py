@@ -297,7 +297,7 @@ def test_sizes_of_the_published_models():
         (dict(preset="tiny", memory=CepeSection(encoder="tiny-encoder", layers=3)), "1 ... 2"),
         (dict(preset="smollm2-135m", memory=CepeSection(encoder="tiny-encoder")), "260 tokens"),
         (dict(preset="phi-2", memory=CepeSection()), "sequential|Phi-2|fewer"),
-        (dict(preset="tiny", memory=CepeSection(encoder="llama-1m")), "no encoder"),
+        (dict(preset="tiny", memory=CepeSection(encoder="llama-1m")), "causal attention"),
         (dict(preset="tiny", memory=CepeSection(encoder="nowhere")), "nowhere"),
         (dict(preset="tiny", memory=CepeSection()), "1024 channels"),
     ],

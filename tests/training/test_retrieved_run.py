@@ -70,12 +70,12 @@ def test_a_run_trains_a_memory_on_retrieved_passages(chunks, corpus, stored, tmp
 @pytest.mark.parametrize(
     ("chunks", "memory", "match"),
     [
-        (RETRO, MEMORIES[RETDOC], r"data.chunks.stride=8 gives each part of a row passages of its"),
+        (RETRO, MEMORIES[RETDOC], r"data.chunks.stride=8: the passages of each part of a row"),
         (RETDOC, MEMORIES[RETRO], r"4 passages for each row, and model.memory reads neighbours=2"),
         (
             RETRO,
             RetroSection(encoder_layers=1, chunk=4, neighbour_tokens=16),
-            r"2 passages for each 8 tokens, and .* chunk=4; set data.chunks.stride=4 and count = 2",
+            r"2 passages for each 8 tokens, and .* chunk=4 tokens; .*stride=4 and count=2",
         ),
         (
             RETRO,
