@@ -120,6 +120,7 @@ class URLPath(ProxyUPath):
 
     @contextlib.contextmanager
     def _errors(self, *, is_write: bool = False) -> Iterator[None]:
+        """Raises a StorageError for every failure but those that `pathlib` raises, too."""
         try:
             yield
         except (FileExistsError, NotADirectoryError, InputError):

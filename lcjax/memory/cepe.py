@@ -220,8 +220,7 @@ class CepeSection(MemorySection):
         if encoder.width > config.width:
             raise InputError(
                 f"model.memory.encoder has {encoder.width} channels, more than the decoder's"
-                f" {config.width}; cross-attention begins with rows of the decoder's weights; give"
-                " a narrower encoder"
+                f" {config.width}, whose weights initialise cross-attention; give a narrower one"
             )
         return Cepe(states=encoder, layers=self.layers or config.num_layers)
 
