@@ -1,5 +1,6 @@
 """The decoder: embedding, blocks, final norm, and the projection to logits."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -363,11 +364,24 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, Any]:
         """Applies layers with separate weights, one by one or group by group."""
         c, blocks, outputs = self.config, self.layers, []
+        if self.is_initializing():
+            for block, inputs in zip(blocks, all_inputs, strict=True):
+                x, output = block(x, inputs, None)
+                outputs.append(output)
+            return x, tuple(outputs)
+        weights = [block.variables["params"] for block in blocks]
         groups = layer_groups.one_group_per_layer(c.num_layers)
-        if c.scan_layers and layers is None and not self.is_initializing():
-            weights = [block.variables["params"] for block in blocks]
+        if c.scan_layers and layers is None:
             kinds = [*zip(c.kind_by_layer, self.reads, strict=True)]
             groups = layer_groups.group_layers(weights, kinds)
+
+        @functools.cache
+        def jitted(block):  # so that equal layers are traced once
+            def layer(params, *inputs):
+                return block.apply({"params": params}, *inputs)
+
+            return jax.jit(layer)
+
         for (first, *rest), period in groups:
             if rest:
                 module, group = _block(c, scanned=True), slice(first, rest[-1] + 1)
@@ -379,8 +393,9 @@ class Decoder(nn.Module):
                 x, group_outputs = layer_groups.scan(modules, *parts, x, self.mesh)
                 outputs += group_outputs
                 continue
+            block = blocks[first].clone(parent=None, name=None)
             layer = None if layers is None else layers[first]
-            x, layer = blocks[first](x, all_inputs[first], layer)
+            x, layer = jitted(block)(weights[first], x, all_inputs[first], layer)
             outputs.append(layer)
         return x, tuple(outputs)
 

@@ -158,6 +158,19 @@ def test_layers_are_grouped_by_the_period_that_covers_most(kinds, groups):
     assert [index for layers, _ in found for index in layers] == [*range(len(kinds))]
 
 
+@pytest.mark.parametrize(("layers", "kinds"), [((), 1), (MIXES["two bases"], 2)])
+def test_layers_of_one_kind_that_read_a_cache_are_traced_once(layers, kinds):
+    config = mixed(layers, scan_layers=False)
+
+    @jax.jit
+    def read(params, cache):
+        return Decoder(config).apply({"params": params}, text(0, 2, 8), cache=cache)
+
+    program = read.lower(params(), cache_lib.create(config, 2, 80, chunk=8)).as_text()
+    assert program.count("func.func private @layer") == kinds
+    assert program.count("call @layer") == 6
+
+
 def test_a_method_of_the_model_changes_the_layers_that_fix_none():
     config = mixed(MIXES["two bases"]).replace(rope=Yarn(theta=1e4, factor=4.0, original_length=64))
     assert [config.layer(i).rope.type for i in range(6)] == ["default", "default", "yarn"] * 2
