@@ -14,7 +14,6 @@ merged by log-sum-exp.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from pallas_kernels.backends.tpu.grid import (
     Step,
     Tiling,
 )
-from pallas_kernels.backends.tpu.kernels import Block, KernelSpec, dot
+from pallas_kernels.backends.tpu.kernels import Block, KernelSpec
 from pallas_kernels.dispatch import user_table, visible_blocks
 from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
@@ -133,39 +132,28 @@ class _BlockLists:
         return block, jnp.where(live, kind, NOTHING)
 
 
-@dataclass(frozen=True)
-class _DecodeSpec(KernelSpec):
-    """The static part; `k_axis`, `v_axis`: the axis of a block of k, or v, that counts the keys."""
-
-    k_axis: int = 0
-    v_axis: int = 0
-
-
-class _Keys(Block):
-    def products(self):
-        return dot(self.x["q"][...], self.x["k"][...], 1 - self.spec.k_axis)
-
-    def values(self, masked: bool):
-        value, axis = self.x["v"][...], self.spec.v_axis
-        if not (masked and self.spec.ragged):
-            return value
-        # The memory after the keys is undefined: it may hold NaN, and 0 times NaN is NaN.
-        number = self.step.col * self.spec.key_block
-        number = number + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
-        return jnp.where(number < self.spec.keys, value, jnp.zeros_like(value))
+def _values(block: Block, masked: bool):
+    """Returns the values of the block's keys, and 0 instead of those after the last key."""
+    spec, value = block.spec, block.keys("v")
+    if not (masked and spec.ragged):
+        return value
+    # The memory after the keys is undefined: it may hold NaN, and 0 times NaN is NaN.
+    number = block.step.col * spec.key_block
+    number = number + jax.lax.broadcasted_iota(jnp.int32, value.shape, spec.v_axis)
+    return jnp.where(number < spec.keys, value, jnp.zeros_like(value))
 
 
-def _kernel(spec: _DecodeSpec, lists: _BlockLists, index, full, seen, x, out, lse, top, total, acc):
+def _kernel(spec: KernelSpec, lists: _BlockLists, index, full, seen, x, out, lse, top, total, acc):
     part, b, h, n = (pl.program_id(axis) for axis in range(4))
     col, kind = lists.visit(part, b, h, n, index, full, seen)
-    block = _Keys(spec, Step(0, col, kind, None, None), x, {}, transposed=False)
+    block = Block(spec, Step(0, col, kind, None, None), x, {}, transposed=False)
     pl.when(n == 0)(lambda: kernels.start_softmax(top, total, acc))
 
     def visit(masked: bool):
         logits, _ = block.logits()
         if masked:
             logits = block.masked(logits, -jnp.inf)
-        values, factor = block.values(masked), block.exponent_factor
+        values, factor = _values(block, masked), block.exponent_factor
         kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc, factor)
 
     kernels.visit_as(kind, visit)
@@ -180,7 +168,7 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling):
     """Returns the static part of the kernel, and its operands; keys keep their memory layout."""
     before, factor = online.scales(spec.scale, q.dtype)
     k_axis, v_axis = (int(x.shape[-1] % LANES != 0) for x in (k, v))
-    kernel_spec = _DecodeSpec(
+    kernel_spec = KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         factor=factor,
@@ -223,7 +211,7 @@ def _vectors(operands, tiling: Tiling):
 
 
 def _launch(
-    kernel_spec: _DecodeSpec, tiling: Tiling, lists: _BlockLists, x, dtype, v_size: int, interpret
+    kernel_spec: KernelSpec, tiling: Tiling, lists: _BlockLists, x, dtype, v_size: int, interpret
 ):
     """Returns out [splits, B, K, rows, Hv] and lse [splits, B, K, rows, 1]."""
     grid = (lists.splits, tiling.batch, tiling.heads, lists.steps)
@@ -259,7 +247,7 @@ def _launch(
     return run(*lists.scalars, x)
 
 
-def _operand(name: str, value, kernel_spec: _DecodeSpec, lists: _BlockLists):
+def _operand(name: str, value, kernel_spec: KernelSpec, lists: _BlockLists):
     """Returns the BlockSpec of the block of an operand that a step reads."""
     if value is None:
         return None
