@@ -380,7 +380,8 @@ class Decoder(nn.Module):
             def layer(params, *inputs):
                 return block.apply({"params": params}, *inputs)
 
-            return jax.jit(layer)
+            # Without `inline`, XLA for TPUs chooses other layouts and copies queries.
+            return jax.jit(layer, inline=True)
 
         for (first, *rest), period in groups:
             if rest:
@@ -395,7 +396,8 @@ class Decoder(nn.Module):
                 continue
             block = blocks[first].clone(parent=None, name=None)
             layer = None if layers is None else layers[first]
-            x, layer = jitted(block)(weights[first], x, all_inputs[first], layer)
+            with jax.named_scope(f"layers_{first}"):
+                x, layer = jitted(block)(weights[first], x, all_inputs[first], layer)
             outputs.append(layer)
         return x, tuple(outputs)
 
