@@ -1,6 +1,6 @@
 """Times attention on this machine's CPU: against PyTorch and JAX, at length, and by density.
 
-    python benchmarks/attention.py [peers] [long] [density] [--lengths 1024 4096 16384]
+    python benchmarks/attention.py [peers] [long] [density] [products] [--lengths 1024 4096 16384]
 
 Shapes of SmolLM2-135M: 9 query heads, 3 key heads, 64 channels.
 
@@ -12,6 +12,7 @@ long: causal attention over 16,384 tokens beside `jax.nn.dot_product_attention` 
     in a fresh process; `peak` is the memory of that process. The times of runs of more than 10 s
     include compilation.
 density: random block tables of 8,192 tokens; shows that time follows the share of visited blocks.
+products: causal attention over 16,384 tokens beside its matrix products alone, without softmax.
 """
 
 from __future__ import annotations
@@ -206,7 +207,37 @@ def _table_step(flash, table, arrays, backward: bool):
     return _jax_step(lambda q, k, v: flash(q, k, v, table=table)[0], jax, arrays, backward)
 
 
-PARTS = {"peers": peers, "long": long, "density": density}
+def products(args, fresh, length: int = 16384, block: int = 512):
+    """Times the forward pass beside the two products of each visited pair of blocks."""
+    import jax
+
+    arrays, blocks = inputs(length, 1, "float32"), length // block
+    steps = KV_HEADS * blocks * (blocks + 1) // 2
+
+    @jax.jit
+    def multiply(q, k, v):
+        def step(i, out):
+            key, value = (
+                jax.lax.dynamic_slice_in_dim(x, i % blocks * block, block) for x in (k, v)
+            )
+            scores = jax.numpy.matmul(q, key.T, precision="highest")
+            return out + jax.numpy.matmul(scores, value, precision="highest")
+
+        return jax.lax.fori_loop(0, steps, step, jax.numpy.zeros_like(q))
+
+    q, k, v = (jax.numpy.asarray(x[0, :, 0]) for x in arrays[:3])
+    q = q[: block * HEADS // KV_HEADS]  # rows: a block of queries of the heads of one key head
+    steps_alone = {
+        "lcjax": ours(arrays, False),
+        "products": lambda: jax.block_until_ready(multiply(q, k, v)),
+    }
+    times = seconds(steps_alone, repeats=5)
+    rate = steps * 4 * len(q) * block * SIZE / times["products"] / 1e9
+    print(f"attention {times['lcjax']:.2f} s, its products {times['products']:.2f} s", end="")
+    print(f" ({rate:.0f} GFLOP/s): {times['lcjax'] / times['products']:.2f}x")
+
+
+PARTS = {"peers": peers, "long": long, "density": density, "products": products}
 
 
 def main():

@@ -277,6 +277,12 @@ def window_spec(tokens: int) -> Spec:
     return Spec(causal() & window(tokens), 0.1)
 
 
+def blocks(tokens: int, q_block: int):
+    """A table of causal blocks [q_block, 128]."""
+    q, k = np.arange(0, tokens, q_block)[:, None], np.arange(0, tokens, 128)
+    return from_block_mask((k <= q)[None, None], q_block=q_block, k_block=128)
+
+
 @pytest.mark.parametrize(
     ("heads", "spec", "forward", "backward"),
     [
@@ -292,6 +298,32 @@ def test_short_windows_have_smaller_blocks(heads, spec, forward, backward):
     for wanted, is_backward in ((forward, False), (backward, True)):
         tiling, _ = _tpu._plan(q, k, k, Operands(), spec, is_backward)
         assert (tiling.rows, tiling.key_block) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "spec", "by_head"),
+    [
+        (64, Spec(causal(), 0.1), True),
+        (80, window_spec(2048), True),
+        (128, Spec(causal(), 0.1), False),  # whole lanes
+        (64, window_spec(256), False),  # blocks of 128 or 256 tokens of 4 heads see fewer keys
+        (64, Spec(causal(), 0.1, table=Constant(blocks(8192, 64))), False),  # 64 rows of a head
+        (64, Spec(causal(), 0.1, table=Constant(blocks(8192, 1024))), True),
+    ],
+)
+def test_heads_that_xla_stores_along_sublanes_are_read_so_in_blocks_of_one_head(
+    size, spec, by_head, monkeypatch
+):
+    q, k = (jax.ShapeDtypeStruct((1, 8192, n, size), "bfloat16") for n in (8, 2))
+    for backward in (False, True):
+        arguments = q, k, k, Operands(), spec
+        plan = _tpu._plan(*arguments, backward)
+        found = _tpu._plan_by_head(*arguments, plan, backward)
+        assert (found is not None) == by_head
+        assert found is None or found[0].by_head
+        with monkeypatch.context() as patch:
+            patch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 50)  # several calls
+            assert _tpu._plan_by_head(*arguments, plan, backward) is None
 
 
 def test_blocks_of_traced_indices_are_the_usual_ones():

@@ -60,11 +60,15 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     if not _relative(operands) and decoding.fits(q, k, v, operands, spec):
         return decoding.forward(q, k, v, operands, spec, interpret=interpret)
-    tiling, visits = _plan(q, k, v, operands, spec, backward=False)
-    # In a cache, heads whose size is no multiple of the lanes lie along sublanes (`decode`).
+    plan = _plan(q, k, v, operands, spec, backward=False)
+    by_head = _plan_by_head(q, k, v, operands, spec, plan, backward=False)
+    q_axis = int(by_head is not None)
+    tiling, visits = by_head or plan
+    # XLA stores heads whose size is no multiple of the lanes along sublanes (`decode`).
     axes = [int(x.shape[-1] % LANES != 0) for x in (k, v)]
-    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, *axes)
-    size = v.shape[-1]
+    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, *axes, q_axis)
+    h, hv = q.shape[-1], v.shape[-1]
+    channels_first = grid.ChannelsFirst(q.dtype, tiling.group, hv, tiling.period * tiling.rows)
     run = functools.partial(
         launch,
         kernels.forward,
@@ -72,69 +76,95 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         tiling,
         x,
         axis=0,
-        outputs=[(q.dtype, size), (F32, None)],
-        scratch=[(F32, LANES), (F32, LANES), (F32, size), _scratch(kernel_spec, 0)],
+        outputs=[channels_first if q_axis else (q.dtype, hv), (F32, None)],
+        scratch=[
+            *((F32, LANES), (F32, LANES), (F32, hv), _scratch(kernel_spec, 0)),
+            (q.dtype, h) if q_axis else None,
+        ],
         interpret=interpret,
     )
     out, lse = run_calls(calls_of(visits, tiling, 0), run)
-    return tiling.from_rows(out), tiling.from_rows(lse[:, :, 0])
+    out = tiling.from_channels_first(out) if q_axis else tiling.from_rows(out)
+    return out, tiling.from_rows(lse[:, :, 0])
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
     """Returns the cotangents of q, k, v and the bias; that of lse enters through `di`."""
-    tiling, visits = _plan(q, k, v, operands, spec, backward=True)
-    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     di = online.row_cotangent(out, d_out, d_lse)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    x["lse"] = tiling.to_rows(safe * LOG2_E)[:, :, None]  # the kernels compute powers of 2
-    x["di"] = tiling.to_rows(di)[:, :, None]
-    x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
-    calls = calls_of(visits, tiling, 1)
-    if operands.bias is None and (whole := whole_dq(x, tiling, calls)):
-        dk, dv, dq = _fused(kernel_spec, tiling, x, calls, interpret, whole)
-        dq = tiling.from_rows(dq)[..., : q.shape[-1]]
-        return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), None
+    d_out = d_out.astype(q.dtype)
+    plan = _plan(q, k, v, operands, spec, backward=True)
 
-    def run(kernel, axis, calls, outputs, scratch):
+    def prepare(tiling: Tiling, axis: int):
+        kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, axis, axis, axis)
+        x["lse"] = tiling.to_rows(safe * LOG2_E)[:, :, None]  # the kernels compute powers of 2
+        x["di"] = tiling.to_rows(di)[:, :, None]
+        x["d_out"] = tiling.to_channels_first(d_out) if axis else tiling.to_rows(pad_lanes(d_out))
+        return kernel_spec, x
+
+    if operands.bias is None:
+        by_head = _plan_by_head(q, k, v, operands, spec, plan, backward=True)
+        tiling, visits = by_head or plan
+        calls, axis = calls_of(visits, tiling, 1), int(by_head is not None)
+        if (vmem := whole_dq(q.dtype, q.shape[-1], tiling, calls)) is not None:
+            results = _fused(*prepare(tiling, axis), tiling, calls, interpret, vmem)
+            return *_cotangents(*results, q, k, v, tiling, axis), None
+    tiling, visits = plan
+    kernel_spec, x = prepare(tiling, 0)
+
+    def run(kernel, axis, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
-        return run_calls(calls, functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed))
+        call = functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed)
+        return run_calls(calls_of(visits, tiling, axis), call)
 
     h, hv, sums, acc_sums = x["k"].shape[-1], x["v"].shape[-1], None, None
     if operands.bias is not None:  # one sum for each row, or for each level
         rows = tiling.rows if kernel_spec.levels is None else LANES
         sums, acc_sums = (F32, None, rows), (F32, LANES, rows)
     outputs, scratch = [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(kernel_spec, 0)]
-    dq, d_bias = run(kernels.d_queries, 0, calls_of(visits, tiling, 0), outputs, scratch)
+    dq, d_bias = run(kernels.d_queries, 0, outputs, scratch)
     outputs, scratch = (
         [(k.dtype, h), (v.dtype, hv)],
         [(F32, h), (F32, hv), _scratch(kernel_spec, 1)],
     )
-    dk, dv = run(kernels.d_keys, 1, calls, outputs, scratch)
+    dk, dv = run(kernels.d_keys, 1, outputs, scratch)
     if kernel_spec.levels is not None:
         d_bias = level_gradient(d_bias, operands.bias, kernel_spec.levels)
     elif d_bias is not None:
         d_bias = Alibi(jnp.sum(tiling.from_rows(d_bias[:, :, 0]), (0, 1)))
+    return *_cotangents(dk, dv, dq, q, k, v, tiling, 0), d_bias
+
+
+def _cotangents(dk, dv, dq, q, k, v, tiling: Tiling, axis: int):
+    """Returns dq, dk and dv in the layouts of q, k and v."""
+    if axis:
+        dk, dv = (tiling.keys_from_channels_first(x) for x in (dk, dv))
+        return tiling.from_channels_first(dq), dk, dv
     dq = tiling.from_rows(dq)[..., : q.shape[-1]]
-    return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), d_bias
+    return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1])
 
 
-def whole_dq(x, tiling: Tiling, calls: list[Call]) -> dict | None:
-    """Returns options of `grid.run_kernel` for dq of a head in VMEM; None if it does not fit.
+def whole_dq(dtype, size: int, tiling: Tiling, calls: list[Call]) -> int | None:
+    """Returns the bytes of VMEM for dq of a key head besides a step; None if it does not fit.
 
-    VMEM holds the float32 sums and the output of dq, besides the arrays of a step.
+    VMEM holds its float32 sums and its output.
     """
     if len(calls) > 1:  # each call would have a part of dq of a head whose keys are split
         return None
-    dtype, size, rows = x["q"].dtype, x["q"].shape[-1], tiling.count * tiling.rows
-    vmem = STEP_BYTES + rows * size * (4 + dtype.itemsize)
-    return dict(whole=(dtype, size, rows), vmem=vmem) if vmem <= 0.9 * grid.vmem() else None
+    row = grid.lanes(size) * (4 + jnp.dtype(dtype).itemsize)
+    vmem = STEP_BYTES + tiling.count * tiling.rows * row
+    return vmem if vmem <= 0.9 * grid.vmem() else None
 
 
-def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool, whole: dict):
-    """Returns dk, dv and dq, computed by one kernel; whole: the result of `whole_dq`."""
-    (h, hv), dtype = (x[name].shape[-1] for name in ("k", "v")), x["q"].dtype
-    rows = tiling.count * tiling.rows
+def _fused(kernel_spec: KernelSpec, x, tiling: Tiling, calls, interpret: bool, vmem: int):
+    """Returns dk, dv and dq, computed by one kernel that may use `vmem` bytes."""
+    axis, dtype, rows = kernel_spec.q_axis, x["q"].dtype, tiling.count * tiling.rows
+    sizes = h, hv = [x[name].shape[-2 if axis else -1] for name in ("k", "v")]
+    outputs, dq, turned = [(dtype, h), (dtype, hv)], (rows, h), [None, None]
+    if axis:
+        outputs = [grid.ChannelsFirst(dtype, 1, size, x["k"].shape[-1]) for size in sizes]
+        dq, turned = x["q"].shape[2:], [(dtype, h), (dtype, hv)]
     run = functools.partial(
         launch,
         kernels.d_all,
@@ -142,10 +172,11 @@ def _fused(kernel_spec: KernelSpec, tiling: Tiling, x, calls, interpret: bool, w
         tiling,
         x,
         axis=1,
-        outputs=[(dtype, h), (dtype, hv)],
-        scratch=[(F32, h), (F32, hv), (F32, h, rows), None],
+        outputs=outputs,
+        scratch=[(F32, h), (F32, hv), (F32, h, rows), None, *turned],
         interpret=interpret,
-        **whole,
+        whole=(dtype, dq),
+        vmem=vmem,
     )
     return run_calls(calls, run)
 
@@ -202,19 +233,19 @@ def _table_unsupported(q, k, v, operands, spec) -> str | None:
     return None
 
 
-def _lists(q, k, operands, table) -> int:
+def _lists(q, k, operands, table, by_head: bool = False) -> int:
     """Returns the number of tables along heads.
 
     A bias by buckets is read as scalars of one query head, so query heads are separate with it.
     """
-    if _relative(operands) and q.shape[2] > k.shape[2]:
+    if (by_head or _relative(operands)) and q.shape[2] > k.shape[2]:
         return q.shape[2]
     return 1 if table is None else table.index.shape[1]
 
 
-def _tiling(q, k, v, operands, table, step: tuple[int, int]) -> Tiling:
+def _tiling(q, k, v, operands, table, step: tuple[int, int], by_head: bool = False) -> Tiling:
     """Returns the tiling for a caller's table or None; `step`: the most rows and keys of a step."""
-    lists = _lists(q, k, operands, table)
+    lists = _lists(q, k, operands, table, by_head)
     if table is not None:
         q_block, k_block = table.q_block, table.k_block
     else:
@@ -222,23 +253,52 @@ def _tiling(q, k, v, operands, table, step: tuple[int, int]) -> Tiling:
     return grid.make_tiling(q, k, lists=lists, q_block=q_block, k_block=k_block, step=step)
 
 
-def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, grid.Visits]:
+def _plan_by_head(
+    q, k, v, operands, spec, plan: tuple[Tiling, grid.Visits], backward: bool
+) -> tuple[Tiling, grid.Visits] | None:
+    """Returns a plan whose blocks of rows hold queries of one head, for matrices [H, length].
+
+    XLA stores heads whose size is no multiple of the lanes in this layout. A copy to [length, H]
+    would write twice the bytes, because of padding.
+
+    Returns None for other sizes, and if such blocks cost more than `plan` or take several calls.
+    """
+    table = user_table(operands, spec)
+    is_cut = table is not None and q.shape[1] > table.q_block and table.q_block % LANES
+    if q.shape[-1] % LANES == 0 or v.shape[-1] % LANES == 0 or is_cut:
+        return None
+    by_head = tiling, visits = _plan(q, k, v, operands, spec, backward, by_head=True)
+    if max(tiling.count, tiling.key_count) >= grid.LIMIT:
+        return None
+    if isinstance(visits.valid, np.ndarray) and _cost(by_head) > 1.1 * _cost(plan):
+        return None
+    return by_head if len(calls_of(visits, tiling, int(backward))) == 1 else None
+
+
+def _plan(
+    q, k, v, operands, spec, backward: bool, by_head: bool = False
+) -> tuple[Tiling, grid.Visits]:
     """Returns the tiling, and the visits of its blocks.
+
+    Args:
+      by_head: blocks of rows hold queries of one head also where heads have the same table.
 
     Smaller blocks take more steps, and compute fewer scores that the mask hides. They are chosen if
     they save a tenth of the cost, as for windows of up to half a block, and the visits are static.
     """
     rows, keys = grid.step_blocks(q, v, backward)
-    usual = _plan_with(q, k, v, operands, spec, (rows, keys))
+    usual = _plan_with(q, k, v, operands, spec, (rows, keys), by_head)
     if user_table(operands, spec) is not None or not isinstance(usual[1].valid, np.ndarray):
         return usual
     steps = [x for x in ((rows, keys // 2), (rows // 2, keys // 2)) if min(x) >= grid.LEAST_BLOCK]
-    smaller = (_plan_with(q, k, v, operands, spec, step) for step in steps)
+    smaller = (_plan_with(q, k, v, operands, spec, step, by_head) for step in steps)
     return min((usual, *smaller), key=lambda plan: _cost(plan) * (0.9 if plan is usual else 1))
 
 
-def _plan_with(q, k, v, operands, spec, step: tuple[int, int]) -> tuple[Tiling, grid.Visits]:
-    tiling = _tiling(q, k, v, operands, user_table(operands, spec), step)
+def _plan_with(
+    q, k, v, operands, spec, step: tuple[int, int], by_head: bool
+) -> tuple[Tiling, grid.Visits]:
+    tiling = _tiling(q, k, v, operands, user_table(operands, spec), step, by_head)
     blocks = grid.table_blocks(q, k, v, step, by_head=tiling.by_head)
     table = visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks)
     heads, lists = tiling.heads, table.index.shape[1]
@@ -256,11 +316,13 @@ def _cost(plan: tuple[Tiling, grid.Visits]) -> float:
     return visits.valid.sum() * (tiling.rows * tiling.key_block + grid.STEP_SCORES)
 
 
-def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: int = 0):
+def _prepare(
+    q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: int = 0, q_axis: int = 0
+):
     """Returns the static part of the kernels, and the operands in their layout.
 
     With `k_axis` 1 a kernel reads k [B, K, H, S], the memory layout of a cache whose head size is
-    no multiple of the lanes; `v_axis` likewise.
+    no multiple of the lanes; `v_axis` and `q_axis` likewise.
     """
     before, factor = online.scales(spec.scale, q.dtype)
     kernel_spec = KernelSpec(
@@ -277,6 +339,7 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: i
         undivided=grid.device_kind() in grid.UNDIVIDED,
         k_axis=k_axis,
         v_axis=v_axis,
+        q_axis=q_axis,
     )
 
     def vector(x, pad):
@@ -290,8 +353,9 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling, k_axis: int = 0, v_axis: i
         return x.swapaxes(2, 3) if axis else x
 
     slopes = operands.bias.slopes if isinstance(operands.bias, Alibi) else None
+    scaled = q * jnp.asarray(before, q.dtype)
     x = {
-        "q": tiling.to_rows(pad(q * jnp.asarray(before, q.dtype), k_axis)),
+        "q": tiling.to_channels_first(scaled) if q_axis else tiling.to_rows(pad(scaled, k_axis)),
         "k": keys(k, k_axis),
         "v": keys(v, v_axis),
         "q_index": vector(operands.q_index, tiling.query_vector),
@@ -360,6 +424,9 @@ def _operand(name: str, value, tiling: Tiling, call: Call, kernel_spec: KernelSp
     block_of = row_of if by_row else col_of
     # Indices and segments are the same for all heads, slopes for all batch rows.
     along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
+    if name in ("q", "d_out") and kernel_spec.q_axis:
+        first = call.batch[0], call.heads[0]
+        return grid.channels_first_block(*value.shape[3:], size, call, 0, first)
     axis = {"k": kernel_spec.k_axis, "v": kernel_spec.v_axis}.get(name, 0)
     by_lanes = name not in MATRICES or axis == 1
 

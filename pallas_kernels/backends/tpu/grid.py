@@ -136,6 +136,16 @@ class Tiling:
             x = jnp.moveaxis(x, 2, 1)
         return x.reshape(self.batch, self.queries, self.heads * self.group, *rest)
 
+    def to_channels_first(self, x):
+        """[B, T, N, H] -> [B, K, G, H, padded T], for blocks with queries of one head."""
+        x = jnp.moveaxis(_pad(x, 1, self.period * self.rows), 1, 3)
+        return x.reshape(self.batch, self.heads, self.group, *x.shape[2:])
+
+    def from_channels_first(self, x):
+        """[B, K, G, H, padded T] -> [B, T, N, H]."""
+        x = x[..., : self.queries].reshape(self.batch, -1, x.shape[3], self.queries)
+        return jnp.moveaxis(x, 3, 1)
+
     def query_vector(self, x):
         """[1 or B, T] -> [1 or B, 1, rows of one period]."""
         x = x if self.by_head else jnp.repeat(x, self.group, axis=1)
@@ -145,6 +155,10 @@ class Tiling:
         """[N] -> [K, 1, rows]."""
         x = jnp.broadcast_to(x, (1, self.queries, x.shape[0]))
         return replace(self, batch=1).to_rows(x)[0][:, None]
+
+    def keys_from_channels_first(self, x):
+        """[B, K, 1, H, padded S] -> [B, S, K, H]."""
+        return jnp.moveaxis(x[:, :, 0, :, : self.keys], 3, 1)
 
     def to_keys(self, x):
         """[B, S, K, H] -> [B, K, padded S, padded H]."""
@@ -456,6 +470,15 @@ def _join(parts, axis: int):
     return jax.tree.map(join, *parts)
 
 
+class ChannelsFirst(NamedTuple):
+    """An output [batch, heads, group, width, length], computed in blocks [width, resident]."""
+
+    dtype: jnp.dtype
+    group: int
+    width: int
+    length: int
+
+
 def run_kernel(
     kernel,
     name: str,
@@ -478,19 +501,25 @@ def run_kernel(
       resident: the length of a resident block.
       operand: (name, value) -> the block of an operand that a step reads.
       outputs: (dtype, width) of each output, width None for a vector; or (dtype, width, rows) if
-        its rows are not those of the resident block; or None for no output.
-      whole: (dtype, width, rows) of an additional output, which has one block for each head.
+        its rows are not those of the resident block; or ChannelsFirst; or None for no output.
+      whole: (dtype, sizes) of an additional output, which has one block for each key head.
       vmem: bytes of VMEM that the kernel may use; None: 16 MB.
     """
     batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
 
     def shape(output):
+        if isinstance(output, ChannelsFirst):
+            dtype, *sizes = output
+            return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
         dtype, width, rows = with_rows(output, resident)
         length = blocks * rows
         sizes = (1, length) if width is None else (length, width)
         return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
 
     def block(output):
+        if isinstance(output, ChannelsFirst):
+            width, length = output[2:]
+            return channels_first_block(width, length, resident, call, axis, first=(0, 0))
         return _output(*with_rows(output, resident)[1:], call=call, axis=axis)
 
     def each(f):
@@ -498,11 +527,14 @@ def run_kernel(
 
     out_shapes, out_specs = each(shape), each(block)
     if whole is not None:
-        dtype, width, rows = whole
-        out_shapes += (jax.ShapeDtypeStruct((batch, heads, rows, width), dtype),)
+        dtype, sizes = whole
+        out_shapes += (jax.ShapeDtypeStruct((batch, heads, *sizes), dtype),)
+
+        def head(b, h, s, steps):
+            return b, h, *(0,) * len(sizes)
+
         # A second buffer would save microseconds and occupy a third of VMEM.
-        options = dict(index_map=lambda b, h, s, steps: (b, h, 0, 0), pipeline_mode=pl.Buffered(1))
-        out_specs += (pl.BlockSpec((None, None, rows, width), **options),)
+        out_specs += (pl.BlockSpec((None, None, *sizes), head, pipeline_mode=pl.Buffered(1)),)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(batch, heads, call.grid),
@@ -526,6 +558,22 @@ def run_kernel(
 def with_rows(item, resident: int):
     dtype, width, *rows = item
     return dtype, width, *(rows or [resident])
+
+
+def channels_first_block(width: int, length: int, size: int, call: Call, axis: int, first):
+    """Returns the BlockSpec of [width, size] of an array [B, K, G, width, length].
+
+    Args:
+      axis: whether row blocks (0) or key blocks (1) lie along `length`.
+      first: the batch row and the head of the array at which the call starts.
+    """
+
+    def index(b, h, s, steps):
+        number = (col_of if axis else row_of)(steps[call.offset(b, h, s)])
+        head, block = jnp.divmod(number, length // size)
+        return b + first[0], h + first[1], head, 0, block
+
+    return pl.BlockSpec((None, None, None, width, size), index)
 
 
 def _output(width: int | None, rows: int, *, call: Call, axis: int):

@@ -2,10 +2,10 @@
 
 A step multiplies one block of R rows (queries of one key head, see `grid.Tiling`) by one block of
 keys. Scores are [rows, keys] in the forward pass and for dq, and [keys, rows] for dk and dv. So the
-resident block is always the long side of the matrix products, and no operand is ever transposed.
-Keys and values of the forward pass are [keys, H] or [H, keys], their memory layout. Vectors over
-the streamed side (indices, segments, lse) lie along lanes; those over the resident side are turned
-into columns once, at its first step.
+resident block is always the long side of the matrix products, and no step transposes an operand.
+Matrices are [length, H] or [H, length], their memory layout; the resident ones of the latter, and
+the outputs, are transposed once for all steps. Vectors over the streamed side (indices, segments,
+lse) lie along lanes; those over the resident side are turned into columns once, at its first step.
 
 T5's bias by buckets of distance needs no lookup per element and no table in VMEM. As a function of
 the distance q_index - k_index the bias is a step function. It has a few dozen levels, each with one
@@ -76,9 +76,11 @@ class KernelSpec:
     levels: BiasLevels | None = None
     # Whether a forward step without a mask computes the scores of all of its keys at once
     undivided: bool = False
-    # The axis of a block of k, or v, that counts the keys; it is 1 only in the forward pass.
+    # The axis of a block of k, or v, that counts the keys, and of a block of q (also of out and the
+    # cotangents) that counts the rows. In a backward pass all three are equal.
     k_axis: int = 0
     v_axis: int = 0
+    q_axis: int = 0
 
     @property
     def ragged(self) -> bool:
@@ -202,8 +204,10 @@ class Block:
         return self.by_lanes(tile)
 
     def products(self):
-        query, key = self.x["q"][...], self.keys("k")
-        return dot(key, query, 1) if self.transposed else dot(query, key, 1 - self.spec.k_axis)
+        query, spec = self.x["q"][...], self.spec
+        if self.transposed:
+            return dot(self.x["k"][...], query, 1 - spec.q_axis)
+        return dot(query, self.keys("k"), 1 - spec.k_axis)
 
     @property
     def exponent_factor(self) -> float:
@@ -239,8 +243,9 @@ class Block:
     def gradients(self, masked: bool, bias):
         """Returns p, the cotangent of the logits, and that of products scaled by `factor`."""
         pair = ("v", "d_out") if self.transposed else ("d_out", "v")
+        a, b = (self.x[name][...] for name in pair)
         p, tanh = self.probabilities(masked, bias)
-        d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.row_vector("di"))
+        d_logits = p * (dot(a, b, 1 - self.spec.q_axis) - self.row_vector("di"))
         d_products = d_logits if tanh is None else d_logits * (1 - tanh * tanh)
         return p, d_logits, d_products
 
@@ -467,14 +472,22 @@ def end_softmax(top, total, acc, factor: float):
     return acc[...] / widen(safe, acc.shape[1]), lse
 
 
-def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, total, acc, scratch):
-    """Computes an online softmax over a row block's keys (FlashAttention, Dao et al. 2022)."""
+def forward(
+    spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, total, acc, scratch, query
+):
+    """Computes an online softmax over a row block's keys (FlashAttention, Dao et al. 2022).
+
+    Args:
+      query: VMEM for the queries of a row block as [rows, H] if `q_axis` is 1, else None.
+    """
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
-    block = Block(spec, step, x, columns, transposed=False)
+    block = Block(spec, step, x if query is None else x | {"q": query}, columns, transposed=False)
 
     @pl.when(step.first)
     def _():
         _fill(columns, x)
+        if query is not None:
+            query[...] = x["q"][...].T
         start_softmax(top, total, acc)
 
     def visit(masked: bool, bias):
@@ -491,6 +504,7 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
     @pl.when(step.last)
     def _():
         normalised, sums = end_softmax(top, total, acc, block.exponent_factor)
+        normalised = normalised if query is None else normalised.T
         out[...] = normalised.astype(out.dtype)
         lse[...] = sums.T[:1]
 
@@ -529,20 +543,37 @@ def d_queries(spec: KernelSpec, call: Call, steps, x, dq, d_bias, columns, acc, 
 
 
 def d_keys(
-    spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch, add_to_dq=None
+    spec: KernelSpec,
+    call: Call,
+    steps,
+    x,
+    dk,
+    dv,
+    columns,
+    acc_k,
+    acc_v,
+    scratch,
+    key=None,
+    value=None,
+    add_to_dq=None,
 ):
     """Computes dk and dv of a block of keys: sums over all rows, and so over the group.
 
     Args:
+      key, value: VMEM for the block's keys and values as [keys, size] if they are read as
+        [size, keys], else None.
       add_to_dq: called as add_to_dq(step, d_products) with the cotangents [keys, rows] of the
         products of each step; None: not called.
     """
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
-    block = Block(spec, step, x, columns, transposed=True)
+    turned = {} if key is None else {"k": key, "v": value}
+    block = Block(spec, step, x | turned, columns, transposed=True)
 
     @pl.when(step.first)
     def _():
         _fill(columns, x)
+        for name, ref in turned.items():
+            ref[...] = x[name][...].T
         acc_k[...] = jnp.zeros_like(acc_k)
         acc_v[...] = jnp.zeros_like(acc_v)
 
@@ -550,8 +581,8 @@ def d_keys(
         query, d_out = x["q"][...], x["d_out"][...]
         p, _, d_products = block.gradients(masked, bias)
         d_products = d_products.astype(query.dtype)
-        acc_k[...] += dot(d_products, query, 0)
-        acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
+        acc_k[...] += dot(d_products, query, spec.q_axis)
+        acc_v[...] += dot(p.astype(d_out.dtype), d_out, spec.q_axis)
         if add_to_dq is not None:
             add_to_dq(step, d_products)
 
@@ -559,54 +590,68 @@ def d_keys(
 
     @pl.when(step.last)
     def _():
-        dk[...] = (acc_k[...] * spec.factor).astype(dk.dtype)
-        dv[...] = acc_v[...].astype(dv.dtype)
+        for out, sums in ((dk, acc_k[...] * spec.factor), (dv, acc_v[...])):
+            out[...] = (sums.T if turned else sums).astype(out.dtype)
 
 
 def d_all(
-    spec: KernelSpec, call: Call, steps, x, dk, dv, dq, columns, acc_k, acc_v, acc_q, scratch
+    spec: KernelSpec,
+    call: Call,
+    steps,
+    x,
+    dk,
+    dv,
+    dq,
+    columns,
+    acc_k,
+    acc_v,
+    acc_q,
+    scratch,
+    key=None,
+    value=None,
 ):
     """Computes `d_keys`, and dq of all queries of a key head.
 
     Scores and probabilities are computed once for both: a step has five products instead of seven.
     """
-    with_d_queries(
-        functools.partial(d_keys, spec, call, steps, x, dk, dv, columns, acc_k, acc_v, scratch),
-        spec, x["k"], dq, acc_q,
-    )  # fmt: skip
+    arguments = spec, call, steps, x, dk, dv, columns, acc_k, acc_v, scratch, key, value
+    keys = x["k"] if key is None else key
+    with_d_queries(functools.partial(d_keys, *arguments), spec, keys, dq, acc_q)
 
 
 def with_d_queries(d_keys, spec, key, dq, acc):
-    """Runs `d_keys(add_to_dq)` of a step, and sums dq over all steps of a head.
+    """Runs `d_keys(add_to_dq=...)` of a step, and sums dq over all steps of a head.
 
     Args:
       d_keys: calls add_to_dq(step, d_products) with the cotangents [keys, rows] of the products.
       spec: has the `rows` of a step and the `scale` of the products.
-      key: the keys of the step.
-      dq: the output for all rows of the head.
+      key: the keys [keys, size] of the step.
+      dq: the output for all rows of the head, [all rows, size] or [G, size, all rows / G].
       acc: float32 [all rows, size], which stays in VMEM.
     """
-    number = pl.program_id(2)
+    number, blocks = pl.program_id(2), acc.shape[0] // spec.rows
 
     def rows(block):
         return pl.ds(pl.multiple_of(block * spec.rows, spec.rows), spec.rows)
 
-    def each_block(function):
-        pl.loop(0, acc.shape[0] // spec.rows)(lambda block: function(rows(block)))
-
     @pl.when(number == 0)
     def _():
-        @each_block
-        def _(rows):
-            acc[rows, :] = jnp.zeros((spec.rows, acc.shape[1]), acc.dtype)
+        @pl.loop(0, blocks)
+        def _(block):
+            acc[rows(block), :] = jnp.zeros((spec.rows, acc.shape[1]), acc.dtype)
 
     def add_to_dq(step, d_products):
         acc[rows(step.row), :] += dot(d_products.T, key[...], 0)
 
-    d_keys(add_to_dq)
+    d_keys(add_to_dq=add_to_dq)
 
     @pl.when(number == pl.num_programs(2) - 1)
     def _():
-        @each_block
-        def _(rows):
-            dq[rows, :] = (acc[rows, :] * spec.scale).astype(dq.dtype)
+        @pl.loop(0, blocks)
+        def _(block):
+            sums = acc[rows(block), :] * spec.scale
+            if len(dq.shape) == 2:
+                dq[rows(block), :] = sums.astype(dq.dtype)
+            else:
+                head, part = jnp.divmod(block, dq.shape[2] // spec.rows)
+                dq[head, :, rows(part)] = sums.T.astype(dq.dtype)

@@ -89,15 +89,16 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     x["k"], x["v"] = _keys(k, tiling, blocks), _keys(v, tiling, blocks)
     h, hv = x["k"].shape[-1], x["v"].shape[-1]
 
-    def run(kernel, axis, calls, x, outputs, scratch, **whole):
-        fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret, **whole)
+    def run(kernel, axis, calls, x, outputs, scratch, **more):
+        fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret, **more)
         return run_calls(calls, functools.partial(_launch, kernel, kernel_spec, tiling, x, **fixed))
 
     calls, outputs = calls_of(visits, tiling, 1), [(k.dtype, h), (v.dtype, hv)]
     scratch = [(tiling.key_block, h), (tiling.key_block, hv)]
-    if whole := whole_dq(x, tiling, calls):
-        scratch.append((tiling.count * tiling.rows, h))
-        dk, dv, dq = run(landmark_d_all, 1, calls, x, outputs, scratch, **whole)
+    if (vmem := whole_dq(q.dtype, h, tiling, calls)) is not None:
+        whole = tiling.count * tiling.rows, h
+        options = dict(whole=(q.dtype, whole), vmem=vmem)
+        dk, dv, dq = run(landmark_d_all, 1, calls, x, outputs, [*scratch, whole], **options)
     else:
         transposed = x | {"k_transposed": x["k"].swapaxes(2, 3)}
         (dq,) = run(
