@@ -40,14 +40,12 @@ from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
 # "attention" saves the output of attention. For long texts, its recomputation costs the most time
 # and the most traffic between devices that share a text. "dots" also saves the results of matrix
-# products; it recomputes elementwise operations, which is cheaper than storing their results.
+# products; it recomputes elementwise operations, which is cheaper than storing their results. The
+# results have names because a product on a CPU is float32 before it is rounded to bfloat16.
 _REMAT_POLICIES = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names("attention", "experts"),
-    ),
+    "dots": jax.checkpoint_policies.save_only_these_names("attention", "product"),
 }
 
 BUCKETS = 32  # rows of T5's bias table
@@ -364,14 +362,16 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, Any]:
         """Applies layers with separate weights, one by one or group by group."""
         c, blocks, outputs = self.config, self.layers, []
-        if self.is_initializing():
-            for block, inputs in zip(blocks, all_inputs, strict=True):
-                x, output = block(x, inputs, None)
+        layers = (None,) * c.num_layers if layers is None else layers
+        if self.is_initializing() or self.is_mutable_collection("intermediates"):
+            # Flax sees parameters and intermediate values only of modules that are called directly.
+            for block, inputs, layer in zip(blocks, all_inputs, layers, strict=True):
+                x, output = block(x, inputs, layer)
                 outputs.append(output)
             return x, tuple(outputs)
         weights = [block.variables["params"] for block in blocks]
         groups = layer_groups.one_group_per_layer(c.num_layers)
-        if c.scan_layers and layers is None:
+        if c.scan_layers and all(layer is None for layer in layers):
             kinds = [*zip(c.kind_by_layer, self.reads, strict=True)]
             groups = layer_groups.group_layers(weights, kinds)
 
@@ -395,10 +395,9 @@ class Decoder(nn.Module):
                 outputs += group_outputs
                 continue
             block = blocks[first].clone(parent=None, name=None)
-            layer = None if layers is None else layers[first]
             with jax.named_scope(f"layers_{first}"):
-                x, layer = jitted(block)(weights[first], x, all_inputs[first], layer)
-            outputs.append(layer)
+                x, output = jitted(block)(weights[first], x, all_inputs[first], layers[first])
+            outputs.append(output)
         return x, tuple(outputs)
 
     def embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -234,7 +234,7 @@ def apply_experts(
 
     def product(x, kernel):
         y = grouped_matmul(x, kernel, groups.sizes, block=groups.block, traced_count=traced_count)
-        return checkpoint_name(y, "experts")  # for remat=dots
+        return checkpoint_name(y, "product")  # for remat=dots
 
     rows = _take_rows(x, groups.token, groups.places)
     with jax.named_scope("experts"):

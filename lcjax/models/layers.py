@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -187,7 +188,7 @@ def _project(
     batch_shape, out_shape = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
     y = product(x.reshape(*batch_shape, size), kernel.reshape(size, -1))
-    return y.reshape(*batch_shape, *out_shape)
+    return checkpoint_name(y, "product").reshape(*batch_shape, *out_shape)  # for remat=dots
 
 
 class Norm(nn.Module):

@@ -244,6 +244,16 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
     assert activations("none", 5, spread) == 2 * none  # a row more is one more on every device
 
 
+def test_products_of_16_bits_are_kept_in_16_bits():
+    config = preset("tiny").replace(num_layers=8, remat="dots")
+
+    def activations(dtype):
+        own = config.replace(dtype=dtype)
+        return cost.training_memory(own, 1024, 1, Mesh(fsdp=1)).activations
+
+    assert activations("bfloat16") < 0.6 * activations("float32")
+
+
 @pytest.mark.slow
 def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it():
     def activations(context):
@@ -256,7 +266,7 @@ def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_estimated_activations_are_close_to_the_compilers(remat):
     config = preset("tiny").replace(num_layers=4, remat=remat)
     model = Decoder(config)
