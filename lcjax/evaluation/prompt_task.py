@@ -13,6 +13,7 @@ from lcjax.evaluation.prompt import TEMPLATES, Budget, Prompt, PromptEncoder, Se
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
+from lcjax.generation.session import round_up_to_bucket
 
 PROMPTS_VERSION = "lcjax-2"  # version of this library's own prompts, in records
 
@@ -87,7 +88,9 @@ class PromptTask(Task):
         }
         if index == 0:
             fields["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
-        shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
+        # Prompts of one bucket (48, 64, 96, 128, 192, ... tokens) share a batch.
+        bucket = round_up_to_bucket(len(prompt.ids), 2, least=48)
+        shape = (bucket, new, tuple(example.stop))
         if example.sampling is not None:
             shape += (example.sampling,)
         return Unit(index, shape, prompt.ids, fields, prompt)
@@ -168,10 +171,3 @@ def counts(records: Records) -> Record:
         "empty": sum(not record["answer"].strip() for record in records),
         "truncated": sum(bool(r["truncated"] or r.get("cut_tokens")) for r in records),
     }
-
-
-def _bucket(tokens: int) -> int:
-    """Rounds up to one of 48, 64, 96, 128, 192, ...; prompts of one bucket share a batch."""
-    octave = 1 << max(tokens - 1, 63).bit_length()
-    between = octave * 3 // 4
-    return between if tokens <= between else octave

@@ -10,7 +10,7 @@ from lcjax.generation.session import (
 )
 
 
-@pytest.mark.parametrize(("per_octave", "least"), [(8, 64), (2, 64), (1, 32), (1, 1)])
+@pytest.mark.parametrize(("per_octave", "least"), [(8, 64), (2, 64), (2, 48), (1, 32), (1, 1)])
 def test_sizes_are_few_and_near_the_length(per_octave, least):
     sizes = set()
     for length in range(1, 9000):
