@@ -53,7 +53,7 @@ from lcjax.generation.session import (
 from lcjax.models import Decoder, unstack_layers
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
-from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows
+from lcjax.parallel.sharding import Mesh, device_mesh, padding_rows
 from lcjax.rope import Default, Rope, Rotation, stack_rotations
 
 
@@ -112,13 +112,11 @@ class LanguageModel(Scorer):
                 guess = suggestion(name, {*known, "mesh"})
                 call = f"{name}={value!r:.40} is no option of LanguageModel.load"
                 raise InputError(f"{call}; {guess}")
-        if not isinstance(mesh, Mesh | jax.sharding.Mesh | None):
-            raise InputError(f"mesh={mesh!r:.40} must be an lcjax.Mesh or a jax.sharding.Mesh")
+        mesh = device_mesh(mesh)
         if isinstance(source, ModelSection):
             source = dataclasses.replace(source, **settings)
         else:
             source = ModelSection(path=str(source), **settings)
-        mesh = make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
         return cls(*build(source, mesh, scan_layers=False))
 
     def __repr__(self) -> str:

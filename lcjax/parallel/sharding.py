@@ -86,6 +86,13 @@ def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> 
         return jax.sharding.Mesh(grid, AXES, axis_types=kinds)
 
 
+def device_mesh(mesh: Mesh | jax.sharding.Mesh | None) -> jax.sharding.Mesh | None:
+    """Returns the mesh of all devices for a `Mesh`; a `jax.sharding.Mesh` and None as they are."""
+    if not isinstance(mesh, Mesh | jax.sharding.Mesh | None):
+        raise InputError(f"mesh={mesh!r:.40} must be an lcjax.Mesh or a jax.sharding.Mesh")
+    return make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
+
+
 def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
     """Returns `shape` with -1 replaced by its size for this number of devices.
 

@@ -33,7 +33,7 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
-from lcjax.parallel.sharding import Mesh, keep_rows
+from lcjax.parallel.sharding import Mesh, device_mesh, keep_rows
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.token_batches import (
     Batching,
@@ -44,7 +44,6 @@ from lcjax.retrieval.token_batches import (
     TokenRow,
     check_texts,
     checkpoint_name,
-    device_mesh,
     pair_row,
     text_row,
     weights_digest,

@@ -15,7 +15,7 @@ from lcjax.checkpoints.bert_folder import BertFolder
 from lcjax.checkpoints.hub import find_encoder
 from lcjax.errors import InputError, check_integer
 from lcjax.files import read_json
-from lcjax.parallel.sharding import Mesh
+from lcjax.parallel.sharding import Mesh, device_mesh
 from lcjax.retrieval.token_batches import (
     Batching,
     Classify,
@@ -25,7 +25,6 @@ from lcjax.retrieval.token_batches import (
     TokenRow,
     check_texts,
     checkpoint_name,
-    device_mesh,
     pair_row,
     text_row,
 )

@@ -21,7 +21,7 @@ from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.generation.session import round_up_to_bucket
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel import distributed
-from lcjax.parallel.sharding import Mesh, keep_rows, make_mesh, padding_rows, path_of
+from lcjax.parallel.sharding import keep_rows, padding_rows, path_of
 from lcjax.storage import to_path
 
 DTYPES = ("float32", "bfloat16")
@@ -302,12 +302,6 @@ def check_texts(key: str, texts: Sequence[str]) -> Sequence[str]:
     for text in texts:
         check_text(text)
     return texts
-
-
-def device_mesh(mesh: Mesh | jax.sharding.Mesh | None) -> jax.sharding.Mesh | None:
-    if not isinstance(mesh, Mesh | jax.sharding.Mesh | None):
-        raise InputError(f"mesh={mesh!r:.40} must be an lcjax.Mesh or a jax.sharding.Mesh")
-    return make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
 
 
 def weights_digest(params: dict) -> str:

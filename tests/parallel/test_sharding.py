@@ -14,7 +14,14 @@ from lcjax.cost.program import collectives
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.parallel import sharding
-from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, mesh_sizes, param_shardings
+from lcjax.parallel.sharding import (
+    Mesh,
+    batch_sharding,
+    device_mesh,
+    make_mesh,
+    mesh_sizes,
+    param_shardings,
+)
 from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
 
@@ -89,6 +96,14 @@ def test_sizes_that_do_not_fit_the_devices_are_named_with_what_does(shape, devic
     ways = dict(re.findall(r"--mesh\.(\w+)=(-?\d+)", str(error.value)))
     changed = dataclasses.replace(shape, **{axis: int(size) for axis, size in ways.items()})
     assert math.prod(dataclasses.astuple(mesh_sizes(changed, devices))) == devices
+
+
+def test_a_mesh_may_be_given_with_or_without_its_devices():
+    shape = Mesh(data=2, fsdp=2, tensor=2)
+    mesh = device_mesh(shape)
+    assert mesh == make_mesh(shape) and device_mesh(mesh) is mesh and device_mesh(None) is None
+    with pytest.raises(InputError, match=r"^mesh=8 must be an lcjax.Mesh or a jax.sharding.Mesh$"):
+        device_mesh(8)
 
 
 @pytest.mark.slow_except("Mesh(data=2, fsdp=2, tensor=2, context=1, expert=1)")
