@@ -91,14 +91,13 @@ class Cepe(CrossAttentionMemory):
         return self.states
 
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
-        changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
-        return ChunkEncoder(self.states.replace(**changes), mesh)
+        return ChunkEncoder(self.encoder_config_for(config), mesh)
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
     def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
-        return StatesAttention(config.replace(lora=None), mesh, **options)
+        return StatesAttention(config, mesh, **options)
 
     def with_num_readers(self, count: int) -> "Cepe":
         return dataclasses.replace(self, layers=count)

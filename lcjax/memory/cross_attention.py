@@ -27,8 +27,13 @@ class CrossAttentionMemory(Memory):
     By default tokens attend to all slots, which have no order.
     """
 
+    def encoder_config_for(self, config: ModelConfig) -> ModelConfig:
+        """Returns `encoder_config` with the dtypes and the rematerialisation of a decoder."""
+        changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
+        return self.encoder_config.replace(**changes)
+
     def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
-        return CrossAttention(config.replace(lora=None), mesh, **options)
+        return CrossAttention(config, mesh, **options)
 
     def project_states(
         self, params: dict, config: ModelConfig, encoded: EncodedContext

@@ -110,8 +110,7 @@ class Retro(CrossAttentionMemory):
         return self.states
 
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
-        changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
-        return NeighbourEncoder(self.states.replace(**changes), mesh, self)
+        return NeighbourEncoder(self.encoder_config_for(config), mesh, self)
 
     @property
     def encoder_inputs(self) -> tuple[str, ...]:
@@ -125,7 +124,7 @@ class Retro(CrossAttentionMemory):
         return False
 
     def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
-        return ChunkedCrossAttention(config.replace(lora=None), mesh, **options)
+        return ChunkedCrossAttention(config, mesh, **options)
 
     def group_by_chunk(self, chunks: Sequence[Any]) -> list[Sequence[Any]]:
         """Groups the passages of a row: passage i belongs to chunk i // k of the text."""

@@ -149,8 +149,7 @@ class SharedLlm(CrossAttentionMemory):
         return self.states
 
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
-        changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
-        return TreeEncoder(self.states.replace(**changes), self, mesh)
+        return TreeEncoder(self.encoder_config_for(config), self, mesh)
 
     @property
     def encoder_inputs(self) -> tuple[str, ...]:
@@ -175,7 +174,7 @@ class SharedLlm(CrossAttentionMemory):
         return False
 
     def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
-        return TreeAttention(config.replace(lora=None), mesh, **options)
+        return TreeAttention(config, mesh, **options)
 
     def with_num_readers(self, count: int) -> "SharedLlm":
         return dataclasses.replace(self, states=self.states.replace(num_layers=count))

@@ -83,7 +83,7 @@ class SequentialBlock(nn.Module):
         attended, layer = attention(c, self.mesh, name="attention")(normed, inputs, layer)
         x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
         if self.reads and inputs.memory is not None:
-            reader = c.memory.reader(c, self.mesh, name="memory")
+            reader = c.memory.reader(c.replace(lora=None), self.mesh, name="memory")
             if reader is not None:  # else self-attention has attended to the memory
                 x = keep_tokens(x + reader(x, inputs), self.mesh)
         y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), inputs)

@@ -253,6 +253,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """Returns the cross-attention module of a reader layer, between self-attention and MLP.
 
         The module maps x [B, T, D] and `LayerInputs` to the update of x [B, T, D]. None: no module.
+        `config` is the decoder's, without LoRA: adapters are for self-attention and MLP.
         """
         return None
 

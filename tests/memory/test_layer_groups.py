@@ -92,6 +92,13 @@ def test_neighbours_that_are_alike_are_one_compiled_layer(config, wanted):
     assert lengths(config, params) == wanted and lengths(apart, params) == []
 
 
+@pytest.mark.parametrize("config", [shared(), cepe(3)], ids=["shared_llm", "cepe"])
+def test_adapters_are_for_the_decoder_and_not_for_what_reads_or_encodes_the_memory(config):
+    params = random(config.replace(lora=LoRA(2, targets=("query", "out"))))
+    adapters = {path.split("/")[1] for path in flatten(params) if "/lora_" in path}
+    assert adapters == {"attention"}
+
+
 def test_texts_come_out_the_same():
     config = shared().replace(num_layers=3)
     tokens, chunks = text(0, 2, 6), text(1, 2, 2, 8)
