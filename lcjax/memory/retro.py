@@ -178,8 +178,8 @@ class NeighbourEncoder(ChunkEncoder):
 
     def __call__(
         self,
-        chunks: Int[Array, "B U k r"] | Int[Array, "B C r"],
-        mask: Bool[Array, "B U k r"] | Bool[Array, "B C r"],
+        chunks: Int[Array, "B C r"],
+        mask: Bool[Array, "B C r"],
         *,
         numbers: Int[Array, "B C"] | None = None,
         segments: Int[Array, "B T"] | None = None,
@@ -187,22 +187,17 @@ class NeighbourEncoder(ChunkEncoder):
         """Returns the states of neighbours, with the first token of the text that reads each one.
 
         Args:
-          chunks: token ids of the neighbours of each chunk of the text, [B, U, k, r]; or of all
-            neighbours, [B, C, r], with `Retro.neighbours` for each chunk.
+          chunks: token ids of the neighbours.
           mask: true where there is text.
           numbers: the number of the text chunk that each neighbour belongs to; None: 0, 0, .., 1,
-            1, .. Only whole chunks count; in a packed row, those of the second document follow
-            those of the first.
+            1, .. with `Retro.neighbours` for each chunk. Only whole chunks count; in a packed row,
+            those of the second document follow those of the first.
           segments: documents of the text from 1, 0 is padding; None: one document.
         """
-        per_chunk = self.memory.neighbours
-        if chunks.ndim == 4 and mask.shape == chunks.shape:
-            per_chunk = chunks.shape[2]
-            chunks, mask = (x.reshape(x.shape[0], -1, x.shape[3]) for x in (chunks, mask))
         encoded = super().__call__(chunks, mask)
         rows, count, length = chunks.shape
         if numbers is None:
-            numbers = jnp.broadcast_to(jnp.arange(count) // per_chunk, (rows, count))
+            numbers = jnp.broadcast_to(jnp.arange(count) // self.memory.neighbours, (rows, count))
         ends = last_tokens(numbers, self.memory.chunk, segments)
         index, documents = (jnp.repeat(x, length, axis=1) for x in ends)
         return dataclasses.replace(encoded, index=index, segments=documents)

@@ -37,9 +37,15 @@ SECTION = RetroSection(
 
 @functools.partial(jax.jit, static_argnums=0)
 def encode(model, params, neighbours, mask=None, segments=None):
+    """The encoded context of neighbours [B, U, k, r] of U chunks."""
+    rows, count, k, length = neighbours.shape
     mask = jnp.ones(neighbours.shape, bool) if mask is None else mask
-    options = {"segments": segments, "method": "encode"}
-    return model.apply({"params": params}, neighbours, mask, **options)
+    chunks, mask = (x.reshape(rows, count * k, length) for x in (neighbours, mask))
+    numbers = jnp.broadcast_to(jnp.arange(count * k) // k, (rows, count * k))
+    # Without numbers every chunk has as many neighbours as the memory says.
+    numbers = None if k == model.config.memory.neighbours else numbers
+    options = {"numbers": numbers, "segments": segments, "method": "encode"}
+    return model.apply({"params": params}, chunks, mask, **options)
 
 
 def logits(tokens, neighbours, segments=None, section=SECTION):
