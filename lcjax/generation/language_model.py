@@ -64,9 +64,7 @@ class LanguageModel(Scorer):
     part of the cache out of the stack for every token.
     """
 
-    def __init__(
-        self, model: Decoder, params: dict, tokenizer: Tokenizer, *, length: int | None = None
-    ):
+    def __init__(self, model: Decoder, params: dict, tokenizer: Tokenizer):
         """Wraps a decoder and its parameters.
 
         Args:
@@ -75,11 +73,10 @@ class LanguageModel(Scorer):
           params: the parameters. Stacked layers are unstacked, which copies them; `load` makes no
             copy.
           tokenizer: encodes and decodes text.
-          length: minimum number of tokens that rotations are made for; None: the length of each
-            call.
         """
         config = model.config.for_inference()
-        self.config, self.tokenizer, self.length = config, tokenizer, length
+        self.config, self.tokenizer = config, tokenizer
+        self.length: int | None = None  # set by `with_method`
         if config.stacked:
             params = unstack_layers(params, config)
         config = config.replace(scan_layers=False)
