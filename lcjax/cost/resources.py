@@ -26,12 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import AttentionMetadata
-from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
-from lcjax.parallel.sharding import AXES, ROWS, Mesh, path_of, spec_of
+from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
@@ -300,7 +299,7 @@ def training_memory(
       context: chunks, and tokens of each chunk, that a model with a memory reads for every text.
       offload: `train.offload`.
     """
-    sizes = mesh_sizes(mesh)
+    sizes = mesh.shape
     counts = per_device(config, sizes)
     trained_counts = {path: count for path, (count, _) in counts.items() if trained(path)}
     weights = {path: size for path, (_, size) in counts.items()}
@@ -339,7 +338,7 @@ def generation_memory(
       chunk: tokens of a prompt that are read at once.
       context: chunks, and tokens of each chunk, that a model with a memory has read for every row.
     """
-    sizes = mesh_sizes(mesh)
+    sizes = mesh.shape
     local_rows = rows_of_device(rows, sizes)
     heads = divided(config.num_kv_heads, sizes["tensor"])
     local = _local_config(config, sizes)
@@ -379,16 +378,6 @@ def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
     return chunks * size_of_chunk
 
 
-def mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
-    """Returns the sizes of the mesh axes by name; raises an InputError if one of them is -1."""
-    if not isinstance(mesh, Mesh):
-        return mesh.shape
-    sizes = dataclasses.asdict(mesh)
-    if any(sizes[axis] < 1 for axis in AXES):
-        raise InputError(f"mesh={sizes}: write how many devices lie along each axis, not -1")
-    return sizes
-
-
 def rows_of_device(rows: int, sizes: Mapping[str, int]) -> int:
     """Returns the rows on one device; a batch is padded to a multiple of the devices."""
     return -(-rows // math.prod(sizes[axis] for axis in ROWS))
@@ -399,18 +388,11 @@ def divided(count: int, devices: int) -> int:
     return count // devices if count % devices == 0 else count
 
 
-@dataclasses.dataclass(frozen=True)
-class _MeshShape:
-    """The shape of a mesh without devices, for `spec_of`."""
-
-    shape: Mapping[str, int]
-
-
 def per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Returns (count of numbers, bytes) of each parameter on one device, by path."""
-    counts = {}
+    counts, mesh = {}, Mesh(**sizes)
     for path, leaf in parameter_shapes(config).items():
-        spec = spec_of(path, leaf.shape, _MeshShape(sizes))
+        spec = spec_of(path, leaf.shape, mesh)
         axes = (axis if isinstance(axis, tuple) else (axis,) for axis in spec if axis)
         count = math.prod(leaf.shape) // math.prod(sizes[name] for axis in axes for name in axis)
         counts[path] = count, count * leaf.dtype.itemsize

@@ -53,7 +53,7 @@ def inference_work(
       mesh: sizes of the mesh axes.
     """
     config = config.for_inference()
-    sizes = resources.mesh_sizes(mesh)
+    sizes = mesh.shape
     head = 2 * config.width * config.vocab_size
     matmul = resources.estimate(config, length).matmul_flops - head
     pairs = config.num_layers * resources.visible_keys(config, length, tokens)
@@ -91,7 +91,7 @@ def training_work(
       mesh: sizes of the mesh axes.
       accumulation: microbatches of an update.
     """
-    sizes = resources.mesh_sizes(mesh)
+    sizes = mesh.shape
     read = 2 * _read_weights(config, sizes, None)
     # Every microbatch writes the sum of gradients, and all but the first one read it before. The
     # update reads it, and reads and writes the trained weights, which are float32 like gradients.

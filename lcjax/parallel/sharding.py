@@ -73,14 +73,26 @@ class Mesh:
         if sizes.count(-1) > 1:
             raise InputError(f"mesh={sizes} for axes {AXES}: only one size may be -1")
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes of the axes by name, as those of a `jax.sharding.Mesh`.
+
+        Raises:
+          InputError: a size is -1.
+        """
+        sizes = dataclasses.asdict(self)
+        if -1 in sizes.values():
+            raise InputError(f"mesh={sizes}: write how many devices lie along each axis, not -1")
+        return sizes
+
 
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Returns a mesh with the axes `AXES` of `devices`; None: of all devices."""
     devices = jax.devices() if devices is None else devices
-    sizes = [getattr(mesh_sizes(shape, len(devices)), axis) for axis in AXES]
+    sizes = tuple(mesh_sizes(shape, len(devices)).shape.values())
     kinds = (AxisType.Auto,) * len(AXES)
     try:
-        return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
+        return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
     except NotImplementedError:  # such as 4 devices of an axis of 8 in a torus
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         return jax.sharding.Mesh(grid, AXES, axis_types=kinds)
@@ -126,7 +138,7 @@ def _fitting(axis_sizes: dict[str, int], rest: bool, devices: int) -> str:
     return " ".join(f"--mesh.{axis}={size}" for axis, size in changes.items())
 
 
-def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh | jax.sharding.Mesh) -> PartitionSpec:
     """Returns the partition of a parameter; an axis that the mesh does not divide stays whole."""
     axes = _rule(path, len(shape))
     together = _together(mesh, axes)
@@ -142,7 +154,7 @@ def _rule(path: str, dimensions: int) -> tuple[str | None, ...]:
 
 
 def replicated_bytes(
-    mesh: jax.sharding.Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    mesh: Mesh | jax.sharding.Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, int]:
     """Returns the extra bytes on each device, by path, of parameters that axes do not divide.
 
@@ -163,14 +175,14 @@ def replicated_bytes(
     return excess
 
 
-def _together(mesh: jax.sharding.Mesh, axes: tuple[str | None, ...]) -> tuple[str, ...]:
+def _together(mesh: Mesh | jax.sharding.Mesh, axes: tuple[str | None, ...]) -> tuple[str, ...]:
     """Returns the mesh axes over which an array axis of the rule `fsdp` is split."""
     others = (axis for axis in (LENGTH, "expert") if axis not in axes and mesh.shape[axis] > 1)
     return "fsdp", *others
 
 
 def _over(
-    mesh: jax.sharding.Mesh, axis: str | None, size: int, together: tuple[str, ...]
+    mesh: Mesh | jax.sharding.Mesh, axis: str | None, size: int, together: tuple[str, ...]
 ) -> str | tuple[str, ...] | None:
     """Returns the mesh axes that shard a dimension of `size` under the rule `axis`; None: none."""
     if axis == "fsdp":
@@ -180,7 +192,7 @@ def _over(
     return axis if axis and size % mesh.shape[axis] == 0 else None
 
 
-def _devices(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
+def _devices(mesh: Mesh | jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 

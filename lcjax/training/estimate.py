@@ -4,7 +4,6 @@ All numbers come from arithmetic on shapes; nothing is loaded or compiled.
 """
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 
@@ -18,7 +17,7 @@ from lcjax.errors import InputError
 from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.config import HUB
 from lcjax.parallel import sharding
-from lcjax.parallel.sharding import AXES, Mesh, mesh_sizes
+from lcjax.parallel.sharding import Mesh, mesh_sizes
 from lcjax.storage import to_path
 from lcjax.training import batches
 from lcjax.training.config import TrainConfig, matcher, trainable
@@ -31,14 +30,14 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     """Prints the estimate; returns whether the memory of a device is sufficient."""
     check_language_model(config)
     mesh, model = mesh_sizes(config.mesh, topology.devices), model_of(config)
-    batches.check_rows(config, dataclasses.asdict(mesh))
+    batches.check_rows(config, mesh.shape)
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
     work = flops(config, model)
     memory = training_memory(config, model, mesh)
     kv_cache = cost.generation_memory(model, length, 1, mesh).cache
     tokens = train.steps * train.batch_size * length
     speed = mfu * chip.peak * topology.devices / work.training_flops
-    sizes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     active = f"; {work.active_parameters:,} compute a token" if model.experts else ""
     print(
         f"{topology}: {topology.devices} devices, {sizes}; rows of {length:,} tokens,"
@@ -135,7 +134,6 @@ def _context(config: TrainConfig) -> tuple[int, int] | None:
 
 def replication_notes(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
     """Returns a line about parameters that the mesh's axes do not divide, or an empty list."""
-    mesh = SimpleNamespace(shape=dataclasses.asdict(mesh)) if isinstance(mesh, Mesh) else mesh
     shapes = cost.parameter_shapes(model)
     num_bytes = sharding.replicated_bytes(mesh, shapes)
     if not num_bytes:

@@ -101,9 +101,13 @@ def test_sizes_that_do_not_fit_the_devices_are_named_with_what_does(shape, devic
 def test_a_mesh_may_be_given_with_or_without_its_devices():
     shape = Mesh(data=2, fsdp=2, tensor=2)
     mesh = device_mesh(shape)
+    assert shape.shape == dict(mesh.shape) and list(shape.shape) == list(mesh.shape)
     assert mesh == make_mesh(shape) and device_mesh(mesh) is mesh and device_mesh(None) is None
     with pytest.raises(InputError, match=r"^mesh=8 must be an lcjax.Mesh or a jax.sharding.Mesh$"):
         device_mesh(8)
+    sizes = "'data': 1, 'fsdp': -1, 'tensor': 4, 'context': 1, 'expert': 1"
+    with pytest.raises(InputError, match=f"^mesh={{{sizes}}}: write how many devices .*, not -1$"):
+        _ = Mesh(tensor=4).shape
 
 
 @pytest.mark.slow_except("Mesh(data=2, fsdp=2, tensor=2, context=1, expert=1)")
