@@ -24,10 +24,10 @@ from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import abstract_params
-from lcjax.parallel.device_memory import to_device
+from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.storage import StorageError, to_path
-from lcjax.tree import flatten, split, union
+from lcjax.tree import split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
 _CHECKSUM = "sha256"  # key of `base.json`: the checksum of its other fields
@@ -42,7 +42,7 @@ class BaseModel:
     seed: int  # of random weights and of learned frequencies
     trained: tuple[str, ...]  # paths of the parameters in the run's checkpoints
     average: bool  # whether the checkpoints hold a running average of the weights, too
-    frozen: str | None = None  # fingerprint of all other parameters; None: there are none
+    frozen: str | None = None  # digest of all other parameters; None: there are none
     base: str | None = None  # the base of the adapters in `path`; None: no adapters, or their own
     memory: dict | None = None  # the section model.memory; None: the run added no memory
     encoder_layers: int | None = None  # model.encoder_layers
@@ -160,7 +160,7 @@ def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.shardi
         params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
     params = init_params(section, config.replace(lora=None), params, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
-    check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
+    check_frozen(folder, dataclasses.replace(base, frozen=weights_digest(frozen)))
     return frozen
 
 
@@ -183,26 +183,3 @@ def check_frozen(folder: Path, base: BaseModel) -> None:
             f"model.path={base.path} has other weights than when the run in {folder} began;"
             " put the old ones back, or start another run.folder"
         )
-
-
-def fingerprint(params: dict) -> str | None:
-    """Returns a digest of the values, independent of their sharding; None for an empty tree.
-
-    It hashes the sum of the raw bits of each array modulo 2^32, so that 7B weights take one pass on
-    their devices and are not copied to the host.
-    """
-
-    @jax.jit
-    def checksum(leaf):
-        leaf = to_device(leaf)  # one at a time: offloaded parameters may not all fit on the device
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-        return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
-
-    flat = dict(sorted(flatten(params).items()))
-    if not flat:
-        return None
-    sums = jax.device_get(jax.tree.map(checksum, flat))
-    digest = hashlib.sha256()
-    for path, total in sums.items():
-        digest.update(f"{path} {flat[path].shape} {flat[path].dtype} {int(total)}\n".encode())
-    return digest.hexdigest()[:32]

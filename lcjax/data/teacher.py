@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from lcjax.checkpoints.build import ModelSection, build, check_source
-from lcjax.checkpoints.run_folder import fingerprint
 from lcjax.data.config import INDEX, PLAN
 from lcjax.data.corpus import check_sources
 from lcjax.data.jobs import begin
@@ -26,6 +25,7 @@ from lcjax.files import read_json
 from lcjax.models import Decoder, head
 from lcjax.models.distill import Teacher, largest_probabilities
 from lcjax.parallel import distributed
+from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, process_rows
 
@@ -113,11 +113,11 @@ def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
 def _identity(
     config: TeacherConfig, model: Decoder, params: dict, loader: Loader
 ) -> dict[str, Any]:
-    """Returns all settings and fingerprints that determine the rows."""
+    """Returns all settings and digests that determine the rows."""
     fields = {
         f"model.{name}": draccus.encode(getattr(model.config, name)) for name in ("rope", "pattern")
     }
-    fields |= {"model.dtype": model.config.dtype, "weights of the teacher": fingerprint(params)}
+    fields |= {"model.dtype": model.config.dtype, "weights of the teacher": weights_digest(params)}
     fields |= {"top": config.top, "rows": config.rows} | loader.get_state()["identity"]
     return json.loads(json.dumps(fields))
 

@@ -1,1 +1,1 @@
-"""Devices and processes: meshes and sharding rules, offloading, collective communication."""
+"""Devices and processes: meshes, sharding rules, offloading, digests, collective communication."""

@@ -33,6 +33,7 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
+from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import Mesh, device_mesh, keep_rows
 from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.token_batches import (
@@ -46,7 +47,6 @@ from lcjax.retrieval.token_batches import (
     checkpoint_name,
     pair_row,
     text_row,
-    weights_digest,
 )
 from lcjax.rope import Rotation
 

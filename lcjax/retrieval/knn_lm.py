@@ -51,6 +51,7 @@ from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import check_token_rows
 from lcjax.models.loss import token_nll
 from lcjax.parallel import distributed
+from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
@@ -58,7 +59,6 @@ from lcjax.retrieval.datastore import WHY_MAPPED
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, default_lists, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
-from lcjax.retrieval.token_batches import weights_digest
 from lcjax.storage import local_path
 
 FORMAT = "tokens 1"

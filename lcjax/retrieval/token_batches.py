@@ -21,7 +21,8 @@ from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.generation.session import round_up_to_bucket
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel import distributed
-from lcjax.parallel.sharding import keep_rows, padding_rows, path_of
+from lcjax.parallel.digest import weights_digest
+from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.storage import to_path
 
 DTYPES = ("float32", "bfloat16")
@@ -302,31 +303,6 @@ def check_texts(key: str, texts: Sequence[str]) -> Sequence[str]:
     for text in texts:
         check_text(text)
     return texts
-
-
-def weights_digest(params: dict) -> str:
-    """Returns a digest of all bits of a tree of arrays; it does not depend on their sharding."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    values = [(path_of(path), str(x.dtype), x.shape, int(_checksum(x))) for path, x in leaves]
-    return hashlib.sha256(json.dumps(sorted(values)).encode()).hexdigest()[:16]
-
-
-@jax.jit
-def _checksum(x: jax.Array) -> jax.Array:
-    """Returns the uint32 sum of a hash of every element and its index.
-
-    The sum does not depend on the order of its terms, so it is the same for every sharding.
-    """
-    x = jnp.asarray(x)
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    # The finaliser of MurmurHash3, a bijection of 32 bits.
-    mixed = bits.astype(jnp.uint32) ^ (place * jnp.uint32(0x9E3779B1))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
-    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
 
 
 def text_row(tokenizer: BertTokenizer, ids: Sequence[int], *marker: int) -> TokenRow:

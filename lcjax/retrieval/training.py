@@ -25,13 +25,14 @@ from lcjax.checkpoints.bert_folder import (
 )
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.hub import find_encoder
-from lcjax.checkpoints.run_folder import BaseModel, fingerprint
+from lcjax.checkpoints.run_folder import BaseModel
 from lcjax.data import DataConfig, Loader
 from lcjax.errors import InputError, check_integers, is_finite_number
 from lcjax.files import FolderFormat
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.models.lora import LoRA
 from lcjax.parallel import distributed
+from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import keep_rows, process_rows, replicated
 from lcjax.retrieval.datastore import EncoderSection
 from lcjax.retrieval.encoder import BertEncoder, encoder_class, has_two_encoders
@@ -383,7 +384,7 @@ class ContrastiveTask(Task):
             seed=train.seed,
             trained=tuple(flatten(trained)),
             average=train.ema is not None,
-            frozen=fingerprint(frozen),
+            frozen=weights_digest(frozen),
             base=section.query_folder,
         )
 

@@ -19,7 +19,7 @@ from lcjax.checkpoints.build import build, check_source
 from lcjax.checkpoints.hf_names import is_fused
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark import with_landmark
-from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel, fingerprint
+from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.data import Loader, check_outside_data, check_sources, scan
 from lcjax.errors import InputError
@@ -28,6 +28,7 @@ from lcjax.models import ModelConfig
 from lcjax.models import lora as lora_lib
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_host
+from lcjax.parallel.digest import weights_digest
 from lcjax.rope.positions import PlainPositions
 from lcjax.storage import to_path
 from lcjax.training import batches, estimate
@@ -225,7 +226,7 @@ class LanguageModelTask(Task):
             seed=section.seed,
             trained=tuple(flatten(trained)),
             average=self.config.train.ema is not None,
-            frozen=fingerprint(frozen),
+            frozen=weights_digest(frozen),
             base=section.base,
             memory=section.memory and section.memory.to_dict(),
             encoder_layers=section.encoder_layers,
