@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -97,8 +96,7 @@ class Store:
 def test_a_retriever_finds_the_passages_of_questions_and_of_chosen_demonstrations(
     tmp_path, monkeypatch
 ):
-    module = SimpleNamespace(Retriever=Store)
-    monkeypatch.setitem(sys.modules, "lcjax.retrieval.retriever", module)
+    monkeypatch.setattr("lcjax.retrieval.retriever.Retriever", Store)
     path = write(tmp_path, "own")
     for name in ("test", "train"):
         file = Path(path, "own", f"{name}.jsonl")
