@@ -127,7 +127,8 @@ def answer_attention(
     @jax.jit
     def weights(params, tokens, rotation):
         notes.calls, notes.found = 0, {}
-        model.apply({"params": params}, tokens, rotation=rotation)
+        # With intermediate values, every layer is traced by itself.
+        model.apply({"params": params}, tokens, rotation=rotation, mutable=["intermediates"])
         return [notes.found[layer] for layer in chosen]
 
     by_layer = weights(lm.params, tokens, lm.rotation(length))

@@ -570,7 +570,8 @@ def channels_first_block(width: int, length: int, size: int, call: Call, axis: i
 
     def index(b, h, s, steps):
         number = (col_of if axis else row_of)(steps[call.offset(b, h, s)])
-        head, block = jnp.divmod(number, length // size)
+        period = jnp.int32(length // size)
+        head, block = jax.lax.div(number, period), jax.lax.rem(number, period)
         return b + first[0], h + first[1], head, 0, block
 
     return pl.BlockSpec((None, None, None, width, size), index)

@@ -653,5 +653,6 @@ def with_d_queries(d_keys, spec, key, dq, acc):
             if len(dq.shape) == 2:
                 dq[rows(block), :] = sums.astype(dq.dtype)
             else:
-                head, part = jnp.divmod(block, dq.shape[2] // spec.rows)
+                period = jnp.int32(dq.shape[2] // spec.rows)
+                head, part = lax.div(block, period), lax.rem(block, period)
                 dq[head, :, rows(part)] = sums.T.astype(dq.dtype)
