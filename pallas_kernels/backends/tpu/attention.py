@@ -63,7 +63,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     plan = _plan(q, k, v, operands, spec, backward=False)
     by_head = _plan_by_head(q, k, v, operands, spec, plan, backward=False)
     q_axis = int(by_head is not None)
-    tiling, visits = by_head or plan
+    tiling, calls = by_head or (plan[0], calls_of(plan[1], plan[0], 0))
     # XLA stores heads whose size is no multiple of the lanes along sublanes (`decode`).
     axes = [int(x.shape[-1] % LANES != 0) for x in (k, v)]
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, *axes, q_axis)
@@ -83,7 +83,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         ],
         interpret=interpret,
     )
-    out, lse = run_calls(calls_of(visits, tiling, 0), run)
+    out, lse = run_calls(calls, run)
     out = tiling.from_channels_first(out) if q_axis else tiling.from_rows(out)
     return out, tiling.from_rows(lse[:, :, 0])
 
@@ -103,32 +103,39 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
         x["d_out"] = tiling.to_channels_first(d_out) if axis else tiling.to_rows(pad_lanes(d_out))
         return kernel_spec, x
 
+    def fused(axis: int, tiling: Tiling, calls: list[Call]):
+        vmem = whole_dq(q.dtype, q.shape[-1], tiling, calls)
+        if operands.bias is not None or vmem is None:
+            return None
+        results = _fused(*prepare(tiling, axis), tiling, calls, interpret, vmem)
+        return *_cotangents(*results, q, k, v, tiling, axis), None
+
+    by_head = None
     if operands.bias is None:
         by_head = _plan_by_head(q, k, v, operands, spec, plan, backward=True)
-        tiling, visits = by_head or plan
-        calls, axis = calls_of(visits, tiling, 1), int(by_head is not None)
-        if (vmem := whole_dq(q.dtype, q.shape[-1], tiling, calls)) is not None:
-            results = _fused(*prepare(tiling, axis), tiling, calls, interpret, vmem)
-            return *_cotangents(*results, q, k, v, tiling, axis), None
+    if by_head is not None and (found := fused(1, *by_head)) is not None:
+        return found
     tiling, visits = plan
+    calls = calls_of(visits, tiling, 1)
+    if (found := fused(0, tiling, calls)) is not None:
+        return found
     kernel_spec, x = prepare(tiling, 0)
 
-    def run(kernel, axis, outputs, scratch):
+    def run(kernel, axis, calls, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
-        call = functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed)
-        return run_calls(calls_of(visits, tiling, axis), call)
+        return run_calls(calls, functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed))
 
     h, hv, sums, acc_sums = x["k"].shape[-1], x["v"].shape[-1], None, None
     if operands.bias is not None:  # one sum for each row, or for each level
         rows = tiling.rows if kernel_spec.levels is None else LANES
         sums, acc_sums = (F32, None, rows), (F32, LANES, rows)
     outputs, scratch = [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(kernel_spec, 0)]
-    dq, d_bias = run(kernels.d_queries, 0, outputs, scratch)
+    dq, d_bias = run(kernels.d_queries, 0, calls_of(visits, tiling, 0), outputs, scratch)
     outputs, scratch = (
         [(k.dtype, h), (v.dtype, hv)],
         [(F32, h), (F32, hv), _scratch(kernel_spec, 1)],
     )
-    dk, dv = run(kernels.d_keys, 1, outputs, scratch)
+    dk, dv = run(kernels.d_keys, 1, calls, outputs, scratch)
     if kernel_spec.levels is not None:
         d_bias = level_gradient(d_bias, operands.bias, kernel_spec.levels)
     elif d_bias is not None:
@@ -255,8 +262,10 @@ def _tiling(q, k, v, operands, table, step: tuple[int, int], by_head: bool = Fal
 
 def _plan_by_head(
     q, k, v, operands, spec, plan: tuple[Tiling, grid.Visits], backward: bool
-) -> tuple[Tiling, grid.Visits] | None:
-    """Returns a plan whose blocks of rows hold queries of one head, for matrices [H, length].
+) -> tuple[Tiling, list] | None:
+    """Returns a tiling whose blocks of rows hold queries of one head, and its calls.
+
+    The kernels then read matrices [H, length].
 
     XLA stores heads whose size is no multiple of the lanes in this layout. A copy to [length, H]
     would write twice the bytes, because of padding.
@@ -267,12 +276,16 @@ def _plan_by_head(
     is_cut = table is not None and q.shape[1] > table.q_block and table.q_block % LANES
     if q.shape[-1] % LANES == 0 or v.shape[-1] % LANES == 0 or is_cut:
         return None
-    by_head = tiling, visits = _plan(q, k, v, operands, spec, backward, by_head=True)
+    by_head = plan
+    if q.shape[2] > k.shape[2] and not plan[0].by_head:
+        by_head = _plan(q, k, v, operands, spec, backward, by_head=True)
+    tiling, visits = by_head
     if max(tiling.count, tiling.key_count) >= grid.LIMIT:
         return None
     if isinstance(visits.valid, np.ndarray) and _cost(by_head) > 1.1 * _cost(plan):
         return None
-    return by_head if len(calls_of(visits, tiling, int(backward))) == 1 else None
+    calls = calls_of(visits, tiling, int(backward))
+    return (tiling, calls) if len(calls) == 1 else None
 
 
 def _plan(
