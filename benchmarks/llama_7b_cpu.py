@@ -11,6 +11,7 @@ Needs `pip install torch==2.13.0`.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -30,7 +31,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of the random model")
     parser.add_argument("--layers", type=int, default=32, help="fewer for a trial")
     parser.add_argument("--float32", action="store_true", help="also torch in float32")
-    sides = {"lcjax": lcjax_side, "torch": torch_side, "float32": torch_float32_side}
+    in_float32 = functools.partial(torch_side, dtype="float32")
+    sides = {"lcjax": lcjax_side, "torch": torch_side, "float32": in_float32}
     parser.add_argument("--worker", choices=sides, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -136,10 +138,6 @@ def lcjax_side(arguments: argparse.Namespace) -> dict:
         "nll": nll[0, 1:].astype(float).tolist(),
         "ids": list(map(int, texts[0].ids)),
     }
-
-
-def torch_float32_side(arguments: argparse.Namespace) -> dict:
-    return torch_side(arguments, "float32")
 
 
 def torch_side(arguments: argparse.Namespace, dtype: str = "bfloat16") -> dict:

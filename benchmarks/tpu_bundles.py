@@ -139,12 +139,10 @@ def compiled(case: str, generation: str, side: str) -> tuple[dict, dict[str, lis
     Raises:
       RuntimeError: the side does not compile the case.
     """
+    from lcjax.cost.compilers import TPU_ENVIRONMENT
+
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        environment = TPU_ENVIRONMENT | {
             "JAX_PLATFORMS": "cpu",
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
             "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),

@@ -16,19 +16,18 @@ import os
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 
+from lcjax.cost.compilers import TPU_ENVIRONMENT
 from pallas_kernels import causal, prefix, window
 from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import grid as _tpu_grid
 from pallas_kernels.dispatch import Operands, Spec
+
+os.environ |= TPU_ENVIRONMENT  # libtpu reads it when it is loaded, by `get_topology_desc`
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 131072

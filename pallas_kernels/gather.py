@@ -78,17 +78,16 @@ def landmarks(k, slots):
     return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(k, slots[..., -1])
 
 
+def einsum(equation: str, x, y):
+    """Computes an einsum with float32 sums; accelerators do not round float32 operands."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
 def scores(q, summary):
     """Returns the unscaled float32 products [B, T, N, C] of q and of summaries [B, C, K, H]."""
     grouped = q.reshape(*q.shape[:2], summary.shape[2], -1, q.shape[3])
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    x = jnp.einsum(
-        "BTKGH,BCKH->BTKGC",
-        grouped,
-        summary.astype(q.dtype),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    x = einsum("BTKGH,BCKH->BTKGC", grouped, summary.astype(q.dtype))
     return x.reshape(*q.shape[:3], -1)
 
 

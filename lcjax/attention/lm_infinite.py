@@ -183,10 +183,8 @@ def _attend_gathered(
     query: Float[Array, "B N H"], keys: Float[Array, "B N M H"], values: Float[Array, "B N M Hv"]
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
     """Returns the partial (out, lse) of one query per row and head over its gathered keys."""
-    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-    sums = {"precision": precision, "preferred_element_type": jnp.float32}
-    logits = query.shape[-1] ** -0.5 * jnp.einsum("BNH,BNMH->BNM", query, keys, **sums)
+    logits = query.shape[-1] ** -0.5 * gather.einsum("BNH,BNMH->BNM", query, keys)
     lse = jax.nn.logsumexp(logits, -1)
     weights = jnp.exp(logits - lse[..., None])
-    out = jnp.einsum("BNM,BNMH->BNH", weights.astype(values.dtype), values, **sums)
+    out = gather.einsum("BNM,BNMH->BNH", weights.astype(values.dtype), values)
     return out.astype(query.dtype), lse

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
 from lcjax.errors import check_integers
-from pallas_kernels import causal, flash, merge, tables
+from pallas_kernels import causal, flash, gather, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses keys for all queries (sec. 3.2)
 MIN_COLUMNS, MIN_DIAGONALS = 30, 50
@@ -128,10 +128,7 @@ def _scores(
     )
     visible = (metadata.k_index <= order[:, None]) & (metadata.k_segments == segments[:, None])
     visible = visible & (segments[:, None] != 0)
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    logits = jnp.einsum(
-        "TH,SH->TS", q[probes], k, precision=precision, preferred_element_type=jnp.float32
-    )
+    logits = gather.einsum("TH,SH->TS", q[probes], k)
     # -1e30 is finite, so that softmax gives no NaN for probes that see no key.
     logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -1e30)
     weights = jnp.where(visible, jax.nn.softmax(logits, axis=-1), 0.0)

@@ -9,7 +9,7 @@ For example:
 and compares the compiler's numbers with their roofline bounds.
 """
 
-from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_bandwidth, peak_flops
+from lcjax.cost.chips import machine_peak, measured_peak, peak_bandwidth, peak_flops
 from lcjax.cost.resources import (
     Cost,
     MemoryEstimate,
@@ -21,7 +21,6 @@ from lcjax.cost.resources import (
 )
 
 __all__ = [
-    "PEAK_FLOPS",
     "Cost",
     "MemoryEstimate",
     "estimate",

@@ -60,51 +60,35 @@ CHIPS = {
 }
 
 
-# Dense peak FLOP/s of one device in bfloat16 with float32 sums, by its `device.device_kind`.
-# The first name that occurs as whole words in the lower-case kind applies. Figures of devices that
-# are not in CHIPS are from the vendors' data sheets.
-PEAK_FLOPS = (
-    ("tpu7x", 2_307e12),
-    ("tpu v6", CHIPS["v6e"].peak),
-    ("tpu v5p", CHIPS["v5p"].peak),
-    ("tpu v5 lite", CHIPS["v5e"].peak),
-    ("tpu v5e", CHIPS["v5e"].peak),
-    ("tpu v5", CHIPS["v5p"].peak),  # v5p reports itself as "TPU v5"
-    ("tpu v4", CHIPS["v4"].peak),
-    ("tpu v3", 123e12),
-    ("tpu v2", 46e12),
-    ("gb200", 2_500e12),
-    ("b200", 2_250e12),
-    ("gh200", CHIPS["h200"].peak),
-    ("h200", CHIPS["h200"].peak),
-    ("h100 pcie", 756e12),
-    ("h100 nvl", 835e12),
-    ("h100", CHIPS["h100"].peak),
-    ("a100", CHIPS["a100-80"].peak),
-    ("l40s", 362e12),
-    ("l40", 181e12),
-    ("l4", CHIPS["l4"].peak),
-    ("a10g", 70e12),
-    ("v100", 125e12),
-    ("t4", CHIPS["t4"].peak),
-)
-# Peak bytes/s of a device's memory, likewise.
-PEAK_BANDWIDTH = (
-    ("tpu v6", CHIPS["v6e"].bandwidth),
-    ("tpu v5 lite", CHIPS["v5e"].bandwidth),
-    ("tpu v5e", CHIPS["v5e"].bandwidth),
-    ("tpu v5", CHIPS["v5p"].bandwidth),
-    ("tpu v5p", CHIPS["v5p"].bandwidth),
-    ("tpu v4", CHIPS["v4"].bandwidth),
-    ("h200", CHIPS["h200"].bandwidth),
-    ("h100 pcie", 2_000e9),
-    ("h100 nvl", 3_900e9),
-    ("h100", CHIPS["h100"].bandwidth),
-    ("a100-sxm4-40gb", CHIPS["a100-40"].bandwidth),
-    ("a100-pcie-40gb", CHIPS["a100-40"].bandwidth),
-    ("a100", CHIPS["a100-80"].bandwidth),
-    ("l4", CHIPS["l4"].bandwidth),
-    ("t4", CHIPS["t4"].bandwidth),
+# Dense peak FLOP/s of one device in bfloat16 with float32 sums, and peak bytes/s of its memory
+# (None: not listed), by its `device.device_kind`. The first name that occurs as whole words in the
+# lower-case kind applies. Figures of devices that are not in CHIPS are from data sheets.
+_PEAKS = (
+    ("tpu7x", 2_307e12, None),
+    ("tpu v6", CHIPS["v6e"].peak, CHIPS["v6e"].bandwidth),
+    ("tpu v5p", CHIPS["v5p"].peak, CHIPS["v5p"].bandwidth),
+    ("tpu v5 lite", CHIPS["v5e"].peak, CHIPS["v5e"].bandwidth),
+    ("tpu v5e", CHIPS["v5e"].peak, CHIPS["v5e"].bandwidth),
+    ("tpu v5", CHIPS["v5p"].peak, CHIPS["v5p"].bandwidth),  # v5p reports itself as "TPU v5"
+    ("tpu v4", CHIPS["v4"].peak, CHIPS["v4"].bandwidth),
+    ("tpu v3", 123e12, None),
+    ("tpu v2", 46e12, None),
+    ("gb200", 2_500e12, None),
+    ("b200", 2_250e12, None),
+    ("gh200", CHIPS["h200"].peak, None),
+    ("h200", CHIPS["h200"].peak, CHIPS["h200"].bandwidth),
+    ("h100 pcie", 756e12, 2_000e9),
+    ("h100 nvl", 835e12, 3_900e9),
+    ("h100", CHIPS["h100"].peak, CHIPS["h100"].bandwidth),
+    ("a100-sxm4-40gb", CHIPS["a100-40"].peak, CHIPS["a100-40"].bandwidth),
+    ("a100-pcie-40gb", CHIPS["a100-40"].peak, CHIPS["a100-40"].bandwidth),
+    ("a100", CHIPS["a100-80"].peak, CHIPS["a100-80"].bandwidth),
+    ("l40s", 362e12, None),
+    ("l40", 181e12, None),
+    ("l4", CHIPS["l4"].peak, CHIPS["l4"].bandwidth),
+    ("a10g", 70e12, None),
+    ("v100", 125e12, None),
+    ("t4", CHIPS["t4"].peak, CHIPS["t4"].bandwidth),
 )
 
 
@@ -146,19 +130,19 @@ class Topology:
 
 def peak_flops(device: jax.Device | None = None) -> float | None:
     """Returns the peak FLOP/s of a device, or None for a device that is not in the table."""
-    return _of_kind(PEAK_FLOPS, device)
+    return _peaks(device)[0]
 
 
 def peak_bandwidth(device: jax.Device | None = None) -> float | None:
     """Returns the peak bytes/s of a device's memory, or None for one that is not in the table."""
-    return _of_kind(PEAK_BANDWIDTH, device)
+    return _peaks(device)[1]
 
 
-def _of_kind(table: tuple[tuple[str, float], ...], device: jax.Device | None) -> float | None:
-    device = device or jax.devices()[0]
-    kind = device.device_kind.lower()
+def _peaks(device: jax.Device | None) -> tuple[float | None, float | None]:
+    kind = (device or jax.devices()[0]).device_kind.lower()
     # Whole words, because "L4" is not "L40", and "T4" is not "T400".
-    return next((value for name, value in table if re.search(rf"\b{name}\b", kind)), None)
+    found = (peaks for name, *peaks in _PEAKS if re.search(rf"\b{name}\b", kind))
+    return next(found, (None, None))
 
 
 def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
@@ -173,10 +157,10 @@ def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) ->
     return 2 * size**3 / _shortest(dot, a, a, repeats=repeats)
 
 
-def measured_bandwidth(size: int = 2**27, repeats: int = 5) -> float:
-    """Measures bytes/s of reading and writing `size` bytes on the default device; the best run."""
-    x = jnp.ones(size // 4, jnp.float32)
-    return 2 * size / _shortest(jax.jit(lambda x: x + 1), x, repeats=repeats)
+def _measured_bandwidth() -> float:
+    """Measures bytes/s of reading and writing 128 MiB on the default device; the best run."""
+    x = jnp.ones(2**25, jnp.float32)
+    return 2 * x.nbytes / _shortest(jax.jit(lambda x: x + 1), x, repeats=5)
 
 
 def _shortest(function, *args, repeats: int) -> float:
@@ -203,7 +187,7 @@ def local_chip(dtype: str) -> Chip:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / share
     memory = memory or math.inf
     kind = devices[0].device_kind
-    bandwidth = peak_bandwidth(devices[0]) or measured_bandwidth() / share
+    bandwidth = peak_bandwidth(devices[0]) or _measured_bandwidth() / share
     return Chip(kind, memory, memory, peak / len(devices), bandwidth)
 
 

@@ -14,7 +14,7 @@ from lcjax.cost.chips import Chip, Topology
 from lcjax.errors import InputError, install_command
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_TPU_ENVIRONMENT = {
+TPU_ENVIRONMENT = {  # of libtpu on a machine without a TPU
     "TPU_SKIP_MDS_QUERY": "1",  # no request to a cloud's metadata server
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -52,7 +52,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
         raise InputError(
             f"--topology={topology}: the TPU compiler is not installed; {install_command('tpu')}"
         )
-    for name, value in _TPU_ENVIRONMENT.items():
+    for name, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 

@@ -30,7 +30,7 @@ from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
-from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of
+from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of, spread_over
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
@@ -353,7 +353,7 @@ def generation_memory(
         keys = 2 * size * heads * config.head_dim * slots
         cache += count * local_rows * (keys + cache_state_bytes(layer, slots, heads=state_heads))
     return MemoryEstimate(
-        weights=_total_bytes(per_device(config, sizes)),
+        weights=sum(size for _, size in per_device(config, sizes).values()),
         activations=size * tokens * (channels + 3 * config.width)
         + 4 * local_rows * config.vocab_size,
         cache=cache,
@@ -393,14 +393,9 @@ def per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple
     counts, mesh = {}, Mesh(**sizes)
     for path, leaf in parameter_shapes(config).items():
         spec = spec_of(path, leaf.shape, mesh)
-        axes = (axis if isinstance(axis, tuple) else (axis,) for axis in spec if axis)
-        count = math.prod(leaf.shape) // math.prod(sizes[name] for axis in axes for name in axis)
+        count = math.prod(leaf.shape) // math.prod(sizes[axis] for axis in spread_over(spec))
         counts[path] = count, count * leaf.dtype.itemsize
     return counts
-
-
-def _total_bytes(counts: Mapping[str, tuple[int, int]]) -> int:
-    return sum(size for _, size in counts.values())
 
 
 def _offloadable_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -86,10 +86,6 @@ class Cepe(CrossAttentionMemory):
         trained = getattr(other, "trained_context", self.trained_context)
         return dataclasses.replace(self, trained_context=trained)
 
-    @property
-    def encoder_config(self) -> ModelConfig:
-        return self.states
-
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         return ChunkEncoder(self.encoder_config_for(config), mesh)
 

@@ -24,8 +24,13 @@ RELEASED_CLASS = "LlamaForCausalContextLM"  # in CEPE's code, on which SharedLLM
 class CrossAttentionMemory(Memory):
     """A memory that reader layers read by cross-attention between self-attention and MLP.
 
-    By default tokens attend to all slots, which have no order.
+    By default tokens attend to all slots, which have no order. A memory with an encoder has its
+    config in the field `states`.
     """
+
+    @property
+    def encoder_config(self) -> ModelConfig | None:
+        return getattr(self, "states", None)
 
     def encoder_config_for(self, config: ModelConfig) -> ModelConfig:
         """Returns `encoder_config` with the dtypes and the rematerialisation of a decoder."""

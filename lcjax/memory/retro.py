@@ -105,10 +105,6 @@ class Retro(CrossAttentionMemory):
                 f" {self.chunk}), or set model.memory to the numbers of the rows"
             )
 
-    @property
-    def encoder_config(self) -> ModelConfig:
-        return self.states
-
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         return NeighbourEncoder(self.encoder_config_for(config), mesh, self)
 

@@ -144,10 +144,6 @@ class SharedLlm(CrossAttentionMemory):
     def without_query(self) -> "SharedLlm":
         return dataclasses.replace(self, policy=Right())
 
-    @property
-    def encoder_config(self) -> ModelConfig:
-        return self.states
-
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         return TreeEncoder(self.encoder_config_for(config), self, mesh)
 

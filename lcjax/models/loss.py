@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lcjax.parallel.sharding import gradient_reduce_scatter, spread_over, tokens_spec
+from pallas_kernels.gather import einsum
 
 # Maximum number of float32 rows that a CPU splits into three bfloat16 rows each, to multiply them
 # by bfloat16 weights
@@ -56,7 +57,7 @@ class Projection:
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits of hidden states; they are never rounded to 16 bits."""
-        product = functools.partial(_einsum, f"...D,{self.axes}->...V")
+        product = functools.partial(einsum, f"...D,{self.axes}->...V")
         if hidden.ndim > 1 and has_few_rows(math.prod(hidden.shape[:-1]), self.weights_dtype):
             options = {"weights_dtype": self.weights_dtype, "axis": 1 if self.tied else 0}
             logits = product_of_few_rows(product, hidden, self.kernel, **options)
@@ -257,12 +258,6 @@ def _joined(x: jax.Array, length: int) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes an einsum with float32 sums; accelerators do not round float32 operands."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
-
-
 def has_few_rows(rows: int, weights_dtype: str) -> bool:
     """Returns whether `product_of_few_rows` applies to so few rows and weights of this dtype."""
     return weights_dtype != "float32" and rows <= FEW_ROWS
@@ -402,10 +397,10 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
         loss, parts, slope = criterion(logits, lse, known)
         d_logits = projection.before_cap(weights[..., None] * slope, logits)
         low = d_logits.astype(hidden.dtype)
-        d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
+        d_hidden = einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
         # [D, V] also for a tied kernel, and one transpose at the end: [V, D] would require a
         # transpose of the large d_logits of every chunk.
-        d_kernel = _einsum("BTD,BTV->DV", hidden, low)
+        d_kernel = einsum("BTD,BTV->DV", hidden, low)
         d_bias = None if projection.bias is None else d_logits.sum((0, 1))
         losses = jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))
         sums = jax.tree.map(jnp.add, sums, (d_kernel, d_bias))

@@ -119,7 +119,7 @@ def check_fits(arrays: Any, what: str, way_out: str) -> None:
                 leaf.sharding.addressable_devices,
                 leaf.sharding.shard_shape(leaf.shape),
             )
-            if leaf.sharding.memory_kind == "pinned_host":
+            if leaf.sharding.memory_kind == _HOST:
                 continue
         for device in devices:
             # All CPU devices share one memory.

@@ -150,7 +150,7 @@ class Training:
                 batch = self.task.prepare(step, batch, self.state.params)
                 self._toggle_trace(step)
                 self.state, info = self.train_step(
-                    self.state, self.frozen, self._put(batch), self.num_nonfinite
+                    self.state, self.frozen, batches.put(batch, self.mesh), self.num_nonfinite
                 )
                 step, self.num_nonfinite = step + 1, info["num_nonfinite"]
                 self.pending.append(PendingStep(step, info, batch, position))
@@ -207,9 +207,6 @@ class Training:
                 " run.accept=[train.steps]"
             )
         return batch, position
-
-    def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return batches.put(batch, self.mesh)
 
     def _toggle_trace(self, step: int) -> None:
         if self.trace.is_boundary(step):

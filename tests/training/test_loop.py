@@ -156,15 +156,15 @@ def test_ctrl_c_saves_and_prints_how_to_resume(tmp_path, corpus, monkeypatch):
 
 def poison(monkeypatch, *bad):
     """Makes the weights of the batches with these numbers (from 1) not a number."""
-    put, local_batches = loop.Training._put, []
+    put, local_batches = batches.put, []
 
-    def poisoned(self, local):
+    def poisoned(local, mesh):
         local_batches.append(local)
         if len(local_batches) in bad:
             local = local | {"weights": local["weights"] * np.nan}
-        return put(self, local)
+        return put(local, mesh)
 
-    monkeypatch.setattr(loop.Training, "_put", poisoned)
+    monkeypatch.setattr(batches, "put", poisoned)
     return local_batches
 
 
@@ -244,9 +244,9 @@ def test_weights_that_are_not_finite_end_the_run_because_no_skip_can_help(
 def test_a_step_is_dispatched_before_the_results_of_the_one_before_are_waited_for(
     tmp_path, corpus, monkeypatch
 ):
-    events, put, get = [], loop.Training._put, jax.device_get
+    events, put, get = [], batches.put, jax.device_get
     monkeypatch.setattr(
-        loop.Training, "_put", lambda self, local: events.append("step") or put(self, local)
+        batches, "put", lambda local, mesh: events.append("step") or put(local, mesh)
     )
 
     def fetch(tree):

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk, rotate_queries
@@ -311,13 +310,11 @@ def _attend_blocks(
     scale: float,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
     """Returns the grouped softmax (out, lse) of one query per row, with a copy for each block."""
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    sums = {"precision": precision, "preferred_element_type": jnp.float32}
-    logits = scale * jnp.einsum("BNMH,BNMPH->BNMP", q, keys, **sums)
+    logits = scale * gather.einsum("BNMH,BNMPH->BNMP", q, keys)
     landmark_logits = jnp.where(is_valid, logits[..., -1], -jnp.inf)
     lse = jax.nn.logsumexp(landmark_logits, -1)
     block_weights = jnp.exp(landmark_logits - jnp.where(lse > -jnp.inf, lse, 0.0)[..., None])
     weights = block_weights[..., None] * jax.nn.softmax(logits[..., :-1], -1)
     weights = weights.astype(values.dtype)
-    out = jnp.einsum("BNMP,BNMPH->BNH", weights, values[..., :-1, :], **sums)
+    out = gather.einsum("BNMP,BNMPH->BNH", weights, values[..., :-1, :])
     return out.astype(q.dtype), lse
