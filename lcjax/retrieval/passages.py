@@ -136,8 +136,11 @@ class Chunking:
             yield pieces[first], pieces[last]
             if last == len(pieces) - 1:
                 return
+            # What is repeated leaves space for the next sentence; else a passage would have no new
+            # text.
+            begin = max(pieces[last] - self.overlap, pieces[last + 1] - self.size)
             repeated = last
-            while repeated - 1 > first and pieces[last] - pieces[repeated - 1] <= self.overlap:
+            while repeated - 1 > first and pieces[repeated - 1] >= begin:
                 repeated -= 1
             first = repeated
 

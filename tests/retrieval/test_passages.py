@@ -63,6 +63,8 @@ def test_whole_sentences_are_packed_and_long_ones_are_split():
     ]
     assert cut("a b c d e f g. H i.", unit="sentences", size=3) == ["a b c", "d e f", "g. H i."]
     assert cut("A b. C d. E f.", unit="sentences", size=4, overlap=2) == ["A b. C d.", "C d. E f."]
+    # "C d." beside the next sentence would be too long, and alone has been in a passage.
+    assert cut("A b. C d. E f g.", unit="sentences", size=4, overlap=2) == ["A b. C d.", "E f g."]
 
 
 @pytest.fixture
