@@ -200,17 +200,13 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     """
     source = method.retriever or split_of(method, model)
     if source is None:
-        return model.with_method(**_changes(method), length=None if prompts else length)
-    return source.reader(model.with_method(**_changes(method)), length, prompts=prompts)
-
-
-def _changes(method: Method) -> dict[str, Any]:
-    changes = {"rope": method.rope, "pattern": method.pattern}
-    return {key: value for key, value in changes.items() if value is not None}
+        length = None if prompts else length
+        return model.with_method(rope=method.rope, pattern=method.pattern, length=length)
+    model = model.with_method(rope=method.rope, pattern=method.pattern)
+    return source.reader(model, length, prompts=prompts)
 
 
 def method_settings(model, method: Method) -> Any:
     """Returns the config of `model` with the settings of `method`, as plain values."""
-    changes = _changes(method)
-    config = model.with_method(**changes).config if changes else model.config
+    config = model.with_method(rope=method.rope, pattern=method.pattern).config
     return draccus.encode(config) if dataclasses.is_dataclass(config) else None

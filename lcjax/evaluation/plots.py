@@ -119,7 +119,7 @@ def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
         axes.set_ylim(len(cells) - 0.5, -0.5)
         _value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
         axes.set_xlabel(metric.name)
-        axes.set_title(f"{metric.heading} at {format_count(cells[0]['length'])} tokens")
+        axes.set_title(f"{metric.heading} at {cells[0]['length']:,} tokens")
     return path
 
 
@@ -203,7 +203,7 @@ def over_positions(curves: Records, path: Path) -> Path:
         axes.set_xlim(start, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
-        axes.set_title(f"Loss by position in windows of {format_count(longest)} tokens")
+        axes.set_title(f"Loss by position in windows of {longest:,} tokens")
         _mark_trained(axes, {curve["trained"] for curve in curves}, axes.get_xlim())
         _legend(axes)
     return path
@@ -274,9 +274,7 @@ def _panel(axes, records: Records, lengths: list[int], rows: list, by: str):
     axes.grid(False)
     axes.spines[:].set_visible(False)
     turn = 45 if len(lengths) > 5 else 0
-    axes.set_xticks(
-        np.arange(len(lengths)) + 0.5, [format_count(n) for n in lengths], rotation=turn
-    )
+    axes.set_xticks(np.arange(len(lengths)) + 0.5, [f"{n:,}" for n in lengths], rotation=turn)
     axes.tick_params(length=0)
     trained = records[0]["trained"]
     num_trained = sum(length <= trained for length in lengths)
@@ -329,7 +327,7 @@ def _bars(axes, rows, methods: list[str], lengths: list[int], key: str, unit: fl
         for bar, length in zip(bars, lengths, strict=True):
             if key == "peak" and by_length.get(length, {}).get("bound"):
                 bar.set(fill=False, edgecolor=colour, hatch="////", linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [format_count(length) for length in lengths])
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.tick_params(axis="x", length=0, labelrotation=45 if len(lengths) > 4 else 0)
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -419,7 +417,7 @@ def perplexity_against_accuracy(
     if not panels:
         return []
     length = max(cell["length"] for cell in cells[losses[0]])
-    label = f"{losses[0].metric.title} at {format_count(length)} tokens"
+    label = f"{losses[0].metric.title} at {length:,} tokens"
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
     return [_scatter_panels(panels, label, path, methods=methods, approximate=approximate)]
@@ -451,12 +449,8 @@ def _number(value: float | None) -> float:
 
 
 def _count_ticks(axes, counts: Sequence[int]) -> None:
-    axes.set_xticks(counts, [format_count(count) for count in counts])
+    axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.minorticks_off()
-
-
-def format_count(count: int) -> str:
-    return f"{count:,}"
 
 
 def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
@@ -464,7 +458,7 @@ def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
         if limits[0] <= length <= limits[1]:
             axes.axvline(length, color=GREY, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
             axes.annotate(
-                f"trained length {format_count(length)}",
+                f"trained length {length:,}",
                 (length, 1),
                 xycoords=("data", "axes fraction"),
                 xytext=(-5, -4),

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.session import round_up_to_bucket
+
+if TYPE_CHECKING:  # it imports this module
+    from lcjax.evaluation.tasks.local_files import Wording
 
 PROMPTS_VERSION = "lcjax-2"  # version of this library's own prompts, in records
 
@@ -50,9 +53,14 @@ class PromptTask(Task):
         """Returns the parts of a prompt that count towards `length`."""
         return Budget(length, new_tokens)
 
+    def read_wording(self, key: str) -> "Wording | None":
+        """Returns the texts of prompts; errors name `key`. None: the task has no such texts."""
+        return None
+
     def wording_texts(self) -> Mapping[str, Any]:
         """Returns the texts of prompts in the form of a `wording` file, for the first record."""
-        return {}
+        wording = self.read_wording(self.label)
+        return {} if wording is None else wording.section
 
     def prompt_encoder(self, tokenizer) -> PromptEncoder:
         return PromptEncoder(tokenizer, self.template)

@@ -90,10 +90,6 @@ class Split(abc.ABC):
     ) -> tuple[list, list]:
         """Returns the prompts and the chunks of each row; `parts` are the split prompts."""
 
-    def context_chunks(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
-        """Splits the context into chunks; the first one may be shorter."""
-        return self.last_chunks(split_into_chunks(context, chunk))
-
     def best_passages(self, passages: Sequence[PassageSpan]) -> list[PassageSpan]:
         """Returns the `self.chunks` best passages (None: all), in the order of the prompt.
 
@@ -437,7 +433,7 @@ class SplitModel(WrappedScorer):
     def _context_chunks(self, context: np.ndarray) -> list[np.ndarray]:
         if self._ends_sentence is not None:
             return self._ends_sentence.split(context, self._chunk)
-        return self._split.context_chunks(context, self._chunk)
+        return self._split.last_chunks(split_into_chunks(context, self._chunk))
 
     def with_foreign_context(
         self,

@@ -30,7 +30,7 @@ from lcjax.generation.sampling import (
 )
 from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import check_first, check_rows, check_token_rows
+from lcjax.generation.session import check_first, check_rows, check_token_rows, pad_right
 
 Scores = Sequence[Sequence[float]]
 MARGINALS = ("token", "sequence")
@@ -81,11 +81,8 @@ class Replug(WrappedScorer):
         for pairs in self._batches(documents, np.where(lengths > first, lengths, 0)):
             texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in pairs]
             ends = np.array([len(text) for text in texts])
-            rows = np.zeros((len(pairs), ends.max()), np.int32)
-            for row, text in zip(rows, texts, strict=True):
-                row[: len(text)] = text
             starts = np.array([len(documents[b][i]) for b, i in pairs])
-            nll = self.lm.nll(rows, first=int(starts.min()) + first, lengths=ends)
+            nll = self.lm.nll(pad_right(texts), first=int(starts.min()) + first, lengths=ends)
             for (b, i), row, start in zip(pairs, nll, starts, strict=True):
                 log_p[b, i, : lengths[b]] = -row[start : start + lengths[b]]
         scored = np.arange(length)

@@ -188,12 +188,6 @@ def join_pieces(pieces: Iterable, rows: int) -> list[GeneratedText]:
 # Mixtures of prompts
 
 
-def log_mixture(log_probs: jax.Array, log_weights: jax.Array) -> jax.Array:
-    """Computes log sum_i w_i p_i over the first axis of both: [n, ...] and [n] or [n, 1, ...]."""
-    extra = log_probs.ndim - log_weights.ndim
-    return jax.nn.logsumexp(log_probs + log_weights[(..., *[None] * extra)], axis=0)
-
-
 def log_weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """Computes log softmax(scores / temperature), float64 [..., n]; a score may be -inf."""
     if not 0 < temperature < float("inf"):
@@ -264,4 +258,4 @@ def _posterior(logits: jax.Array, weights: jax.Array, token: jax.Array) -> jax.A
 def _mixed_rows(logits: jax.Array, weights: jax.Array) -> jax.Array:
     num_texts, num_prompts = weights.shape
     rows = logits[: num_texts * num_prompts].reshape(num_texts, num_prompts, -1)
-    return log_mixture(jax.nn.log_softmax(rows, -1).swapaxes(0, 1), weights.T)
+    return jax.nn.logsumexp(jax.nn.log_softmax(rows, -1) + weights[..., None], axis=1)

@@ -17,6 +17,7 @@ from lcjax.checkpoints import Tokenizer
 from lcjax.cost import MemoryEstimate
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.scoring import Continuation, batch_continuations, check_continuations
+from lcjax.generation.session import pad_right
 from lcjax.models import ModelConfig
 
 Ids = Sequence[int] | np.ndarray
@@ -103,9 +104,7 @@ class Scorer(abc.ABC):
         starts = [len(prompt) for prompt in prompts]
         for ids, sizes in batch_continuations(continuations):
             ends = starts + sizes
-            tokens = np.zeros((len(prompts), ends.max()), np.int32)
-            for row, prompt in enumerate(prompts):
-                tokens[row, : ends[row]] = [*prompt, *ids[row, : sizes[row]]]
+            tokens = pad_right([[*p, *row[:size]] for p, row, size in zip(prompts, ids, sizes)])
             nll = np.asarray(self.nll(tokens, first=min(starts), lengths=ends, **options))
             for row, row_continuations in enumerate(continuations):
                 if len(scores[row]) < len(row_continuations):

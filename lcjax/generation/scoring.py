@@ -32,6 +32,7 @@ from lcjax.generation.session import (
     fill_rows,
     nll_and_match,
     nll_and_match_of_logits,
+    pad_right,
     prefill_chunk_size,
     read_prompts,
     round_up_to_bucket,
@@ -385,10 +386,7 @@ def batch_continuations(
         sizes = np.array([len(ids) for ids in rows])
         # The last token is only predicted.
         num_read = next(size for size in _CONTINUATION_SIZES if size >= sizes.max() - 1)
-        ids = np.zeros((len(rows), 1 + num_read), np.int32)
-        for row, row_ids in enumerate(rows):
-            ids[row, : len(row_ids)] = row_ids
-        rounds.append((ids, sizes))
+        rounds.append((pad_right(rows, 1 + num_read), sizes))
     return rounds
 
 

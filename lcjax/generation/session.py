@@ -66,6 +66,14 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
     return array.astype(np.int32)
 
 
+def pad_right(rows: Sequence[Sequence[int] | np.ndarray], width: int = 0) -> np.ndarray:
+    """Returns token ids as int32 [B, T], with 0 after each row; T is at least `width`."""
+    padded = np.zeros((len(rows), max(width, *map(len, rows))), np.int32)
+    for out, row in zip(padded, rows, strict=True):
+        out[: len(row)] = row
+    return padded
+
+
 def check_token_rows(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns `tokens` as int32 [B, T] with 0 after `lengths`, and `lengths` as int [B].
 

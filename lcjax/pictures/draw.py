@@ -9,7 +9,7 @@ import numpy as np
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.errors import InputError, check_integer, import_package
-from lcjax.evaluation.plots import COLOURS, GREY, canvas, format_count, series_style
+from lcjax.evaluation.plots import COLOURS, GREY, canvas, series_style
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of
@@ -56,9 +56,7 @@ def mask_picture(
             )
             axes.set_xlabel(_key_label(pattern))
         panels[0].set_ylabel("query")
-        figure.suptitle(
-            f"{name}, {format_count(length)} tokens", x=0.02, ha="left", fontweight="bold"
-        )
+        figure.suptitle(f"{name}, {length:,} tokens", x=0.02, ha="left", fontweight="bold")
         bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02)
         bar.set_label("distance at which it is seen")
         bar.outline.set_visible(False)
@@ -168,7 +166,7 @@ def _rope_axes(panels, trained: int, length: int) -> None:
     for position, text in ((trained, "trained"), (length, "length")):
         mark = {"color": GREY, "linestyle": (0, (5, 4)), "linewidth": 1.2, "zorder": 1}
         panels[0].axhline(position, **mark)
-        label = f"{text} {format_count(position)}"
+        label = f"{text} {position:,}"
         panels[0].annotate(
             label,
             (0, position),

@@ -335,7 +335,7 @@ class Datastore:
                     rows[passage] = row
         return rows
 
-    def encoder_fields(self, encoder: Encoder | None = None) -> dict[str, Any]:
+    def encoder_entry(self, encoder: Encoder | None = None) -> dict[str, Any]:
         """Returns the entry of an encoder in `index.json`; None means the only encoder.
 
         Raises:
@@ -375,7 +375,7 @@ class Datastore:
             None, the encoder cannot be opened, or without a `path` its fingerprint has changed.
         """
         if path is None or not self.index["encoders"]:
-            return _open_known_encoder(self.folder, self.encoder_fields(), mesh)
+            return _open_known_encoder(self.folder, self.encoder_entry(), mesh)
         entries = self.index["encoders"].values()
         sections = [EncoderSection(**fields["section"]) for fields in entries]
         sections = [s for s in sections if s.path == str(path)] or sections
@@ -384,7 +384,7 @@ class Datastore:
 
     def vectors(self, encoder: Encoder | None = None) -> np.ndarray:
         """Maps the vectors [rows, dim] of an encoder into memory, float32 or bfloat16."""
-        return open_vectors(self.folder, self.encoder_fields(encoder), self.num_rows)
+        return open_vectors(self.folder, self.encoder_entry(encoder), self.num_rows)
 
     def sparse(self) -> SparseIndex:
         """Opens the index of words.
@@ -413,7 +413,7 @@ class Datastore:
         Raises:
           InputError: the index was not built, or is damaged.
         """
-        fields = self.encoder_fields(encoder)
+        fields = self.encoder_entry(encoder)
         if kind not in fields["faiss"]:
             raise InputError(
                 f"{self.folder} has no index {kind}, but {', '.join(fields['faiss']) or 'none'}:"
@@ -427,7 +427,7 @@ class Datastore:
         """Builds an approximate index of the vectors: ivf, ivf_pq or hnsw."""
         check_one_of("kind", kind, FAISS_KINDS)
         with self._changing() as index:
-            fingerprint = self.encoder_fields()["fingerprint"]
+            fingerprint = self.encoder_entry()["fingerprint"]
             faiss = index["encoders"][fingerprint]["faiss"]
             faiss |= write_faiss(self.folder, index, fingerprint, kind)
 
@@ -487,7 +487,7 @@ class Datastore:
                 self.open_encoder(one) if isinstance(one, str | Path) else one
                 for one in ([encoder] if is_one else encoder)
             ]
-            by_fingerprint = {self.encoder_fields(one)["fingerprint"]: one for one in encoders}
+            by_fingerprint = {self.encoder_entry(one)["fingerprint"]: one for one in encoders}
             encoders = [
                 by_fingerprint.get(fingerprint) or _open_known_encoder(self.folder, fields)
                 for fingerprint, fields in index["encoders"].items()

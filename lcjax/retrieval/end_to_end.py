@@ -52,7 +52,7 @@ from lcjax.retrieval.encoder import BertEncoder
 from lcjax.retrieval.retriever import Hit, Retriever
 from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import LengthLimit, TokenRow, pad_rows
-from lcjax.retrieval.training import TrainedEncoder, check_encoder, export_format
+from lcjax.retrieval.training import TrainedEncoder, check_bert_section, export_format
 from lcjax.rope.positions import PlainPositions
 from lcjax.storage import local_path
 from lcjax.training import batches
@@ -219,7 +219,7 @@ class EndToEndTask(LanguageModelTask):
         section, config = self.section, self.config
         self._check_config()
         self.check_inputs()
-        check_encoder(section.encoder)
+        check_bert_section(section.encoder)
         if not section.same_document:
             check_named(config.data.resolved_sources(), "retriever.same_document")
         try:

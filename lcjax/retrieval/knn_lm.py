@@ -48,7 +48,7 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
 from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import check_token_rows
+from lcjax.generation.session import check_token_rows, pad_right
 from lcjax.models.loss import token_nll
 from lcjax.parallel import distributed
 from lcjax.parallel.digest import weights_digest
@@ -257,9 +257,7 @@ def _read_batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the keys float32 [n, D] and values uint32 [n] of a batch of windows."""
     lengths = np.array([len(window) for window, _ in batch])
-    tokens = np.zeros((len(batch), lengths.max()), np.int32)
-    for row, (window, _) in zip(tokens, batch, strict=True):
-        row[: len(window)] = window
+    tokens = pad_right([window for window, _ in batch])
     first = min(first for _, first in batch)
     keys = lm.score(_keys, tokens, first=first, lengths=lengths, with_ffn_input=True)
     spans = [(row, slice(first, len(window))) for row, (window, first) in enumerate(batch)]
@@ -503,9 +501,6 @@ class _KnnMixture(Mixture):
     needs_ffn_input: ClassVar[bool] = True
 
     knn: KnnLM | None = None
-
-    def after(self, logits: Any, token: jax.Array) -> "_KnnMixture":
-        return self
 
     def logits(self, logits: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Returns log p [B, V] for logits [B, V] and inputs [B, D] of the last feed-forward."""

@@ -9,8 +9,6 @@ and the best passages without it become the hard negatives, as in DPR (Karpukhin
 
 import functools
 import json
-import re
-import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,7 +66,7 @@ def mine(
     if out.exists():
         raise InputError(f"out={out} exists and is not replaced; name another file")
     rows = list(_read(questions))
-    counts, lines = [0, 0, 0], []
+    counts, lines = dict.fromkeys(MinedPairs._fields, 0), []
     with tqdm(total=len(rows), desc="search", unit="question", delay=1) as bar:
         for start in range(0, len(rows), _QUESTIONS_AT_ONCE):
             part = rows[start : start + _QUESTIONS_AT_ONCE]
@@ -78,7 +76,7 @@ def mine(
                 if record is not None:
                     lines.append(json.dumps(record, ensure_ascii=False) + "\n")
             bar.update(len(part))
-    pairs = MinedPairs(*counts)
+    pairs = MinedPairs(**counts)
     if not lines:
         raise InputError(f"{questions}: {pairs}; check that the datastore holds the answers")
     write_whole(out, "".join(lines))
@@ -87,18 +85,18 @@ def mine(
 
 def _pair(
     question: _Question, hits: Sequence[Hit], count: int
-) -> tuple[int, dict[str, Any] | None]:
-    """Returns the index of the field of `MinedPairs` that counts the question, and its record."""
+) -> tuple[str, dict[str, Any] | None]:
+    """Returns the field of `MinedPairs` that counts the question, and its record."""
     groups: dict[bool, list[dict[str, str]]] = {True: [], False: []}
     for hit in hits:
         passage = {"title": hit.passage.title, "text": hit.passage.text}
         groups[has_answer(hit.passage.text, question.answers)].append(passage)
     if not groups[True]:
-        return 1, None
+        return "num_without_answer", None
     if len(groups[False]) < count:
-        return 2, None
+        return "num_without_negatives", None
     fields = {"positive": groups[True][0], "negatives": groups[False][:count]}
-    return 0, {"query": question.text, "answers": question.answers} | fields
+    return "num_pairs", {"query": question.text, "answers": question.answers} | fields
 
 
 def _read(path: Path) -> Iterator[_Question]:
@@ -140,22 +138,12 @@ def has_answer(text: str, answers: Sequence[str]) -> bool:
 
 def _words(text: str) -> str:
     """Returns the words of a text, each between blanks."""
-    words = _word_pattern().findall(unicodedata.normalize("NFD", text))
+    words = "".join(map(_separated, unicodedata.normalize("NFD", text))).split()
     return f" {' '.join(words).lower()} "
 
 
 @functools.cache
-def _word_pattern() -> re.Pattern[str]:
-    r"""Compiles DPR's `[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]`; Python's `re` lacks these classes."""
-    edges: dict[str, list[str]] = {"word": [], "blank": []}
-    last = ""
-    for code in range(sys.maxunicode + 1):
-        group = unicodedata.category(chr(code))[0]
-        kind = "word" if group in "LNM" else "blank" if group in "ZC" else ""
-        if kind and kind == last:
-            edges[kind][-1] = edges[kind][-1][:10] + f"-\\U{code:08x}"
-        elif kind:
-            edges[kind].append(f"\\U{code:08x}")
-        last = kind
-    word, blank = ("".join(ranges) for ranges in edges.values())
-    return re.compile(f"[{word}]+|[^{blank}]")
+def _separated(char: str) -> str:
+    """Returns a character of a word as it is, a blank for spaces, and others between blanks."""
+    group = unicodedata.category(char)[0]
+    return char if group in "LNM" else " " if group in "ZC" else f" {char} "

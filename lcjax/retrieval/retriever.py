@@ -34,7 +34,7 @@ _LEAST = 0.9  # least rate at which the sanity test must find verbatim sentences
 
 # Maps (queries, k) to scores float32 [q, k] and rows int64 [q, k], best first. The row is -1 where
 # a query has fewer than k results.
-Search = Callable[[Sequence[str], int], tuple[np.ndarray, np.ndarray]]
+SearchFunction = Callable[[Sequence[str], int], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Retriever:
     def __init__(
         self,
         store: Datastore,
-        searches: Sequence[Search],
+        searches: Sequence[SearchFunction],
         *,
         rerank: Reranker | None = None,
         k_candidates: int = 100,
@@ -131,7 +131,7 @@ class Retriever:
             kind = "hybrid" if has_words and is_dense else "dense" if is_dense else "sparse"
         check_one_of("kind", kind, KINDS)
         check_one_of("index", index, ("exact", *FAISS_KINDS))
-        searches: list[Search] = []
+        searches: list[SearchFunction] = []
         if kind != "dense":
             searches.append(_sparse_search(store))
         if kind != "sparse":
@@ -228,13 +228,15 @@ def fuse_ranks(lists: Iterable[np.ndarray], constant: float) -> list[tuple[int, 
     return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
-def _sparse_search(store: Datastore) -> Search:
+def _sparse_search(store: Datastore) -> SearchFunction:
     index: SparseIndex = store.sparse()
     valid = store.valid
     return lambda queries, k: index.search(queries, k, valid=valid)
 
 
-def _dense_search(store: Datastore, encoder: Encoder, index: str, mesh: Mesh | None) -> Search:
+def _dense_search(
+    store: Datastore, encoder: Encoder, index: str, mesh: Mesh | None
+) -> SearchFunction:
     valid = store.valid
     if index == "exact":
         vectors = store.vectors(encoder)  # raises an InputError for another encoder

@@ -102,7 +102,7 @@ class TrainedEncoder:
         *,
         separate: bool = False,
     ):
-        """Opens the checkpoints of `section`; call `check_encoder` before.
+        """Opens the checkpoints of `section`; call `check_bert_section` before.
 
         Args:
           section: one encoder or two.
@@ -213,7 +213,7 @@ class TrainedEncoder:
         return 3.0 * sum(length * (per_token + attention * length) for length in lengths)
 
 
-def check_encoder(section: EncoderSection) -> None:
+def check_bert_section(section: EncoderSection) -> None:
     """Raises an InputError unless `section` names BERT encoders; does not read weights."""
     if not section.path:
         raise InputError("retriever.encoder.path is empty: name the folder or hub id of a BERT")
@@ -321,7 +321,7 @@ class ContrastiveTask(Task):
         batches.check_rows(config, self.mesh.shape)
         rows, negatives = config.train.batch_size, settings.negatives
         distributed.from_main(lambda: settings.pairs.check(config.data, rows, negatives))
-        check_encoder(settings.encoder)
+        check_bert_section(settings.encoder)
 
     def load(self) -> tuple[dict, dict]:
         settings, train = self.settings, self.config.train

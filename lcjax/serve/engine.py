@@ -20,7 +20,7 @@ from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs, token_logprobs
 from lcjax.generation.scoring import score_after_prefix
-from lcjax.generation.session import score_of_logits
+from lcjax.generation.session import pad_right, score_of_logits
 from lcjax.serve.contexts import Context
 
 _TOPS = (1, 5, 20)  # numbers of most probable tokens for which programs are compiled
@@ -211,9 +211,7 @@ class Engine:
             )
         else:
             lengths = np.array([len(text) for text in texts])
-            tokens = np.zeros((len(batch), max(first + 1, *lengths)), np.int32)
-            for row, text in zip(tokens, texts, strict=True):
-                row[: len(text)] = text
+            tokens = pad_right(texts, first + 1)
             options = {"context": context.encoded} if context and context.encoded else {}
             score = score_of_logits(of_logits)
             scores = self.lm.score(score, tokens, first=first, lengths=lengths, **options)

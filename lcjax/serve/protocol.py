@@ -93,10 +93,6 @@ class Plan:
     include_usage: bool = False
     context: Context | None = None
 
-    @property
-    def max_new_tokens(self) -> int:
-        return 0 if self.sampling is None else self.sampling.max_new_tokens
-
 
 class Fields:
     """The fields of a body, checked as they are read."""

@@ -19,6 +19,7 @@ from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import pad_batch
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.scorer import Scorer
+from lcjax.generation.session import pad_right
 
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -283,9 +284,7 @@ def _rolling(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     for start in range(0, len(windows), batch):
         pairs = windows[start : start + batch]
         rows = [window for _, window in pad_batch(pairs, batch)]
-        tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
-        for row, window in enumerate(rows):
-            tokens[row, : window.size] = window.prompt + window.continuation
+        tokens = pad_right([row.prompt + row.continuation for row in rows])
         first, lengths = min(len(row.prompt) for row in rows), [row.size for row in rows]
         nll = model.nll(tokens, first=first, lengths=np.array(lengths))
         for losses, (index, window) in zip(nll, pairs):

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -115,9 +115,6 @@ class Icl(FileBenchmark):
                     " and {label}, as options are ranked after a blank"
                 )
         return wording
-
-    def wording_texts(self) -> Mapping[str, Any]:
-        return self.read_wording(self.label).section
 
     def files(self, name: str) -> tuple[str, ...]:
         return (f"{name}/{self.datasets[name].test}.jsonl",)

@@ -74,9 +74,6 @@ class DepthTask(GenerationTask):
     def read_wording(self, key: str) -> Wording:
         return local_files.read_wording(self.wording, self.library_texts(), self.placeholders, key)
 
-    def wording_texts(self) -> Mapping[str, Any]:
-        return self.read_wording(self.label).section
-
     def cached_wording(self, corpus: TokenizedCorpus) -> Wording:
         """Returns the texts, which are read once for all examples."""
         return corpus.once((DepthTask, self), lambda: self.read_wording(self.label))

@@ -17,7 +17,7 @@ them.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -120,9 +120,6 @@ class OpenQa(AnswerBenchmark):
 
     def read_wording(self, key: str) -> Wording:
         return local_files.read_wording(self.wording, _TEXTS, _PLACEHOLDERS, key)
-
-    def wording_texts(self) -> Mapping[str, Any]:
-        return self.read_wording(self.label).section
 
     def files(self, name: str) -> tuple[str, ...]:
         folder, test, _ = _FILES[self.datasets[name].group]

@@ -44,6 +44,7 @@ from lcjax.evaluation.corpus import (
 )
 from lcjax.evaluation.statistics import at_longest, bootstrap, group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
+from lcjax.generation.session import pad_right
 
 _SELECT = ("spread", "first", "random")
 _LONG = 131_072  # from here on `last_k_n100` takes fewer windows
@@ -346,10 +347,7 @@ class Perplexity(Task):
         length, first = units[0].shape
         rows = [unit.tokens for unit in pad_batch(units, batch)]
         sizes = np.array([len(row) for row in rows], np.int32)
-        tokens = np.zeros((batch, length), np.int32)
-        for index, row in enumerate(rows):
-            tokens[index, : len(row)] = row
-        nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
+        nll = np.asarray(model.nll(pad_right(rows, length), first=first, lengths=sizes), np.float64)
         return [
             self._record(unit, nll[index, unit.fields["first"] : sizes[index]])
             for index, unit in enumerate(units)

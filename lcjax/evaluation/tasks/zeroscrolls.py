@@ -16,9 +16,9 @@ Generation is greedy; CEPE samples three answers to each report of GovReport (`d
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -130,9 +130,6 @@ class ZeroScrolls(AnswerBenchmark):
     def read_wording(self, key: str) -> Wording:
         needed = [data.name for data in self.selection()] + ["omitted"] * (self.keep == "head")
         return local_files.read_wording(self.wording, _TEXTS, _PLACEHOLDERS, key, needed=needed)
-
-    def wording_texts(self) -> Mapping[str, Any]:
-        return self.read_wording(self.label).section
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         """Yields one example per id; rows with the same id hold several references.
