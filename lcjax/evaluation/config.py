@@ -1,7 +1,7 @@
 """The config of `eval.py`, and the model, weights and tokenizer of each method."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import draccus
@@ -9,7 +9,7 @@ import draccus
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
-from lcjax.checkpoints.load import identity
+from lcjax.checkpoints.load import identity, load_tokenizer
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig, documents
 from lcjax.errors import InputError
@@ -173,11 +173,11 @@ def _weights_of(section: ModelSection) -> str:
     return "+".join(parts) or "random"
 
 
-def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
-    """Returns the tokenizer of a model section; `load` loads a tokenizer by path."""
+def tokenizer_of(section: ModelSection) -> Any:
+    """Loads the tokenizer of a model section."""
     path = section.tokenizer or section.path
     if path is not None:
-        return load(path)
+        return load_tokenizer(path)
     if section.preset is not None:
         return ByteTokenizer()
     raise InputError("model.path is not set; its tokenizer is needed to measure prompts")

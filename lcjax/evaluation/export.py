@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.checkpoints.load import load_tokenizer
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, corpora, tokenizer_of
@@ -242,12 +241,7 @@ _FORMATS: dict[str, Callable[[Results, Path], list[Path]]] = {
 }
 
 
-def make_data(
-    config: EvalConfig,
-    out: str | Path | None = None,
-    *,
-    tokenizer: Callable[[str], Any] = load_tokenizer,
-) -> list[Path]:
+def make_data(config: EvalConfig, out: str | Path | None = None) -> list[Path]:
     """Writes the prompts of a config's tasks as JSONL, without loading a model.
 
     The files are `OUT/TASK/LENGTH/SET.jsonl`, one per data set or subtask of tasks that generate. A
@@ -257,7 +251,6 @@ def make_data(
     Args:
       config: The config of a run; of its model only the tokenizer is loaded.
       out: The folder; None is `data` in the run folder.
-      tokenizer: Loads the tokenizer of a checkpoint by its path.
 
     Returns:
       The written files.
@@ -270,7 +263,7 @@ def make_data(
     if not tasks:
         raise InputError("tasks: none of them generates answers, so there is no prompt to write")
     out = to_path(out) if out is not None else to_path(config.run.folder) / "data"
-    by_task = corpora(config, tokenizer_of(study.with_trained(config).model, tokenizer))
+    by_task = corpora(config, tokenizer_of(study.with_trained(config).model))
     files = []
     for task in tasks:
         corpus, limits = by_task[task.label], limits_of(config, task)

@@ -11,7 +11,6 @@ import draccus
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection
-from lcjax.checkpoints.load import load_tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
@@ -155,11 +154,7 @@ def rebuild(run: Results) -> report.Report:
 
 
 def score(
-    folder: str | Path,
-    out: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    *,
-    tokenizer: Callable[[str], Any] = load_tokenizer,
+    folder: str | Path, out: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> report.Report:
     """Scores the answers of a run again, without running the model.
 
@@ -167,7 +162,6 @@ def score(
       folder: The run folder.
       out: The new folder; None appends `_scored` to the name of the run folder.
       overrides: Settings of tasks as on the command line, such as `--tasks.0.match=first_digits`.
-      tokenizer: Loads the tokenizer of a checkpoint by its path.
 
     Returns:
       The report of the new folder.
@@ -183,7 +177,7 @@ def score(
         raise InputError(f"--out={out} holds records already; name another folder")
     config = config_lib.parse(EvalConfig, [f"--config={run.folder / CONFIG}", *overrides])
     _check_same_prompts(run.config, config)
-    tokenizer_for = _tokenizers(run, tokenizer)
+    tokenizer_for = _tokenizers(run)
     tasks = {
         new: [new.rescore(record, tokenizer_for(record)) for record in run.tasks[old]]
         for old, new in zip(run.config.tasks, config.tasks, strict=True)
@@ -230,7 +224,7 @@ def _changed_fields(old: Any, new: Any) -> list[str]:
     return [name for name in names if getattr(old, name) != getattr(new, name, None)]
 
 
-def _tokenizers(run: Results, load: Callable[[str], Any]) -> Callable[[Record], Any]:
+def _tokenizers(run: Results) -> Callable[[Record], Any]:
     """Returns a function from a record to its tokenizer, or to None without an answer."""
     model_sections, loaded = run.models, {}
 
@@ -240,7 +234,7 @@ def _tokenizers(run: Results, load: Callable[[str], Any]) -> Callable[[Record], 
         section = model_sections[record["method"]]
         key = section.tokenizer, section.path, section.preset
         if key not in loaded:
-            loaded[key] = tokenizer_of(section, load)
+            loaded[key] = tokenizer_of(section)
         return loaded[key]
 
     return tokenizer

@@ -258,4 +258,5 @@ def _posterior(logits: jax.Array, weights: jax.Array, token: jax.Array) -> jax.A
 def _mixed_rows(logits: jax.Array, weights: jax.Array) -> jax.Array:
     num_texts, num_prompts = weights.shape
     rows = logits[: num_texts * num_prompts].reshape(num_texts, num_prompts, -1)
-    return jax.nn.logsumexp(jax.nn.log_softmax(rows, -1) + weights[..., None], axis=1)
+    log_probs = jax.nn.log_softmax(rows, -1).swapaxes(0, 1)
+    return jax.nn.logsumexp(log_probs + weights.T[..., None], axis=0)

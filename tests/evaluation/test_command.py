@@ -92,21 +92,23 @@ def test_a_damaged_line_is_named_and_the_others_count(copied, capsys, undrawn):
     assert f"{path}:2 is not a record" in capsys.readouterr().err
 
 
-def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied, undrawn):
+def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(
+    copied, undrawn, monkeypatch
+):
     path = copied / "records" / "passkey.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
         record["answer"] = f" 0{record['key']}"  # the number is right, its digits are not
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     before = path.read_bytes()
-    options = {"tokenizer": lambda path: ByteTokenizer()}
+    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
     words = ["--model.path=somewhere", "--tasks.1.match=first_digits"]
     with pytest.raises(InputError, match="model affects the prompts"):
-        score(copied, None, words, **options)
+        score(copied, None, words)
     with_path(copied)
     for rule, value in (("first_digits", 0.0), ("first_integer", 1.0)):
         out = copied.parent / rule
-        report = score(copied, out, [f"--tasks.1.match={rule}"], **options)
+        report = score(copied, out, [f"--tasks.1.match={rule}"])
         assert {c["value"] for c in report.cells if c["task"] == "passkey"} == {value}
         again = results.read(out)
         (task, lines) = list(again.tasks.items())[1]
@@ -114,7 +116,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
         assert {line["protocol"] for line in lines} == {f"passkey_{rule}"}
     assert path.read_bytes() == before
     with pytest.raises(InputError, match="holds records already"):
-        score(copied, out, [], **options)
+        score(copied, out, [])
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,10 @@ def test_score_raises_input_error_for_settings_that_affect_prompts(copied, words
     assert not (copied.parent / "first_scored").exists()
 
 
-def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undrawn):
+def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undrawn, monkeypatch):
+    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
     with_path(copied)
-    report = score(copied, None, ["--tasks.1.name=again"], tokenizer=lambda _: ByteTokenizer())
+    report = score(copied, None, ["--tasks.1.name=again"])
     assert {cell["task"] for cell in report.cells} == {"perplexity_last_k", "again"}
     out = copied.parent / "first_scored"
     lines = [(f / "records" / n).read_text().count("\n") for f, n in (
@@ -168,7 +171,7 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
         export(run, ["csv"], out)
 
 
-def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
+def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn, monkeypatch):
     """LongBench and ZeroSCROLLS both have a qasper; RULER's two tasks share all names."""
     tasks = tuple(Ruler(name=name, tasks=("vt",), samples=2) for name in ("few", "more"))
     config = dataclasses.replace(
@@ -176,7 +179,8 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
         lengths=(4000,), model=dataclasses.replace(config.model, path="somewhere"),
         run=dataclasses.replace(config.run, folder=str(tmp_path / "run")),
     )  # fmt: skip
-    files = make_data(config, tmp_path / "data", tokenizer=lambda path: ByteTokenizer())
+    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
+    files = make_data(config, tmp_path / "data")
     run(config, load=fake(trained=600))
     exported = export(results.read(tmp_path / "run"), ["longbench", "ruler"], tmp_path / "export")
     for own in (
@@ -187,10 +191,11 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
         assert counts == [2, 3]
 
 
-def test_make_data_writes_the_prompts_of_a_run(config, tmp_path):
+def test_make_data_writes_the_prompts_of_a_run(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
     path = dataclasses.replace(config.model, path="somewhere")
     with_path = dataclasses.replace(config, model=path)
-    files = make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())
+    files = make_data(with_path, tmp_path)
     assert [file.relative_to(tmp_path).as_posix() for file in files] == [
         "passkey/500/passkey.jsonl",
         "passkey/1000/passkey.jsonl",

@@ -324,5 +324,5 @@ def test_a_report_that_is_stopped_leaves_no_file_half_written(tmp_path, monkeypa
     (tmp_path / name).write_text("of before")
     monkeypatch.setattr(files, "atomic_file", stop)
     with pytest.raises(KeyboardInterrupt):
-        report.write(tmp_path, {}, {}, order=(), notes="trainings")
+        report.write(tmp_path, {}, {}, order=(), published=(), notes="trainings", environment={})
     assert (tmp_path / name).read_text() == "of before"

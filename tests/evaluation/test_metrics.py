@@ -195,12 +195,11 @@ def test_the_class_behind_a_removed_one_is_passed_over():
         (lambda: infinitebench.code_run("it is x", 1), 0),
         (lambda: qa.letter_match("(a).", "A"), 1),
         (lambda: qa.letter_match("", "A"), 0),
-        (lambda: qa.letter_match_cepe("the", "A"), 1),  # its articles are deleted
+        (lambda: qa.exact_match("the", "A"), 1),  # articles are deleted
         (lambda: qa.value_match("12 and 7", ["12", "7"]), 1),
         (lambda: qa.value_match("12", ["12", "7"]), 0),
         (lambda: qa.word_recall("a b", "a b a c"), 2 / 3),
         (lambda: qa.word_recall("a b a c", "a b a c", distinct=False), 3 / 4),
-        (lambda: rouge.rouge1_f("he eats sandwiches", "eat a sandwich"), 2 / 3),
         (lambda: longbench.retrieval_zh("段落12", "段落12"), 1),
         (lambda: qa.qa_f1_characters("你好，世界", "世界。"), 2 / 3),
     ],

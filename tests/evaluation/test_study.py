@@ -378,14 +378,15 @@ def test_a_study_is_scored_again_with_the_tokenizers_of_its_models_and_keeps_its
             opened.append(path)
             return ByteTokenizer()
 
-        report = score(moved, None, ["--tasks.0.match=token_ids"], tokenizer=tokenizer)
+        monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", tokenizer)
+        report = score(moved, None, ["--tasks.0.match=token_ids"])
     own = [f"{moved}/trained/PI", f"{moved}/trained/PI_bf16"]
     assert opened == [f"{moved}/base", *own]
     exported = export(read_run(moved), ["lm_eval"], folder / "exported")
     scored = report.files[0].parent
     with only_the_run():  # once more, from what was scored: the models lie where they did
         opened.clear()
-        score(scored, None, tokenizer=tokenizer)
+        score(scored, None)
     assert opened == [f"{moved}/base", *own]
     exported += export(read_run(scored), ["lm_eval"], folder / "exported_again")
     models = {
@@ -413,8 +414,9 @@ def test_another_tokenizer_of_the_config_is_the_one_that_answers_are_read_by(fol
         opened.append(path)
         return ByteTokenizer()
 
+    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", tokenizer)
     with only_the_run():
         run(config, load=fake(trained=1000))
-        score(folder / "out", tokenizer=tokenizer)
-        make_data(config, folder / "data", tokenizer=tokenizer)
+        score(folder / "out")
+        make_data(config, folder / "data")
     assert opened == ["elsewhere"] * 2

@@ -136,13 +136,9 @@ def substring_match(prediction: str, reference: str) -> float:
 def letter_match(prediction: str, reference: str) -> float:
     """Returns 1 if the answer is the letter, such as "(B)", "B." or "b", else 0.
 
-    Articles are kept, because the letter A is one. CEPE's code deletes articles, so an empty answer
-    or "the" is right for A: `letter_match_cepe`.
+    Articles are kept, because the letter A is one.
     """
     return float(normalise(prediction, articles=True) == normalise(reference, articles=True))
-
-
-letter_match_cepe = exact_match
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:

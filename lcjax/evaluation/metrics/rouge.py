@@ -83,14 +83,6 @@ def rouge_lsum(prediction: str, reference: str, *, stem: bool) -> float:
     return f1(num_matches, *sizes)
 
 
-def rouge1_f(prediction: str, needle: str) -> float:
-    """Computes ROUGE-1 with stems against the needle; needle scripts store ten times this.
-
-    A right answer that is shorter than the needle's sentence does not reach 1.
-    """
-    return rouge_n(prediction, needle, 1, stem=True)
-
-
 def rouge_l_sets(prediction: str, reference: str) -> float:
     """Computes the F1 of distinct words in the union of sentences' common subsequences.
 

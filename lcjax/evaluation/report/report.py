@@ -83,9 +83,9 @@ def write(
     tasks: Mapping[Task, Records],
     *,
     order: Sequence[str],
-    published: Sequence[published_lib.Published] = (),
-    notes: str = "",
-    environment: Mapping[str, Any] | None = None,
+    published: Sequence[published_lib.Published],
+    notes: str,
+    environment: Mapping[str, Any],
 ) -> Report:
     """Writes summary.json, tables/, costs/, figures/ and report.html.
 
@@ -98,7 +98,7 @@ def write(
       order: Names of the methods in the order of the tables.
       published: Numbers of papers, which are shown beside those of the run.
       notes: Markdown that follows the tables.
-      environment: Versions, device and models that computed the records; None for this process.
+      environment: Versions, device and models that computed the records.
 
     Returns:
       Cells, summary, files and text.
@@ -124,7 +124,7 @@ def write(
         texts.append(notes)
     summary = {
         "format": FORMAT,
-        **(environment or current_environment()),
+        **environment,
         "hash": fingerprint(config),
         "seed": config.get("seed"),
         "config": json.loads(json.dumps(config, default=str)),
@@ -134,7 +134,7 @@ def write(
     write_whole(path, json.dumps(clean(summary), indent=1, default=str) + "\n")
     cost = plots.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
     by_task = {section.task: section.cells for section in sections}
-    models = (environment or {}).get("models") or {}
+    models = environment.get("models") or {}
     approximate = [name for name, model in models.items() if not _is_exact(model)]
     figures = plots.perplexity_against_accuracy(by_task, folder / "figures", approximate)
     html = page.write(

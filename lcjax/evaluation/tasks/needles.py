@@ -450,7 +450,9 @@ class Niah(DepthTask):
         expected = unit.fields["needle_answer"]
         return {
             "value_match": qa.value_match(answer, unit.fields["references"]),
-            "rouge1_f": rouge.rouge1_f(answer, unit.fields["needle"]),
+            # A right answer that is shorter than the needle's sentence does not reach 1. Needle
+            # scripts store ten times this.
+            "rouge1_f": rouge.rouge_n(answer, unit.fields["needle"], 1, stem=True),
             "word_recall": qa.word_recall(answer, expected),
             "word_recall_lceg": qa.word_recall(answer, expected, distinct=False),
         }
