@@ -77,16 +77,15 @@ def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record
             fields = (*task.scoring_settings, *task.table_settings)
             settings = (task.label, *(getattr(task, field) for field in fields))
             groups.setdefault(settings, (task, {}))[1][name] = records
-    labels = [label for label, *_ in groups]
-    return [
-        (
-            task
-            if labels.count(task.label) == 1
-            else dataclasses.replace(task, name="_".join(map(str, settings))),
-            by_run,
-        )
-        for settings, (task, by_run) in groups.items()
-    ]
+    named = []
+    for settings, (task, by_run) in groups.items():
+        others = [other for other in groups if other[0] == task.label and other != settings]
+        if others:  # name what differs; a list of tasks may be too long for the name of a file
+            varied = [v for v, *rest in zip(settings, *others) if any(v != other for other in rest)]
+            texts = ("_".join(v) or "all" if isinstance(v, tuple) else str(v) for v in varied)
+            task = dataclasses.replace(task, name=folder_name("_".join([task.label, *texts]))[:100])
+        named.append((task, by_run))
+    return named
 
 
 def _by_name(runs: Sequence[Results]) -> dict[str, Results]:

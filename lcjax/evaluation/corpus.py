@@ -42,7 +42,10 @@ def prefix_token(tokenizer) -> int:
 
 
 class SentenceEnds:
-    """Tests whether a token ends a sentence, as in Kamradt's test: its text ends in . ! or ?"""
+    """Tests whether a token ends a sentence: its text ends in . ! or ?, as in Kamradt's test.
+
+    The full-width marks of Chinese and Japanese end sentences, too.
+    """
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -52,7 +55,7 @@ class SentenceEnds:
         token = int(token)
         if token not in self._is_end:
             text = self._tokenizer.decode(np.array([token])).rstrip("\"')\u201d\u2019")
-            self._is_end[token] = text.endswith((".", "!", "?"))
+            self._is_end[token] = text.endswith((".", "!", "?", "\u3002", "\uff01", "\uff1f"))
         return self._is_end[token]
 
     def split(self, ids: np.ndarray, size: int) -> list[np.ndarray]:

@@ -63,8 +63,8 @@ class Question:
             raise ValueError("has a question that is no text")
         if not isinstance(relevant, dict) or not all(map(_is_gain, relevant.values())):
             raise ValueError("has relevant that is neither a list of ids nor gains by id")
-        if not all(isinstance(answer, str) for answer in answers):
-            raise ValueError("has an answer that is no text")
+        if not all(isinstance(answer, str) and answer.strip() for answer in answers):
+            raise ValueError("has an answer that is empty or no text")
         relevant = {str(name): float(gain) for name, gain in relevant.items() if gain}
         if not answers and not relevant:
             raise ValueError("has neither an answer nor a relevant passage")

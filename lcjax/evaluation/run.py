@@ -31,7 +31,7 @@ from lcjax.evaluation.config import (
     weights,
 )
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.records import Key, Store
+from lcjax.evaluation.records import Store
 from lcjax.evaluation.split import ContextSplit
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Task, Unit
@@ -145,6 +145,12 @@ def check(config: EvalConfig) -> None:
             kind = "length" if key.endswith("lengths") else "name"
             names = ", ".join(repeated)
             raise InputError(f"{key}: duplicate {kind} {names}; give each a unique {kind}")
+    for index, method in enumerate(config.methods):
+        if re.search(r"[|$\n\r\t]", method.name):
+            raise InputError(
+                f"methods.{index}.name={method.name!r} is a row of tables and figures; remove |, $,"
+                " tabs and line breaks"
+            )
     for index, label in enumerate(_labels(config)):
         if not re.fullmatch(r"[\w.-]+", label):
             raise InputError(
@@ -378,7 +384,7 @@ class _Runner:
             subject_of = functools.cache(functools.partial(apply_method, model, method, length))
             for task in self._config.tasks:
                 units = plan.get((task.label, length), ())
-                missing = self._units_without_record(task, method.name, units)
+                missing = self._units_without_record(task, method.name, length, units)
                 if not missing:
                     continue
                 subject = subject_of(prompts=task.generates)
@@ -386,25 +392,32 @@ class _Runner:
                     fields["decoder"] = subject.decoder
                 yield _Cell(task, subject, fields, missing, units)
 
-    def _units_without_record(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
+    def _units_without_record(
+        self, task: Task, method: str, length: int, units: Sequence[Unit]
+    ) -> list[Unit]:
         """Returns the units without a record, and keeps the records of the others.
 
         Raises:
-          InputError: The tokens of a unit with a record have changed.
+          InputError: A unit with a record has other tokens or references, or no longer exists.
         """
+        changed = InputError(
+            f"data: the examples of {task.label} at length {length} are not those of"
+            f" {self._store.path(task.label)}; the data has changed since, so choose another"
+            " run.folder"
+        )
+        planned = {unit.index for unit in units}
+        for name, size, index in self._done[task.label]:
+            if (name, size) == (method, length) and index not in planned:
+                raise changed
         missing = []
         for unit in units:
-            key: Key = method, unit.fields["length"], unit.index
-            record = self._done[task.label].get(key)
+            record = self._done[task.label].get((method, length, unit.index))
             if record is None:
                 missing.append(unit)
                 continue
-            if record["digest"] != unit.digest:
-                raise InputError(
-                    f"data: the tokens of window {unit.index} at length {key[1]} are not those of "
-                    f"{self._store.path(task.label)}; the data has changed since, so choose "
-                    "another run.folder"
-                )
+            references = task.references(record), task.references(unit.fields)
+            if record["digest"] != unit.digest or references[0] != references[1]:
+                raise changed
             self._records[task].append(record)
         return missing
 

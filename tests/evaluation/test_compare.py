@@ -1,17 +1,19 @@
 """What differs between methods and runs: in the report of one, and side by side."""
 
 import csv
+import dataclasses
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
 from evaluation_support import TASKS, ByteTokenizer, Page, check_page, run_of_three, with_path
 
 from lcjax.errors import InputError
-from lcjax.evaluation import LmEval, LongBench, Passkey, RagLm, Ruler, results
+from lcjax.evaluation import LmEval, LongBench, Passkey, Perplexity, RagLm, Ruler, results
 from lcjax.evaluation.command import main
-from lcjax.evaluation.compare import compare
+from lcjax.evaluation.compare import _by_task, compare
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.results import score
 
@@ -213,3 +215,19 @@ def test_runs_in_folders_of_one_name_are_compared_in_a_folder_beside_the_first(c
     assert {file.parent for file in found.files} == {
         copied.parent / f"compare_{copied.parent.name}_first_other_first"
     }
+
+
+def test_protocols_and_selections_of_tasks_are_in_tables_of_their_own():
+    def labels(*tasks):
+        runs = {str(n): types.SimpleNamespace(tasks={task: []}) for n, task in enumerate(tasks)}
+        return [task.label for task, _ in _by_task(runs)]
+
+    ppl = Perplexity(name="ppl", protocol="slide_full")
+    other = dataclasses.replace(ppl, protocol="last_k")
+    assert labels(ppl, other) == ["ppl_slide_full", "ppl_last_k"]
+    assert labels(other, dataclasses.replace(other, last=64)) == ["ppl_256", "ppl_64"]
+    assert labels(ppl, dataclasses.replace(ppl, max_tokens=100)) == ["ppl"]
+    for task in (Ruler(name="x", tasks=("vt", "cwe")), LongBench(name="x", tasks=("trec",))):
+        assert labels(task, dataclasses.replace(task, tasks=())) == [
+            f"x_{'_'.join(task.tasks)}", "x_all",
+        ]  # fmt: skip

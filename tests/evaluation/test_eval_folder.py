@@ -1,6 +1,7 @@
 """The folder of a run: what is gone on with, replaced or refused."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from evaluation_support import BigramModel, changed, fake, records
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import Method, Perplexity, RunSection, run
+from lcjax.evaluation import Method, Passkey, Perplexity, RunSection, run
 from lcjax.evaluation import records as records_lib
 from lcjax.evaluation.results import read
 from lcjax.evaluation.retrieval import Knn, RetrievalMethod, RetrieverSection
@@ -234,3 +235,28 @@ def test_a_damaged_record_is_named_by_file_and_line(config):
         file.writelines(lines)
     with pytest.raises(InputError, match=r"slide_press\.jsonl:2 is not a record"):
         run(config, load=fake())
+
+
+def test_examples_that_are_gone_raise_input_error_when_a_run_continues(config):
+    run(config, load=fake())
+    (Path(config.data.path) / "text3.txt").unlink()
+    with pytest.raises(InputError, match="the data has changed"):
+        run(config, load=fake())
+
+
+def test_changed_answers_raise_input_error_when_a_run_continues(config):
+    task = Passkey(depths=2, trials=1, lengths=(500,))
+    config = dataclasses.replace(config, tasks=(task,))
+    run(config, load=fake())
+    path = Path(config.run.folder) / "records" / "passkey.jsonl"
+    lines = [json.loads(line) | {"references": ["1"]} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(InputError, match="the data has changed"):
+        run(config, load=fake())
+
+
+@pytest.mark.parametrize("name", ["a|b", "$x$", "a\nb"])
+def test_method_names_that_break_tables_raise_input_error(name, config):
+    methods = (dataclasses.replace(config.methods[0], name=name),)
+    with pytest.raises(InputError, match="is a row of tables and figures"):
+        run(dataclasses.replace(config, methods=methods), load=fake())

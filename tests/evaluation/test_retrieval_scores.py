@@ -78,6 +78,7 @@ def words(tmp_path, monkeypatch):
         {"question": "What is blue?", "answers": ["blue"]},
         {"question": "What is grey?", "relevant": {"c": 2, "a": 1}},
         {"question": "Neither?"},
+        {"question": "An empty answer?", "answer": " "},
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     folder = tmp_path.as_posix()

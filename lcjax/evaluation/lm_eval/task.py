@@ -60,6 +60,7 @@ class LmEval(Task):
     generates: ClassVar[bool] = True
     ranks_options: ClassVar[bool] = True
     needs_data: ClassVar[bool] = False
+    table_settings: ClassVar[tuple[str, ...]] = ("tasks",)
 
     tasks: tuple[str, ...] = ()  # names of tasks or groups, with an optional :METRIC
     include_path: str | None = None  # folder with more tasks as YAML files

@@ -65,6 +65,7 @@ class FileBenchmark(PromptTask):
     """
 
     scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate",)
+    table_settings: ClassVar[tuple[str, ...]] = ("tasks",)
     datasets: ClassVar[Mapping[str, DataSet]] = {}
     selections: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # further names in `tasks`
     title: ClassVar[str] = ""
@@ -72,7 +73,7 @@ class FileBenchmark(PromptTask):
 
     path: str = ""  # folder with the official files
     tasks: tuple[str, ...] = ()  # data sets, categories, or names of several; empty: all
-    max_examples: int | None = None  # per data set, the first ones; null: all
+    max_examples: int | None = None  # per data set, the first ones unless drawn; null: all
     aggregate: str = "flat"  # flat: mean over data sets; category_macro: over means of categories
 
     @abc.abstractmethod

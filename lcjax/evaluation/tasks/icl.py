@@ -136,6 +136,12 @@ class Icl(FileBenchmark):
                 f"{files[0]} contains no valid row; use the official file of {data.name}"
             )
         labels = {label for _, _, label in train}
+        unknown = sorted(labels - set(data.classes))
+        if data.classes and 0 < len(unknown) < len(labels):
+            raise InputError(
+                f"{files[0]}: label={unknown[0]!r} is none of the classes of {data.name},"
+                f" {', '.join(data.classes)}; use these names or their numbers"
+            )
         options = [name for name in data.classes if name in labels] or sorted(labels)
         by_class = [[row for row in train if row[2] == option] for option in options]
         longest = max(len(encode_mid_text(corpus.tokenizer, f" {name}")) for name in options)
@@ -209,7 +215,7 @@ class Icl(FileBenchmark):
         names = unit.fields["options"]
         gains = bare - losses
         by_score = (-losses, -losses / sizes, gains, gains / np.asarray(sizes))
-        picks = {name: names[int(np.argmax(v))] for name, v in zip(SCORES, by_score)}
+        picks = {name: likeliest(names, values) for name, values in zip(SCORES, by_score)}
         right = unit.fields["references"][0]
         scores = {name: float(pick == right) for name, pick in picks.items()}
         main_score = self.datasets[unit.fields["dataset"]].main_score
@@ -242,6 +248,11 @@ def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]
         np.asarray([np.sum(option.nll, dtype=np.float64) for option in row])
         for row in continuations(model, prompts, options)
     ]
+
+
+def likeliest(names: Sequence[str], values: np.ndarray) -> str:
+    """Returns the name with the highest value; "" if a value is NaN, so that no option is right."""
+    return "" if np.isnan(values).any() else names[int(np.argmax(values))]
 
 
 def option_ids(tokenizer, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -24,7 +24,7 @@ from lcjax.evaluation.statistics import at_longest
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files, longbench
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, by_name
-from lcjax.evaluation.tasks.icl import option_ids, option_losses
+from lcjax.evaluation.tasks.icl import likeliest, option_ids, option_losses
 from lcjax.evaluation.tasks.longbench import LongBench
 
 SHOTS = (1, 5, 10, 25, 50, 75, 100, 200, 300, 400, 500, 625, 750, 875, 1000)
@@ -191,10 +191,10 @@ def _option_scores(fields: Record) -> dict[str, float]:
     """Returns whether the likeliest class is right, if `fields` has the losses of the classes."""
     if "option_nll" not in fields:
         return {}
-    losses, names = np.asarray(fields["option_nll"]), fields["all_classes"]
-    by_score = (losses, losses / np.asarray(fields["option_tokens"]))
+    losses, names = np.asarray(fields["option_nll"], np.float64), fields["all_classes"]
+    by_score = (-losses, -losses / np.asarray(fields["option_tokens"]))
     return {
-        score: float(names[int(np.argmin(values))] in fields["references"])
+        score: float(likeliest(names, values) in fields["references"])
         for score, values in zip(OPTION_SCORES, by_score, strict=True)
     }
 

@@ -358,14 +358,16 @@ class Haystack:
     def sentence_end(self, ids: list[int], depth: float) -> int:
         """Returns the index for a needle at `depth` of `ids`, moved back to the end of a sentence.
 
-        It is len(ids) at depth 1, and 0 if no sentence ends before the depth.
+        It is len(ids) at depth 1, 0 if no sentence ends before the depth, and not moved if `ids`
+        have no end of a sentence.
         """
         if depth >= 1:
             return len(ids)
         index = int(len(ids) * depth)
-        while index and not self._ends_sentence(ids[index - 1]):
-            index -= 1
-        return index
+        for end in range(index, 0, -1):
+            if self._ends_sentence(ids[end - 1]):
+                return end
+        return 0 if any(map(self._ends_sentence, ids[index:])) else index
 
 
 _NEEDLE_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
@@ -409,6 +411,13 @@ class Niah(DepthTask):
         check_one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
         super().check(limits, key)
         check_one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
+        texts = self.read_wording(key).texts
+        for name in ("value", "answer"):
+            if not texts[name].strip():
+                raise InputError(
+                    f"{key}.wording={self.wording}: {name} is empty, so every answer would contain"
+                    " it; give the text that a right answer contains"
+                )
 
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         haystack = corpus.once(

@@ -30,6 +30,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -198,6 +199,8 @@ def choose_windows(
 class Perplexity(Task):
     """The loss of the next token under one of the protocols of this module."""
 
+    table_settings: ClassVar[tuple[str, ...]] = ("protocol", "last")
+
     # slide_press, slide_yarn, slide_full, last_k, last_k_n100, prefix_yarn, stream_sink or
     # rolling_lmeval
     protocol: str = "slide_press"
@@ -253,6 +256,16 @@ class Perplexity(Task):
                 f"{key}.max_tokens={self.max_tokens} cuts documents below the longest of "
                 f"lengths, {max(limits.lengths)}; raise it or drop that length"
             )
+        unused = {
+            "min_tokens": self._rules.stream,  # all documents are joined
+            "windows_per_document": not self.protocol.startswith("last_k"),
+        }
+        for field in (field for field, is_unused in unused.items() if is_unused):
+            if getattr(self, field) is not None:
+                raise InputError(
+                    f"{key}.{field}={getattr(self, field)} has no effect on"
+                    f" {self.protocol}; remove it or choose another protocol"
+                )
         for length in limits.lengths:
             self._check_length(length, limits.stride, key)
 
@@ -375,13 +388,13 @@ class Perplexity(Task):
     def summarise(self, records: Records) -> Record:
         """Returns perplexity base ** (sum of weight * window mean / sum of weights), and details.
 
-        `value` is NaN if one loss is NaN; `value_without_nan` ignores the windows with such losses.
-        `bits_per_byte` is NaN if the tokenizer does not preserve the text.
+        `value` is NaN if one loss is NaN; the other numbers ignore the windows with such losses.
+        `bits_per_byte` is also NaN if the tokenizer does not preserve the text.
         """
         clean = [record for record in records if not record["nan"]]
         scored = sum(record["scored"] for record in records)
         loss = _mean_loss(clean, self._per)
-        value = self._rules.base**loss if loss < 700 else math.inf
+        value = math.inf if loss >= 700 else self._rules.base**loss
         sizes = [record["bytes"] for record in clean]
         bits = math.nan
         if clean and all(size is not None for size in sizes) and sum(sizes):

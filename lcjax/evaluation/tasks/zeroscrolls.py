@@ -97,7 +97,7 @@ class ZeroScrolls(AnswerBenchmark):
     CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`, `draws=3`.
     """
 
-    table_settings: ClassVar[tuple[str, ...]] = ("flavour",)
+    table_settings: ClassVar[tuple[str, ...]] = ("tasks", "flavour")
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "ZeroSCROLLS"
     source: ClassVar[str] = SOURCE
@@ -227,6 +227,8 @@ def _example(name: str, wording: Wording, line: int, row: dict) -> Example:
         text, indices = row["input"], [row.get(field) for field in _INDEX_FIELDS]
         if not all(isinstance(i, int) for i in indices) or not 0 <= indices[0] <= indices[1]:
             raise ValueError(f"has indices {indices}, which are no part of its input")
+        if not text.strip():
+            raise ValueError("has an empty input")
         start, stop = indices[0], min(indices[1], len(text))
         segments = document_segments(text[:start], text[start:stop], text[stop:])
         fields["wording"] = "official (its input)"

@@ -236,3 +236,21 @@ def test_labels_that_fit_not_are_named(tmp_path):
         Icl(path=path, tasks=("mr",)).check(limits, "tasks.0")
     with pytest.raises(InputError, match="too short"):
         plan(Icl(path=path, tasks=("sst2",), shots=8), 60)
+
+
+def test_train_labels_beside_the_known_classes_raise_input_error(tmp_path):
+    task = Icl(path=write(tmp_path, labels=("negative", "positively")), tasks=("sst2",))
+    with pytest.raises(InputError, match="label='positively' is none of the classes of sst2"):
+        plan(task)
+
+
+def test_without_losses_no_class_is_right(tmp_path):
+    class Broken(BigramModel):
+        def continuations(self, *args, **kwargs):
+            rows = super().continuations(*args, **kwargs)
+            return [[option._replace(nll=option.nll * np.nan) for option in row] for row in rows]
+
+    task = Icl(path=write(tmp_path), tasks=("sst2",))
+    records = task.score(Broken(), plan(task), 6)
+    assert {record["correct"] for record in records} == {0.0}
+    assert {record["answer"] for record in records} == {""}

@@ -16,7 +16,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.infinitebench import GENERATED, InfiniteBench
-from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
+from lcjax.evaluation.tasks.zeroscrolls import _INDEX_FIELDS, ZeroScrolls
 from lcjax.generation.language_model import LanguageModel
 
 OPTIONS = ["get_a", "get_b", "get_c", "get_d"]
@@ -472,3 +472,14 @@ def test_a_split_without_references_raises_input_error_with_the_line(tmp_path):
         pytest.raises(InputError, match="contains no valid row"),
     ):
         plan(task)
+
+
+@pytest.mark.filterwarnings("ignore:.*has an empty input")
+def test_a_row_with_an_empty_input_is_skipped(tmp_path):
+    path = Path(scrolls(tmp_path)) / "qmsum" / "validation.jsonl"
+    indices = dict.fromkeys(_INDEX_FIELDS, 0)
+    row = {"id": "empty", "input": "", "output": "x", "truncation_seperator": "..."} | indices
+    task = ZeroScrolls(path=str(tmp_path), tasks=("qmsum",))
+    expected = [unit.digest for unit in plan(task)]
+    path.write_text(path.read_text().rstrip("\n") + "\n" + json.dumps(row) + "\n")
+    assert [unit.digest for unit in plan(task)] == expected

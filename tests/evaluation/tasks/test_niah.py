@@ -1,7 +1,9 @@
 """Needles in a haystack, looked at token by token, and what their answers are worth."""
 
 import functools
+import json
 import re
+import types
 
 import benchmark_support
 import numpy as np
@@ -10,7 +12,7 @@ from benchmark_support import TOKENIZER
 from evaluation_support import BigramModel, ByteTokenizer
 
 from lcjax.errors import InputError
-from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.corpus import SentenceEnds, TokenizedCorpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.needles import Haystack, Niah
 
@@ -124,3 +126,28 @@ def test_a_length_without_room_raises_input_error_and_the_least_one_works():
 def test_settings_that_cannot_work_raise_input_error(field):
     with pytest.raises(InputError, match=next(iter(field))):
         Niah(**field).check(Limits((1000,)), "tasks.1")
+
+
+@pytest.mark.parametrize("end", ["\u3002", "\uff01", "\uff1f", ""])
+def test_depths_are_those_asked_for_in_a_text_without_latin_sentence_ends(end):
+    sentence = f"some words without an end{end}"
+    ids = [ord(character) for character in sentence * 40]
+    haystack = Haystack(TokenizedCorpus(TEXTS, TOKENIZER), 100)
+    haystack._ends_sentence = SentenceEnds(
+        types.SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    )
+    for depth in (0.25, 0.5, 0.77):
+        index = haystack.sentence_end(ids, depth)
+        assert 0 <= int(depth * len(ids)) - index < len(sentence)
+        assert not end or ids[index - 1] == ord(end)
+    assert haystack.sentence_end(ids, 0.0) == haystack.sentence_end(ids, 0.01) - 10 * (not end) == 0
+
+
+@pytest.mark.parametrize("name", ["value", "answer"])
+def test_an_empty_text_that_every_answer_contains_raises_input_error(name, tmp_path):
+    texts = {"instruction": "Read.", "sentence": "The {key} is {value}.", "question": "What?"}
+    texts |= {"answer_prefix": "It is", "value": "{value}", "answer": "is {value}"}
+    (tmp_path / "wording.json").write_text(json.dumps(texts | {name: " "}))
+    task = Niah(wording=str(tmp_path / "wording.json"))
+    with pytest.raises(InputError, match=f"wording.json: {name} is empty"):
+        task.check(Limits((1000,)), "tasks.0")

@@ -352,3 +352,15 @@ def test_the_interval_is_unknown_for_one_document_and_infinite_where_the_loss_is
     assert all(math.isnan(end) for end in task.interval(records(2.0)))
     assert task.interval(records(800.0, 800.0)) == (math.inf, math.inf)
     assert task.interval(records(2.0, 2.0)) == pytest.approx((math.e**2, math.e**2))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "field"),
+    [("slide_press", "windows_per_document"), ("slide_full", "min_tokens")],
+)
+def test_settings_that_a_protocol_does_not_use_raise_input_error(protocol, field):
+    task = Perplexity(protocol=protocol, **{field: 2})
+    with pytest.raises(InputError, match=f"tasks.0.{field}=2 has no effect on {protocol}"):
+        task.check(Limits((1024,)), "tasks.0")
+    task = dataclasses.replace(task, protocol="last_k")
+    task.check(Limits((1024,)), "tasks.0")

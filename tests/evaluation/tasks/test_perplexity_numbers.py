@@ -80,6 +80,8 @@ def test_losses_that_are_not_numbers_are_counted_and_the_rest_is_shown_apart():
     assert found["value_without_nan"] == pytest.approx(task.summarise(whole)["value"])
     assert found["nan_windows"] == len(records) - len(whole) > 0
     assert found["nan_tokens"] == sum(record["nan"] for record in records)
+    broken = task.summarise([record for record in records if record["nan"]])
+    assert math.isnan(broken["value"]) and math.isnan(broken["value_without_nan"])
 
 
 def test_the_standard_error_of_the_loss_is_that_of_a_ratio_over_documents():

@@ -75,6 +75,7 @@ class Ruler(GenerationTask):
     """
 
     main_score: ClassVar[str] = "string_match"
+    table_settings: ClassVar[tuple[str, ...]] = ("tasks",)
 
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
