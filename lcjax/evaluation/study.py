@@ -27,7 +27,7 @@ from lcjax.training import run as train
 from lcjax.training.tracking import announce, read
 
 # Trainings in their order: stages by file name (by path, if two have one name), the base model
-# under an empty name, methods by name.
+# as `base`, methods by name.
 Trainings = Mapping[str, TrainConfig]
 
 _BASE = "base"
@@ -53,7 +53,7 @@ def trainings(config: EvalConfig) -> Trainings:
             raise InputError(
                 f"study.base={study.base} makes the model; leave model.path and model.preset out"
             )
-        trainings[""] = _parse(study.base, (), "study.base", _folder(config, None))
+        trainings[_BASE] = _parse(study.base, (), "study.base", _folder(config, None))
     source = str(_folder(config, None)) if study.base is not None else config.model.path
     for index, method in enumerate(config.methods):
         if method.train is None:
@@ -76,7 +76,7 @@ def trainings(config: EvalConfig) -> Trainings:
 
 
 def _add(trainings: dict[str, TrainConfig], name: str, training: TrainConfig, key: str) -> None:
-    if name in {other or _BASE for other in trainings}:
+    if name in trainings:
         raise InputError(
             f"{key} is the name of another training of the study; name a stage once, and give the"
             " method another name"
@@ -143,9 +143,7 @@ def _check_folders(trainings: Trainings) -> None:
 
 def settings(trainings: Trainings) -> dict[str, Any]:
     """Returns the settings that determine the trained models, for the hash of the run."""
-    return {
-        name or _BASE: folder_lib.hashed_settings(training) for name, training in trainings.items()
-    }
+    return {name: folder_lib.hashed_settings(training) for name, training in trainings.items()}
 
 
 def with_trained(config: EvalConfig) -> EvalConfig:
@@ -188,7 +186,7 @@ def has_memory(section: ModelSection, trainings: Trainings) -> bool:
 
 def check_paths(config: EvalConfig, trainings: Trainings) -> None:
     """Raises InputError if a training's folder holds something else, or it has no text."""
-    if trainings and "" not in trainings and config.model.path not in by_path(trainings):
+    if trainings and _BASE not in trainings and config.model.path not in by_path(trainings):
         check_source(config.model)
     for training in _with_existing(config, trainings).values():
         try:
@@ -226,7 +224,7 @@ def run(config: EvalConfig, trainings: Trainings) -> bool:
     for index, (name, training) in enumerate(_with_existing(config, trainings).items(), 1):
         if folder_lib.finished(training):
             continue
-        announce(f"study: training {index} of {len(trainings)}, {name or 'the base model'}")
+        announce(f"study: training {index} of {len(trainings)}, {name}")
         if train(training)["stopped"]:
             return False
     return True
@@ -242,7 +240,7 @@ def table(trainings: Trainings) -> str:
         losses = [row["loss"] for row in log if row.get("loss") is not None]  # not of validation
         loss = f"{losses[-1]:.3f}" if losses else "nan"
         minutes = f"{_seconds(log) / 60:.1f}"
-        rows.append([name or "base model", shape, str(section.seed), minutes, loss])
+        rows.append([name, shape, str(section.seed), minutes, loss])
     return f"### Trained first\n\n{markdown(rows)}"
 
 

@@ -42,7 +42,8 @@ class Unit:
     tokens: np.ndarray  # int32 [n]
     fields: Record
     prompt: Prompt | None = None
-    harness_document: Any = None  # document of lm-evaluation-harness, with its requests
+    # Of a document of lm-evaluation-harness, each with its repetitions
+    requests: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def digest(self) -> str:

@@ -138,7 +138,7 @@ def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config, 
             run=RunSection(f"{config.run.folder}_{name}"),
             lengths=(500, 1000),
             tasks=(
-                Perplexity(protocol="last_k", last=4, select="random"),
+                Perplexity(protocol="last_k", last=4),
                 Passkey(depths=3),
             ),
             data=TextConfig(path=_long(config)),

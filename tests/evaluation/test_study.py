@@ -90,7 +90,7 @@ def test_one_command_trains_the_base_and_the_methods_and_writes_the_table(folder
     # Rows of 64 have whole positions in bfloat16, but not all frequencies.
     assert len({cells[method, 64] for method in ("base", "PI", "PI, bf16")}) == 3
     text = (folder / "out" / "tables" / "training.md").read_text()
-    assert "| base model" in text and "| PI " in text and "8 x 64 x 2 " in text
+    assert "| base " in text and "| PI " in text and "8 x 64 x 2 " in text
     assert text in capsys.readouterr().out
     times = {file: file.stat().st_mtime_ns for file in (folder / "out").glob("**/checkpoints/*")}
     assert len(times) == 3
@@ -219,9 +219,9 @@ def test_evaluations_with_one_folder_share_the_trainings_of_methods(folder, monk
 
 def test_every_method_begins_with_the_base_and_differs_in_its_own_keys_only(folder):
     found = study.trainings(read(folder))
-    assert list(found) == ["", "PI", "PI, bf16"]
+    assert list(found) == ["base", "PI", "PI, bf16"]
     plain, rounded = found["PI"], found["PI, bf16"]
-    assert plain.model.path == rounded.model.path == found[""].run.folder
+    assert plain.model.path == rounded.model.path == found["base"].run.folder
     assert Path(plain.run.folder).parent == folder / "out" / "trained"
     settings = study.settings(found)
     differing = {
@@ -252,10 +252,10 @@ def test_keys_may_follow_the_config_of_a_stage(folder):
     stage = f"{folder}/base.yaml --train.steps=7 --run.folder={folder}/seven"
     config = read(folder, old="study: {base", new=f"study: {{stages: ['{stage}'], base")
     found = study.trainings(config)
-    assert list(found) == ["stage base", "", "PI", "PI, bf16"]
+    assert list(found) == ["stage base", "base", "PI", "PI, bf16"]
     training = found["stage base"]
     assert (training.train.steps, training.run.folder) == (7, f"{folder}/seven")
-    assert found[""].train.steps == 3
+    assert found["base"].train.steps == 3
 
 
 def test_a_method_may_have_a_memory_of_its_own():
@@ -347,7 +347,7 @@ def test_methods_with_the_same_keys_share_one_training(folder):
         new="  - {name: PI 4, rope: {type: linear, factor: 4},"
         " train: [model.rope.type=linear, model.rope.factor=2]}\ntasks:",
     )
-    assert list(study.trainings(config)) == ["", "PI", "PI, bf16"]
+    assert list(study.trainings(config)) == ["base", "PI", "PI, bf16"]
     _, one, _, other = study.with_trained(config).methods
     assert one.path == other.path and other.rope.factor == 4
 

@@ -8,6 +8,7 @@ first one loads the harness and its data, and broadcasts the documents to the ot
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -35,16 +36,6 @@ from lcjax.parallel import distributed
 
 # Metrics of the harness where lower is better, for reports without the harness.
 LOWER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter")
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentRequests:
-    """The requests of a document, and the number of repetitions of each."""
-
-    dataset: str
-    number: int
-    requests: tuple[Request, ...]
-    repeats: tuple[int, ...]
 
 
 @Task.register_subclass("lm_eval")
@@ -127,7 +118,7 @@ class LmEval(Task):
             self._unit(index, document, encoder, length) for index, document in enumerate(documents)
         ]
         # Batches then have similar lengths, and a lack of memory shows in the first one.
-        return sorted(units, key=lambda unit: -max(r.size for r in unit.harness_document.requests))
+        return sorted(units, key=lambda unit: -max(r.size for r in _requests(unit)))
 
     def _documents(self, tokenizer, seed: int) -> list[harness.HarnessDocument]:
         chat = functools.partial(render_chat, tokenizer) if self.template == "chat" else None
@@ -158,11 +149,11 @@ class LmEval(Task):
     def _unit(
         self, index: int, document: harness.HarnessDocument, encoder: Encoder, length: int
     ) -> Unit:
-        requests = tuple(
-            encoder.request(kind, arguments, repeat)
+        by_request = tuple(
+            tuple(encoder.request(kind, arguments, repeat) for repeat in range(repeats))
             for kind, arguments, repeats in document.requests
-            for repeat in range(repeats)
         )
+        requests = list(itertools.chain(*by_request))
         tokens = [token for request in requests for token in _ids(request)]
         fields = {
             "protocol": "lm_eval",
@@ -180,36 +171,33 @@ class LmEval(Task):
             fields["prompt"] = encoder.tokenizer.decode(requests[0].prompt)
         samplings = (r.sampling for r in requests if isinstance(r, GenerateUntil))
         shape = (*dict.fromkeys(type(r).__name__ for r in requests), *dict.fromkeys(samplings))
-        repeats = tuple(count for _, _, count in document.requests)
-        document_requests = DocumentRequests(document.dataset, document.number, requests, repeats)
-        return Unit(
-            index, shape, np.asarray(tokens, np.int32), fields, harness_document=document_requests
-        )
+        return Unit(index, shape, np.asarray(tokens, np.int32), fields, requests=by_request)
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
-        check(model, [request for unit in units for request in unit.harness_document.requests])
+        check(model, [request for unit in units for request in _requests(unit)])
 
     def prompts(self, unit: Unit) -> list[tuple[int, ...]]:
-        return prompts_of(unit.harness_document.requests)
+        return prompts_of(_requests(unit))
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        answers = respond(model, [r for u in units for r in u.harness_document.requests], batch)
-        remaining = iter(answers)
+        requests = [request for unit in units for request in _requests(unit)]
+        answers = iter(respond(model, requests, batch))
         return [
             self._record(
-                unit, [next(remaining) for _ in unit.harness_document.requests], model.tokenizer
+                unit,
+                [list(itertools.islice(answers, len(r))) for r in unit.requests],
+                model.tokenizer,
             )
             for unit in units
         ]
 
-    def _record(self, unit: Unit, answers: list[Answer], tokenizer) -> Record:
-        document: DocumentRequests = unit.harness_document
-        record = {"responses": answers, **_answer(document.requests, answers, tokenizer)}
+    def _record(self, unit: Unit, by_request: list[list[Answer]], tokenizer) -> Record:
+        answers = list(itertools.chain(*by_request))
+        record = {"responses": answers, **_answer(_requests(unit), answers, tokenizer)}
         if not distributed.is_main_process():
             return record | {"scores": {}, "correct": None}
-        remaining = iter(answers)
-        by_request = [[next(remaining) for _ in range(count)] for count in document.repeats]
-        scores = self._suite().score_document(document.dataset, document.number, by_request)
+        fields = unit.fields
+        scores = self._suite().score_document(fields["dataset"], fields["document"], by_request)
         value = scores.get(_key(scores, unit.fields["metric"]))
         is_mean = unit.fields["metric"] not in unit.fields["aggregation"]
         correct = float(value) if is_mean and isinstance(value, int | float) else None
@@ -287,6 +275,11 @@ class LmEval(Task):
                 values = {name: round(value, 4) for name, value, _ in numbers}
                 rows[cell["method"]] = {"length": longest, **values}
         return rows
+
+
+def _requests(unit: Unit) -> list[Request]:
+    """Returns all requests of a unit, repetitions included."""
+    return list(itertools.chain(*unit.requests))
 
 
 def _key(scores, metric: str) -> str | None:

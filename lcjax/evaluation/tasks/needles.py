@@ -18,7 +18,7 @@ import dataclasses
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import SentenceEnds, TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.metrics import infinitebench, qa, rouge
-from lcjax.evaluation.prompt import PromptEncoder, Segment
+from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.prompt_task import Example, GenerationTask
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
@@ -87,29 +87,8 @@ class DepthTask(GenerationTask):
                 fields = {**self.cached_wording(corpus).fields, "depth": depth, "trial": trial}
                 yield dataclasses.replace(example, fields={**fields, **example.fields})
 
-    def insert_needle(
-        self,
-        prompt_encoder: PromptEncoder,
-        frame: Callable[[Sequence[int]], list[Segment]],
-        needle: Sequence[int],
-        haystack: Callable[[int], tuple[list[int], int]],
-        min_tokens: int,
-        length: int,
-    ) -> tuple[list[Segment], int]:
-        """Fills a prompt of `length` tokens with a haystack, and inserts a needle.
-
-        Args:
-          prompt_encoder: The encoder of prompts.
-          frame: Returns the segments of the prompt for the token ids of its context.
-          needle: Token ids of the hidden text.
-          haystack: Returns n token ids for a number n, and the index of the needle among them.
-          min_tokens: The minimum number of tokens of the haystack.
-          length: The tokens of the prompt and its answer.
-
-        Returns:
-          The segments, and the first token of the needle in the prompt.
-        """
-        bare = prompt_encoder.prompt(frame(needle))
+    def haystack_size(self, bare: Prompt, min_tokens: int, length: int) -> int:
+        """Returns the number of tokens that fill a prompt with its needle alone up to `length`."""
         num_tokens = self.budget(length, self.max_new_tokens).left(bare)
         if num_tokens < min_tokens:
             used = length - num_tokens
@@ -117,9 +96,7 @@ class DepthTask(GenerationTask):
                 f"lengths: {length} is too short for {self.label}, whose instruction, needle,"
                 f" question and answer take {used} tokens; use at least {used + min_tokens}"
             )
-        ids, index = haystack(num_tokens)
-        context = [*ids[:index], *needle, *ids[index:]]
-        return frame(context), bare.start("context_doc") + index
+        return num_tokens
 
     def overall(self, cells: Records) -> float:
         """Returns the mean over the lengths, as LCEG's table 1 appears to do."""
@@ -180,21 +157,18 @@ class Passkey(DepthTask):
         ]
         sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in filler]
 
-        def haystack(num_tokens: int) -> tuple[list[int], int]:
-            """Returns filler, whose last sentence may be cut, and the sentence end by the depth."""
-            ids, ends = [], [0]
-            while len(ids) < num_tokens:
-                ids += sentences[(first + len(ends) - 1) % len(sentences)]
-                ends.append(min(len(ids), num_tokens))
-            index = min(ends, key=lambda end: abs(end - placement.depth * num_tokens))
-            return ids[:num_tokens], index
-
+        bare = prompt_encoder.prompt(_segments(wording.texts, needle))
         min_tokens = 2 * max(map(len, sentences))
-        segments, start = self.insert_needle(
-            prompt_encoder, _frame(wording.texts), needle, haystack, min_tokens, placement.length
-        )
+        num_tokens = self.haystack_size(bare, min_tokens, placement.length)
+        ids, ends = [], [0]
+        while len(ids) < num_tokens:
+            ids += sentences[(first + len(ends) - 1) % len(sentences)]
+            ends.append(min(len(ids), num_tokens))  # the last sentence may be cut
+        index = min(ends, key=lambda end: abs(end - placement.depth * num_tokens))
+        context = [*ids[:index], *needle, *ids[index:num_tokens]]
+        start = bare.start("context_doc") + index
         fields = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
-        return Example(segments, [key], fields)
+        return Example(_segments(wording.texts, context), [key], fields)
 
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
         return key_scores(answer, unit.fields["key"], tokenizer, unit.fields.get("ids"))
@@ -218,18 +192,14 @@ class Passkey(DepthTask):
         return aggregates
 
 
-def _frame(prompts: Mapping[str, str]) -> Callable[[Sequence[int]], list[Segment]]:
-    """Returns a function that makes the segments of a prompt for the token ids of its context."""
-
-    def segments(context: Sequence[int]) -> list[Segment]:
-        return [
-            Segment("instruction", prompts["instruction"]),
-            Segment("context_doc", ids=context),
-            Segment("question", prompts["question"]),
-            Segment("answer_prefix", prompts["answer_prefix"]),
-        ]
-
-    return segments
+def _segments(texts: Mapping[str, str], context: Sequence[int]) -> list[Segment]:
+    """Returns the segments of a prompt for the token ids of its context."""
+    return [
+        Segment("instruction", texts["instruction"]),
+        Segment("context_doc", ids=context),
+        Segment("question", texts["question"]),
+        Segment("answer_prefix", texts["answer_prefix"]),
+    ]
 
 
 def key_scores(
@@ -425,30 +395,26 @@ class Niah(DepthTask):
             lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
         )
         rng = random.Random(f"niah {' '.join(map(str, placement.seeds))}")
-        prompts = self._prompts(self.cached_wording(corpus), rng)
-
-        def text(num_tokens: int) -> tuple[list[int], int]:
-            ids = haystack.first(num_tokens)
-            return ids, haystack.sentence_end(ids, placement.depth)
-
+        texts = self._texts(self.cached_wording(corpus), rng)
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        ids = encode_mid_text(prompt_encoder.tokenizer, " " + prompts["sentence"])
-        segments, start = self.insert_needle(
-            prompt_encoder, _frame(prompts), ids, text, haystack.MIN_TOKENS, placement.length
-        )
+        needle = encode_mid_text(prompt_encoder.tokenizer, " " + texts["sentence"])
+        bare = prompt_encoder.prompt(_segments(texts, needle))
+        ids = haystack.first(self.haystack_size(bare, haystack.MIN_TOKENS, placement.length))
+        index = haystack.sentence_end(ids, placement.depth)
         fields = {
             "protocol": f"niah_{self.needle}",
-            "needle": prompts["sentence"],
-            "needle_answer": prompts["answer"],
-            "needle_start": start,
+            "needle": texts["sentence"],
+            "needle_answer": texts["answer"],
+            "needle_start": bare.start("context_doc") + index,
         }
-        return Example(segments, [prompts["value"]], fields)
+        segments = _segments(texts, [*ids[:index], *needle, *ids[index:]])
+        return Example(segments, [texts["value"]], fields)
 
     def library_texts(self) -> Mapping[str, str]:
         library = local_files.library_prompts("niah")
         return {"instruction": library["instruction"], **library[self.needle]}
 
-    def _prompts(self, wording: Wording, rng: random.Random) -> dict[str, str]:
+    def _texts(self, wording: Wording, rng: random.Random) -> dict[str, str]:
         """Returns the texts of a prompt by name, filled with a random key and value."""
         library = local_files.library_prompts("niah")
         key = f"{rng.choice(library['colours'])} {rng.choice(library['places'])}"

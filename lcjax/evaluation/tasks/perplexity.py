@@ -47,7 +47,6 @@ from lcjax.evaluation.statistics import at_longest, bootstrap, group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.session import pad_right
 
-_SELECT = ("spread", "first", "random")
 _LONG = 131_072  # from here on `last_k_n100` takes fewer windows
 
 Span = tuple[int, int, int]  # start, size, first scored position
@@ -175,23 +174,15 @@ def lay_windows(
     return windows if protocol.max_windows is None else windows[: protocol.max_windows(length)]
 
 
-def choose_windows(
-    windows: Sequence[Window], limit: int | None, how: str, seed: int
-) -> list[Window]:
-    """Returns `limit` windows (None: all): the `first`, evenly `spread`, or `random` ones.
+def choose_windows(windows: Sequence[Window], limit: int | None) -> list[Window]:
+    """Returns `limit` windows (None: all), evenly spread.
 
     Neighbouring windows share all but S tokens, and the first ones are from few documents, so the
-    estimate of `spread` for the corpus is better than that of `first` at the same cost.
+    estimate for the corpus is better than that of the first windows at the same cost.
     """
     if limit is None or limit >= len(windows):
         return list(windows)
-    if how == "first":
-        return list(windows[:limit])
-    if how == "spread":
-        picks = (np.arange(limit) * len(windows)) // limit
-    else:
-        picks = np.sort(np.random.default_rng(seed).choice(len(windows), limit, replace=False))
-    return [windows[pick] for pick in picks]
+    return [windows[pick] for pick in (np.arange(limit) * len(windows)) // limit]
 
 
 @Task.register_subclass("perplexity")
@@ -215,7 +206,6 @@ class Perplexity(Task):
     first_documents: int | None = None
     # last_k: number of windows of each document (CEPE at 128K: 1); null: all
     windows_per_document: int | None = None
-    select: str = "spread"  # which windows max_windows keeps: spread evenly, first, or random
     position_bins: str = "linear"  # loss by position: linear, bins of 128 tokens; log, 4 an octave
 
     @property
@@ -239,7 +229,6 @@ class Perplexity(Task):
     def check(self, limits: Limits, key: str) -> None:
         for field, value, known in (
             ("protocol", self.protocol, tuple(PROTOCOLS)),
-            ("select", self.select, _SELECT),
             ("bos", self.bos, BOS_RULES),
             ("position_bins", self.position_bins, ("linear", "log")),
         ):
@@ -299,7 +288,7 @@ class Perplexity(Task):
         options = WindowOptions(limits.stride, self.last, self.windows_per_document)
         windows = lay_windows(rules, documents, length, options)
         units = []
-        for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
+        for window in choose_windows(windows, limits.max_windows):
             document, stop = documents[window.document], window.start + window.size
             fields = {
                 "protocol": self.protocol,

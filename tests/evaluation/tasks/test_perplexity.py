@@ -301,12 +301,9 @@ def test_fewer_windows_are_spread_over_the_corpus_and_do_not_depend_on_chance():
         10,
         WindowOptions(stride=2, last=2),
     )
-    spread = choose_windows(windows, 4, "spread", 0)
+    spread = choose_windows(windows, 4)
     assert [w.index for w in spread] == [0, 11, 23, 34]
-    assert [w.index for w in choose_windows(windows, 3, "first", 0)] == [0, 1, 2]
-    assert choose_windows(windows, 5, "random", 7) == choose_windows(windows, 5, "random", 7)
-    assert choose_windows(windows, 5, "random", 7) != choose_windows(windows, 5, "random", 8)
-    assert choose_windows(windows, None, "first", 0) == windows
+    assert choose_windows(windows, None) == windows
 
 
 def test_joined_documents_keep_their_byte_counts():
@@ -323,7 +320,6 @@ def test_joined_documents_keep_their_byte_counts():
         (Perplexity(protocol="slide"), (12,), ["protocol='slide'", "slide_press, slide_yarn"]),
         (Perplexity(protocol="last_k", last=None), (12,), ["last=null", "protocol=stream_sink"]),
         (Perplexity(protocol="stream_sink", last=12), (12,), ["last=12", "12"]),
-        (Perplexity(select="best"), (12,), ["select='best'", "spread, first, random"]),
         (Perplexity(protocol="last_k", last=12), (12,), ["last=12", "12"]),
         (Perplexity(max_tokens=10), (12,), ["max_tokens=10", "12"]),
         (Perplexity(), (14,), ["14 must be a multiple of stride=4", "nearest: 12, 16"]),
