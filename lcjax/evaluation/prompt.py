@@ -13,6 +13,7 @@ is made, and truncation does not change other segments. A segment begins with it
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -25,15 +26,14 @@ from lcjax.evaluation.corpus import start_token
 from lcjax.generation.scorer import PassageSpan
 
 KINDS = (
-    "system", "instruction", "context_doc", "demo", "passage", "context", "question",
-    "answer_prefix",
+    "instruction", "context_doc", "demo", "passage", "context", "question", "answer_prefix",
 )  # fmt: skip
 # `passage`: retrieved passages, the best first; `context`: passages or demonstrations only for the
 # context. Each one is read whole. If a prompt has any of these, nothing else moves to the context.
 PASSAGES = ("passage", "context")
 SHRINKABLE = ("context_doc", "demo", *PASSAGES)  # may be truncated, and may move to the context
 TEMPLATES = ("none", "chat")
-_SYSTEM, _USER = "@@lcjax-system@@", "@@lcjax-body@@"  # placeholders in a rendered template
+_USER = "@@lcjax-body@@"  # placeholder in a rendered template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,26 +131,23 @@ def document_segments(instruction: str, document: str, question: str) -> list[Se
 class PromptEncoder:
     """Encodes segments for one tokenizer, with or without its chat template.
 
-    With `chat` the system segment is the system message if the template supports it, the answer
-    prefix begins the assistant's message, and all other segments are the user's message. The prompt
-    has one BOS if the model expects it, whether or not the template writes it.
+    With `chat` the answer prefix begins the assistant's message, and all other segments are the
+    user's message. The prompt has one BOS if the model expects it, whether or not the template
+    writes it.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str = "none"):
         self.tokenizer, self.template = tokenizer, template
         self.bos = start_token(tokenizer, "auto")
-        self._frames: dict[bool, tuple[str, str, str]] = {}  # by whether there is a system segment
 
     def prompt(self, segments: Sequence[Segment]) -> Prompt:
-        """Encodes `segments` in order, but system segments first and answer prefixes last."""
-        by_kind = {kind: [s for s in segments if s.kind == kind] for kind in KINDS}
-        system, answer = by_kind["system"], by_kind["answer_prefix"]
-        body = [s for s in segments if s.kind not in ("system", "answer_prefix")]
+        """Encodes `segments` in order, but answer prefixes last."""
+        body = [s for s in segments if s.kind != "answer_prefix"]
+        answer = [s for s in segments if s.kind == "answer_prefix"]
         if self.template == "none":
-            return self._encode([*system, *body, *answer])
-        opening, between, closing = self._frame(bool(system))
-        turns = [opening, *system, between, *body, closing]
-        return self._encode([*turns, *map(self._strip_answer, answer)])
+            return self._encode([*body, *answer])
+        opening, closing = self._frame
+        return self._encode([opening, *body, closing, *map(self._strip_answer, answer)])
 
     @property
     def fields(self) -> dict:
@@ -160,34 +157,20 @@ class PromptEncoder:
             "template": self.template,
         }
         if self.template == "chat":
-            text = "".join(self._frame(False))
+            text = "".join(self._frame)
             fields["template_hash"] = hashlib.sha256(text.encode()).hexdigest()[:12]
         return fields
 
-    def _frame(self, system: bool) -> tuple[str, str, str]:
-        """Returns the template before the system message, the user message and the answer."""
-        if system not in self._frames:
-            self._frames[system] = self._render_frame(system)
-        return self._frames[system]
-
-    def _render_frame(self, system: bool) -> tuple[str, str, str]:
-        user = {"role": "user", "content": _USER}
-        render = self.tokenizer.render_chat
-        if system:
-            try:
-                text = render([{"role": "system", "content": _SYSTEM}, user])
-            except InputError:  # the template supports no system message, such as Gemma's
-                text = ""
-            if _SYSTEM in text and text.index(_SYSTEM) < text.index(_USER):
-                opening, _, rest = text.partition(_SYSTEM)
-                between, _, closing = rest.partition(_USER)
-                return opening, between, closing
-        opening, _, closing = render([user]).partition(_USER)
-        return opening, "\n\n" if system else "", closing
+    @functools.cached_property
+    def _frame(self) -> tuple[str, str]:
+        """The chat template before the user's message and before the answer."""
+        text = self.tokenizer.render_chat([{"role": "user", "content": _USER}])
+        opening, _, closing = text.partition(_USER)
+        return opening, closing
 
     def _strip_answer(self, answer: Segment) -> Segment:
         """Strips the leading blanks of the answer prefix if the template ends in a blank."""
-        if answer.ids is None and self._frame(False)[2][-1:].isspace():
+        if answer.ids is None and self._frame[1][-1:].isspace():
             return dataclasses.replace(answer, text=answer.text.lstrip())
         return answer
 

@@ -15,19 +15,9 @@ from lcjax.generation.sampling import Sampling
 TOKENIZER = ByteTokenizer()
 
 
-class NoSystem(ByteTokenizer):
-    """A template that knows no system, as Gemma's."""
-
-    def render_chat(self, messages, add_generation_prompt=True):
-        if messages[0]["role"] == "system":
-            raise InputError("chat_template: no system")
-        return super().render_chat(messages, add_generation_prompt)
-
-
 def segments(*documents, demo=()):
     return [
-        Segment("system", "Be brief."),
-        Segment("instruction", "Read."),
+        Segment("instruction", "Be brief.Read."),
         *(Segment("context_doc", text) for text in documents),
         *(Segment("demo", text) for text in demo),
         Segment("question", "\nWho?"),
@@ -44,21 +34,16 @@ def slice_of(prompt, span):
 
 
 @pytest.mark.parametrize(
-    ("template", "tokenizer", "expected"),
+    ("template", "expected"),
     [
-        ("none", TOKENIZER, "Be brief.Read. one two\nWho?\nAnswer:"),
-        (
-            "chat",
-            TOKENIZER,
-            "[system]Be brief.[end][user]Read. one two\nWho?[end][assistant]\nAnswer:",
-        ),
-        ("chat", NoSystem(), "[user]Be brief.\n\nRead. one two\nWho?[end][assistant]\nAnswer:"),
+        ("none", "Be brief.Read. one two\nWho?\nAnswer:"),
+        ("chat", "[user]Be brief.Read. one two\nWho?[end][assistant]\nAnswer:"),
     ],
 )
-def test_segments_stand_in_their_turns_behind_one_bos(template, tokenizer, expected):
-    prompt = PromptEncoder(tokenizer, template).prompt(segments(" one", " two"))
-    assert text(prompt, tokenizer) == expected
-    assert prompt.ids[0] == tokenizer.bos_id and (prompt.ids == tokenizer.bos_id).sum() == 1
+def test_segments_stand_in_their_turns_behind_one_bos(template, expected):
+    prompt = PromptEncoder(TOKENIZER, template).prompt(segments(" one", " two"))
+    assert text(prompt) == expected
+    assert prompt.ids[0] == TOKENIZER.bos_id and (prompt.ids == TOKENIZER.bos_id).sum() == 1
     joined = np.concatenate([prompt.ids[s.start : s.stop] for s in prompt.spans])
     np.testing.assert_array_equal(joined, prompt.ids)
     assert [slice_of(prompt, s) for s in prompt.spans if s.kind == "context_doc"] == [
@@ -119,7 +104,7 @@ def test_documents_are_cut_and_nothing_else(how, head, tail, template):
     found = fit(whole, budget, TOKENIZER, how)
     assert budget.used(found) == budget.length and found.truncated == 31
     assert letters[:head] + letters[80 - tail :] in text(found)
-    for kind in ("system", "instruction", "question", "answer_prefix", "template", "bos"):
+    for kind in ("instruction", "question", "answer_prefix", "template", "bos"):
         assert found.tokens(kind) == whole.tokens(kind)
     kept = whole.start("context_doc") + head
     np.testing.assert_array_equal(found.ids[:kept], whole.ids[:kept])
