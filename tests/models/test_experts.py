@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_lm import text
 
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
@@ -39,14 +40,7 @@ CONFIG = ModelConfig(
 
 
 def random(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def loop(x, w, sizes):
-    """The same products, group after group."""
-    ends = np.cumsum(sizes)
-    rows = [x[end - size : end] @ w[e] for e, (end, size) in enumerate(zip(ends, sizes))]
-    return jnp.concatenate([*rows, jnp.zeros((x.shape[0] - ends[-1], w.shape[2]))])
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 SIZES = {
@@ -58,26 +52,38 @@ SIZES = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=4)
+def product_and_gradients(x, w, dy, sizes, traced_count):
+    product = functools.partial(grouped_matmul, block=4, traced_count=traced_count)
+    y, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
+    return y, *pull(dy)
+
+
 @pytest.mark.parametrize("traced_count", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_products_of_groups_and_their_gradients_are_those_of_a_loop(sizes, traced_count):
-    x, w, dy = random(0, 32, 7), random(1, 5, 7, 9), random(2, 32, 9)
-    numbers = jnp.asarray(sizes, jnp.int32)
-    y, pull = jax.vjp(
-        lambda x, w: grouped_matmul(x, w, numbers, block=4, traced_count=traced_count), x, w
-    )
-    want, pull_loop = jax.vjp(lambda x, w: loop(x, w, sizes), x, w)
-    np.testing.assert_allclose(y, want, atol=1e-5)
-    for mine, expected in zip(pull(dy), pull_loop(dy)):
+    x, w, dy = inputs = random(0, 32, 7), random(1, 5, 7, 9), random(2, 32, 9)
+    got = product_and_gradients(*inputs, np.asarray(sizes, np.int32), traced_count)
+    y, dx, dw = (np.zeros(array.shape) for array in (dy, x, w))
+    for expert, (end, size) in enumerate(zip(np.cumsum(sizes), sizes)):
+        rows = slice(end - size, end)
+        y[rows], dx[rows] = x[rows] @ w[expert], dy[rows] @ w[expert].T
+        dw[expert] = x[rows].T @ dy[rows]
+    for mine, expected in zip(got, (y, dx, dw)):
         np.testing.assert_allclose(mine, expected, atol=1e-5)
+
+
+@jax.jit
+def sums_of_kernel_and_blocks(x, dy, sizes):
+    inputs = x.astype("bfloat16"), dy.astype("bfloat16"), sizes
+    want = _block_sums(*inputs, block=128, traced_count=False)
+    return _kernel_sums(*inputs, block=128, interpret=True), want
 
 
 @pytest.mark.parametrize("sizes", [(128, 0, 256, 0), (0, 0, 0, 512), (0, 128, 0, 0)], ids=str)
 def test_the_kernel_for_tpus_sums_the_products_of_groups(sizes):
-    x, dy = random(0, 512, 24).astype("bfloat16"), random(2, 512, 40).astype("bfloat16")
-    inputs = x, dy, jnp.asarray(sizes, jnp.int32)
-    want = _block_sums(*inputs, block=128, traced_count=False)
-    got = _kernel_sums(*inputs, block=128, interpret=True)
+    inputs = random(0, 512, 24), random(2, 512, 40), np.asarray(sizes, np.int32)
+    got, want = sums_of_kernel_and_blocks(*inputs)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
@@ -108,12 +114,15 @@ def test_tpus_compile_a_mixture_and_its_gradient_without_products_of_all_experts
     assert compiled.as_text().count("tpu_custom_call") >= 3
 
 
+sorted_rows = jax.jit(group_rows, static_argnums=1)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 50, 200])
 @pytest.mark.parametrize("foreign", [False, True])
 def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
     rng, count, top_k = np.random.default_rng(tokens), 6, 3
     chosen = np.stack([rng.permutation(count + 2 * foreign)[:top_k] for _ in range(tokens)])
-    groups = jax.tree.map(np.asarray, group_rows(jnp.asarray(chosen), count))
+    groups = jax.tree.map(np.asarray, sorted_rows(chosen, count))
     block, rows = int(groups.block), len(groups.pair)
     assert block == block_rows(tokens * top_k, count)
     assert rows == block * max_blocks(tokens * top_k, count, block) >= groups.sizes.sum()
@@ -149,10 +158,11 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_
         out = jnp.einsum("mef,efd->med", hidden, kernels.down)
         return jnp.sin(jnp.einsum("me,med->md", kept / kept.sum(-1, keepdims=True), out)).sum()
 
-    inputs = x, router, kernels
-    np.testing.assert_allclose(sparse(*inputs), dense(*inputs), rtol=1e-5)
-    mine = jax.tree.leaves(jax.jit(jax.grad(sparse, (0, 1, 2)))(*inputs))
-    for x, y in zip(mine, jax.tree.leaves(jax.jit(jax.grad(dense, (0, 1, 2)))(*inputs))):
+    (mine, grads), (want, dense_grads) = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, router, kernels) for f in (sparse, dense)
+    )
+    np.testing.assert_allclose(mine, want, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(dense_grads)):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-4)
 
 
@@ -181,18 +191,21 @@ def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights
     assert compiled.cost_analysis()["flops"] < tokens * top_k * width * hidden
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def read(config, mesh, params, tokens, cache=None):
+    return Decoder(config, mesh).apply({"params": params}, tokens, cache=cache)
+
+
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_beside_the_cache_equals_the_whole_text(scan_layers):
     config = CONFIG.replace(scan_layers=scan_layers)
-    model, params = Decoder(config), random_params(config, 0)
-    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
-    read = jax.jit(lambda tokens, cache: model.apply({"params": params}, tokens, cache=cache))
-    whole, _ = read(tokens, None)
+    params, tokens = random_params(config, 0), text(1, 2, 12) % 64
+    whole, _ = read(config, None, params, tokens)
     cache, parts = cache_lib.create(config, 2, 12), []
     for part in (tokens[:, :9], *(tokens[:, i : i + 1] for i in range(9, 12))):
-        hidden, cache = read(part, cache)
+        hidden, cache = read(config, None, params, part, cache)
         parts.append(hidden)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
 
 
 def test_what_a_mixture_does_not_have_is_refused():
@@ -250,13 +263,10 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
 def test_generation_on_a_mesh_of_experts_reads_what_one_device_reads(rows):
     config = CONFIG.replace(experts=Experts(count=4, top_k=2, width=20))
     mesh, params = make_mesh(Mesh(1, 1, 2, 1, 4)), random_params(config, 0)
-    tokens = jax.random.randint(jax.random.key(1), (rows, 6), 0, 64)
-    want, _ = Decoder(config).apply({"params": params}, tokens)
+    tokens = text(1, rows, 6) % 64
+    want, _ = read(config, None, params, tokens)
     spread = jax.device_put(params, param_shardings(mesh, params))
-    read = jax.jit(
-        lambda params, x, cache: Decoder(config, mesh).apply({"params": params}, x, cache=cache)
-    )
     cache = cache_lib.create(config, rows, 6, mesh=mesh)
-    first, cache = read(spread, tokens[:, :5], cache)
-    last, _ = read(spread, tokens[:, 5:], cache)
-    np.testing.assert_allclose(jnp.concatenate([first, last], 1), want, atol=1e-5)
+    first, cache = read(config, mesh, spread, tokens[:, :5], cache)
+    last, _ = read(config, mesh, spread, tokens[:, 5:], cache)
+    np.testing.assert_allclose(np.concatenate([first, last], 1), want, atol=1e-5)
