@@ -177,7 +177,7 @@ def padded(rows, width, seed):
     return tokens, np.array([LENGTHS[row] for row in rows])
 
 
-BATCHES = (([0, 1, 2, 3], 61), ([3, 1], 77), ([1], 64))
+BATCHES = (([0, 1, 2, 3], 61), ([3, 1, 3, 0], 77), ([1], 64))
 
 
 @pytest.mark.slow_except(
@@ -213,7 +213,7 @@ def test_continuations_of_a_prompt_are_scored_as_alone(case):
     lm = loaded(case)
     prompts = [ids(row, length) for row, length in enumerate(LENGTHS)]
     for options in (
-        [[ids(30 + row, 2 + 3 * row)] for row in range(4)],
+        [[ids(30 + row, length)] for row, length in enumerate((4, 7, 5, 2))],
         [[ids(40, 3), ids(41, 9)], [ids(42, 1)], [ids(43, 4)], [ids(44, 5), ids(45, 2)]],
     ):
         batch = lm.continuations(prompts, options, **beside(case, range(4)))
@@ -246,7 +246,7 @@ def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             assert written([0, 1, 2, 3]) == alone
-            assert written([3, 1]) == [alone[3], alone[1]]
+            assert written([3, 1, 3, 0]) == [alone[3], alone[1], alone[3], alone[0]]
 
 
 @functools.partial(jax.jit, static_argnums=0)

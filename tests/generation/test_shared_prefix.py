@@ -178,7 +178,7 @@ def test_a_prefix_that_could_not_be_read_is_dropped(lm, monkeypatch):
         return prefill(*arguments, **options)
 
     monkeypatch.setattr(session, "_read", failing)
-    others = [TEXT[:64] + ids(70, 150) + ids(seed, 30) for seed in (71, 72, 73)]
+    others = [TEXT[:64] + ids(70, 136) + ids(seed, 30) for seed in (71, 72, 73)]
     with pytest.raises(MemoryError):
         reader._prefix(others, [6] * 3)
     assert reader._cache is None
@@ -243,7 +243,7 @@ def test_a_prefix_of_another_model_raises_input_error(lm):
 def test_a_prefix_whose_rotation_is_not_that_of_the_request_raises_input_error():
     rope = DynamicNTK(factor=4.0, original_length=16)
     lm = LanguageModel.load(ModelSection(preset="tiny", rope=rope)).with_method(length=100)
-    prefix = read_prefix(lm, TEXT[:80])
+    prefix = read_prefix(lm, TEXT[:64])
     assert prefix.length == 100
     words = r"for 100 tokens, and a prompt .* for 126; .* lm.with_method\(length=126\)"
     refused(prefix, lm, words, TEXT[:120])
