@@ -1,5 +1,7 @@
 """Programs of inference on a CPU read 16-bit weights as they are stored."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,9 @@ def test_an_xla_without_the_option_has_the_default_program(monkeypatch):
     monkeypatch.setattr(programs, "_IN_THE_PRODUCT", {"xla_cpu_no_such_option": "1"})
     assert not programs._option_is_known.__wrapped__()
     monkeypatch.setattr(programs, "_option_is_known", lambda: False)
-    assert session._read._for(*arguments(*model("bfloat16"), 48)) is session._read._default
+    decoder = Decoder(CONFIG.replace(dtype="float32", param_dtype="bfloat16"))
+    inputs = decoder, None, None, np.zeros((1, 48), np.int32)
+    assert session._read._for(*inputs) is session._read._default
 
 
 def test_landmarks_of_decoding_steps_count_as_rows(monkeypatch):
@@ -93,7 +97,7 @@ def test_landmarks_of_decoding_steps_count_as_rows(monkeypatch):
         config = config if pattern is None else config.replace(pattern=pattern)
         decoder = Decoder(config)
         for rows in (8, 9, 16, 17):
-            inputs = decoder, None, None, jnp.zeros(rows, jnp.int32)
+            inputs = decoder, None, None, np.zeros(rows, np.int32)
             steps[name, rows] = session._read._for(*inputs) is session._read._default
     assert [rows for (name, rows), few in steps.items() if few] == [8, 9, 16, 8]
 
@@ -104,41 +108,44 @@ def test_landmarks_of_decoding_steps_count_as_rows(monkeypatch):
 def test_products_of_few_rows_are_exact_and_have_gradients(rows, axis, weights_dtype):
     rng = np.random.default_rng(rows)
     scales = 10.0 ** rng.integers(-6, 6, (rows, 1, 1))
-    x = jnp.asarray(rng.normal(size=(rows, 1, 300)) * scales, jnp.float32)
+    x = (rng.normal(size=(rows, 1, 300)) * scales).astype(np.float32)
     shape = (300, 40) if axis == 0 else (40, 300)
-    kernel = jnp.asarray(rng.normal(size=shape), weights_dtype).astype(jnp.float32)
+    kernel = rng.normal(size=shape).astype(jnp.dtype(weights_dtype)).astype(np.float32)
 
     def product(x, kernel):
         return x @ (kernel if axis == 0 else kernel.T)
 
-    @jax.jit
-    def of_few(x, kernel):
+    def product_of_wide(x, kernel):
+        return product(*(y.astype(jnp.float32) for y in (x, kernel)))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def of_few(x, kernel, product=product):
         return product_of_few_rows(product, x, kernel, weights_dtype=weights_dtype, axis=axis)
 
-    wide = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    wide = x.astype(np.float64), kernel.astype(np.float64)
     exact, size = product(*wide), product(*map(np.abs, wide))
     assert of_few(x, kernel).dtype == jnp.float32
     assert np.all(np.abs(of_few(x, kernel) - exact) <= 3e-6 * size)
     half = rng.normal(size=(rows, 1, 300)).astype(np.float16)  # the sum of two in bfloat16
-    got = product_of_few_rows(
-        lambda x, kernel: product(*(y.astype(jnp.float32) for y in (x, kernel))),
-        *(jnp.asarray(half), kernel.astype(jnp.float16)), weights_dtype=weights_dtype, axis=axis,
-    )  # fmt: skip
-    wide = half.astype(np.float64), np.asarray(kernel, np.float64)
+    got = of_few(half, kernel.astype(np.float16), product_of_wide)
+    wide = half.astype(np.float64), kernel.astype(np.float64)
     assert np.all(np.abs(got - product(*wide)) <= 2e-5 * product(*map(np.abs, wide)))
-    low = x.astype(jnp.bfloat16)  # 16-bit activations: one rounding of the result, as elsewhere
-    got = product_of_few_rows(
-        product, low, kernel.astype(low.dtype), weights_dtype=weights_dtype, axis=axis
-    )
-    want = product(low, kernel.astype(low.dtype))
+    # 16-bit activations: one rounding of the result, as elsewhere
+    low = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    got, want = of_few(*low), jax.jit(product)(*low)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (got, want)), rtol=0.02, atol=0)
 
-    def gradients(function):
-        return jax.grad(lambda *arrays: jnp.sin(function(*arrays)).sum(), (0, 1))(x, kernel)
+    @jax.jit
+    def gradients(*arrays):
+        return tuple(
+            jax.grad(lambda *arrays, function=function: jnp.sin(function(*arrays)).sum(), (0, 1))(
+                *arrays
+            )
+            for function in (of_few, product)
+        )
 
-    x = x / scales.astype(np.float32)
-    for got, want in zip(gradients(of_few), gradients(product), strict=True):
+    for got, want in zip(*gradients(x / scales.astype(np.float32), kernel), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
@@ -164,7 +171,7 @@ def test_scores_are_those_without_the_option(monkeypatch):
 )
 def test_a_gpu_multiplies_one_row_as_eight(shape, one_device, outputs, repeated, monkeypatch):
     rng = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (shape, (64, outputs)))
+    x, kernel = (rng.normal(size=s).astype(jnp.bfloat16) for s in (shape, (64, outputs)))
 
     def product(x, kernel):
         return jnp.matmul(x, kernel)
@@ -181,10 +188,14 @@ def test_a_gpu_multiplies_one_row_as_eight(shape, one_device, outputs, repeated,
         return (cuda or default)(*x)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_a_gpu)
-    found, pull = jax.vjp(of_few, x, kernel)
-    wanted, plain = jax.vjp(product, x, kernel)
-    assert found.shape == wanted.shape
-    dy = jnp.asarray(rng.normal(size=wanted.shape), jnp.bfloat16)
-    for got, want in zip((found, *pull(dy)), (wanted, *plain(dy)), strict=True):
+
+    @jax.jit
+    def with_gradients(x, kernel, dy):
+        pairs = (jax.vjp(function, x, kernel) for function in (of_few, product))
+        return [(y, *pull(dy)) for y, pull in pairs]
+
+    dy = rng.normal(size=(*shape[:-1], outputs)).astype(jnp.bfloat16)
+    for got, want in zip(*with_gradients(x, kernel, dy), strict=True):
+        assert got.shape == want.shape
         got, want = (np.asarray(y, np.float32) for y in (got, want))
         assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from lcjax.attention import Sliding
 from lcjax.errors import InputError
@@ -22,6 +23,7 @@ from lcjax.models import (
 )
 from lcjax.models import cache as cache_lib
 from lcjax.models import lora as lora_lib
+from lcjax.models.decoder import random_params
 from lcjax.models.layers import look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import token_nll
@@ -53,8 +55,9 @@ CONFIGS = {
 }
 
 
-def _model(config: ModelConfig, seed: int = 0):
-    model, random = Decoder(config), np.random.default_rng(seed)
+@functools.cache
+def _model(config: ModelConfig):
+    model, random = Decoder(config), np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
     # Biases and adapters start at zero, where a mistake in them would not show.
@@ -66,40 +69,40 @@ def _model(config: ModelConfig, seed: int = 0):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _compiled_logits(model, params, tokens, kwargs):
-    hidden, _ = model.apply({"params": params}, tokens, **kwargs)
-    return model.apply({"params": params}, hidden, method="logits")
+def _read(model, params, tokens, kwargs):
+    hidden, cache = model.apply({"params": params}, tokens, **kwargs)
+    return model.apply({"params": params}, hidden, method="logits"), cache
 
 
 def _logits(model, params, tokens, **kwargs):
-    return np.asarray(_compiled_logits(model, params, tokens, kwargs))
+    return np.asarray(_read(model, params, tokens, kwargs)[0])
 
 
 def _tokens(seed, *shape, vocabulary=259):
     random = np.random.default_rng(seed)
-    return jnp.asarray(random.integers(0, vocabulary, shape), jnp.int32)
+    return random.integers(0, vocabulary, shape).astype(np.int32)
 
 
+@pytest.mark.slow_except("llama", "window", "tied, biased", "phi", "yarn")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_changing_a_token_changes_nothing_before_it(name):
     model, params = _model(CONFIGS[name])
     tokens = _tokens(1, 2, 21)
     before = _logits(model, params, tokens)
-    changed = np.array(tokens)
-    changed[:, 11] += 1
-    after = _logits(model, params, changed)
+    tokens[:, 11] += 1
+    after = _logits(model, params, tokens)
     np.testing.assert_array_equal(before[:, :11], after[:, :11])
     assert np.abs(before[:, 11:] - after[:, 11:]).max() > 1e-3
 
 
 def test_packed_documents_equal_separate_ones():
     model, params = _model(TINY)
-    first, second = _tokens(1, 1, 9), _tokens(2, 1, 14)
-    packed = jnp.concatenate([first, second, jnp.zeros((1, 3), jnp.int32)], axis=1)
-    segments = jnp.array([[1] * 9 + [2] * 14 + [0] * 3])
-    positions = jnp.array([[*range(9), *range(14), 0, 0, 0]])
+    first, second = _tokens(1, 1, 14), _tokens(2, 1, 14)  # of the first document 9 tokens
+    packed = np.concatenate([first[:, :9], second, np.zeros((1, 3), np.int32)], axis=1)
+    segments = np.array([[1] * 9 + [2] * 14 + [0] * 3], np.int32)
+    positions = np.array([[*range(9), *range(14), 0, 0, 0]], np.int32)
     together = _logits(model, params, packed, segments=segments, positions=positions)
-    np.testing.assert_allclose(together[:, :9], _logits(model, params, first), atol=2e-5)
+    np.testing.assert_allclose(together[:, :9], _logits(model, params, first)[:, :9], atol=2e-5)
     np.testing.assert_allclose(together[:, 9:23], _logits(model, params, second), atol=2e-5)
 
 
@@ -116,8 +119,7 @@ def test_padding_changes_nothing(side):
     np.testing.assert_allclose(got, _logits(model, params, tokens), atol=2e-5)
 
 
-STEPS = [("tied, biased", True), ("yarn", False)]
-STEPS += [(name, rotated) for name in ("llama", "window", "phi") for rotated in (True, False)]
+STEPS = [("llama", True), ("window", True), ("window", False), ("phi", False), ("yarn", False)]
 OTHERS = [(name, rotated) for name in CONFIGS for rotated in (True, False)]
 OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in STEPS]
 
@@ -128,16 +130,9 @@ def test_reading_in_steps_equals_reading_at_once(name, rotated):
     model, params = _model(config)
     tokens = _tokens(4, 2, 21)
     at_once = _logits(model, params, tokens)
-    cache = cache_lib.create(config, 2, 24, rotated=rotated)
-
-    @jax.jit
-    def step(params, cache, tokens):
-        hidden, cache = model.apply({"params": params}, tokens, cache=cache)
-        return model.apply({"params": params}, hidden, method="logits"), cache
-
-    parts = []
+    cache, parts = cache_lib.create(config, 2, 24, rotated=rotated), []
     for start, stop in [(0, 8), (8, 9), (9, 17), *((t, t + 1) for t in range(17, 21))]:
-        logits, cache = step(params, cache, tokens[:, start:stop])
+        logits, cache = _read(model, params, tokens[:, start:stop], {"cache": cache})
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), at_once, atol=3e-5)
     assert int(cache.filled) == 21
@@ -158,7 +153,7 @@ def test_separate_layers_equal_scanned_ones(name):
 
 def test_separating_layers_in_place_never_holds_a_second_copy(monkeypatch):
     config = TINY.replace(num_layers=4)
-    params = _model(config)[1]
+    params = random_params(config, 0)
     want = unstack_layers(jax.tree.map(np.asarray, params), config)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
@@ -269,7 +264,7 @@ def test_bfloat16_logits_of_an_untied_head_are_those_of_the_loss_and_not_rounded
     logits, nll = (np.asarray(found) for found in read(params))
     assert logits.dtype == jnp.float32
     assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.5
-    want = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[..., None], -1)
+    want = -np.take_along_axis(log_softmax(logits, -1), tokens[..., None], -1)
     np.testing.assert_allclose(nll, want[..., 0], atol=1e-5)
 
 
@@ -287,7 +282,7 @@ def test_embeddings_are_exchanged_where_devices_have_columns_and_other_tokens(
     mesh, shape, width, exchanges
 ):
     mesh, tokens = make_mesh(mesh), _tokens(0, *shape, vocabulary=32)
-    table = jax.random.normal(jax.random.key(0), (32, width))
+    table = np.random.default_rng(0).normal(size=(32, width)).astype(np.float32)
     read = jax.jit(lambda table, tokens: look_up(table, tokens, jnp.float32, mesh))
     assert ("all_to_all" in str(jax.make_jaxpr(read)(table, tokens))) == exchanges
     np.testing.assert_array_equal(read(table, tokens), table[tokens])

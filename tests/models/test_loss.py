@@ -14,13 +14,12 @@ from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 
 
 def _inputs(batch, length, width, vocabulary, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 5)
-    hidden = jax.random.normal(keys[0], (batch, length, width))
-    kernel = jax.random.normal(keys[1], (width, vocabulary)) * 0.3
-    bias = jax.random.normal(keys[2], (vocabulary,))
-    targets = jax.random.randint(keys[3], (batch, length), 0, vocabulary)
-    weights = (jax.random.uniform(keys[4], (batch, length)) > 0.3).astype(jnp.float32) * 1.5
-    return hidden, kernel, bias, targets, weights
+    random = np.random.default_rng(seed)
+    shapes = (batch, length, width), (width, vocabulary), (vocabulary,)
+    hidden, kernel, bias = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    targets = random.integers(0, vocabulary, (batch, length), np.int32)
+    weights = np.float32(1.5) * (random.uniform(size=(batch, length)) > 0.3)
+    return hidden, 0.3 * kernel, bias, targets, weights
 
 
 def _optax_loss(hidden, kernel, bias, targets, weights):
@@ -33,7 +32,6 @@ def _optax_loss(hidden, kernel, bias, targets, weights):
     "tied-1-50-333-999",
     "tied-2-29-257-None",
     "tied-2-13-127-4",
-    "tied-3-37-1001-16",
     "tied-1-1-2-1",
 )
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def _optax_loss(hidden, kernel, bias, targets, weights):
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 def test_loss_and_gradients_equal_optax(batch, length, vocabulary, chunk, tied):
     hidden, kernel, bias, targets, weights = _inputs(batch, length, 24, vocabulary)
-    weights = weights.at[0, 0].set(0.7)  # at least one token counts
+    weights[0, 0] = 0.7  # at least one token counts
 
     def ours(hidden, kernel, bias, weights):
         projection = Projection(kernel.T if tied else kernel, bias, tied)
@@ -92,7 +90,7 @@ def test_gradients_of_token_nll_equal_optax_in_any_loss_of_it(tied):
 
 def test_padding_and_unscored_tokens_change_neither_loss_nor_gradients():
     hidden, kernel, _, targets, weights = _inputs(2, 17, 16, 50)
-    weights = weights.at[:, 11:].set(0)
+    weights[:, 11:] = 0
 
     def loss(hidden, kernel, length):
         total, count = cross_entropy(
@@ -153,7 +151,7 @@ def test_each_device_goes_through_its_rows_and_the_kernels_gradient_crosses_once
 
 def test_a_target_that_is_no_token_counts_nothing_where_its_weight_is_zero():
     hidden, kernel, _, targets, weights = _inputs(2, 9, 16, 50)
-    weights = weights.at[0, 3].set(0)
+    weights[0, 3] = 0
 
     def loss(hidden, targets):
         return cross_entropy(hidden, Projection(kernel), targets, weights, chunk=4)[0]
@@ -161,5 +159,7 @@ def test_a_target_that_is_no_token_counts_nothing_where_its_weight_is_zero():
     both = jax.jit(jax.value_and_grad(loss))
     want = both(hidden, targets)
     for ignored in (-100, -1, 50, 10**6):
-        got = both(hidden, targets.at[0, 3].set(ignored))
+        changed = targets.copy()
+        changed[0, 3] = ignored
+        got = both(hidden, changed)
         jax.tree.map(np.testing.assert_array_equal, got, want)

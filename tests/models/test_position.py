@@ -158,14 +158,17 @@ def qkv(length=40, heads=6):
     return [rng.normal(size=(1, length, n, 16)).astype(np.float32) for n in (heads, 2, 2)]
 
 
-def run(pattern, bias):
-    q, k, v = qkv()
+@functools.partial(jax.jit, static_argnums=0)
+def attend(pattern, q, k, v, bias):
     at = jnp.arange(40)[None]
-    out = pattern.attend(
-        *map(jnp.asarray, (q, k, v)),
-        AttentionMetadata(at, at, rotation=no_rotation(), row_indices=(None, None), bias=bias),
+    metadata = AttentionMetadata(
+        at, at, rotation=no_rotation(), row_indices=(None, None), bias=bias
     )
-    return out[0]
+    return pattern.attend(q, k, v, metadata)[0]
+
+
+def run(pattern, bias):
+    return attend(pattern, *qkv(), bias)
 
 
 AWAY = np.subtract.outer(np.arange(40), np.arange(40))
@@ -222,7 +225,7 @@ def test_transformer_xls_logits_are_those_of_its_shifted_products(pattern):
     rng, width = np.random.default_rng(3), 32
     u, v_bias = rng.normal(size=(2, 6, 16))
     w = rng.normal(size=(width, 6, 16)) / math.sqrt(width)
-    leaves = (jnp.asarray(np.moveaxis(x, -2, -1), jnp.float32) for x in (u, v_bias, w))
+    leaves = (np.moveaxis(x, -2, -1).astype(np.float32) for x in (u, v_bias, w))
     got = run(pattern, TransformerXL(*leaves))
     q, k, v = (x.astype(np.float64) for x in qkv())
     # As the authors compute it: embeddings of the distances 39, 38, ..., 0, then the shift.
@@ -298,14 +301,13 @@ def test_slopes_equal_the_stored_ones_for_every_number_of_heads(code):
 
 def test_sinusoids_equal_the_stored_ones_and_are_added_to_scaled_embeddings():
     want = stored("basic.sinusoidal.pe")
-    np.testing.assert_allclose(sinusoids(jnp.arange(20), 16), want, rtol=1e-5, atol=2e-5)
-    assert sinusoids(jnp.arange(3), 5).shape == (3, 5)
-    model, params = made("sinusoidal")
-    x = params["embed"]["embedding"][jnp.arange(4)][None]
-    got = model.apply(
-        {"params": params}, x, jnp.arange(4)[None], None, method=lambda m, *a: m.position(*a)
-    )
-    np.testing.assert_allclose(got[0], 8 * x[0] + sinusoids(jnp.arange(4), 64), rtol=1e-5)
+    waves = jax.jit(sinusoids, static_argnums=1)
+    np.testing.assert_allclose(waves(np.arange(20), 16), want, rtol=1e-5, atol=2e-5)
+    assert jax.eval_shape(lambda: sinusoids(jnp.arange(3), 5)).shape == (3, 5)
+    model, x = Decoder(TINY.replace(position="sinusoidal")), np.ones((1, 4, 64), np.float32)
+    add = functools.partial(model.apply, {"params": {}}, method=lambda m, *a: m.position(*a))
+    got = jax.jit(add)(x, np.arange(4)[None], None)
+    np.testing.assert_allclose(got[0], 8 * x[0] + waves(np.arange(4), 64), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Logits against transformers on random tiny models, at positions past the trained length."""
 
+import functools
 import json
 
 import jax
@@ -116,13 +117,10 @@ def _peer_logits(model, tokens):
         return model(torch.tensor(tokens)).logits.float().numpy()
 
 
-def _our_logits(lm, tokens):
-    @jax.jit
-    def run(params, tokens, rotation):
-        hidden, _ = lm.model.apply({"params": params}, tokens, rotation=rotation)
-        return lm.model.apply({"params": params}, hidden, method="logits")
-
-    return np.asarray(run(lm.params, tokens, lm.rotation(tokens.shape[1])))
+@functools.partial(jax.jit, static_argnums=0)
+def _our_logits(model, params, tokens, rotation):
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    return model.apply({"params": params}, hidden, method="logits")
 
 
 CASES = [
@@ -143,7 +141,8 @@ def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     tokens = np.random.default_rng(1).integers(0, 256, (2, LENGTH))
     want = _peer_logits(peer, tokens)
     ours = LanguageModel.load(str(tmp_path / "theirs"))
-    np.testing.assert_allclose(_our_logits(ours, tokens), want, atol=1e-4, rtol=0)
+    found = _our_logits(ours.model, ours.params, tokens, ours.rotation(LENGTH))
+    np.testing.assert_allclose(found, want, atol=1e-4, rtol=0)
     assert np.abs(want).max() > 1
 
     params, config, tokenizer = checkpoints.load(tmp_path / "theirs")
