@@ -1,5 +1,6 @@
 """Rolling caches: how many slots, which token stands where, and what is refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.rope import DynamicNTK
 
 TINY = preset("tiny").replace(num_layers=1)
+extend = jax.jit(cache_lib.extend)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_tokens_go_round_the_ring_behind_the_sinks_and_padding_goes_nowhere():
         at = start + np.arange(8)
         segments = np.stack([np.ones(8), at >= 13]).astype(np.int32)  # 13 tokens of padding
         positions = np.maximum(np.stack([at, at - 13]), 0)
-        cache, (view,) = cache_lib.extend(cache, jnp.asarray(segments), jnp.asarray(positions))
+        cache, (view,) = extend(cache, segments, positions)
     (slots,) = cache.slot_groups
     assert cache.tokens.tolist() == [160, 147] and int(cache.filled) == 160
     for row, tokens in enumerate((160, 147)):
@@ -55,9 +57,9 @@ def test_tokens_go_round_the_ring_behind_the_sinks_and_padding_goes_nowhere():
 def test_more_tokens_at_once_than_the_ring_allows_raise_input_error():
     cache = cache_lib.create(TINY.replace(pattern=Sliding(30)), 1, 1000, chunk=8)
     assert cache.capacity == 64
-    cache_lib.extend(cache, None, jnp.zeros((1, 35)))
+    jax.eval_shape(extend, cache, None, np.zeros((1, 35)))
     with pytest.raises(InputError, match="36 tokens at once .* 64 slots; read at most 35, or"):
-        cache_lib.extend(cache, None, jnp.zeros((1, 36)))
+        jax.eval_shape(extend, cache, None, np.zeros((1, 36)))
 
 
 def test_a_rotation_that_depends_on_the_length_has_to_be_given_with_a_rolling_cache():

@@ -1,5 +1,8 @@
 """Biases of the logits equal attention layers of transformers that are trained with them."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,16 +21,18 @@ HIDDEN = np.random.default_rng(0).normal(size=(2, T, WIDTH)).astype(np.float32)
 
 def attended(projections, out, bias, scale=1.0, pattern=Causal()):
     """Our attention between the projections [D, D] of a torch layer."""
-    x = jnp.asarray(HIDDEN)
-    q, k, v = ((x @ w.T).reshape(2, T, HEADS, SIZE) for w in projections)
-    at = jnp.arange(T)[None].repeat(2, 0)
-    y = pattern.attend(
-        scale * q,
-        k,
-        v,
-        AttentionMetadata(at, at, rotation=no_rotation(), row_indices=(None, None), bias=bias),
-    )
+    q, k, v = ((HIDDEN @ w.T).reshape(2, T, HEADS, SIZE) for w in projections)
+    y = np.asarray(attend(pattern, np.float32(scale) * q, k, v, bias))
     return y.reshape(2, T, WIDTH) @ out.T
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend(pattern, q, k, v, bias):
+    at = jnp.arange(T)[None].repeat(2, 0)
+    metadata = AttentionMetadata(
+        at, at, rotation=no_rotation(), row_indices=(None, None), bias=bias
+    )
+    return pattern.attend(q, k, v, metadata)
 
 
 def weight(linear):
@@ -64,7 +69,7 @@ def test_relative_biases_equal_the_attention_of_a_t5_decoder():
     with torch.no_grad():
         torch.nn.init.normal_(layer.relative_attention_bias.weight)
         want = layer(torch.from_numpy(HIDDEN), mask=causal)[0].numpy()
-    table = jnp.asarray(weight(layer.relative_attention_bias))
+    table = weight(layer.relative_attention_bias)
     projections = [weight(x) for x in (layer.q, layer.k, layer.v)]
     # T5 does not divide logits by the square root of the head size.
     got = attended(projections, weight(layer.o), RelativeBias(table, MAX_DISTANCE), SIZE**0.5)
@@ -77,8 +82,8 @@ def test_buckets_equal_those_of_deberta(buckets, distance):
 
     away = np.arange(-1200, 1201)
     want = make_log_bucket_position(torch.from_numpy(away), buckets, distance).numpy()
-    bias = Disentangled(jnp.zeros((2 * buckets, 1, 1)), jnp.zeros((2 * buckets, 1, 1)), distance)
-    got = np.asarray(bias.buckets(jnp.asarray(away)))
+    bias = Disentangled(*2 * [np.zeros((2 * buckets, 1, 1), np.float32)], distance)
+    got = jax.jit(Disentangled.buckets)(bias, away)
     np.testing.assert_array_equal(got, np.clip(want + buckets, 0, 2 * buckets - 1))
 
 
@@ -101,9 +106,7 @@ def test_disentangled_attention_equals_that_of_deberta():
         hidden, table = torch.from_numpy(HIDDEN), torch.from_numpy(rows)
         want = layer(hidden, mask, rel_embeddings=table)[0].numpy()
     projections = [weight(x) for x in (layer.query_proj, layer.key_proj, layer.value_proj)]
-    queries, keys = (
-        jnp.asarray(rows @ w.T).reshape(32, HEADS, SIZE).swapaxes(1, 2) for w in projections[:2]
-    )
+    queries, keys = ((rows @ w.T).reshape(32, HEADS, SIZE).swapaxes(1, 2) for w in projections[:2])
     bias = Disentangled(keys, queries, 64)
-    got = attended(projections, jnp.eye(WIDTH), bias, pattern=Bidirectional())
+    got = attended(projections, np.eye(WIDTH), bias, pattern=Bidirectional())
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
