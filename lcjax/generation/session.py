@@ -205,6 +205,13 @@ class Session:
     memory: EncodedContext | None = None
     with_ffn_input: bool = False
 
+    def __post_init__(self):
+        # jit compiles a program again for arguments that are committed to a device. Loaded weights
+        # are, and with them the cache that a chunk returns, so the first cache has to be, too.
+        weights = jax.tree.leaves(self.params)[0]
+        if getattr(weights, "committed", False) and len(weights.devices()) == 1:
+            self.cache = jax.device_put(self.cache, *weights.devices())
+
     def read(
         self,
         tokens: np.ndarray | jax.Array,

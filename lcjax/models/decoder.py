@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -567,11 +568,16 @@ def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None
       seed: seed of the random key.
       mesh: the devices; None: the default device.
     """
-    key = jax.random.key(seed)
-    shardings = None
+    return _initializer(config, mesh)(jax.random.key(seed))
+
+
+@functools.lru_cache(maxsize=16)
+def _initializer(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Callable[..., dict]:
+    """Returns the compiled function from a random key to parameters."""
+    init, shardings = functools.partial(_init, config), None
     if mesh is not None:
-        shardings = param_shardings(mesh, jax.eval_shape(lambda k: _init(config, k), key))
-    return jax.jit(lambda k: _init(config, k), out_shardings=shardings)(key)
+        shardings = param_shardings(mesh, jax.eval_shape(init, jax.random.key(0)))
+    return jax.jit(init, out_shardings=shardings)
 
 
 def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:

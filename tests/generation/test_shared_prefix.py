@@ -1,5 +1,6 @@
 """What prompts begin with is read once, and no answer shows it."""
 
+import jax
 import numpy as np
 import pytest
 from tiny_lm import ids, sharper
@@ -318,3 +319,11 @@ def test_prompts_that_begin_alike_stand_together_in_the_order_of_their_first():
     # Of a long prompt a small part is not worth a stem.
     assert group_by_prefix([first + ids(44, 600), first + ids(45, 600)], LEAST) == [[0, 1]]
     assert group_by_prefix([], LEAST) == []
+
+
+def test_whole_chunks_of_a_prefix_run_one_program_also_with_loaded_weights(lm, monkeypatch):
+    monkeypatch.setattr("lcjax.generation.shared_prefix.prefill_chunk_size", lambda _: 48)
+    assert jax.tree.leaves(lm.params)[0].committed  # as loaded weights are
+    before = session._read._cache_size()
+    read_prefix(lm.with_method(length=512), TEXT[:144])
+    assert session._read._cache_size() == before + 1
