@@ -62,6 +62,14 @@ class Source(draccus.ChoiceRegistry):
     def name(self) -> str:
         return self.path
 
+    def packing(self, default: str) -> str | None:
+        """Returns the packing of its documents; None if they are not packed here.
+
+        Args:
+          default: `data.pack`.
+        """
+        return self.pack or default
+
     @property
     def reads(self) -> str:
         """Fields that determine the content; a saved position is valid only if they are equal."""
@@ -142,9 +150,12 @@ class TokenSource(Source):
         check_one_of("dtype", self.dtype, ("uint16", "uint32"))
         if self.document_start is not None and self.document_end is not None:
             raise InputError("document_start and document_end are both set: keep one of them")
-        for key in ("stream", "upsample", "pack"):
+        for key in ("stream", "upsample", "pack", "max_document_tokens"):
             if self.rows and getattr(self, key):
                 raise InputError(f"rows=true cuts rows in stored order: leave {key} out")
+
+    def packing(self, default: str) -> str | None:
+        return "concat" if self.rows else super().packing(default)
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,9 @@ class StoredSource(Source):
         for key in _PACKED:
             if getattr(self, key):
                 raise InputError(f"type {self.kind}: its rows are stored; leave {key} out")
+
+    def packing(self, default: str) -> str | None:
+        return None
 
 
 @Source.register_subclass("teacher")
@@ -213,6 +227,9 @@ class SeqioSource(Source):
     @property
     def name(self) -> str:
         return f"seqio:{self.task}" if self.task else ""
+
+    def packing(self, default: str) -> str | None:
+        return None if self.converter else super().packing(default)
 
 
 @dataclass(frozen=True)
@@ -392,8 +409,7 @@ class DataConfig(TextConfig):
                 f"{key}: the last is of documents up to {bounds[-1]} tokens, and rows have"
                 f" data.length={self.length}; write that number"
             )
-        stored = any(isinstance(s, StoredSource) or _converts(s) for s in self.sources)
-        if stored or self._packings() != {"single"}:
+        if self._packings() != {"single"}:
             raise InputError(f"{key} needs rows of one document; set pack: single")
 
     def _check_chunks(self, chunks: Chunks) -> None:
@@ -403,8 +419,7 @@ class DataConfig(TextConfig):
                 "data.chunks give the decoder its context and data.masking trains an encoder: keep"
                 " one of them"
             )
-        stored = [s for s in self.sources if isinstance(s, StoredSource) or _converts(s)]
-        if chunks.learned and stored:
+        if chunks.learned and None in self._packings():
             raise InputError(
                 "data.chunks.learned=true needs targets of the tokens of chunks, which rows of"
                 " type teacher and of a converter do not have; leave one out"
@@ -414,7 +429,7 @@ class DataConfig(TextConfig):
                 "data.document_mask=true conflicts with data.chunks, which all documents of a row"
                 " attend to: set it to false, or pack: windows or single, with one document a row"
             )
-        if chunks.text == "beginning" and (stored or self._packings() != {"single"}):
+        if chunks.text == "beginning" and self._packings() != {"single"}:
             raise InputError(
                 "data.chunks.text=beginning cuts whole documents: set pack: single, and leave"
                 " out sources of type teacher and with a converter"
@@ -425,37 +440,27 @@ class DataConfig(TextConfig):
                 " data.chunks.text=beginning: set it to truncate or drop"
             )
 
-    def _packings(self) -> set[str]:
-        """Returns the packings of the sources whose rows are packed here."""
-        if not self.sources:
-            return {self.pack}
-        return {
-            source.pack or self.pack
-            for source in self.sources
-            if not (isinstance(source, StoredSource) or _converts(source))
-        }
+    def _packings(self) -> set[str | None]:
+        """Returns the packings of the sources; None is that of rows that are not packed here."""
+        return {source.packing(self.pack) for source in self.sources} or {self.pack}
 
     def _has_packed_documents(self) -> bool:
         """Whether a row may hold several documents."""
-        return bool(self._packings() - {"windows", "single"})
+        return bool(self._packings() - {"windows", "single", None})
 
     def _check_source(self, key: str, source: Source) -> None:
-        if _converts(source) and self.chunks is None:
+        if isinstance(source, SeqioSource) and source.converter and self.chunks is None:
             raise InputError(
                 f"{key}.converter={source.converter} needs data.chunks: their number and length"
             )
         if source.stride is None:
             return
-        how, key = source.pack or self.pack, f"{key}.stride={source.stride}"
+        how, key = source.packing(self.pack), f"{key}.stride={source.stride}"
         if how not in ("concat", "windows"):
             raise InputError(f"{key}: rows of {how} cannot overlap; set pack: concat or windows")
         if source.stride > self.length or (how == "concat" and self.length % source.stride):
             rule = "divide" if how == "concat" else "not exceed"
             raise InputError(f"{key} must {rule} data.length={self.length}")
-
-
-def _converts(source: Source) -> bool:
-    return isinstance(source, SeqioSource) and source.converter is not None
 
 
 def _source_at(path: str) -> Source:

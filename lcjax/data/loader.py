@@ -344,7 +344,7 @@ class SourceRows:
         self.length, self.stride = config.length, source.stride or config.length
         self.min_tokens = source.min_document_tokens or config.min_document_tokens
         self.max_tokens = source.max_document_tokens
-        self._pack = source.pack or config.pack
+        self._pack = source.packing(config.pack)
         self._windows = Windows(self.length, self.stride, first_only=config.overlong == "truncate")
         # A tokenizer may have a BOS that only chat templates use, not texts.
         add_bos = tokenizer.add_bos if config.add_bos is None else config.add_bos
@@ -355,7 +355,7 @@ class SourceRows:
         self._chat = ChatTokenise(tokenizer, source) if is_chat else None
         self._is_converted = is_seqio and bool(source.converter)
         is_cut = isinstance(source, TokenSource) and source.rows
-        self.is_packed = not (self._is_converted or is_cut or isinstance(source, StoredSource))
+        self.is_packed = self._pack is not None and not is_cut
 
     def rows(self, **order: Any) -> grain.IterDataset:
         """Returns the rows; `order` has options as in `StreamedCorpus.read_elements`."""

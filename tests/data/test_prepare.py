@@ -17,6 +17,7 @@ from data_support import Bytes, assert_same, make_texts, split_documents, write_
 import lcjax
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data import (
+    Chunks,
     DataConfig,
     Share,
     TextSource,
@@ -27,6 +28,7 @@ from lcjax.data import (
     prepare,
 )
 from lcjax.data import __main__ as command
+from lcjax.data.config import LengthShare
 from lcjax.data.corpus import check_outside_data, open_corpus
 from lcjax.errors import InputError
 
@@ -420,3 +422,21 @@ def test_cut_rows_resume_and_reject_unsupported_settings(text, tmp_path):
     for key, value in (("pack", "windows"), ("stream", True), ("upsample", Upsample())):
         with pytest.raises(InputError, match=rf"rows=true cuts rows .* leave {key} out"):
             TokenSource("a", rows=True, **{key: value})
+
+
+def test_cut_rows_ignore_the_packing_of_other_sources(text, tmp_path):
+    run(text, tmp_path / "out")
+    source = TokenSource(str(tmp_path / "out"), rows=True)
+    whole = rows_of(source)
+    for pack in ("single", "first_fit", "windows"):
+        assert_same(whole, rows_of(source, pack=pack, overlong="truncate"))
+    sources = [source, TextSource(text)]
+    mixed = rows_of(None, sources=sources, pack="best_fit", overlong="truncate")
+    assert {batch["tokens"].shape for batch in mixed} == {(4, 32)}
+    with pytest.raises(InputError, match=r"rows=true cuts rows .* leave max_document_tokens out"):
+        replace(source, max_document_tokens=20)
+    with pytest.raises(InputError, match=r"length_shares needs rows of one document"):
+        shares = [LengthShare(16, 0.5), LengthShare(32, 0.5)]
+        DataConfig(sources=[source], length=32, pack="single", length_shares=shares)
+    chunks = Chunks(count=2, length=8)
+    assert not DataConfig(sources=[source], length=32, pack="single", chunks=chunks).document_mask
