@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lcjax.data.config import ChatSource, TextConfig
-from lcjax.data.readers import Document, RecordFiles, field_value
+from lcjax.data.readers import Document, RecordFiles, checked_text, field_value
 from lcjax.errors import InputError
 
 Message = dict[str, str]
@@ -60,12 +60,16 @@ class ChatTokenise:
     def __call__(self, name: str, value: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns int32 ids [n] and bool [n], which tokens are learned.
 
-        `name` is for error messages.
+        `name` is for error messages. Raises an InputError for a conversation that the template
+        refuses.
         """
         if isinstance(value, PromptAnswer):
             parts = [(value.prompt, self._learn_all), (value.answer, True)]
             return _join([(self._ids(text), is_learned) for text, is_learned in parts])
-        pieces = turns(self._tokenizer.render_chat, value, name) if value else []
+        try:
+            pieces = turns(self._tokenizer.render_chat, value)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
         return _join([self._piece(text, is_answer) for text, is_answer in pieces])
 
     def _ids(self, text: str | np.ndarray) -> list[int] | np.ndarray:
@@ -89,31 +93,30 @@ def _join(pieces: list[tuple[list[int], Any]]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(ids), np.concatenate(masks)
 
 
-def turns(render: Callable[..., str], messages: list[Message], name: str) -> list[tuple[str, bool]]:
+def turns(render: Callable[..., str], messages: list[Message]) -> list[tuple[str, bool]]:
     """Renders a conversation, and cuts the text into pieces at the answers.
 
     Args:
       render: the tokenizer's `render_chat`.
       messages: the conversation.
-      name: name of the document, for error messages.
 
     Returns:
-      Pairs (text, whether it is an answer) of every piece.
+      Pairs (text, whether it is an answer) of every piece. A message without one before it is none.
 
     Raises:
-      InputError: the template changes earlier turns when a message is added.
+      InputError: the template refuses the messages, or changes earlier turns when one is added.
     """
     pieces, prefix = [], ""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index == 0:
             continue
         before = render(messages[:index], add_generation_prompt=True)
         after = render(messages[: index + 1], add_generation_prompt=False)
         if not before.startswith(prefix) or not after.startswith(before):
             raise InputError(
-                f"{name}: the chat template changes earlier turns at message {index + 1}, so the"
-                " beginning of its answer is not known: set prompt and answer, or split the"
-                " conversation into one record per answer"
+                f"the chat template changes earlier turns at message {index + 1}, so the beginning"
+                " of its answer is not known: set prompt and answer, or split the conversation"
+                " into one record per answer"
             )
         pieces += [(before[len(prefix) :], False), (after[len(before) :], True)]
         prefix = after
@@ -133,6 +136,8 @@ def _messages(record: dict, field: str, location: str) -> list[Message]:
                 f"{location}: message {number} has {', '.join(sorted(message)) or 'nothing'}, not"
                 " role and content (or from and value) as text"
             )
+        for text in (role, content):
+            checked_text(text, f"{location}: message {number}")
         messages.append({"role": _ROLES.get(role, role), "content": content})
     return messages
 
@@ -148,4 +153,4 @@ def _fill(template: str, record: dict, location: str) -> str:
     for text, name, _, _ in string.Formatter().parse(template):
         value = "" if name is None else field_value(record, name, location, "prompt")
         pieces += [text, "" if value is None else str(value)]
-    return "".join(pieces)
+    return checked_text("".join(pieces), location)

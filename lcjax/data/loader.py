@@ -389,7 +389,13 @@ class SourceRows:
         """
         name, value = document
         if self._chat is not None:
-            ids, is_learned = self._chat(name, value)
+            try:
+                ids, is_learned = self._chat(name, value)
+            except InputError as error:
+                if self.corpus.files is None:
+                    raise
+                self.corpus.files.skip(error)
+                return None
             self._check_ids(name, ids)
         else:
             ids = self._document_ids(name, value)

@@ -516,16 +516,20 @@ class RecordFiles(SourceFiles):
         try:
             return self._document(reader.record(index), reader.location(index), reader.name(index))
         except InputError as error:
-            # A failure of the store must not skip a document: rows would depend on the network.
-            if self.config.on_bad_record == "error" or is_storage_failure(error):
-                raise
-            self._num_skipped += 1
-            count = self._num_skipped
-            # Prints the first bad records, and then only those whose count is a power of 10.
-            if count <= _MAX_NAMED or str(count).strip("0") == "1":
-                name = self.source.name
-                print(f"skipped bad record {count:,} of {name}: {error}", file=sys.stderr)
+            self.skip(error)
             return Document(reader.name(index), "", ".")
+
+    def skip(self, error: InputError) -> None:
+        """Reports the error of a record that is left out; raises it if `on_bad_record` is error."""
+        # A failure of the store must not skip a document: rows would depend on the network.
+        if self.config.on_bad_record == "error" or is_storage_failure(error):
+            raise error
+        self._num_skipped += 1
+        count = self._num_skipped
+        # Prints the first bad records, and then only those whose count is a power of 10.
+        if count <= _MAX_NAMED or str(count).strip("0") == "1":
+            name = self.source.name
+            print(f"skipped bad record {count:,} of {name}: {error}", file=sys.stderr)
 
     @abc.abstractmethod
     def _document(self, record: dict | str, location: str, name: str) -> Document:
@@ -579,11 +583,16 @@ def _text(record: Any, name: str, location: str) -> str:
         return ""
     if not isinstance(value, str):
         raise InputError(f"{location}: field {name!r} holds a {type(value).__name__}, not text")
+    return checked_text(value, location)
+
+
+def checked_text(text: str, location: str) -> str:
+    """Returns the text of a record; raises an InputError if UTF-8 cannot hold it."""
     try:
-        check_text(value)
+        check_text(text)
     except InputError as error:
         raise InputError(f"{location}: {error}") from None
-    return value
+    return text
 
 
 def _no_field(location: str, name: str, names: Iterable[str], setting: str) -> InputError:

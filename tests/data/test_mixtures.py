@@ -10,7 +10,7 @@ from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, rows_o
 
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data import ChatSource, DataConfig, Masking, TextSource, lengths, make_loader
+from lcjax.data import ChatSource, DataConfig, Masking, TextSource, lengths, make_loader, scan
 from lcjax.data.config import LengthShare
 from lcjax.errors import InputError
 
@@ -324,3 +324,34 @@ def test_masks_are_seeded_resume_exactly_and_do_not_depend_on_the_batch(path):
         Masking(rate=1.0)
     with pytest.raises(InputError, match=r"data.masking hides tokens that landmarks attend to"):
         make_loader(config, Bytes(), 1, landmarks=Landmarks(300))
+
+
+def test_conversations_that_cannot_be_rendered_are_placed_or_skipped(tmp_path, capsys):
+    class Alternating(Chat):
+        def render_chat(self, messages, add_generation_prompt=True):
+            if not messages or messages[0]["role"] != "user":
+                raise InputError("the template demands a user first")
+            return super().render_chat(messages, add_generation_prompt)
+
+    good = [message("user", "q"), message("assistant", "r")]
+    begins = [{"from": "gpt", "value": "hello"}, *good]
+    surrogate = [message("user", "\ud800"), message("assistant", "r")]
+    path = write_chats(tmp_path / "a.jsonl", [{"messages": m} for m in (good, begins, surrogate)])
+    config = config_for("", sources=[ChatSource(path)], pack="single")
+    for refused in (rows_of, lambda config, _: scan(config)):
+        with pytest.raises(InputError, match=r"a.jsonl:3: message 1: text has the lone surrogate"):
+            refused(config, Chat())
+    skip = replace(config, on_bad_record="skip")
+    rows = rows_of(skip, Chat())  # an answer to nothing is read, but not learned
+    assert [learned(rows, i) for i in range(2)] == ["r<e>"] * 2
+    assert Bytes().decode(rows["tokens"][1]).startswith("a:hello\nu:q")
+    capsys.readouterr()
+    assert learned(rows_of(skip, Alternating())) == "r<e>"
+    assert "a.jsonl:2: the template demands a user first" in capsys.readouterr().err
+    write_chats(tmp_path / "a.jsonl", [{"messages": good}, {"messages": begins}])
+    with pytest.raises(InputError, match=r"^a.jsonl:2: the template demands a user first"):
+        rows_of(config, Alternating())
+    (tmp_path / "b.jsonl").write_text(json.dumps({"q": "\ud800", "output": "a"}) + "\n")
+    source = ChatSource(str(tmp_path / "b.jsonl"), prompt="{q}")
+    with pytest.raises(InputError, match=r"b.jsonl:1: text has the lone surrogate"):
+        scan(config_for("", sources=[source]))
