@@ -67,7 +67,7 @@ class ChatTokenise:
             parts = [(value.prompt, self._learn_all), (value.answer, True)]
             return _join([(self._ids(text), is_learned) for text, is_learned in parts])
         try:
-            pieces = turns(self._tokenizer.render_chat, value)
+            pieces = turns(self._tokenizer.render_chat, value, to_end=self._learn_all)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
         return _join([self._piece(text, is_answer) for text, is_answer in pieces])
@@ -93,24 +93,28 @@ def _join(pieces: list[tuple[list[int], Any]]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(ids), np.concatenate(masks)
 
 
-def turns(render: Callable[..., str], messages: list[Message]) -> list[tuple[str, bool]]:
+def turns(
+    render: Callable[..., str], messages: list[Message], *, to_end: bool = False
+) -> list[tuple[str, bool]]:
     """Renders a conversation, and cuts the text into pieces at the answers.
 
     Args:
       render: the tokenizer's `render_chat`.
       messages: the conversation.
+      to_end: whether to include the messages after the last answer.
 
     Returns:
-      Pairs (text, whether it is an answer) of every piece. A message without one before it is none.
+      Pairs (text, whether it is an answer) of every piece. The first message is no answer.
 
     Raises:
       InputError: the template refuses the messages, or changes earlier turns when one is added.
     """
     pieces, prefix = [], ""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:
+        is_answer = message["role"] == "assistant" and index > 0
+        if not is_answer and not (to_end and index == len(messages) - 1):
             continue
-        before = render(messages[:index], add_generation_prompt=True)
+        before = render(messages[:index], add_generation_prompt=True) if is_answer else prefix
         after = render(messages[: index + 1], add_generation_prompt=False)
         if not before.startswith(prefix) or not after.startswith(before):
             raise InputError(
@@ -118,7 +122,7 @@ def turns(render: Callable[..., str], messages: list[Message]) -> list[tuple[str
                 " of its answer is not known: set prompt and answer, or split the conversation"
                 " into one record per answer"
             )
-        pieces += [(before[len(prefix) :], False), (after[len(before) :], True)]
+        pieces += [(before[len(prefix) :], False), (after[len(before) :], is_answer)]
         prefix = after
     return pieces
 

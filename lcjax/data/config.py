@@ -111,7 +111,8 @@ class ChatSource(Source):
     # "### Instruction:\n{instruction}\n\n### Response:\n"
     prompt: str = ""
     answer: str = "{output}"  # with prompt: the text after it; EOS is added
-    learn: str = "answers"  # tokens to learn: answers, or all
+    # Tokens to learn: answers (what follows the last one is left out), or all
+    learn: str = "answers"
     stream: bool = False  # one file after the other, as in type text
 
     def __post_init__(self):

@@ -355,3 +355,15 @@ def test_conversations_that_cannot_be_rendered_are_placed_or_skipped(tmp_path, c
     source = ChatSource(str(tmp_path / "b.jsonl"), prompt="{q}")
     with pytest.raises(InputError, match=r"b.jsonl:1: text has the lone surrogate"):
         scan(config_for("", sources=[source]))
+
+
+def test_everything_is_learned_also_after_the_last_answer(tmp_path):
+    talk = [message("user", "q"), message("assistant", "r"), message("user", "last")]
+    records = [{"messages": talk}, {"messages": talk[-1:]}]
+    path = write_chats(tmp_path / "a.jsonl", records)
+    config = config_for("", sources=[ChatSource(path, learn="all")], pack="single")
+    rows = rows_of(config, Chat())
+    texts = ["u:q<e>\na:r<e>\nu:last<e>\n", "u:last<e>\n"]
+    assert [learned(rows, i) for i in range(2)] == [text[1:] for text in texts]
+    answers = rows_of(replace(config, sources=[ChatSource(path)]), Chat())
+    assert len(answers["tokens"]) == 1 and learned(answers) == "r<e>"
