@@ -312,7 +312,8 @@ class DataConfig(TextConfig):
     # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
     # within one document; the rest of the document is left out. single: one padded row per document
     pack: str = "concat"
-    # first_fit, best_fit, single: split, truncate or drop documents longer than a row
+    # first_fit, best_fit, single: split, truncate or drop documents longer than a row. windows:
+    # truncate takes the first row of a document only
     overlong: str = "split"
     packing_bins: int = 32  # first_fit, best_fit: rows filled at the same time
     # true: a token attends to its own document only, and positions start at 0 in each document.
