@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from lcjax.data.jobs import (
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError, check_integers, check_one_of, import_package
+from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.files import atomic_file, check_path, write_json
 from lcjax.storage import local_path
 
@@ -266,10 +265,6 @@ def _finish(
             " nothing was prepared"
         )
     tokenizer.save(out / TOKENIZER)
-    try:
-        plot_lengths(index, out / "lengths.png")
-    except InputError as error:  # the figure is optional
-        print(error, file=sys.stderr)
     (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
     write_json(out / INDEX["prepare"], index)
     for i in range(num_jobs):
@@ -360,28 +355,3 @@ def _histogram(tokens: Sequence[int]) -> list[str]:
         bar = "█" * round(_BAR_WIDTH * tokens[b] / largest)
         lines.append(f"| {2**b:,} - {2 ** (b + 1) - 1:,} | {tokens[b] / total:.1%} | {bar} |")
     return lines
-
-
-def plot_lengths(index: dict[str, Any], path: Path) -> None:
-    """Draws the histogram of document lengths, stacked by label, as PNG."""
-    import_package("matplotlib", path.name)
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    (bins,) = np.nonzero(_sum(index["lengths"].values())["tokens"])
-    bins = np.arange(bins[0], bins[-1] + 1)
-    bottom = np.zeros(len(bins))
-    for number, (name, counts) in enumerate(_largest(index["lengths"]).items()):
-        share = np.array(counts["tokens"])[bins] / index["tokens"]
-        axes.bar(
-            bins, share, bottom=bottom, width=0.9, label=name, color=colormaps["tab20"](number)
-        )
-        bottom += share
-    axes.set_xticks(bins, [f"{2**b:,}" for b in bins], rotation=45)
-    axes.set_xlabel("tokens of a document, from")
-    axes.set_ylabel("share of all tokens")
-    axes.set_title(f"{index['tokens']:,} tokens in {index['documents']:,} documents")
-    axes.legend()
-    figure.savefig(path, dpi=120)
