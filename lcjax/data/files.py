@@ -182,7 +182,7 @@ class FileList(list):
         """
         digest = hashlib.blake2b(digest_size=8)
         for (name, _), size in zip(self, self.sizes, strict=True):
-            digest.update(f"{name}\0{size}\0".encode())
+            digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
         step = max(1, len(self) // _FINGERPRINT_FILES)
         for _, path in self[::step]:
             size = path.stat().st_size

@@ -146,7 +146,7 @@ def batch_rows(
 
 def document_number(name: str) -> int:
     """Returns a hash of a document's name, in 1 ... 2^31 - 2."""
-    return 1 + int(unit_hash(name.encode()) * (2**31 - 2))
+    return 1 + int(unit_hash(name) * (2**31 - 2))
 
 
 class Loader(grain.DatasetIterator):

@@ -323,6 +323,7 @@ def length_table(index: dict[str, Any]) -> str:
     ]
     for name, documents, tokens, *long in rows:
         parts = " | ".join(f"{part / max(1, tokens):.1%}" for part in long)
+        name = name.encode(errors="replace").decode()  # that of a folder need not be UTF-8
         lines.append(
             f"| {name} | {documents:,} | {tokens:,} | {tokens / total:.2%}"
             f" | {tokens / max(1, documents):,.0f} | {parts} |"

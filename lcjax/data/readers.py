@@ -69,8 +69,10 @@ def decode(data: bytes, *, location: str, offset: int = 0, on_bad_text: str = "e
         ) from None
 
 
-def unit_hash(data: bytes) -> float:
+def unit_hash(data: bytes | str) -> float:
     """Returns a hash of `data` in [0, 1) that is the same on every machine."""
+    if isinstance(data, str):
+        data = data.encode(errors="surrogateescape")  # file names may be other bytes than UTF-8
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
@@ -125,7 +127,7 @@ class Reader(abc.ABC):
 
     def split_hash(self, index: int) -> float:
         """Returns the hash in [0, 1) of a record that selects the validation split."""
-        return unit_hash(self.name(index).encode())
+        return unit_hash(self.name(index))
 
     def _decode(self, data: bytes, index: int, offset: int = 0) -> str:
         on_bad_text = self._files.config.on_bad_text

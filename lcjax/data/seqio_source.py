@@ -200,7 +200,7 @@ class SeqioCorpus(StreamedCorpus):
 
 
 def _content_hash(document: str | np.ndarray) -> float:
-    return unit_hash(document.encode() if isinstance(document, str) else document.tobytes())
+    return unit_hash(document if isinstance(document, str) else document.tobytes())
 
 
 def _same_ids(vocabulary: Any, tokenizer: Any) -> bool:

@@ -3,15 +3,17 @@
 import gzip
 import json
 import os
+import sys
 import threading
 
 import numpy as np
 import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
-from lcjax.data import DataConfig, documents, files, make_loader
+from lcjax.data import DataConfig, documents, files, make_loader, prepare
 from lcjax.data.config import TextSource
 from lcjax.data.corpus import open_corpus
+from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
@@ -186,3 +188,19 @@ def test_threads_read_the_right_lines_while_files_are_closed_under_them(tmp_path
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names of other systems are UTF-8")
+def test_names_of_files_need_not_be_utf8(tmp_path, monkeypatch):
+    for number, text in enumerate(make_texts(20, low=40)):
+        name = os.fsdecode(b"b\xfccher/%d\xfc.txt" % number)
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_text(text)
+    config = DataConfig(path=str(tmp_path / "text"), length=32, holdout=0.5, repeat=1)
+    numbers = next(make_loader(config, Bytes(), 4, documents=True))["documents"]
+    assert len(np.unique(numbers)) > 1
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Bytes())
+    out = tmp_path / "out"
+    prepare.prepare(prepare.PrepareConfig(config.path, tokenizer="b", out=str(out), workers=1))
+    assert "| b?cher | 20 |" in (out / "report.md").read_text()
+    assert unit_hash("bücher") == unit_hash("bücher".encode())
