@@ -192,7 +192,10 @@ class Loader(grain.DatasetIterator):
                 )
         try:
             self._parent.set_state(_slices_as_tuples(state["position"]))
-        except IndexError:
+        except (IndexError, ValueError) as error:
+            # A stream that ends before the position is a ValueError of grain's packer.
+            if isinstance(error, ValueError) and not isinstance(error.__cause__, StopIteration):
+                raise
             raise InputError(
                 "the saved position lies after the end of the data: raise data.repeat"
             ) from None

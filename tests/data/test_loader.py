@@ -387,3 +387,11 @@ def test_orbax_saves_and_restores_the_position(path, tmp_path):
     resumed = make_loader(config, Bytes(), 2)
     ocp.load_checkpointables(tmp_path / "step", {"data": resumed})
     assert_same(batches[4:], list(resumed))
+
+
+def test_a_stream_refuses_a_position_after_its_last_epoch(path):
+    config = config_for("", sources=[TextSource(path, stream=True)], repeat=3)
+    loader = make_loader(config, Bytes(), 2)
+    states = [loader.get_state() for _ in loader]
+    with pytest.raises(InputError, match=r"after the end of the data: raise data.repeat"):
+        make_loader(replace(config, repeat=1), Bytes(), 2).set_state(states[-2])
