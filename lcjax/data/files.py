@@ -5,7 +5,6 @@ import glob
 import gzip
 import hashlib
 import itertools
-import json
 import mmap
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.errors import InputError, import_package
-from lcjax.files import package_path
+from lcjax.files import package_path, read_json
 from lcjax.storage import StorageError, URLPath, read_range, to_path
 
 TEXT = (".txt", ".md", ".py")  # one document per file
@@ -128,7 +127,7 @@ def _not_hidden(files: Iterable[URLPath], root: URLPath) -> list[URLPath]:
 def _without_caches(source: str, root: Path, files: list[Path]) -> list[Path]:
     """Removes the caches that Hugging Face `datasets` keeps beside its data files."""
     if (root / "dataset_dict.json").is_file():
-        splits = json.loads((root / "dataset_dict.json").read_text()).get("splits", [])
+        splits = read_json(root / "dataset_dict.json").get("splits", [])
         raise InputError(
             f"data.path={source} holds the splits {', '.join(splits)} of a dataset: name one of"
             f" them, as {Path(source, *splits[:1])}"
@@ -137,7 +136,7 @@ def _without_caches(source: str, root: Path, files: list[Path]) -> list[Path]:
     for folder in {file.parent for file in files if file.suffix == ".arrow"}:
         state = folder / "state.json"
         if state.is_file():
-            entries = json.loads(state.read_text()).get("_data_files", [])
+            entries = read_json(state).get("_data_files", [])
             data_files[folder] = {entry["filename"] for entry in entries}
     return [
         file

@@ -343,6 +343,8 @@ def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> lis
         column = name if name in names else name.split(".")[0]
         if column not in names:
             raise _no_field(str(path), name, names, setting)
+        if names.count(column) > 1:
+            raise InputError(f"{path} has {names.count(column)} columns {column!r}: rename one")
         columns.append(column)
     return list(dict.fromkeys(columns))
 
@@ -426,7 +428,7 @@ def parse_example(data: bytes) -> dict[str, list] | None:
                 name, feature = pair[1].decode(), dict(_fields(pair.get(2, b"")))
                 features[name] = next((_values(k, v) for k, v in feature.items()), [])
         return features
-    except (ValueError, KeyError, IndexError, AttributeError, UnicodeDecodeError):
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         return None
 
 

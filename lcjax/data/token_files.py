@@ -196,7 +196,8 @@ def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
             f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
             " prepare` wrote, or .bin files"
         )
-    return [(file.relative_to(path).as_posix(), file) for file in files]
+    # An empty file cannot be mapped.
+    return [(file.relative_to(path).as_posix(), file) for file in files if file.stat().st_size]
 
 
 def _find_token(ids: np.ndarray, token: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from lcjax.data.readers import parse_example
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
 
 
 def save_to_disk(folder, texts, shards=2):
@@ -159,3 +160,15 @@ def test_bad_records_are_placed(tmp_path, monkeypatch):
     assert_refused(
         r"c.array_record is not a readable ArrayRecord file", tmp_path / "c.array_record"
     )
+
+
+def test_odd_files_are_named(tmp_path):
+    path = write_records(tmp_path / "a.array_record", [b"\x08\x01", b"text"])
+    assert [text for _, text in documents(str(path))] == ["\x08\x01", "text"]
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    pa.parquet.write_table(table, tmp_path / "b.parquet")
+    assert_refused(r"b.parquet has 2 columns 'text': rename one", tmp_path / "b.parquet")
+    for name in ("dataset_dict.json", "state.json"):
+        save_to_disk(tmp_path / name, make_texts(4))
+        (tmp_path / name / name).write_text('{"splits": ')
+        assert_refused(rf"{name}: not JSON, truncated", tmp_path / name)

@@ -436,3 +436,14 @@ def test_cut_rows_ignore_the_packing_of_other_sources(text, tmp_path):
         DataConfig(sources=[source], length=32, pack="single", length_shares=shares)
     chunks = Chunks(count=2, length=8)
     assert not DataConfig(sources=[source], length=32, pack="single", chunks=chunks).document_mask
+
+
+def test_an_empty_file_of_tokens_is_left_out(tmp_path):
+    (tmp_path / "map").mkdir()
+    write_bin(tmp_path / "map" / "b.bin", [[256, *range(99)]])
+    full = rows_of(TokenSource(str(tmp_path / "map")), repeat=2)
+    (tmp_path / "map" / "a.bin").write_bytes(b"")
+    assert_same(full, rows_of(TokenSource(str(tmp_path / "map")), repeat=2))
+    (tmp_path / "map" / "b.bin").write_bytes(b"")
+    with pytest.raises(InputError, match="map holds no document: its files are empty"):
+        rows_of(TokenSource(str(tmp_path / "map")))
