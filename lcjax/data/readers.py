@@ -55,12 +55,11 @@ def decode(data: bytes, *, location: str, offset: int = 0, on_bad_text: str = "e
       InputError: the bytes are not UTF-8, and `on_bad_text` is error.
     """
     try:
-        return data.decode("utf-8").removeprefix("\ufeff")
+        errors = "replace" if on_bad_text == "replace" else "strict"
+        return data.decode("utf-8", errors).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         if on_bad_text == "skip":
             return ""
-        if on_bad_text == "replace":
-            return data.decode("utf-8", "replace")
         guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
         raise InputError(
             f"{location} is not UTF-8: byte 0x{data[error.start]:02x} at offset"

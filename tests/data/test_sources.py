@@ -317,3 +317,10 @@ def test_rows_must_be_those_of_the_batch(tmp_path):
     for rows in ([], [3], [-1, 0]):
         with pytest.raises(InputError, match=r"rows=.* list of indices in 0 ... 2"):
             make_loader(config, Bytes(), 3, rows=rows)
+
+
+def test_a_byte_order_mark_is_removed_where_bytes_are_replaced(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfon\xe9")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "tw\xe9"}')
+    config = DataConfig(path=str(tmp_path), on_bad_text="replace")
+    assert [text for _, text in documents(config)] == ["on\ufffd", "tw\ufffd"]
