@@ -401,7 +401,7 @@ def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[st
 
 def _way_out(source: Source) -> str:
     if isinstance(source, SeqioSource) and source.tokens and not source.prompt:
-        return "but token ids, and text is needed here: set data.sources.0.tokens=false"
+        return "but token ids, and text is needed here: set tokens: false for it in data.sources"
     return "and text is needed here: name the source of that text, with type: text"
 
 

@@ -599,7 +599,7 @@ def checked_text(text: str, location: str) -> str:
 
 
 def _no_field(location: str, name: str, names: Iterable[str], setting: str) -> InputError:
-    key = setting if "." in setting else f"data.sources.0.{setting}"
+    key = setting if "." in setting else f"{setting} of this source in data.sources"
     return InputError(
         f"{location} has no field {name!r}; it has {', '.join(sorted(names)) or 'none'}:"
         f" name the right one with {key}"

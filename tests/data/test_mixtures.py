@@ -268,7 +268,7 @@ def test_conversations_that_cannot_be_read_are_placed(tmp_path):
             rows_of(config_for("", sources=[ChatSource(path, **source)]), tokenizer)
         assert "\n" not in str(caught.value)
 
-    assert_refused({"text": "a"}, r"a.jsonl:1 has no field 'messages'; .*sources.0.messages_field")
+    assert_refused({"text": "a"}, r"a.jsonl:1 has no field 'messages'; .*messages_field of this")
     assert_refused(
         {"messages": "a"}, r"field 'messages' is no list of messages \(role and content\)"
     )

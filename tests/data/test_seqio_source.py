@@ -178,7 +178,7 @@ def test_token_ids_of_another_vocabulary_raise_input_error():
 
     with pytest.raises(InputError, match="tokens: false to read its text"):
         make_loader(config_for(tokens=True), Shifted(), 4)
-    with pytest.raises(InputError, match="no text, but token ids, .* set data.sources.0.tokens="):
+    with pytest.raises(InputError, match="no text, but token ids, .* set tokens: false for it"):
         list(documents(config_for(tokens=True)))
 
 
