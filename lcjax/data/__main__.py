@@ -15,9 +15,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command == "prepare":
         # Imports no more than it needs, since it starts many processes.
+        import jax
+
         from lcjax import config
         from lcjax.data.prepare import PrepareConfig, prepare
 
+        jax.config.update("jax_platforms", "cpu")  # the lock must not open an accelerator
         return config.main(PrepareConfig, prepare, args)
     if command == "teacher":
         from lcjax.data.teacher import TeacherConfig, write_teacher_rows

@@ -35,6 +35,7 @@ from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.files import atomic_file, check_path, write_json
+from lcjax.parallel.run_lock import RunLock
 from lcjax.storage import local_path
 
 TOKENIZER = "tokenizer"  # folder beside the shards
@@ -88,7 +89,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
       The index of the folder, which is the content of `index.json`.
 
     Raises:
-      InputError: the folder was written from other text or settings, or no document remains.
+      InputError: the folder was written from other text or settings, another process writes it,
+        or no document remains.
     """
     tokenizer, out = open_tokenizer(config.tokenizer), config.folder
     config = dataclasses.replace(config, dtype=_dtype(config.dtype, tokenizer))
@@ -98,9 +100,10 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
     if (index := begin(out, identity, INDEX["prepare"], PLAN["prepare"])) is None:
         jobs = make_jobs(files, functools.partial(_order, config))
-        _run(config, tokenizer, jobs)
-        index = _finish(config, tokenizer, identity, len(jobs))
-        (out / PLAN["prepare"]).unlink()
+        with RunLock(out, "out"):
+            _run(config, tokenizer, jobs)
+            index = _finish(config, tokenizer, identity, len(jobs))
+            (out / PLAN["prepare"]).unlink(missing_ok=True)
     print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index

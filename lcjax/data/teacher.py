@@ -27,6 +27,7 @@ from lcjax.models.distill import Teacher, largest_probabilities
 from lcjax.parallel import distributed
 from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.distributed import Distributed
+from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, process_rows
 
 Row = dict[str, np.ndarray]
@@ -62,8 +63,8 @@ def write_teacher_rows(config: TeacherConfig) -> dict[str, Any]:
       The index of the folder, which is the content of `teacher.json`.
 
     Raises:
-      InputError: the folder was written from other text, weights or settings, or the model is not
-        a decoder.
+      InputError: the folder was written from other text, weights or settings, another process
+        writes it, or the model is not a decoder.
     """
     mesh = make_mesh(config.mesh)
     rows = process_rows(mesh, config.batch_size)  # checks that the devices divide the batch
@@ -87,7 +88,8 @@ def write_teacher_rows(config: TeacherConfig) -> dict[str, Any]:
             "identity": identity,
         }
         shape = config.row_shape(tokenizer.vocab_size)
-        index = write_rows(config, "teacher", shape, loader, complete, fields)
+        with RunLock(out, "out"):
+            index = write_rows(config, "teacher", shape, loader, complete, fields)
     loader.close()
     if distributed.is_main_process():
         print(

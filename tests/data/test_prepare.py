@@ -447,3 +447,17 @@ def test_an_empty_file_of_tokens_is_left_out(tmp_path):
     (tmp_path / "map" / "b.bin").write_bytes(b"")
     with pytest.raises(InputError, match="map holds no document: its files are empty"):
         rows_of(TokenSource(str(tmp_path / "map")))
+
+
+def test_a_folder_that_another_process_writes_is_refused(text, tmp_path, monkeypatch):
+    finish = prepare._finish
+
+    def run_twice(*args):
+        with pytest.raises(InputError, match=r"^out=.* is in use by process"):
+            run(text, tmp_path / "out")
+        return finish(*args)
+
+    monkeypatch.setattr(prepare, "_finish", run_twice)
+    index = run(text, tmp_path / "out")
+    assert index == run(text, tmp_path / "out")
+    assert not (tmp_path / "out" / "lock.json").exists()

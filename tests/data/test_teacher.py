@@ -270,3 +270,15 @@ def test_the_command_reads_a_config_and_prints_errors(path, tmp_path, capsys):
     assert (config.top, config.rows, config.data.chunks) == (9, 8, CHUNKS)
     assert command.main(["teacher", "--config", str(file), "--data.chunks.count=9"]) == 2
     assert "error: data.length=28 leaves fewer than 2 tokens" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_process_writes_is_refused(path, tmp_path, monkeypatch):
+    write_rows, config = teacher.write_rows, config_for(path, tmp_path / "out")
+
+    def write_twice(*args):
+        with pytest.raises(InputError, match=r"^out=.* is in use by process"):
+            write_teacher_rows(config)
+        return write_rows(*args)
+
+    monkeypatch.setattr(teacher, "write_rows", write_twice)
+    assert write_teacher_rows(config)["rows"] == ROWS
