@@ -135,39 +135,12 @@ class Chunks:
         return length - self.tokens
 
 
-def split_context(
-    tokens: np.ndarray, num_chunks: int, chunk_length: int, decoder_length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Splits consecutive tokens into chunks of context and the decoder's tokens.
-
-    The decoder's tokens are the last `decoder_length` ones, or all if there are fewer. The context
-    is the text right before them, up to the capacity of the chunks. It is padded on the left, so
-    the last chunk ends where the decoder's tokens begin.
-
-    Args:
-      tokens: int32 [n].
-      num_chunks: number of chunks K.
-      chunk_length: length of a chunk Tc.
-      decoder_length: maximum number of the decoder's tokens.
-
-    Returns:
-      chunks: int32 [K, Tc]; 0 is padding.
-      mask: bool [K, Tc]; true where there is text.
-      decoder_tokens: int32 [min(n, decoder_length)].
-    """
-    start = max(len(tokens) - decoder_length, 0)
-    context = tokens[max(start - num_chunks * chunk_length, 0) : start]
-    missing = num_chunks * chunk_length - len(context)
-    flat = np.concatenate([np.zeros(missing, np.int32), context]).astype(np.int32)
-    mask = np.arange(len(flat)) >= missing
-    shape = num_chunks, chunk_length
-    return flat.reshape(shape), mask.reshape(shape), tokens[start:]
-
-
 def cut_context(row: Row, config: Chunks, decoder_length: int) -> Row:
     """Splits a row into `chunks`, `chunk_mask` and the decoder's part of all fields.
 
-    The targets were attached before any cut, so the last token of a row keeps its target.
+    The context is padded on the left, so the last chunk ends where the decoder's tokens begin. With
+    `chunks.learned`, the result has `chunk_targets` and `chunk_weights` [K, Tc], too. The targets
+    were attached before any cut, so the last token of a row keeps its target.
 
     `chunks.text` "beginning" is the instruction tuning of SharedLLM ("Two are better than one:
     context window extension with multi-grained self-injection", sec. 4.1 and its released code).
@@ -190,8 +163,10 @@ def cut_context(row: Row, config: Chunks, decoder_length: int) -> Row:
         case "beginning":
             question = _question_length(row["weights"][:end] > 0) if end else 0
             start = config.length * num_context_chunks(config, question, end)
-    chunks, mask, _ = split_context(row["tokens"][:start], config.count, config.length, 0)
-    context = {"chunks": chunks, "chunk_mask": mask, **_chunk_targets(row, start, config)}
+    context = {"chunks": row["tokens"], "chunk_mask": np.ones(start, bool)}
+    if config.learned:
+        context |= {f"chunk_{name}": row[name] for name in ("targets", "weights")}
+    context = {name: _last_chunks(value[:start], config) for name, value in context.items()}
     if config.text != "same":
         row = _decoder_row(row, start, end, decoder_length)
     return row | context
@@ -253,16 +228,11 @@ def _question_length(is_learned: np.ndarray) -> int:
     return len(is_learned) if is_learned[0] else int(np.argmax(is_learned)) + 1
 
 
-def _chunk_targets(row: Row, end: int, config: Chunks) -> Row:
-    """Returns `chunk_targets` and `chunk_weights` [K, Tc] of the context that ends at `end`."""
-    if not config.learned:
-        return {}
-    start, shape = max(end - config.tokens, 0), (config.count, config.length)
-    missing = config.tokens - (end - start)
-    return {
-        f"chunk_{name}": np.pad(row[name][start:end], (missing, 0)).reshape(shape)
-        for name in ("targets", "weights")
-    }
+def _last_chunks(values: np.ndarray, config: Chunks) -> np.ndarray:
+    """Returns the last values as [K, Tc]; if there are fewer, zeros precede them."""
+    values = values[-config.tokens :]
+    missing = config.tokens - len(values)
+    return np.pad(values, (missing, 0)).reshape(config.count, config.length)
 
 
 def _decoder_row(row: Row, start: int, end: int, length: int) -> Row:

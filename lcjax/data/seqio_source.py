@@ -279,7 +279,7 @@ def context_chunks(
     Returns:
       The converter. Its rows have these fields, with ids of one vocabulary:
         tokens, targets, segments, positions: int32 [length]; weights: float32 [length].
-        chunks: int32 [K, Tc]; chunk_mask: bool [K, Tc], as in `lcjax.data.chunks.split_context`.
+        chunks: int32 [K, Tc]; chunk_mask: bool [K, Tc], as in `lcjax.data.chunks.cut_context`.
 
     Raises:
       InputError: seqio is not installed.

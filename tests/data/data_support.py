@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from lcjax.data import make_loader
+from lcjax.data import Chunks, make_loader
+from lcjax.data.chunks import cut_context
 
 BOS, EOS = 256, 257
 
@@ -60,6 +61,13 @@ def split_documents(batches):
             for segment in range(1, segments.max() + 1):
                 pieces.append(tuple(tokens[segments == segment].tolist()))
     return pieces
+
+
+def split_context(tokens, num_chunks, chunk_length, decoder_length):
+    """Chunks, their mask, and the decoder's tokens of consecutive tokens."""
+    row = {"tokens": tokens.astype(np.int32), "segments": np.ones(len(tokens), np.int32)}
+    row = cut_context(row, Chunks(num_chunks, chunk_length), decoder_length)
+    return row["chunks"], row["chunk_mask"], row["tokens"][row["segments"] > 0]
 
 
 def assert_same(left, right):

@@ -5,12 +5,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from data_support import BOS, EOS, Bytes, assert_same, make_texts, rows_of, write_jsonl
+from data_support import (
+    BOS,
+    EOS,
+    Bytes,
+    assert_same,
+    make_texts,
+    rows_of,
+    split_context,
+    write_jsonl,
+)
 
 from lcjax import config as configs
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.data import ChatSource, Chunks, DataConfig, Masking, Noise, TextSource, make_loader
-from lcjax.data.chunks import split_context
 from lcjax.errors import InputError
 
 FOUR = Chunks(count=4, length=6)  # 24 tokens

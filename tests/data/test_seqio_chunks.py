@@ -5,10 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from data_support import Bytes, assert_same, make_texts, rows_of
+from data_support import Bytes, assert_same, make_texts, rows_of, split_context
 
 from lcjax.data import Chunks, DataConfig, SeqioSource, TextSource, make_loader
-from lcjax.data.chunks import split_context
 from lcjax.data.seqio_source import context_chunks
 from lcjax.errors import InputError
 
