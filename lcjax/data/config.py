@@ -15,25 +15,29 @@ OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
-# Commands that write folders which are read as sources. Of each, `INDEX` names a file of a complete
-# folder, and `PLAN` a file of an incomplete one.
-COMMANDS = {
-    "prepare": "python -m lcjax.data prepare",
-    "teacher": "python -m lcjax.data teacher",
-    "retrieved": "python -m lcjax.retrieval chunks",
-}
-INDEX = {"prepare": "index.json", "teacher": "teacher.json", "retrieved": "retrieved.json"}
-PLAN = {
-    "prepare": "plan.json",
-    "teacher": "teacher_plan.json",
-    "retrieved": "retrieved_plan.json",
-}
 NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 # Fields that may change when a run resumes: speed, checks, and the number of epochs.
 RESUMABLE = ("threads", "prefetch", "scan", "repeat")
 
 # Fields that only apply to sources whose rows are packed here.
 _PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")
+
+
+@dataclass(frozen=True)
+class FolderKind:
+    """A kind of folder that a command writes, and that is read as a source."""
+
+    name: str
+    command: str
+    index: str  # file of a complete folder
+    plan: str  # file of an incomplete folder
+
+
+TOKENS = FolderKind("tokens", "python -m lcjax.data prepare", "index.json", "plan.json")
+TEACHER = FolderKind("teacher", "python -m lcjax.data teacher", "teacher.json", "teacher_plan.json")
+RETRIEVED = FolderKind(
+    "retrieved", "python -m lcjax.retrieval chunks", "retrieved.json", "retrieved_plan.json"
+)
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ class TokenSource(Source):
 class StoredSource(Source):
     """Base class of sources with stored rows, which have the fields of a batch."""
 
+    kind: ClassVar[FolderKind]
     path: str = ""  # the folder
     weight: float = 1.0  # share of the rows, relative to the other sources
 
@@ -170,7 +175,7 @@ class StoredSource(Source):
         super().__post_init__()
         for key in _PACKED:
             if getattr(self, key):
-                raise InputError(f"type {self.kind}: its rows are stored; leave {key} out")
+                raise InputError(f"type {self.kind.name}: its rows are stored; leave {key} out")
 
     def packing(self, default: str) -> str | None:
         return None
@@ -181,7 +186,7 @@ class StoredSource(Source):
 class TeacherSource(StoredSource):
     """Rows with a teacher's probabilities: a folder of `python -m lcjax.data teacher`."""
 
-    kind: ClassVar[str] = "teacher"  # key of `COMMANDS`
+    kind: ClassVar[FolderKind] = TEACHER
 
 
 @Source.register_subclass("retrieved")
@@ -189,7 +194,7 @@ class TeacherSource(StoredSource):
 class RetrievedSource(StoredSource):
     """Rows with retrieved passages as chunks: a folder of `python -m lcjax.retrieval chunks`."""
 
-    kind: ClassVar[str] = "retrieved"
+    kind: ClassVar[FolderKind] = RETRIEVED
 
 
 @Source.register_subclass("seqio")
@@ -352,8 +357,8 @@ class DataConfig(TextConfig):
             is_stored = [isinstance(source, cls) for source in self.sources]
             if any(is_stored) and not all(is_stored):
                 raise InputError(
-                    f"data.sources.{is_stored.index(False)} is not of type {cls.kind}, and others"
-                    " are: one batch cannot hold rows of both; keep one kind"
+                    f"data.sources.{is_stored.index(False)} is not of type {cls.kind.name}, and"
+                    " others are: one batch cannot hold rows of both; keep one kind"
                 )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
@@ -378,7 +383,7 @@ class DataConfig(TextConfig):
                 if not isinstance(source, RetrievedSource):
                     raise InputError(
                         f"data.chunks.text=retrieved: {source.name} has no passages; write rows"
-                        f" with `{COMMANDS['retrieved']}`, and name their folder"
+                        f" with `{RETRIEVED.command}`, and name their folder"
                     )
         return sources
 
@@ -466,10 +471,10 @@ class DataConfig(TextConfig):
 
 
 def _source_at(path: str) -> Source:
-    """Returns the source at a path; folders written by one of `COMMANDS` are recognised."""
+    """Returns the source at a path; folders of every `FolderKind` are recognised."""
     folder = to_path(path).expanduser()
-    classes = {"teacher": TeacherSource, "retrieved": RetrievedSource, "prepare": TokenSource}
+    classes = {TEACHER: TeacherSource, RETRIEVED: RetrievedSource, TOKENS: TokenSource}
     for kind, source in classes.items():
-        if any((folder / files[kind]).is_file() for files in (INDEX, PLAN)):
+        if any((folder / name).is_file() for name in (kind.index, kind.plan)):
             return source(path)
     return TokenSource(path) if folder.suffix == ".bin" else TextSource(path)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data.config import INDEX, NOT_CONTENT, ON_BAD_TEXT, PLAN, Source, TextConfig, TextSource
+from lcjax.data.config import NOT_CONTENT, ON_BAD_TEXT, TOKENS, Source, TextConfig, TextSource
 from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
 from lcjax.data.jobs import (
     WHY_LOCAL,
@@ -98,12 +98,12 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     check_outside_data("out", out, TextConfig(sources=tuple(config.text_sources())))
     files = [source.paths for source in config.open_sources()]
     identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
-    if (index := begin(out, identity, INDEX["prepare"], PLAN["prepare"])) is None:
+    if (index := begin(out, identity, TOKENS.index, TOKENS.plan)) is None:
         jobs = make_jobs(files, functools.partial(_order, config))
         with RunLock(out, "out"):
             _run(config, tokenizer, jobs)
             index = _finish(config, tokenizer, identity, len(jobs))
-            (out / PLAN["prepare"]).unlink(missing_ok=True)
+            (out / TOKENS.plan).unlink(missing_ok=True)
     print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
@@ -269,7 +269,7 @@ def _finish(
         )
     tokenizer.save(out / TOKENIZER)
     (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
-    write_json(out / INDEX["prepare"], index)
+    write_json(out / TOKENS.index, index)
     for i in range(num_jobs):
         (out / f"{i:06d}.json").unlink(missing_ok=True)
     return index

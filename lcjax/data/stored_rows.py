@@ -19,7 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.data.chunks import Chunks, Row, segment_positions
-from lcjax.data.config import COMMANDS, INDEX, PLAN, DataConfig, StoredSource
+from lcjax.data.config import RETRIEVED, TEACHER, DataConfig, FolderKind, StoredSource
 from lcjax.data.jobs import WHY_LOCAL, read_shard
 from lcjax.data.readers import Reader, SourceFiles
 from lcjax.data.token_files import (
@@ -62,8 +62,8 @@ class RowsConfig:
         for i, source in enumerate(self.data.sources):
             if isinstance(source, StoredSource):
                 raise InputError(
-                    f"data.sources.{i}: rows of type {source.kind} are stored already; name their"
-                    " text"
+                    f"data.sources.{i}: rows of type {source.kind.name} are stored already; name"
+                    " their text"
                 )
 
     @property
@@ -108,14 +108,14 @@ class StoredFiles(SourceFiles):
 
     def __init__(self, source: StoredSource, tokenizer: Any = None):
         self.source, folder, kind = source, to_path(source.path).expanduser(), source.kind
-        if not (folder / INDEX[kind]).is_file():
+        if not (folder / kind.index).is_file():
             check_finished(folder, kind)
             raise InputError(
-                f"data.sources: {folder} has no {INDEX[kind]}; name a folder that"
-                f" `{COMMANDS[kind]}` wrote"
+                f"data.sources: {folder} has no {kind.index}; name a folder that"
+                f" `{kind.command}` wrote"
             )
         self.index = index = read_index(folder, kind)
-        check_tokenizer(source, index, index.get(kind), tokenizer)
+        check_tokenizer(source, index, index.get(kind.name), tokenizer)
         names = ("count", "length", "decoder", "top", "ids")
         self.row_type = row_type(**{name: index[name] for name in names})
         counts = {shard["name"]: shard["rows"] for shard in index["shards"]}
@@ -125,7 +125,7 @@ class StoredFiles(SourceFiles):
         """Raises an `InputError` if the stored rows have another shape than those of `config`."""
         index, chunks, path = self.index, config.chunks, self.source.path
         fields = {"count": index["count"], "length": index["length"]}
-        if self.source.kind == "retrieved":
+        if self.source.kind is RETRIEVED:
             fields |= {"text": "retrieved", "stride": index["stride"]}
         stored = Chunks(**fields)
         if chunks is None or _describe(chunks) != _describe(stored):
@@ -179,7 +179,7 @@ class StoredReader(Reader):
 
 def write_rows(
     config: RowsConfig,
-    kind: str,
+    kind: FolderKind,
     shape: dict[str, Any],
     loader: Any,
     complete: Callable[[Row], Row],
@@ -190,7 +190,7 @@ def write_rows(
 
     Args:
       config: folder, number of rows, and batches of a shard.
-      kind: key of `COMMANDS`.
+      kind: kind of the folder.
       shape: arguments of `row_type`.
       loader: yields batches.
       complete: adds the fields of a batch that the loader lacks; every process calls it.
@@ -218,8 +218,8 @@ def write_rows(
         **fields,
     }
     if distributed.is_main_process():
-        write_json(out / INDEX[kind], index)
-        (out / PLAN[kind]).unlink()
+        write_json(out / kind.index, index)
+        (out / kind.plan).unlink()
         for shard in shards:
             (out / f"{shard['name']}.json").unlink()
             if not shard["rows"]:
@@ -234,7 +234,7 @@ class _ShardWriter:
     def __init__(
         self,
         config: RowsConfig,
-        kind: str,
+        kind: FolderKind,
         shape: dict[str, Any],
         loader: Any,
         complete: Callable[[Row], Row],
@@ -255,7 +255,7 @@ class _ShardWriter:
         self._check_disk()
         # In a log file one line a minute is enough.
         interval = 0.1 if sys.stderr.isatty() else 60.0
-        options = {"unit": "row", "desc": self._kind, "mininterval": interval}
+        options = {"unit": "row", "desc": self._kind.name, "mininterval": interval}
         options |= {"disable": not distributed.is_main_process()}
         number, position = 0, None
         with tqdm(total=self._config.rows, **options) as self._bar:
@@ -281,7 +281,7 @@ class _ShardWriter:
         missing = 0 if rows is None else (rows - self._num_stored) * size
         free = shutil.disk_usage(self._out).free
         if missing > free:
-            smaller = ", a smaller top" if self._kind == "teacher" else ""
+            smaller = ", a smaller top" if self._kind is TEACHER else ""
             raise InputError(
                 f"rows={rows}: the missing ones take {missing / 1e9:,.1f} GB ({size:,} bytes"
                 f" each), and out={self._out} has {free / 1e9:,.1f} GB free; lower rows"

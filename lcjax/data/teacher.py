@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lcjax.checkpoints.build import ModelSection, build, check_source
-from lcjax.data.config import INDEX, PLAN
+from lcjax.data.config import TEACHER
 from lcjax.data.corpus import check_sources
 from lcjax.data.jobs import begin
 from lcjax.data.loader import Loader, make_loader
@@ -75,10 +75,10 @@ def write_teacher_rows(config: TeacherConfig) -> dict[str, Any]:
     loader = make_loader(config.data, tokenizer, config.batch_size)
     out, identity = config.folder, _identity(config, model, params, loader)
     if distributed.is_main_process():
-        begin(out, identity, INDEX["teacher"], PLAN["teacher"])
+        begin(out, identity, TEACHER.index, TEACHER.plan)
     distributed.barrier("teacher's folder ready")
-    if (out / INDEX["teacher"]).is_file():
-        index = read_json(out / INDEX["teacher"])
+    if (out / TEACHER.index).is_file():
+        index = read_json(out / TEACHER.index)
     else:
         complete = functools.partial(_add_probabilities, model, params, config, rows)
         fields = {
@@ -89,7 +89,7 @@ def write_teacher_rows(config: TeacherConfig) -> dict[str, Any]:
         }
         shape = config.row_shape(tokenizer.vocab_size)
         with RunLock(out, "out"):
-            index = write_rows(config, "teacher", shape, loader, complete, fields)
+            index = write_rows(config, TEACHER, shape, loader, complete, fields)
     loader.close()
     if distributed.is_main_process():
         print(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import COMMANDS, INDEX, PLAN, StoredSource, TokenSource
+from lcjax.data.config import TOKENS, FolderKind, StoredSource, TokenSource
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
@@ -32,7 +32,7 @@ class TokenFolder(SourceFiles):
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
         self.source, folder = source, to_path(source.path).expanduser()
-        index = read_index(folder, "prepare")
+        index = read_index(folder, TOKENS)
         _check_fields(index, folder)
         check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
         self.dtype = DTYPES[index["dtype"]]
@@ -40,7 +40,7 @@ class TokenFolder(SourceFiles):
         self.shard_labels = [shard["labels"] for shard in shards]
         _check_labels(source, sorted({label for labels in self.shard_labels for label in labels}))
         counts = {shard["name"]: shard["tokens"] for shard in shards}
-        self.paths = list_shards(folder, counts, self.dtype.itemsize, "prepare")
+        self.paths = list_shards(folder, counts, self.dtype.itemsize, TOKENS)
 
     def reader_class(self, path: Path) -> type[Reader]:
         return ShardReader
@@ -83,7 +83,7 @@ class BareFiles(SourceFiles):
 
 def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
     """Finds the files of a folder of shards, or bare files; checks the ids against `tokenizer`."""
-    is_folder = (to_path(source.path).expanduser() / INDEX["prepare"]).is_file()
+    is_folder = (to_path(source.path).expanduser() / TOKENS.index).is_file()
     return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
@@ -190,7 +190,7 @@ def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
     if path.is_file():
         return [(path.name, path)]
     files = sorted(path.rglob("*.bin")) if path.is_dir() else []
-    check_finished(path, "prepare")
+    check_finished(path, TOKENS)
     if not files:
         raise InputError(
             f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
@@ -205,9 +205,9 @@ def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def read_index(folder: Path, kind: str) -> dict[str, Any]:
-    """Reads the index of a folder; `kind` is a key of `COMMANDS`."""
-    path, way_out = folder / INDEX[kind], f"write it again with `{COMMANDS[kind]}`"
+def read_index(folder: Path, kind: FolderKind) -> dict[str, Any]:
+    """Reads the index of a folder."""
+    path, way_out = folder / kind.index, f"write it again with `{kind.command}`"
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
     except InputError:  # raised by a remote store
@@ -219,10 +219,10 @@ def read_index(folder: Path, kind: str) -> dict[str, Any]:
     return index
 
 
-def check_finished(folder: Path, kind: str) -> None:
-    if (folder / PLAN[kind]).is_file():
+def check_finished(folder: Path, kind: FolderKind) -> None:
+    if (folder / kind.plan).is_file():
         raise InputError(
-            f"data.path={folder} is not finished: run the same `{COMMANDS[kind]}`"
+            f"data.path={folder} is not finished: run the same `{kind.command}`"
             " once more; it resumes"
         )
 
@@ -271,14 +271,14 @@ def _check_labels(source: TokenSource, labels: list[str]) -> None:
         )
 
 
-def list_shards(folder: Path, counts: dict[str, int], size: int, kind: str) -> FileList:
+def list_shards(folder: Path, counts: dict[str, int], size: int, kind: FolderKind) -> FileList:
     """Lists the `.bin` files of a folder, and checks their sizes.
 
     Args:
       folder: the folder.
       counts: number of entries of each shard, by its name.
       size: bytes of an entry.
-      kind: key of `COMMANDS`, for error messages.
+      kind: kind of the folder, for error messages.
     """
     files = [(name, folder / f"{name}.bin") for name in counts]
     for name, path in files:
@@ -289,6 +289,6 @@ def list_shards(folder: Path, counts: dict[str, int], size: int, kind: str) -> F
             raise InputError(
                 f"{path} has {num_bytes:,} bytes, and {counts[name]:,} entries of {size:,} take"
                 f" {expected:,}: it was cut or moved; copy it again, or write the folder again with"
-                f" `{COMMANDS[kind]}`"
+                f" `{kind.command}`"
             )
     return FileList(files)

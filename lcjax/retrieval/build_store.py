@@ -104,7 +104,8 @@ def check_documents(data: TextConfig) -> None:
     for i, source in enumerate(data.sources):
         if isinstance(source, StoredSource):
             raise InputError(
-                f"data.sources.{i}: rows of type {source.kind} are no documents; name their text"
+                f"data.sources.{i}: rows of type {source.kind.name} are no documents; name"
+                " their text"
             )
         if isinstance(source, SeqioSource) and source.converter:
             raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
@@ -209,7 +210,9 @@ class _Sources:
         ]
         for source in self.sources:
             if isinstance(source, StoredSource):  # known only after `data.path` is resolved
-                raise InputError(f"data.path={source.path}: {source.kind} rows are no documents")
+                raise InputError(
+                    f"data.path={source.path}: {source.kind.name} rows are no documents"
+                )
         self._reader = JobReader(self.files, _in_order)
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import INDEX, PLAN, SeqioSource, TokenSource
+from lcjax.data.config import RETRIEVED, SeqioSource, TokenSource
 from lcjax.data.corpus import check_outside_data, check_sources
 from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
@@ -32,8 +32,6 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import FAISS_KINDS, Datastore
 from lcjax.retrieval.passages import Passage
 from lcjax.retrieval.retriever import KINDS, Hit, Retriever
-
-_KIND = "retrieved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +108,12 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
     identity = _identity(config, store) | loader.get_state()["identity"]
     identity = json.loads(json.dumps(identity))
     try:
-        index = begin(config.folder, identity, INDEX[_KIND], PLAN[_KIND])
+        index = begin(config.folder, identity, RETRIEVED.index, RETRIEVED.plan)
         if index is None:
             fields = {
                 "stride": config.data.chunks.stride,
                 "tokenizer": tokenizer.fingerprint,
-                _KIND: config.tokenizer,
+                RETRIEVED.name: config.tokenizer,
                 "identity": identity,
             }
             shape = config.row_shape(tokenizer.vocab_size)
@@ -123,7 +121,7 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
             # Several parts may write different shards at the same time, so they take no lock.
             is_alone = part is None or part[1] == 1
             with RunLock(config.folder, "out") if is_alone else contextlib.nullcontext():
-                index = write_rows(config, _KIND, shape, loader, chunks.add, fields, part)
+                index = write_rows(config, RETRIEVED, shape, loader, chunks.add, fields, part)
     finally:
         loader.close()
     if index is None:

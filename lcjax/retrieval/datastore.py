@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from lcjax.data.config import INDEX as INDICES
-from lcjax.data.config import PLAN as PLANS
 from lcjax.data.files import LRUCache, import_pyarrow
 from lcjax.errors import InputError, check_integers, check_one_of
 from lcjax.files import atomic_file, check_path, read_json, sha256, sync_file, write_json
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 WHY_MAPPED = "its files are mapped from there; copy the folder"  # reason for `local_path`
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-INDEX, PLAN, _DELETED = INDICES["prepare"], PLANS["prepare"], "deleted.npy"
+INDEX, PLAN, _DELETED = "index.json", "plan.json", "deleted.npy"
 _HEADER = 128  # bytes of a vector file before its vectors
 _ROW_GROUP = 1024  # passages that are read at once to return one of them
 _CACHE_BYTES = 1 << 28  # bytes of the row groups that are held in memory

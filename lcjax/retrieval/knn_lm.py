@@ -146,7 +146,7 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
         faiss_module()  # raises the error of a missing package before the text is read
     for source in config.data.resolved_sources():
         if isinstance(source, StoredSource):  # known only after `data.path` is resolved
-            raise InputError(f"data.path={source.path}: {source.kind} rows are no documents")
+            raise InputError(f"data.path={source.path}: {source.kind.name} rows are no documents")
     corpora = open_split(config.data, "train", lm.tokenizer)
     names = ("window", "overlap", "max_tokens", "dtype", "faiss")
     identity = {
