@@ -15,7 +15,7 @@ OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
-NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
+NOT_CONTENT = ("path", "weight")  # fields of a source that are not in its `content_key`
 # Fields that may change when a run resumes: speed, checks, and the number of epochs.
 RESUMABLE = ("threads", "prefetch", "scan", "repeat")
 
@@ -44,7 +44,8 @@ RETRIEVED = FolderKind(
 class Source(draccus.ChoiceRegistry):
     """One body of text and its share of the training rows."""
 
-    stream, upsample = False, None  # not fields; some types define fields of these names
+    # Values for types that lack these fields. They have no annotation, so they are no fields here.
+    stream, upsample = False, None
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
     # Tokens from the start of a row to the start of the next; null: data.length, without overlap
     stride: int | None = field(default=None, kw_only=True)
@@ -75,8 +76,8 @@ class Source(draccus.ChoiceRegistry):
         return self.pack or default
 
     @property
-    def reads(self) -> str:
-        """Fields that determine the content; a saved position is valid only if they are equal."""
+    def content_key(self) -> str:
+        """Text of the fields that determine the rows; a saved position is valid only for it."""
         parts = []
         for item in fields(self):
             value = getattr(self, item.name)

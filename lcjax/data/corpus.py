@@ -420,7 +420,7 @@ def corpus_identity(corpora: list[Documents]) -> dict[str, Any]:
     # The files of a seqio task are unknown.
     files = [corpus.files and corpus.files.paths for corpus in corpora]
     return {
-        "data text fields": [corpus.source.reads for corpus in corpora],
+        "data text fields": [corpus.source.content_key for corpus in corpora],
         "data weights": [corpus.source.weight for corpus in corpora],
         "number of documents": [corpus.count for corpus in corpora],
         "bytes of text": [None if paths is None else paths.size for paths in files],

@@ -218,7 +218,7 @@ class _Sources:
     @property
     def fingerprints(self) -> list[str]:
         return [
-            source.reads if files is None else files.paths.fingerprint
+            source.content_key if files is None else files.paths.fingerprint
             for source, files in zip(self.sources, self.files)
         ]
 
@@ -264,7 +264,7 @@ def _identity(config: BuildConfig, sources: _Sources, encoder: Encoder | None) -
     data = config.data
     identity = {
         "sources": [source.name for source in sources.sources],
-        "fields of the sources": [source.reads for source in sources.sources],
+        "fields of the sources": [source.content_key for source in sources.sources],
         "text of the corpus": sources.fingerprints,
         **{key: getattr(data, key) for key in ("holdout", "on_bad_text", "on_bad_record")},
         "chunking": dataclasses.asdict(config.chunking),
