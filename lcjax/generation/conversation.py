@@ -9,6 +9,7 @@ talk = Conversation(lm, retriever=lcjax.retrieval.Retriever.open("store"))
 talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []  # of `say`
         chunk = prefill_chunk_size(prefill_chunk)
         self._chunk = self.length if lm.config.needs_whole_prompt else chunk
+        self._num_generated = 0  # tokens of all turns
         self._start_over()
 
     @property
@@ -147,7 +149,10 @@ class Conversation:
     def stream(
         self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None
     ) -> Iterator[Piece]:
-        """Yields the text of `write` piece by piece; a stop string is part of the text, too."""
+        """Yields the text of `write` piece by piece.
+
+        The yielded text excludes a stop string; the tokens of the conversation include it.
+        """
         self._check(len(self._ids), sampling.max_new_tokens)
         return self._stream(sampling, query)
 
@@ -181,12 +186,13 @@ class Conversation:
         self._check(len(ids), sampling.max_new_tokens)
         if is_new:
             self._start_over()
-        self._ids, num_tokens = ids, len(ids)
+        # After an error in `write` the next turn reads all of the chat again, without this message.
+        self._ids, self._chat_text, num_tokens = ids, None, len(ids)
         answer = self.write(sampling, query=query)
         # A stop string is part of the text but not of the chat, so the next turn reads all again.
         self._chat_text = None if self._ends_with_stop else text + answer
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return GeneratedText(answer, tuple(self._ids[num_tokens:]), passages=searches)
+        return GeneratedText(answer, tuple(self._ids[num_tokens:]), self._finish, searches)
 
     def _with_passages(self, message: str, hits: Sequence[Any]) -> str:
         """Returns `message` after the passages of `hits`, or alone if a memory reads them."""
@@ -212,6 +218,7 @@ class Conversation:
         self._ids: list[int] = []
         self._chat_text: str | None = None  # the chat so far, if the template only appends to it
         self._ends_with_stop = False  # whether a stop string ended the last turn
+        self._finish: str | None = None  # "stop" or "length": why the last turn ended
         self._num_rows = 1 + padding_rows(self.lm.mesh, 1)
         self._clear_cache()
 
@@ -231,13 +238,18 @@ class Conversation:
         query = self._ids if query is None else query
         self.context = self.lm.search_contexts(self.context, [query])
         key, eos = sampling.key(self._num_rows), jnp.array(tokenizer.eos_ids, jnp.int32)
+        if self._num_generated:  # else every turn would have the draws of the first one
+            fold = functools.partial(jax.random.fold_in, data=self._num_generated)
+            key = jax.vmap(fold)(key) if key.ndim else fold(key)
         text = RowText(0, tokenizer, sampling)
         for step in range(sampling.max_new_tokens):
             picked = pick(self._read_text(), key, step, eos, sampling)
             token = int(distributed.gather(picked)[0])
             self._ids.append(token)
+            self._num_generated += 1
             piece = text.add(token)
             self._ends_with_stop = text.finish == "stop" and token not in tokenizer.eos_ids
+            self._finish = text.finish
             if piece is not None:
                 yield piece
             if text.finish:

@@ -106,7 +106,10 @@ def _draw(logits, key, step, eos, is_early, temperature, top_p, *, greedy, top_k
     logits = logits.at[:, eos].add(jnp.where(is_early, -jnp.inf, 0.0))
     if greedy:
         return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / temperature
+    # The largest logit becomes 0, so that no quotient overflows or is NaN at any temperature.
+    below = logits - logits.max(-1, keepdims=True)
+    logits = jnp.where(below == 0, 0.0, below / temperature)
+    logits = jnp.where(jnp.isneginf(below), -jnp.inf, logits)
     if top_k is not None:
         logits = _keep_top_k(logits, top_k)
     if nucleus:
@@ -134,8 +137,9 @@ def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(ranked, axis=-1) - ranked
+    in_nucleus = (before < top_p).at[..., 0].set(True)  # also if `top_p` rounds to 0
     is_kept = jnp.put_along_axis(
-        jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
+        jnp.zeros(logits.shape, bool), order, in_nucleus, axis=-1, inplace=False
     )
     return jnp.where(is_kept, logits, -jnp.inf)
 

@@ -287,6 +287,22 @@ def _pool_of(folder: BertFolder, pooling: str | None, normalize: bool | None) ->
     return Pool(modules.pooling, modules.normalize)
 
 
+def model_fingerprint(lm: LanguageModel) -> str:
+    """Returns a digest of everything that determines a model's states.
+
+    These are the weights, the tokenizer, the positions, the RoPE method and the pattern, and the
+    length of the model if it changes the rotation.
+    """
+    config = lm.config
+    values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
+    values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
+    # The length replaces the rotation, whose last bits may differ between devices.
+    follows = lm.depends_on_length and lm.length is not None
+    if follows and not lm.rotation(lm.length).equals(config.rotation(1, lm.params.get("rope"))):
+        values.append(lm.length)
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
 class DecoderEncoder(Encoder):
     """An encoder that pools hidden states of a language model; needs no encoder checkpoint."""
 
@@ -334,8 +350,7 @@ class DecoderEncoder(Encoder):
         self.dim, self.name, self.pooling, self.max_tokens = config.width, name, pooling, max_tokens
         self._limit = LengthLimit(max_tokens, on_long, name)
         self._batching = Batching(max_tokens, batch_tokens, lm.mesh)
-        values = [weights_digest(lm.params), lm.tokenizer.fingerprint, layer, max_tokens]
-        values += [repr(x) for x in (self._pool, config.rope, config.pattern, *config.layers)]
+        values = [model_fingerprint(lm), layer, max_tokens, repr(self._pool)]
         self.fingerprint = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     def encode(

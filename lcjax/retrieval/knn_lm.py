@@ -51,11 +51,11 @@ from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import check_token_rows, pad_right
 from lcjax.models.loss import token_nll
 from lcjax.parallel import distributed
-from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.build_store import check_documents
 from lcjax.retrieval.datastore import WHY_MAPPED
+from lcjax.retrieval.encoder import model_fingerprint
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, default_lists, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
@@ -105,22 +105,6 @@ class TokenConfig:
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         check_documents(self.data)
-
-
-def model_fingerprint(lm: LanguageModel) -> str:
-    """Returns a digest of everything that determines keys.
-
-    These are the weights, the tokenizer, the positions, the RoPE method and the pattern, and the
-    length of the model if it changes the rotation.
-    """
-    config = lm.config
-    values = [weights_digest(lm.params), lm.tokenizer.fingerprint]
-    values += [repr(x) for x in (config.position, config.rope, config.pattern, *config.layers)]
-    # The length replaces the rotation, whose last bits may differ between devices.
-    follows = lm.depends_on_length and lm.length is not None
-    if follows and not lm.rotation(lm.length).equals(config.rotation(1, lm.params.get("rope"))):
-        values.append(lm.length)
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dict[str, Any]:

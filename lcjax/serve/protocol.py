@@ -282,33 +282,48 @@ def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
     stop = fields.any("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
-    if 0 <= temperature < 1e-5:
-        temperature = 0.0  # as in vLLM; dividing float32 logits by less would overflow
     top_k = fields.integer("top_k", None, -1, 2**31 - 1)
     settings = Sampling(
         max_new_tokens=max(max_tokens, 1),
         min_new_tokens=fields.integer("min_tokens", 0, 0, 2**24),
         temperature=float(temperature),
         top_k=None if top_k in (None, -1, 0) else top_k,
-        top_p=max(float(top_p), 1e-6) if top_p > 0 else top_p,
+        top_p=float(top_p),
         stop=tuple(stop) if isinstance(stop, list) else stop,
     )
     return settings if max_tokens else None
 
 
+_MESSAGE_FIELDS = ("role", "content", "reasoning_content")  # what templates read
+
+
 def _message(message: Any) -> dict[str, str]:
-    """Returns role and content of a message; joins a content that is a list of text parts."""
+    """Returns the fields of a message; joins a content that is a list of text parts.
+
+    Fields that are null or empty are absent: clients send back all fields of an answer.
+    """
     if not isinstance(message, dict):
         raise InputError(f"messages: {message!r:.80} is no object with role and content")
-    if message.get("tool_calls"):
-        raise InputError("messages: tool_calls are not supported")
+    unknown = sorted(key for key in set(message) - set(_MESSAGE_FIELDS) if message[key])
+    if unknown:
+        raise InputError(
+            f"messages: {unknown[0]} is not supported; a message has {', '.join(_MESSAGE_FIELDS)}"
+        )
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
+        if not all(_is_text_part(part) for part in content):
             raise InputError("messages: only parts of type text are supported")
-        content = "".join(parts)
-    return {"role": message.get("role"), "content": content}
+        content = "".join(part["text"] for part in content)
+    optional = {key: message[key] for key in _MESSAGE_FIELDS[2:] if message.get(key)}
+    return {"role": message.get("role"), "content": content, **optional}
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -365,3 +365,23 @@ def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
         options = {"positions": places[:, part], "rotation": rotation, "cache": cache}
         got, cache = _hidden(model, lm.params, tokens[:, part], options)
     np.testing.assert_allclose(got, want[:, 10:], atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-20, 1e39])
+@pytest.mark.parametrize("top_p", [1.0, 1e-50])
+def test_extreme_settings_pick_what_their_limit_does(temperature, top_p):
+    logits = jnp.array([[20.0, 21.0, 40.0, 22.0, 60.0]])
+    settings = Sampling(2, 2, temperature=temperature, top_p=top_p)
+    tokens = {
+        int(
+            pick(
+                logits, dataclasses.replace(settings, seed=seed).key(1), 0, jnp.array([4]), settings
+            )[0]
+        )
+        for seed in range(12)
+    }
+    assert 4 not in tokens
+    if temperature < 1:
+        assert tokens == {2}
+    else:
+        assert (len(tokens) == 1) == (top_p < 1)

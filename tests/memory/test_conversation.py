@@ -194,3 +194,27 @@ def test_conversations_that_cannot_go_on_raise_input_error(lm):
     with pytest.raises(InputError, match="length=60"):
         talk.write(Sampling(max_new_tokens=39))
     assert len(talk.tokens) == 22
+
+
+def test_a_turn_after_an_error_does_not_repeat_the_failed_message():
+    talk = Conversation(sharp_lm(), length=400)
+    assert talk.say("FIRST", GREEDY).finish == "length"
+    with pytest.raises(InputError):
+        talk.say("SECOND", Sampling(max_new_tokens=5, seed=(1, 2)))
+    talk.say("THIRD", GREEDY)
+    text = talk.lm.tokenizer.decode(talk.tokens)
+    assert "SECOND" not in text and text.count("FIRST") == text.count("THIRD") == 1
+
+
+def test_turns_have_draws_of_their_own_and_the_first_those_of_generate():
+    lm, hot = sharp_lm(), Sampling(8, 8, temperature=1e6, seed=7)
+    talk = Conversation(lm, length=400)
+    talk.read("a text")
+    turns = []
+    for _ in range(2):
+        before = len(talk.tokens)
+        talk.write(hot)
+        turns.append(talk.tokens[before:])
+    assert turns[0] != turns[1]
+    (alone,) = lm.generate([lm.encode("a text")], hot)
+    assert turns[0] == list(alone.ids)

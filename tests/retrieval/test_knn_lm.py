@@ -23,6 +23,7 @@ from lcjax.generation.sampling import Sampling
 from lcjax.models import Decoder
 from lcjax.models.decoder import random_params
 from lcjax.retrieval.__main__ import main
+from lcjax.retrieval.encoder import model_fingerprint
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
 from lcjax.rope import DynamicNTK, Linear
 
@@ -157,13 +158,11 @@ def test_a_part_of_the_text(lm, store, corpus, tmp_path):
 
 def test_the_length_of_a_rotation_is_part_of_the_fingerprint(lm, store):
     scaled = lm.with_method(rope=DynamicNTK(factor=4.0, original_length=64))
-    short, *longer = (
-        knn_lib.model_fingerprint(scaled.with_method(length=n)) for n in (64, 512, 4096)
-    )
-    assert short == knn_lib.model_fingerprint(scaled), "nothing is scaled up to 64 tokens"
+    short, *longer = (model_fingerprint(scaled.with_method(length=n)) for n in (64, 512, 4096))
+    assert short == model_fingerprint(scaled), "nothing is scaled up to 64 tokens"
     assert len({short, *longer}) == 3
     far = lm.with_method(length=4096)  # of a rope that does not follow it
-    assert knn_lib.model_fingerprint(far) == store.index["fingerprint"]
+    assert model_fingerprint(far) == store.index["fingerprint"]
 
 
 # The mixture

@@ -104,11 +104,24 @@ def test_a_bad_body_is_one_line_and_status_400(client, body, message):
 @pytest.mark.parametrize(
     "messages",
     [None, [], "hi", [{"role": "user"}], [{"role": 1, "content": "a"}], [1],
-     [{"role": "user", "content": [{"type": "image_url"}]}]],
+     [{"role": "user", "content": [{"type": "image_url"}]}],
+     [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}],
+     [{"role": "user", "content": "a", "name": "bob"}],
+     [{"role": "user", "content": "a", "tool_cals": [1]}]],
 )  # fmt: skip
 def test_a_bad_chat_has_status_400(client, messages):
     status, answer = client.ask("POST", "/v1/chat/completions", {"messages": messages})
     assert status == 400 and "messages" in answer["error"]["message"]
+
+
+def test_empty_fields_of_messages_are_absent(client):
+    message = {"role": "user", "content": "hi"}
+    more = {"refusal": None, "tool_calls": [], "reasoning_content": None, "name": None}
+    tokens = [
+        client.ask("POST", "/v1/chat/completions", {"messages": [entry], "max_tokens": 1})[1]
+        for entry in (message, message | more)
+    ]
+    assert tokens[0]["usage"] == tokens[1]["usage"]
 
 
 @pytest.mark.parametrize(
