@@ -145,12 +145,13 @@ def build(
     import_pyarrow("a datastore")
     _check_settings(config, encoder)
     sources = _Sources(config)
-    content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)
+    identity = _identity(config, sources, encoder)
+    content = begin(config.folder, identity, INDEX, PLAN)
     if content is not None:
         _remove_drafts(config.folder)  # left by a build that was killed after its last step
         return content
     jobs = sources.jobs()
-    _write_shards(config, jobs[index::part_of], executor, encoder)
+    _write_shards(config, f"{config} {identity}", jobs[index::part_of], executor, encoder)
     return _finish(config, jobs, encoder) if part is None else None
 
 
@@ -279,21 +280,30 @@ def _identity(config: BuildConfig, sources: _Sources, encoder: Encoder | None) -
 
 
 def _write_shards(
-    config: BuildConfig, jobs: list[Job], executor: Executor | None, encoder: Encoder | None
+    config: BuildConfig,
+    key: str,
+    jobs: list[Job],
+    executor: Executor | None,
+    encoder: Encoder | None,
 ) -> None:
+    """Writes the missing shards of `jobs`; `key` names the settings and the text of the build."""
+    global _writer
     num_workers = config.workers or (1 if encoder else os.cpu_count() or 1)
     num_workers = max(1, min(num_workers, len(jobs)))
     pool = None if executor else worker_pool(num_workers, int)
     # Worker processes open the encoder by its path, because it may be too large to send to them.
     send = encoder if not config.encoder.path or (pool and num_workers == 1) else None
-    write = functools.partial(_write_shard, config, send)
+    write = functools.partial(_write_shard, config, key, send)
     depth = 2 * num_workers if pool else _TASKS_AHEAD
     progress, count = Progress(jobs, "passages", config.folder), 0
-    with progress.run(pool):
-        tasks = ((job, None) for job in jobs)
-        for job, shard in map_ahead(executor or pool, write, tasks, depth):
-            count += shard["passages"]
-            progress.update(job, f"{count:,} passages")
+    try:
+        with progress.run(pool):
+            tasks = ((job, None) for job in jobs)
+            for job, shard in map_ahead(executor or pool, write, tasks, depth):
+                count += shard["passages"]
+                progress.update(job, f"{count:,} passages")
+    finally:
+        _writer = None  # closes the files and frees the encoder, if threads have written
 
 
 _writing = threading.Lock()
@@ -301,14 +311,13 @@ _writer: tuple[str, "_ShardWriter"] | None = None
 
 
 def _write_shard(
-    config: BuildConfig, encoder: Encoder | None, job: Job, _: None = None
+    config: BuildConfig, key: str, encoder: Encoder | None, job: Job, _: None = None
 ) -> dict[str, Any]:
     """Writes the shard of a job if it is missing, and returns its description."""
     global _writer
     if shard := read_shard(config.folder, job.number):
         return shard
     with _writing:  # threads share the encoder and the open files
-        key = f"{config} {encoder and encoder.fingerprint}"
         if _writer is None or _writer[0] != key:
             _writer = key, _ShardWriter(config, encoder or config.encoder.open(config.mesh))
         return _writer[1].write(job)

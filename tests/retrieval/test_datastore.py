@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -450,3 +451,26 @@ def test_several_processes_can_begin_at_once(tmp_path):
         results = pool.map(lambda _: jobs.begin(tmp_path / "o", identity, "i", "p"), range(64))
         assert list(results) == [None] * 64
     assert content(tmp_path / "o") == {"p": json.dumps({"identity": identity}, indent=1).encode()}
+
+
+def write_texts(path, count):
+    lines = (
+        json.dumps({"title": "A", "text": f"Text {i} of a file."}) + "\n" for i in range(count)
+    )
+    path.write_text("".join(lines))
+
+
+def test_a_second_build_in_a_process_reads_the_text_anew(tmp_path):
+    for count in (2, 3):
+        write_texts(tmp_path / "a.jsonl", count)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert len(built(str(tmp_path / "a.jsonl"), tmp_path / "out")) == count
+
+
+def test_an_executor_of_two_builds_reads_the_text_anew(tmp_path):
+    with ThreadPoolExecutor(1) as executor:
+        for count in (2, 3):
+            write_texts(tmp_path / "a.jsonl", count)
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            config = settings(str(tmp_path / "a.jsonl"), tmp_path / "out")
+            assert build(config, executor=executor)["passages"] == count
