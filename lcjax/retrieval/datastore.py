@@ -661,7 +661,7 @@ def _append_groups(
         passages += chunking.passages(document)
         num_documents += len(passages) > num_passages
         size += len(document.text)
-        if size >= _APPEND_CHARACTERS:
+        if passages and size >= _APPEND_CHARACTERS:
             yield passages, num_documents
             passages, num_documents, size = [], 0, 0
     if passages:

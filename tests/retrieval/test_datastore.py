@@ -474,3 +474,14 @@ def test_an_executor_of_two_builds_reads_the_text_anew(tmp_path):
             shutil.rmtree(tmp_path / "out", ignore_errors=True)
             config = settings(str(tmp_path / "a.jsonl"), tmp_path / "out")
             assert build(config, executor=executor)["passages"] == count
+
+
+def test_appended_documents_without_text_add_no_shard(text, tmp_path, monkeypatch):
+    store = built(text, tmp_path / "out")
+    num_rows = store.num_rows
+    monkeypatch.setattr("lcjax.retrieval.datastore._APPEND_CHARACTERS", 50)
+    texts = (" " * 60, "A text after a blank document.", " " * 60)
+    documents = [Document(f"new{i}", one) for i, one in enumerate(texts)]
+    assert store.append(documents[:1]) == 0
+    assert Datastore(tmp_path / "out").append(documents) == 1
+    assert Datastore(tmp_path / "out").num_rows == num_rows + 1
