@@ -407,7 +407,8 @@ def _join_vectors(out: Path, index: dict[str, Any], encoder: Encoder) -> None:
 def _remove_drafts(out: Path) -> None:
     """Removes the temporary files of the build, which a complete datastore does not need."""
     for file in out.iterdir():
-        if re.fullmatch(r"\d{6}\.(json|vec)|.*\.tmp|plan\.json(\..*)?", file.name):
+        is_draft = re.fullmatch(r"\d{6}\.(json|vec)|.*\.tmp|plan\.json(\..*)?", file.name)
+        if is_draft and not file.is_dir():  # `append` makes, and removes, the folder sparse.tmp
             file.unlink(missing_ok=True)
 
 

@@ -485,3 +485,11 @@ def test_appended_documents_without_text_add_no_shard(text, tmp_path, monkeypatc
     assert store.append(documents[:1]) == 0
     assert Datastore(tmp_path / "out").append(documents) == 1
     assert Datastore(tmp_path / "out").num_rows == num_rows + 1
+
+
+def test_a_complete_datastore_with_the_folder_of_a_killed_append_is_complete(text, tmp_path):
+    index = built(text, tmp_path / "out").index
+    (tmp_path / "out" / "sparse.tmp").mkdir()
+    assert built(text, tmp_path / "out").index == index
+    assert Datastore(tmp_path / "out").append([Document("new", "A new text.")]) == 1
+    assert not (tmp_path / "out" / "sparse.tmp").exists()
