@@ -181,7 +181,7 @@ def test_packing_the_context_changes_nothing(form):
         params, config = unstack_layers(params, model.config), model.config
         model = Decoder(config.replace(scan_layers=False))
         encoded = model.config.memory.project_states(params, model.config, encoded)
-    packed = jax.jit(lambda encoded: encoded.packed())(encoded)
+    packed = jax.jit(type(encoded).packed)(encoded)
     count = np.asarray(encoded.mask).sum(1)
     assert not np.array_equal(packed.mask, encoded.mask)
     np.testing.assert_array_equal(packed.mask, np.arange(packed.mask.shape[1]) < count[:, None])

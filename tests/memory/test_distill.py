@@ -14,6 +14,10 @@ from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 
 MODES = ("drop", "renormalise", "rest", "smooth")
 
+distilled = jax.jit(distillation, static_argnames=("config", "chunk", "mesh"))
+likelihood = jax.jit(cross_entropy)
+largest = jax.jit(largest_probabilities, static_argnums=2, static_argnames=("chunk", "mesh"))
+
 
 @pytest.fixture(scope="module")
 def student():
@@ -27,7 +31,7 @@ def student():
         return model.apply({"params": params}, tokens, memory=memory)[0]
 
     with jax.default_matmul_precision("highest"):
-        return states(params), head(params, model.config)
+        return np.asarray(states(params)), head(params, model.config)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +44,9 @@ def test_losses_equal_the_released_code(mode, field, student):
     teacher = Teacher(io["distill_index"].astype(np.int32), p[..., :-1], p[..., -1])
     # The released code has the likelihood of all places but the last, and the teacher at all.
     weights = np.ones(labels[:, 1:].shape)
-    nll, count = cross_entropy(hidden[:, :-1], projection, labels[:, 1:], weights)
+    nll, count = likelihood(hidden[:, :-1], projection, labels[:, 1:], weights)
     config, weights = Distill(mode=mode, top=10), np.ones(labels.shape)
-    _, places, parts = distillation(hidden, projection, labels, weights, teacher, config, chunk=5)
+    _, places, parts = distilled(hidden, projection, labels, weights, teacher, config, chunk=5)
     total = config.ce * nll / count + config.kl * parts["kl"] / places
     np.testing.assert_allclose(nll / count, io["ce"], atol=2e-5, rtol=0)
     np.testing.assert_allclose(total, io[field], atol=2e-5, rtol=0)
@@ -98,7 +102,7 @@ def test_loss_and_gradients_equal_a_float64_oracle(mode, tied):
     arguments = hidden, kernel, bias, weights
     got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2, 3)))(*arguments)
     with jax.enable_x64():
-        wide = [jnp.asarray(x, jnp.float64) for x in arguments]
+        wide = [np.asarray(x, np.float64) for x in arguments]
 
         def theirs(hidden, kernel, bias, weights):
             return oracle(hidden, kernel, bias, targets, weights, teacher, config) * 0.5
@@ -111,21 +115,21 @@ def test_loss_and_gradients_equal_a_float64_oracle(mode, tied):
 def test_the_parts_are_the_sums_and_without_a_divergence_it_is_the_likelihood():
     hidden, kernel, bias, targets, weights, teacher = inputs()
     projection = Projection(kernel, bias)
-    total, count, parts = distillation(
+    total, count, parts = distilled(
         hidden, projection, targets, weights, teacher, Distill(ce=0.7, kl=1.9, top=9)
     )
     np.testing.assert_allclose(total, 0.7 * parts["ce"] + 1.9 * parts["kl"], rtol=1e-6)
-    nll, same = cross_entropy(hidden, projection, targets, weights)
+    nll, same = likelihood(hidden, projection, targets, weights)
     np.testing.assert_allclose(parts["ce"], nll, rtol=1e-6)
     assert count == same
-    alone = distillation(hidden, projection, targets, weights, teacher, Distill(kl=0.0, top=9))[0]
+    alone = distilled(hidden, projection, targets, weights, teacher, Distill(kl=0.0, top=9))[0]
     np.testing.assert_allclose(alone, nll, rtol=1e-6)
 
 
 def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient_to_leave_it():
     hidden, kernel, bias, targets, _, _ = inputs()
     projection = Projection(kernel, bias)
-    exact = largest_probabilities(hidden, projection, 127, chunk=5)
+    exact = largest(hidden, projection, 127, chunk=5)
     weights = np.ones(targets.shape)
 
     def loss(hidden, mode):
@@ -146,7 +150,7 @@ def test_fewer_probabilities_than_are_stored_count_as_if_no_others_had_been():
     )
     config = Distill(mode="smooth", top=4)
     found, want = (
-        distillation(hidden, Projection(kernel, bias), targets, weights, one, config)[0]
+        distilled(hidden, Projection(kernel, bias), targets, weights, one, config)[0]
         for one in (teacher, fewer)
     )
     np.testing.assert_allclose(found, want, rtol=1e-5)
@@ -154,21 +158,18 @@ def test_fewer_probabilities_than_are_stored_count_as_if_no_others_had_been():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_and_certainty_give_no_nan(mode):
-    ids = jnp.zeros((1, 2, 3), jnp.int32) + jnp.arange(3)
-    p = jnp.asarray([[[0.0, 0, 0], [1, 0, 0]]])  # padding, and a teacher that is certain
-    teacher = Teacher(ids, p, jnp.zeros((1, 2)))
-    log_q = jnp.asarray([[[0.0, -200, -200], [-300, -200, 0.0]]])
-    value, grad = jax.value_and_grad(lambda x: divergence(x, teacher, mode).sum())(log_q)
+    p = np.array([[[0.0, 0, 0], [1, 0, 0]]])  # padding, and a teacher that is certain
+    teacher = Teacher(np.array([[[0, 1, 2]] * 2]), p, np.zeros((1, 2)))
+    log_q = np.array([[[0.0, -200, -200], [-300, -200, 0.0]]])
+    value, grad = jax.jit(jax.value_and_grad(lambda x: divergence(x, teacher, mode).sum()))(log_q)
     assert np.isfinite(value) and np.isfinite(grad).all()
 
 
 def test_logits_of_a_long_text_never_exist():
     hidden = jax.ShapeDtypeStruct((1, 8192, 32), jnp.float32)
     kernel = jax.ShapeDtypeStruct((32, 4001), jnp.float32)
-    teacher = Teacher(
-        jnp.zeros((1, 8192, 3), jnp.int32), jnp.ones((1, 8192, 3)) / 4, jnp.ones((1, 8192)) / 4
-    )
-    targets, weights = jnp.zeros((1, 8192), jnp.int32), jnp.ones((1, 8192))
+    targets, weights = np.zeros((1, 8192), np.int32), np.ones((1, 8192), np.float32)
+    teacher = Teacher(targets[..., None].repeat(3, -1), weights[..., None].repeat(3, -1), weights)
 
     def loss(hidden, kernel):
         return distillation(
@@ -183,39 +184,28 @@ def test_on_a_mesh_every_device_goes_through_its_own_rows():
     hidden, kernel, bias, targets, weights, teacher = inputs(batch=8, vocabulary=64)
     mesh = make_mesh(Mesh(2, 2, 2))
 
-    def grads(hidden, targets, weights, teacher, mesh=None):
+    def grads(given, mesh):
         def total(hidden, kernel, bias):
-            config = Distill(mode="smooth", top=9)
-            return distillation(
-                hidden,
-                Projection(kernel, bias),
-                targets,
-                weights,
-                teacher,
-                config,
-                chunk=4,
-                mesh=mesh,
-            )[0]
+            projection, config = Projection(kernel, bias), Distill(mode="smooth", top=9)
+            options = {"chunk": 4, "mesh": mesh}
+            return distillation(hidden, projection, *given[1:], config, **options)[0]
 
-        return jax.value_and_grad(total, (0, 1, 2))(hidden, kernel, bias)
+        return jax.value_and_grad(total, (0, 1, 2))(given[0], kernel, bias)
 
     given = hidden, targets, weights, teacher
     spread = jax.device_put(given, batch_sharding(mesh))
-    found = jax.jit(lambda *x: grads(*x, mesh=mesh))(*spread)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, jax.jit(grads)(*given)
-    )
-    whole = largest_probabilities(hidden, Projection(kernel, bias), 5)
-    parts = jax.jit(
-        lambda x: largest_probabilities(x, Projection(kernel, bias), 5, mesh=mesh, chunk=4)
-    )
-    jax.tree.map(np.testing.assert_array_equal, parts(spread[0]), whole)
+    found, wanted = (jax.jit(grads, static_argnums=1)(*x) for x in ((spread, mesh), (given, None)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, wanted)
+    whole = largest(hidden, Projection(kernel, bias), 5)
+    parts = largest(spread[0], Projection(kernel, bias), 5, mesh=mesh, chunk=4)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
 
 def test_what_is_stored_are_the_largest_probabilities_and_the_rest():
     hidden, kernel, bias, *_ = inputs()
-    found = largest_probabilities(hidden, Projection(kernel, bias), 9, chunk=5)
-    p = np.asarray(jax.nn.softmax(hidden @ kernel + bias))
+    found = largest(hidden, Projection(kernel, bias), 9, chunk=5)
+    p = np.exp(hidden @ kernel + bias)
+    p /= p.sum(-1, keepdims=True)
     want = -np.sort(-p, axis=-1)[..., :9]
     assert found.probabilities.dtype == found.rest.dtype == np.float16
     np.testing.assert_allclose(found.probabilities, want, rtol=1e-3)

@@ -17,7 +17,7 @@ from lcjax import config as configs
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.errors import InputError
 from lcjax.memory import RetroSection
-from lcjax.memory.retro import default_layers
+from lcjax.memory.retro import default_layers, last_tokens
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
 from lcjax.models.layers import LayerInputs
@@ -121,29 +121,31 @@ def oracle(x, branch, states, mask, chunk, starts):
     return result
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
-@pytest.mark.parametrize("starts", [(0,), (0, 8, 9, 17)])
+@functools.partial(jax.jit, static_argnums=0)
+def attention_to_neighbours(config, branch, x, states, mask, starts):
+    """Cross-attention of x [1, T, D] to states [1, U, M, D] where the mask [1, U, M] is true."""
+    positions, memory = jnp.arange(x.shape[1])[None], config.memory
+    segments = jnp.searchsorted(starts, positions, side="right")
+    order = positions - starts[segments - 1]
+    ends = last_tokens(jnp.arange(mask.shape[1])[None], memory.chunk, segments)
+    index, documents = (jnp.repeat(end, mask.shape[2], axis=1) for end in ends)
+    states, mask = states.reshape(1, -1, config.width), mask.reshape(1, -1)
+    encoded = EncodedContext(mask, states, index=index, segments=documents).packed()
+    context = LayerInputs(positions, segments, no_rotation(), order, memory=encoded)
+    return memory.reader(config, None).apply({"params": branch}, x, context)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("starts", [(0, 29, 29, 29), (0, 8, 9, 17)])
 def test_cross_attention_equals_a_float64_oracle(chunk, starts):
-    section = dataclasses.replace(SECTION, chunk=chunk, layers=(1,))
-    model, params = tiny_model(section)
-    config, length, count = model.config, 29, 7
-    branch, memory = params["layers_0"]["memory"], config.memory
+    model, params = tiny_model(SECTION)
+    config, branch = model.config, params["layers_0"]["memory"]
+    config = config.replace(memory=dataclasses.replace(config.memory, chunk=chunk))
     random = np.random.default_rng(chunk)
-    x = random.normal(size=(1, length, config.width)).astype(np.float32)
-    states = random.normal(size=(1, count, 4, config.width)).astype(np.float32)
-    mask = random.random((1, count, 4)) < 0.7
-    segments = np.searchsorted(starts, np.arange(length), side="right")[None].astype(np.int32)
-    slots = encode(model, params, text(1, 1, count, 2, 2), segments=jnp.asarray(segments))
-    encoded = EncodedContext(
-        jnp.asarray(mask.reshape(1, -1)),
-        jnp.asarray(states.reshape(1, -1, config.width)),
-        index=slots.index,
-        segments=slots.segments,
-    )
-    positions = np.arange(length)[None]
-    order = positions - np.asarray(starts)[segments - 1]
-    context = LayerInputs(positions, segments, no_rotation(), order, memory=encoded.packed())
-    found = memory.reader(config, None).apply({"params": branch}, x, context)
+    x = random.normal(size=(1, 29, config.width)).astype(np.float32)
+    states = random.normal(size=(1, 7, 4, config.width)).astype(np.float32)
+    mask = random.random((1, 7, 4)) < 0.7
+    found = attention_to_neighbours(config, branch, x, states, mask, np.array(starts))
     wanted = oracle(x[0], branch, states[0], mask[0], chunk, starts)
     np.testing.assert_allclose(found[0], wanted, atol=1e-5)
     assert (chunk < 9) == (np.abs(wanted).max() > 0.1)
@@ -196,25 +198,24 @@ def test_an_untrained_memory_leaves_the_decoder_as_it_is_bit_by_bit():
 
 @pytest.mark.slow_except("sizes0-projected", "sizes1-states")
 @pytest.mark.parametrize("keys", ["states", "projected"])
-@pytest.mark.parametrize("sizes", [(1,) * 23, (7, 1, 1, 10, 4)])
+@pytest.mark.parametrize("sizes", [(1,) * 26, (8, 1, 1, 8, 8)])
 def test_decoding_with_a_cache_equals_reading_at_once(keys, sizes):
     stacked, params = tiny_model(SECTION)
     config = stacked.config.replace(scan_layers=False)
-    model, tokens = Decoder(config), text(0, 2, 23)
-    memory = encode(model, params, text(1, 2, 4, 2, 7))
-    wanted = np.asarray(read(model, params, tokens, memory, {})[0])
+    tokens, neighbours = text(0, 2, 23), text(1, 2, 4, 2, 7)
+    memory = encode(stacked, params, neighbours)
     if keys == "projected":
         memory = config.memory.project_states(params, config, memory)
     rows = np.pad(tokens, ((0, 0), (3, 0)))  # padding comes before prompts
     segments = (np.arange(26)[None] >= np.array([[3], [3]])).astype(np.int32)
     cache, start, found = cache_lib.create(config, 2, 64), 0, []
-    for size in (3, *sizes):
+    for size in sizes:
         part = slice(start, start + size)
         options = {"cache": cache, "segments": segments[:, part]}
-        new, cache = read(model, params, rows[:, part], memory, options)
+        new, cache = read(Decoder(config), params, rows[:, part], memory, options)
         found.append(np.asarray(new))
         start += size
-    assert_close(np.concatenate(found, axis=1)[:, 3:], wanted)
+    assert_close(np.concatenate(found, axis=1)[:, 3:], logits(tokens, neighbours))
 
 
 @functools.cache
