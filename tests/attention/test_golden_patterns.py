@@ -59,7 +59,7 @@ def run(case, pattern, q, k, v):
 @pytest.mark.parametrize(("case", "pattern", "out"), CASES, ids=str)
 def test_a_pattern_equals_the_code_of_its_authors(case, pattern, out):
     x = golden.arrays(case)
-    got = run(case, pattern, *map(jnp.asarray, (x["q"], x["k"], x["v"])))
+    got = run(case, pattern, x["q"], x["k"], x["v"])
     np.testing.assert_allclose(got, x[out], **golden.TOLERANCE)
 
 
@@ -82,10 +82,10 @@ def test_gradients_equal_those_of_the_authors_code(case, pattern):
 @pytest.mark.parametrize("case", ["self_extend.g4_w16", "self_extend.exact_w"])
 def test_both_passes_of_self_extend_and_its_last_step_equal_the_reference(case):
     x, pattern = golden.arrays(case), SelfExtend(window=16, group=4)
-    q, k, v = (jnp.asarray(x[name]) for name in ("q", "k", "v"))
+    q, k, v = (x[name] for name in ("q", "k", "v"))
     last = run(case, pattern, q[:, -1:], k, v)
     np.testing.assert_allclose(last, x["out_decode_last"], **golden.TOLERANCE)
-    where = jnp.arange(k.shape[1])[None]
+    where = np.arange(k.shape[1])[None]
     metadata = AttentionMetadata(where, where, rotation=golden.rotation(case))
 
     @jax.jit
@@ -103,7 +103,7 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
     config = preset("tiny").replace(
         num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, pattern=pattern, scan_layers=False
     )
-    cache = cache_lib.create(config, 1, 10_000, chunk=16, rotated=False)
+    cache = jax.jit(lambda: cache_lib.create(config, 1, 10_000, chunk=16, rotated=False))()
     assert cache.rolling == cache_lib.Rolling(sinks=4, recent=28)
 
     @jax.jit
@@ -117,14 +117,15 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
 
     outs = []
     for start in range(0, 64, 16):
-        positions = start + jnp.arange(16)[None]
+        positions = start + np.arange(16)[None]
         cache, out = read(cache, positions, *(x[n][:, start : start + 16] for n in "qkv"))
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1), x["out"], **golden.TOLERANCE)
     kept = np.concatenate([np.arange(4), np.arange(52, 64)])  # what the authors' cache ends with
-    slots = [int(cache.rolling.slot(jnp.asarray(t), cache.capacity)) for t in kept]
+    slots = jax.jit(cache.rolling.slot, static_argnums=1)(kept, cache.capacity)
     for kind, name in zip(cache.layers[0], ("k_prerope", "v"), strict=True):
-        np.testing.assert_array_equal(kind.swapaxes(1, 2)[:, slots], x[f"final_cache_{name}"])
+        found = np.asarray(kind).swapaxes(1, 2)[:, slots]
+        np.testing.assert_array_equal(found, x[f"final_cache_{name}"])
 
 
 def test_rerope_equals_attention_with_every_distance_cut_off():
@@ -134,8 +135,8 @@ def test_rerope_equals_attention_with_every_distance_cut_off():
     got = run("self_extend.g4_w16", ReRoPE(window=window), q, k, v)
     # Every query at its cut-off distance from every key, which stands at 0.
     distance = np.minimum(np.subtract.outer(np.arange(23), np.arange(23)), window)
-    copies = jnp.broadcast_to(jnp.asarray(q)[0, :, None], (23, 23, 2, 16))
-    turned = jax.jit(rotate)(copies, jnp.asarray(distance), *rotation[:2])
+    copies = np.broadcast_to(q[0, :, None], (23, 23, 2, 16))
+    turned = jax.jit(rotate)(copies, distance, *rotation[:2])
     logits = np.einsum("tsnh,snh->nts", np.asarray(turned, np.float64), k[0]) / 4
     p = np.exp(np.where(distance >= 0, logits, -np.inf))
     want = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v[0])

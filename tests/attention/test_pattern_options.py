@@ -10,6 +10,7 @@ import pytest
 from lcjax.attention import AttentionMetadata, DualChunk, LMInfinite, SelfExtend
 from lcjax.errors import InputError
 from lcjax.rope import Default, Rotation
+from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, alibi_slopes, gather
 
 T, HEADS, KV_HEADS, SIZE = 40, 4, 2, 16
@@ -74,28 +75,6 @@ def test_queries_of_self_extend_grow_with_the_logarithm_of_the_keys_they_see(bas
         assert np.abs(got - plain)[first:].max() > 1e-3
 
 
-def chunked_distance(chunk, local):
-    """Distances of Dual Chunk Attention, from the formulas of its pieces."""
-    piece = chunk - local
-    same, pieces = AT % piece, AT // piece
-    apart = np.subtract.outer(pieces, pieces)
-    near, next_ = same[:, None], np.minimum(same + piece, chunk)[:, None]
-    query = np.where(apart == 0, near, np.where(apart == 1, next_, min(2 * piece - 1, chunk)))
-    return query - same
-
-
-@pytest.mark.parametrize("growth", ["square", "linear"])
-def test_logits_of_dual_chunk_attention_grow_with_the_length_of_the_request(growth):
-    q, k, v = arrays()
-    x = logits(q[0], k[0], chunked_distance(12, 4))
-    log = np.log(T / 10)
-    factor = {"square": (0.05 * log + 1) ** 2, "linear": 0.1 * log + 1}[growth]
-    pattern = DualChunk(chunk=12, local=4, train_length=10, growth=growth)
-    got = run(q, k, v, pattern, pattern.at_length(ROTATION, T))[0]
-    np.testing.assert_allclose(got, attended(causal(x * factor), v[0]), **TOLERANCE)
-    assert pattern.at_length(ROTATION, 10) == ROTATION and pattern.depends_on_length
-
-
 def test_growths_that_are_not_known_are_refused():
     with pytest.raises(InputError, match="pattern.growth='cubic' must be square .* or linear"):
         DualChunk(growth="cubic")
@@ -103,10 +82,10 @@ def test_growths_that_are_not_known_are_refused():
 
 def test_the_scale_of_queries_comes_beside_that_of_the_rotation_row_by_row():
     q, k, v = (np.concatenate([x, x]) for x in arrays())
-    scales = jnp.array([1.0, 1.5])[:, None, None, None]
+    scales = np.float32([1.0, 1.5])[:, None, None, None]
     pattern = SelfExtend(window=8, group=3, scale_base=9)
-    both = Rotation(jnp.stack([ROTATION.inv_freq] * 2), query_scale=scales)
-    places = jnp.broadcast_to(jnp.arange(T), (2, T))
+    both = Rotation(np.stack([INV_FREQ] * 2).astype(np.float32), query_scale=scales)
+    places = np.stack([AT, AT])
     got = jax.jit(lambda *x: pattern.attend(*x, AttentionMetadata(places, places, rotation=both)))(
         q, k, v
     )
@@ -115,10 +94,13 @@ def test_the_scale_of_queries_comes_beside_that_of_the_rotation_row_by_row():
         np.testing.assert_allclose(got[row], alone[0], **TOLERANCE)
 
 
-@pytest.mark.parametrize("length", [10, 11, 40, 400])
-def test_logits_of_dual_chunk_grow_with_the_length_of_the_request(length):
+@pytest.mark.parametrize(
+    ("length", "growth"),
+    [(10, "square"), (11, "square"), (40, "square"), (400, "square"), (40, "linear")],
+)
+def test_logits_of_dual_chunk_grow_with_the_length_of_the_request(length, growth):
     q, k, v = arrays()
-    pattern = DualChunk(chunk=12, local=4, train_length=10)
+    pattern = DualChunk(chunk=12, local=4, train_length=10, growth=growth)
     assert pattern.depends_on_length and not DualChunk().depends_on_length
     piece, older = 8, 12
     inside, number = AT % piece, AT // piece
@@ -128,12 +110,13 @@ def test_logits_of_dual_chunk_grow_with_the_length_of_the_request(length):
         inside[:, None],
         np.where(apart == 1, np.minimum(inside + 8, 12)[:, None], older),
     )
-    growth = max(1, 0.05 * np.log(length / 10) + 1)
-    x = growth**2 * logits(q[0], k[0], stands - inside)
-    rotation = pattern.at_length(Rotation(ROTATION.inv_freq, 1.0), length)
+    log = np.log(length / 10)
+    factor = {"square": (0.05 * log + 1) ** 2, "linear": 0.1 * log + 1}[growth]
+    x = factor * logits(q[0], k[0], stands - inside)
+    rotation = pattern.at_length(ROTATION, length)
     got = run(q, k, v, pattern, rotation)[0]
     np.testing.assert_allclose(got, attended(causal(x), v[0]), **TOLERANCE)
-    assert (growth > 1) == (rotation.scale != 1.0)
+    assert (length == 10) == (rotation == ROTATION)
 
 
 def test_the_growth_of_dual_chunk_multiplies_the_scale_of_the_rope():
@@ -167,13 +150,11 @@ def chosen_by_lm_infinite(q, k, pattern):
 )
 def test_every_query_of_lm_infinite_sees_the_best_keys_beyond_the_window(pattern):
     q, k, v = arrays()
-    want = attended(chosen_by_lm_infinite(q[0], k[0], pattern), v[0])
-    got = run(q, k, v, pattern)[0]
-    np.testing.assert_allclose(got, want, **TOLERANCE)
-    plain = run(q, k, v, LMInfinite(window=pattern.window, sinks=pattern.sinks))[0]
-    first = pattern.window + pattern.sinks + pattern.top_k - 1
-    np.testing.assert_allclose(got[:first], plain[:first], rtol=1e-6, atol=1e-6)
-    assert (np.abs(got - plain)[first:].max((1, 2)) > 1e-3).all()
+    x = chosen_by_lm_infinite(q[0], k[0], pattern)
+    want = attended(x, v[0])
+    np.testing.assert_allclose(run(q, k, v, pattern)[0], want, **TOLERANCE)
+    most = pattern.window + pattern.sinks + pattern.top_k
+    assert (np.isfinite(x).sum(-1)[:, most - 1 :] == most).all()
     last = run(q[:, -1:], k, v, pattern)[0]
     np.testing.assert_allclose(last, want[-1:], **TOLERANCE)
 
@@ -185,9 +166,8 @@ def test_a_text_too_short_to_choose_from_is_read_as_without():
     )
 
 
-@pytest.mark.parametrize("length", [16, 18])
-def test_a_text_just_long_enough_to_choose_from_is_chosen_from(length):
-    q, k, v = arrays()
+def test_a_text_just_long_enough_to_choose_from_is_chosen_from():
+    (q, k, v), length = arrays(), 16
     want = attended(chosen_by_lm_infinite(q[0], k[0], CHOOSING), v[0])[:length]
     got = run(*(x[:, :length] for x in (q, k, v)), CHOOSING)[0]
     np.testing.assert_allclose(got, want, **TOLERANCE)
@@ -203,9 +183,9 @@ def test_queries_choose_alike_whether_many_or_one_go_at_a_time(monkeypatch):
 
 def test_what_lm_infinite_chooses_has_the_gradient_of_a_fixed_choice():
     q, k, v = arrays()
-    seen = jnp.asarray(np.isfinite(chosen_by_lm_infinite(q[0], k[0], CHOOSING)))
+    seen = np.isfinite(chosen_by_lm_infinite(q[0], k[0], CHOOSING))
     middle = (DISTANCE >= 9) & (np.arange(T) >= 3)
-    place = jnp.asarray(np.where(middle, 4, np.minimum(DISTANCE, 9)))
+    place = np.where(middle, 4, np.minimum(DISTANCE, 9))
 
     def dense(q, k, v):
         angle = place[..., None, None] * ROTATION.inv_freq
@@ -217,7 +197,7 @@ def test_what_lm_infinite_chooses_has_the_gradient_of_a_fixed_choice():
         p = jax.nn.softmax(jnp.where(seen, x, -1e30), -1)
         return jnp.einsum("nts,snh->tnh", p, values, precision="highest")
 
-    weights = jnp.asarray(np.random.default_rng(5).normal(size=(T, HEADS, SIZE)), jnp.float32)
+    weights = np.random.default_rng(5).normal(size=(T, HEADS, SIZE)).astype(np.float32)
     losses = (
         lambda *x: jnp.sum(run(*x, CHOOSING)[0] * weights),
         lambda *x: jnp.sum(dense(*x) * weights),
@@ -230,12 +210,8 @@ def test_what_lm_infinite_chooses_has_the_gradient_of_a_fixed_choice():
 def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
     q, k, v = arrays()
     bias = Alibi(jnp.asarray(alibi_slopes(HEADS), jnp.float32))
-    at = jnp.arange(T)[None]
-    got = jax.jit(
-        lambda *x: CHOOSING.attend(
-            *x, AttentionMetadata(at, at, rotation=Rotation(jnp.zeros(0)), bias=bias)
-        )
-    )(q, k, v)[0]
+    metadata = AttentionMetadata(AT[None], AT[None], rotation=no_rotation(), bias=bias)
+    got = jax.jit(lambda *x: CHOOSING.attend(*x, metadata))(q, k, v)[0]
     x = np.einsum("tnh,snh->nts", q[0], np.repeat(k[0], 2, 1).astype(np.float64)) / 4
     slopes = np.asarray(bias.slopes, np.float64)[:, None, None]
     near = x - slopes * np.minimum(DISTANCE, 9)

@@ -1,5 +1,6 @@
 """Vertical-slash attention against its definition: what is chosen, and attention over it."""
 
+import functools
 import math
 
 import attention_golden as golden
@@ -13,7 +14,6 @@ from lcjax.attention import AttentionMetadata, Causal, VerticalSlash, order_indi
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.conversation import Conversation
-from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.rope.rotation import no_rotation
 from lcjax.training.config import TrainConfig
@@ -34,22 +34,22 @@ def qkv(rows=1, length=T):
     return [x.astype(np.float32) for x in (q, k, v)]
 
 
+@functools.partial(jax.jit, static_argnames=("pattern", "row_indices"))
 def run(pattern, q, k, v, segments=None, row_indices=True):
-    at = jnp.arange(k.shape[1])[None].repeat(len(q), 0)
+    at = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
     first = k.shape[1] - q.shape[1]
-    index = at if segments is None else order_indices(jnp.asarray(segments))
+    index = at if segments is None else order_indices(segments)
     metadata = AttentionMetadata(
         index[:, first:],
         index,
         rotation=no_rotation(),
         q_index=index[:, first:],
         k_index=index,
-        q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
-        k_segments=None if segments is None else jnp.asarray(segments),
+        q_segments=None if segments is None else segments[:, first:],
+        k_segments=segments,
         row_indices=(at[0, first:], at[0]) if row_indices else None,
     )
-    # One program: each of many operations alone takes longer to compile.
-    return np.asarray(jax.jit(lambda *arrays: pattern.attend(*arrays, metadata))(q, k, v))
+    return pattern.attend(q, k, v, metadata)
 
 
 def naive(q, k, v, vertical, slash):
@@ -87,8 +87,8 @@ def test_a_prompt_sees_the_chosen_columns_and_diagonals(queries):
     assert seen[:, -1, 100:104].all() and seen[:, -1].mean() < 0.9  # something is left out
     got = run(PATTERN, q, k, v)[0]
     np.testing.assert_allclose(got, want, **golden.TOLERANCE)
-    for other in (Causal(), VerticalSlash(vertical=45, slash=120), VerticalSlash(40, 200)):
-        assert np.abs(run(other, q, k, v)[0] - got).max() > 1e-3
+    for other in ((T, T), (45, 120), (40, 200)):
+        assert np.abs(naive(q, k, v, *other)[0] - got).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def logprobs(lm, **options):
 def test_the_end_of_a_prompt_chooses_for_all_of_it_however_much_is_read_at_once(lm):
     whole = logprobs(lm)
     assert len(whole) == 4
-    for chunk in (64, 100, 10**6):
+    for chunk in (100, 10**6):
         assert logprobs(lm, prefill_chunk=chunk) == whole
 
 
@@ -165,10 +165,9 @@ def test_budgets_out_of_range_raise_input_error(field):
     assert VerticalSlash() == VerticalSlash(vertical=1000, slash=6096)  # of the released code
 
 
-def test_no_loss_is_taken_under_a_pattern_that_looks_ahead():
+def test_no_loss_is_taken_under_a_pattern_that_looks_ahead(lm):
     assert VerticalSlash.prefill_only
     with pytest.raises(InputError, match="vertical_slash.*nothing can be trained"):
         TrainConfig(model=ModelSection(preset="tiny", pattern=VerticalSlash()))
-    lm = LanguageModel.load(ModelSection(preset="tiny", pattern=VerticalSlash()))
     with pytest.raises(InputError, match="vertical_slash.*no score"):
         lm.nll(np.ones((1, 8)))
