@@ -2,7 +2,6 @@
 
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,7 +59,7 @@ def test_a_field_out_of_range_raises_input_error(pattern, fields, message):
 
 
 def _places(length, heads=4):
-    positions = jnp.arange(length)[None]
+    positions = np.arange(length)[None]
     return AttentionMetadata(positions, positions, num_heads=heads)
 
 

@@ -151,8 +151,8 @@ def test_a_chat_reads_documents_beside_its_turns(lm, monkeypatch):
         return [""]
 
     monkeypatch.setattr(LanguageModel, "generate", generate)
-    encoded = lm.encode_contexts(CONTEXT[2:])
-    rows = ["a text", ["passage", ids(4, 80)]]
+    encoded = lm.encode_contexts(CONTEXT[:1])
+    rows = ["a text", CONTEXT[0]]
     for context in (None, *rows, encoded):
         lm.chat("What?", GREEDY, context=context)
     assert given[0] is None and given[3] is encoded
@@ -230,9 +230,9 @@ def without_memory(lm):
         (lambda lm: lm.encode_contexts([[[3, 0.5]]]), "token=0.5 must be a whole number"),
         (lambda lm: lm.encode_contexts([[[[3], [4, 5]]]]), "must be a list of token ids"),
         (lambda lm: lm.encode_contexts([["a"]], batch_tokens=0), "batch_tokens=0"),
-        (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows for 3 texts"),
+        (lambda lm: lm.nll(TOKENS[:2], context=CONTEXT), "3 rows for 2 texts"),
         (
-            lambda lm: lm.encode_contexts([["a"]], after=lm.encode_contexts([["a"], []])),
+            lambda lm: lm.encode_contexts([["a"]], after=lm.encode_contexts([[], []])),
             "after has 2 rows, and 1 rows are given",
         ),
         (

@@ -114,9 +114,14 @@ def test_nodes_of_the_golden_chunks_hold_the_tokens_of_the_released_code(name):
         assert not path.all() and path.any(), "the policy does choose"
 
 
-def paths(policy, tree, tokens, lengths, *, query=None, seed=0, encode=None):
-    keys = jax.random.split(jax.random.key(seed), len(tokens))
-    return np.asarray(search(policy, tree, tokens, jnp.asarray(lengths), keys, encode, query=query))
+def paths(policy, tree, *arguments, query=None, seed=0, encode=None):
+    return np.asarray(_paths(policy, tree, *arguments, jax.random.key(seed), query, encode))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 6))
+def _paths(policy, tree, tokens, lengths, key, query, encode):
+    keys = jax.random.split(key, len(tokens))
+    return search(policy, tree, tokens, lengths, keys, encode, query=query)
 
 
 def test_a_query_finds_the_half_that_ends_like_it_and_the_left_one_when_both_do():
@@ -126,18 +131,19 @@ def test_a_query_finds_the_half_that_ends_like_it_and_the_left_one_when_both_do(
     tokens[1, [15, 11]] = 5, 5  # right, then left
     tokens[2, [15]] = 5  # right, right
     tokens[3, [1, 15]] = 5, 5  # of 6 tokens [0 .. 5], none of which is at an end: a tie
-    shapes = []
+    asked = []
 
     def encode(tokens, segments):
-        shapes.append((tokens.shape, np.asarray(segments)))
+        jax.debug.callback(lambda *arrays: asked.append(arrays), tokens, segments, ordered=True)
         return jnp.asarray(table)[tokens]
 
-    query = jnp.asarray(table[[5] * 4])
+    query = table[[5] * 4]
     lengths = np.array([16, 16, 16, 6], np.int32)
     found = paths(QueryAware(), Tree((4, 2, 1)), tokens, lengths, query=query, encode=encode)
     assert found.tolist() == [[False, False], [True, False], [True, True], [False, False]]
-    assert [shape for shape, _ in shapes] == [(4, 16), (4, 8)]
-    assert shapes[0][1][3].tolist() == [1, 1, 1, 2, 2, 2] + [0] * 10
+    jax.effects_barrier()
+    assert [tokens.shape for tokens, _ in asked] == [(4, 16), (4, 8)]
+    assert asked[0][1][3].tolist() == [1, 1, 1, 2, 2, 2] + [0] * 10
 
 
 def test_random_paths_depend_on_their_keys_alone():
@@ -167,7 +173,7 @@ def test_a_policy_of_ones_own_chooses_too():
 
 def test_chunks_are_read_wherever_their_padding_is():
     tokens = np.array([[0, 0, 5, 6, 7], [5, 6, 7, 0, 0], [5, 0, 6, 0, 7]], np.int32)
-    found, length = trees.without_padding(jnp.asarray(tokens), jnp.asarray(tokens > 0))
+    found, length = jax.jit(trees.without_padding)(tokens, tokens > 0)
     assert np.asarray(found).tolist() == [[5, 6, 7, 0, 0]] * 3 and length.tolist() == [3] * 3
 
 

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -179,7 +178,7 @@ def test_hidden_states_of_random_models_equal_transformers(sizes, tmp_path):
         hidden = bert(tokens, token_types=types, lengths=lengths)
         return hidden, bert.pooled(hidden)
 
-    hidden, pooler = bert.apply({"params": params}, method=forward)
+    hidden, pooler = jax.jit(lambda params: bert.apply({"params": params}, method=forward))(params)
     mask = np.arange(19) < lengths[:, None]
     with torch.no_grad():
         arrays = (torch.tensor(x.astype(np.int64)) for x in (tokens, mask, types))
@@ -213,8 +212,9 @@ def test_pooling_and_normalisation_equal_float64_by_hand(pooling, normalize, fol
 
 def test_a_text_alone_has_the_vector_that_it_has_in_any_batch(encoder):
     together = encode(encoder)
-    for index, text in enumerate(TEXTS):
-        np.testing.assert_allclose(encode(encoder, [text])[0], together[index], atol=2e-6)
+    for index in (1, 2, 3):  # a short text, one that is cut, and none
+        alone = encode(encoder, TEXTS[index : index + 1])[0]
+        np.testing.assert_allclose(alone, together[index], atol=2e-6)
     order = np.random.default_rng(0).permutation(len(TEXTS))
     shuffled = encode(encoder, [TEXTS[index] for index in order])
     np.testing.assert_allclose(shuffled, together[order], atol=2e-6)
@@ -571,7 +571,7 @@ def test_decoder_encoders_have_fingerprints_and_bounds(decoder):
         )
     }
     assert len(prints) == 5
-    lm.params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].add(1e-3), lm.params)
+    lm.params = jax.tree.map(lambda x: np.asarray(x) * 1.001, lm.params)
     assert DecoderEncoder(lm).fingerprint not in prints
     for options in (dict(layer=4), dict(layer=0), dict(pooling="cls"), dict(max_tokens=1)):
         error_of(lambda options=options: DecoderEncoder(lm, **options))
@@ -765,12 +765,12 @@ def test_minilm_gives_the_vectors_of_transformers(minilm):
 
 def test_a_vector_of_zeros_stays_zero_and_has_a_finite_gradient():
     batch = TokenBatch(np.zeros((2, 3), np.int32), np.full(2, 3), np.full(2, 3), np.full(2, 3))
-    hidden = jnp.stack([jnp.zeros((3, 4)), jnp.ones((3, 4))])
+    hidden = np.float32([[[0] * 4] * 3, [[1] * 4] * 3])
 
     def total(x):
         vectors = Pool("mean", normalize=True)(None, {}, x, batch)
         return vectors.sum(), vectors
 
-    gradient, vectors = jax.grad(total, has_aux=True)(hidden)
+    gradient, vectors = jax.jit(jax.grad(total, has_aux=True))(hidden)
     np.testing.assert_allclose(vectors, [[0] * 4, [0.5] * 4])
     assert np.isfinite(gradient).all()
