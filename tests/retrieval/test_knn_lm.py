@@ -74,10 +74,11 @@ def hand_keys(lm, tokens):
     """Keys [T, D]: the states of a model without the last feed-forward, under its norm."""
     config = lm.model.config
     last, params = f"layers_{config.num_layers - 1}", dict(lm.params)
-    zero, layer = (
-        (lambda tree: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)),
-        dict(params[last]),
-    )
+    layer = dict(params[last])
+
+    def zero(tree):
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+
     layer["mlp"] = zero(layer["mlp"])
     norm = "mlp_norm"
     if config.block == "parallel":
