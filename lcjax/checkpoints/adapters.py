@@ -31,6 +31,8 @@ from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import (
     DTYPES,
+    EMBEDDING,
+    HEAD,
     TensorInfo,
     WeightSource,
     check_tensors,
@@ -61,8 +63,7 @@ _WRAPPERS = ("default", "modules_to_save", "base_layer")  # parts of a name that
 _MATRIX = re.compile(r"(.+)\.lora_([AB])(?:\.weight)?")
 # These methods change the weights of the base before training; the adapters do not include them.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_BY_TOKEN = (_EMBEDDING, _HEAD, "lm_head.bias")  # tensors with a row for each token
+_BY_TOKEN = (EMBEDDING, HEAD, "lm_head.bias")  # tensors with a row for each token
 _CHUNK = 4_096  # rows that are read at once for a mean
 _MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and give the result"
 # The hub id of the model in the installed wheel, by which `peft` finds it.
@@ -321,8 +322,8 @@ def adapted_config(
         name: source.tensors[stored].shape
         for name, (source, stored) in adapters.full_tensors.items()
     }
-    tied = config.tie_embeddings and _HEAD not in whole
-    if tied and _EMBEDDING in whole and "embed_tokens" in adapters.saved_modules:
+    tied = config.tie_embeddings and HEAD not in whole
+    if tied and EMBEDDING in whole and "embed_tokens" in adapters.saved_modules:
         raise InputError(
             f"{adapters.path}: modules_to_save has embed_tokens, which {base.path} uses as its head"
             f" too, and not lm_head; {_MERGE_FIRST}"

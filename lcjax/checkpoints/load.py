@@ -30,6 +30,7 @@ from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import (
     DTYPES,
     WeightSource,
+    as_stored,
     read_params,
     resolve_names,
     stored_dtype,
@@ -157,6 +158,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     hf = read_hf_json(path / "config.json")
     if hf.get("model_type") in WRAPPERS:
         source = text_weights(source)
+    source, config = as_stored(source, config)
     if stated_dtype(text_model(hf)) is None:
         config = config.replace(param_dtype=stored_dtype(resolve_names(source, config), config))
     return source, config, tokenizer
@@ -234,6 +236,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
     """Returns only the config; reads no weights, and downloads none for a hub id.
 
     `param_dtype` is float32 if config.json names no dtype; `load` uses the tensors' dtype instead.
+    `load` also unties a head that is stored with other values than the embedding.
     """
     path = find_checkpoint(path_or_name, weights=False)
     if (run := _run_of(path)) is not None:

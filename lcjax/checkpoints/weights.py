@@ -30,6 +30,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NUMBERED = re.compile(r"-\d+-of-(\d+)$")
 _ROWS = 4_096  # rows of two tensors that are compared at a time
 # The bits of infinity without its sign, shifted left by one; those of NaN are larger.
@@ -236,22 +237,50 @@ def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> di
 
 
 def _check_equal(source: WeightSource, name: str, alias: str) -> None:
-    """Raises an InputError unless two tensors are equal bit by bit; reads some rows at a time."""
-    info = source.tensors[name]
-    same = info == source.tensors[alias]
-    if same and info.dtype in DTYPES and info.shape:  # `check` raises for all others
-        count = info.shape[0]
-        same = all(
-            source.rows(name, start, min(start + _ROWS, count)).tobytes()
-            == source.rows(alias, start, min(start + _ROWS, count)).tobytes()
-            for start in range(0, count, _ROWS)
-        )
-    if not same:
+    """Raises an InputError unless two tensors are equal."""
+    if source.tensors[name] != source.tensors[alias] or not _equal(source, name, alias):
         raise InputError(
             f"{source.path}: {name} and {alias} are two names of one tensor, but differ in value,"
             " shape or type; remove the wrong one from the checkpoint (the released model computes"
             f" with {name})"
         )
+
+
+def _equal(source: WeightSource, *names: str) -> bool:
+    """Returns whether two tensors have equal numbers; reads some rows at a time."""
+    infos = [source.tensors[name] for name in names]
+    if infos[0].shape != infos[1].shape:
+        return False
+    if not infos[0].shape or any(info.dtype not in DTYPES for info in infos):
+        return True  # unreadable: `check_tensors` raises
+    count = infos[0].shape[0]
+    for start in range(0, count, _ROWS):
+        blocks = (source.rows(name, start, min(start + _ROWS, count)) for name in names)
+        first, second = (block.astype(np.float32).tobytes() for block in blocks)
+        if first != second:
+            return False
+    return True
+
+
+def as_stored(source: WeightSource, config: ModelConfig) -> tuple[WeightSource, ModelConfig]:
+    """Returns a model with its head tied to its embedding only if the stored tensors allow it.
+
+    As transformers 5 does it: a head that differs from the embedding is read as the head, whatever
+    the config says, and a head without an embedding is both.
+    """
+    if HEAD not in source.tensors or not config.tie_embeddings or config.mlm_head:
+        return source, config
+    if EMBEDDING not in source.tensors:
+        stored = {EMBEDDING if name == HEAD else name: [Rows(name)] for name in source.tensors}
+        return RenamedSource(source, stored), config
+    if not _equal(source, EMBEDDING, HEAD):
+        warnings.warn(
+            f"{source.path}: {HEAD} differs from {EMBEDDING}, so it is read as a head of its own,"
+            " although config.json ties the two; set tie_word_embeddings=false there",
+            stacklevel=4,
+        )
+        config = config.replace(tie_embeddings=False)
+    return source, config
 
 
 def check_tensors(source: WeightSource, config: ModelConfig | BertConfig) -> None:

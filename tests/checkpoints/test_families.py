@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -583,3 +584,32 @@ def test_gradients_of_scaled_and_capped_logits_are_those_of_autodiff(tied):
         np.testing.assert_allclose(mine, expected, atol=1e-6)
     nll = token_nll(hidden, projected(kernel), targets, chunk=3)
     np.testing.assert_allclose((weights * nll).sum(), plain(hidden, kernel), rtol=1e-6)
+
+
+@pytest.mark.parametrize("stored", ["both, different", "the head alone"])
+def test_a_stored_head_of_a_tied_config_counts_as_in_transformers(tmp_path, stored):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES | {"tie_word_embeddings": True})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = "model.embed_tokens.weight"
+    tensors["lm_head.weight"] = torch.randn_like(tensors[embedding]) * 0.2
+    if stored == "the head alone":
+        del tensors[embedding]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params, config, tokenizer = load(tmp_path)
+    actual = LanguageModel(Decoder(config), params, tokenizer).logits(tokens)
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+    assert config.tie_embeddings == (stored == "the head alone")
+    messages = [str(one.message) for one in caught if "lm_head.weight differs" in str(one.message)]
+    assert len(messages) == (not config.tie_embeddings)
