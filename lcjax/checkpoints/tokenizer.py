@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -250,7 +250,10 @@ class SentencePieceTokenizer(_PublishedTokenizer):
     def spans(self, text: str) -> list[tuple[int, int]]:
         check_text(text)
         pieces = self._processor.encode(text, out_type="proto").pieces
-        return [(piece.begin, piece.end) for piece in pieces]
+        # sentencepiece counts bytes; the first byte of a character does not begin with the bits 10.
+        is_first = (byte & 0xC0 != 0x80 for byte in text.encode())
+        characters = list(accumulate(is_first, initial=0))  # before each byte
+        return [(characters[piece.begin], characters[piece.end]) for piece in pieces]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         runs = groupby((int(i) for i in ids), key=self._strings.__contains__)

@@ -1,6 +1,7 @@
 """sentencepiece tokenizers, from `tokenizer.model` and from the pieces of a GGUF file."""
 
 import io
+import itertools
 import json
 import pickle
 
@@ -144,3 +145,14 @@ def test_a_truncated_model_is_named(tmp_path, model):
     (tmp_path / "tokenizer.model").write_bytes(model[:-7])
     with pytest.raises(InputError, match=r"tokenizer\.model: not a sentencepiece model"):
         load_tokenizer(tmp_path)
+
+
+def test_spans_count_characters_not_bytes(model):
+    tokenizer = SentencePieceTokenizer(model)
+    for text in TEXTS:
+        spans = tokenizer.spans(text)
+        assert not spans or (spans[0][0], spans[-1][1]) == (0, len(text))
+        assert all(a <= b == c <= d for (a, b), (c, d) in itertools.pairwise(spans))
+    text = "héllo 日本 🙂 x"
+    parts = [text[start:end] for start, end in tokenizer.spans(text)]
+    assert [part for part in parts if part] == ["h", "é", "l", "lo", *" 日本 🙂 x"]
