@@ -477,11 +477,13 @@ def without_bos(ids: list[int], bos_id: int | None) -> list[int]:
 def encode_mid_text(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
     """Returns the ids of `text` as they are inside a longer text.
 
-    The text is encoded after a letter, whose ids are then removed, because sentencepiece puts a
-    space before every text.
+    The text is encoded after another one, whose ids are then removed, because sentencepiece puts a
+    space before every text. That is a letter, or a newline if the text begins with a letter or
+    digit: after a letter, it would continue a word; no token joins a newline and a word.
     """
-    anchor = list(tokenizer.encode("a"))
-    ids = list(tokenizer.encode("a" + text, allow_special=allow_special))
+    before = "\n" if text[:1].isalnum() else "a"
+    anchor = list(tokenizer.encode(before))
+    ids = list(tokenizer.encode(before + text, allow_special=allow_special))
     if ids[: len(anchor)] == anchor:
         return ids[len(anchor) :]
     return list(tokenizer.encode(text, allow_special=allow_special))

@@ -206,20 +206,9 @@ class PromptEncoder:
         if not text:
             return []
         if not first:
-            return _encode_inside(self.tokenizer, text, special)
+            return encode_mid_text(self.tokenizer, text, allow_special=special)
         ids = list(self.tokenizer.encode(text, allow_special=special))
         return without_bos(ids, self.bos) if special else ids
-
-
-def _encode_inside(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
-    """Returns the token ids of `text` inside a longer text, even if it begins with a letter."""
-    if text[0].isalnum():
-        # After a letter, `text` would continue a word; no token joins a newline and a word.
-        anchor = list(tokenizer.encode("\n"))
-        ids = list(tokenizer.encode("\n" + text, allow_special=special))
-        if ids[: len(anchor)] == anchor:
-            return ids[len(anchor) :]
-    return encode_mid_text(tokenizer, text, allow_special=special)
 
 
 def fit(prompt: Prompt, budget: Budget, tokenizer: Tokenizer, how: str, name: str = "") -> Prompt:

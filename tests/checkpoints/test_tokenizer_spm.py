@@ -10,7 +10,7 @@ import sentencepiece
 from convert_support import TEXTS
 
 from lcjax.checkpoints import TextStream, load_tokenizer
-from lcjax.checkpoints.tokenizer import SentencePieceTokenizer, Specials
+from lcjax.checkpoints.tokenizer import SentencePieceTokenizer, Specials, encode_mid_text
 from lcjax.checkpoints.tokenizer_files import model_from_pieces
 from lcjax.errors import InputError
 
@@ -156,3 +156,11 @@ def test_spans_count_characters_not_bytes(model):
     text = "héllo 日本 🙂 x"
     parts = [text[start:end] for start, end in tokenizer.spans(text)]
     assert [part for part in parts if part] == ["h", "é", "l", "lo", *" 日本 🙂 x"]
+
+
+def test_no_space_is_put_before_a_text_inside_a_longer_one(model):
+    tokenizer = SentencePieceTokenizer(model)
+    assert tokenizer.encode("an")[0] not in tokenizer.encode("a")  # a token joins "a" and "n"
+    for text in ("nother word", "7 days", " one", "\n\n", "", "日本", ", then"):
+        ids = encode_mid_text(tokenizer, text)
+        assert tokenizer.decode([*tokenizer.encode("see i"), *ids]) == "see i" + text
