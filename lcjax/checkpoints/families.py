@@ -25,18 +25,13 @@ class Key:
     name: str
     fields: tuple[str, ...]
     default: Any  # transformers' value of an absent key
-    keeps_null: bool = False  # whether null is a value; False: null is an absent key
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
     alias: str | None = None  # another name of the key, for reading
 
     def value(self, hf: Mapping[str, Any]) -> Any:
         """Returns the value of the fields."""
-        other = self.default if self.alias is None else hf.get(self.alias, self.default)
-        value = hf.get(self.name, other)
-        if value is None:
-            return None if self.keeps_null else self.read(self.default)
-        return self.read(value)
+        return self.read(hf.get(self.name, hf.get(self.alias, self.default)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +85,14 @@ def _from_layer(hf: dict[str, Any]) -> list[str]:
 
 def unrotated(hf: dict[str, Any]) -> list[bool]:
     """Returns whether each layer of a family with `unrotated_layers` has no rotation."""
-    interval = hf.get("no_rope_layer_interval")
-    interval = 4 if interval is None else interval
+    interval = hf.get("no_rope_layer_interval", 4)
     count = hf["num_hidden_layers"]
     rotated = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
     return [not layer for layer in rotated]
 
 
-_ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "out_bias"), False, read=bool)
-_MLP_BIAS = Key("mlp_bias", ("mlp_bias",), False, read=bool)
+_ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "out_bias"), False)
+_MLP_BIAS = Key("mlp_bias", ("mlp_bias",), False)
 _QWEN_LAYERS = {"windows": "types", "window_switch": True, "default_types": _from_layer}
 _GEMMA = {
     "activation": "gelu_tanh",
@@ -118,12 +112,11 @@ def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[K
             "query_pre_attn_scalar",
             ("attention_scale",),
             256,
-            False,
             lambda s: s**-0.5,
             write_scale,
         ),
-        Key("final_logit_softcapping", ("logit_soft_cap",), logit_cap, True),
-        Key("attn_logit_softcapping", ("attention_soft_cap",), attention_cap, True),
+        Key("final_logit_softcapping", ("logit_soft_cap",), logit_cap),
+        Key("attn_logit_softcapping", ("attention_soft_cap",), attention_cap),
         _ATTENTION_BIAS,
     )
 
@@ -141,7 +134,7 @@ def _expert_keys(count: str, default: int, top_k: int, balance: float) -> tuple[
     )
 
 
-_NORMALIZE = Key("norm_topk_prob", ("normalize",), False, read=bool)
+_NORMALIZE = Key("norm_topk_prob", ("normalize",), False)
 
 # Configs without a family are written as the first entry that computes the same model.
 FAMILIES: dict[str, Family] = {
@@ -236,9 +229,9 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         theta=1_000_000.0,
         windows="types",
-        default_types=lambda hf: _every(hf.get("sliding_window_pattern") or 6)(hf),
+        default_types=lambda hf: _every(hf.get("sliding_window_pattern", 6))(hf),
         local_theta=10_000.0,
-        only={"use_bidirectional_attention": (False, None)},
+        only={"use_bidirectional_attention": (False,)},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,), head_dim=128, **_QWEN_LAYERS
@@ -266,7 +259,7 @@ FAMILIES: dict[str, Family] = {
             *(*_expert_keys("num_experts", 128, 8, 0.001), _NORMALIZE),
             Key("moe_intermediate_size", ("width",), 768, write=lambda _, c: c.expert_width),
         ),
-        only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
+        only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     ),
     "olmoe": Family(
         *("OlmoeForCausalLM", {"qk_norm": "all"}, (_ATTENTION_BIAS,), _OLMO_EPSILON),

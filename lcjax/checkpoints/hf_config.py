@@ -14,7 +14,7 @@ from lcjax.checkpoints.families import (
     unrotated,
     windows,
 )
-from lcjax.checkpoints.hf_files import check_types
+from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
 from lcjax.errors import InputError
 from lcjax.models.config import LayerKind, ModelConfig, shortest_period
 from lcjax.models.experts import Experts
@@ -77,9 +77,8 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
         for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
         if hf.get(key) is not None
     }
-    stated = {key: value for key, value in text.items() if value is not None}
-    tied = {"tie_word_embeddings": _or_default(hf.get("tie_word_embeddings"), True)}
-    return defaults | stated | above | tied | {"model_type": kind}
+    tied = {"tie_word_embeddings": stated(hf).get("tie_word_embeddings", True)}
+    return defaults | stated(text) | above | tied | {"model_type": kind}
 
 
 def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -89,6 +88,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     Models of Landmark attention have more keys than the Llama that they extend.
     """
     check_types(hf, where)
+    hf = stated(hf)
     if hf.get("model_type") in WRAPPERS:
         return decoder_from_hf(text_model(hf, where), f"{where}: text_config")
     if hf.get("model_type") == _LANDMARK:
@@ -111,12 +111,13 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
         )
 
     def get(key: str) -> int:
-        value = hf.get(key)
-        if value is None:
+        if key not in hf:
             raise InputError(f"{where}: the key {key!r} is missing; is this a model's config.json?")
-        return value
+        return hf[key]
 
+    check_types(hf, where, FAMILY_TYPES)
     family, heads = FAMILIES[kind], get("num_attention_heads")
+    length = get("max_position_embeddings")
     fields = {field: get(key) for key, field in _SIZES.items()}
     fields |= family.fixed_fields(fields["width"])
     for key in (*family.keys, family.epsilon):
@@ -130,12 +131,11 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     config = ModelConfig(
         **fields
         | {
-            # transformers reads null as absent.
-            "num_kv_heads": hf.get("num_key_value_heads") or heads,
+            "num_kv_heads": hf.get("num_key_value_heads", heads),
             "head_dim": hf.get("head_dim") or family.head_dim or get("hidden_size") // heads,
-            "max_length": hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
+            "max_length": hf.get(_MAX_LENGTH, length),
             "rotary_fraction": _rotary_fraction(hf, family, where),
-            "tie_embeddings": bool(_or_default(hf.get("tie_word_embeddings"), family.tied)),
+            "tie_embeddings": hf.get("tie_word_embeddings", family.tied),
             "param_dtype": stated_dtype(hf) or "float32",
             **_layer_fields(hf, family, where),
         }
@@ -145,7 +145,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
 
 def _check_activation(hf: dict[str, Any], family: Family, where: str) -> None:
     known = _ACTIVATIONS[family.fixed.get("activation", "silu")]
-    value = _or_default(hf.get(family.activation_key), known[0])
+    value = hf.get(family.activation_key, known[0])
     if value not in known:
         raise InputError(
             f"{where}: {family.activation_key}={value!r} is not supported for model_type="
@@ -183,10 +183,6 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
             f"{where}: {key}={value!r} is not supported for model_type={hf['model_type']!r}; "
             f"supported: {', '.join(map(str, allowed))}"
         )
-
-
-def _or_default(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]:

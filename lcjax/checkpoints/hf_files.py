@@ -1,7 +1,8 @@
-"""Reads the JSON files of Hugging Face folders and checks the types of all keys that lcjax reads.
+"""Reads the JSON files of Hugging Face folders and checks the types of the keys that lcjax reads.
 
 A key has the same meaning in `config.json`, `generation_config.json` and `tokenizer_config.json`,
-so one table serves all of them. Other keys are not checked; null is read as absent.
+so one table serves all of them; keys of single families are checked when a model is read. Other
+keys are not checked. Null is read as absent, but for a few keys (`stated`).
 """
 
 from collections.abc import Callable
@@ -53,6 +54,7 @@ _LAYERS = _Type("a whole number of at least 0", lambda value: _is_whole(value, 0
 _EPSILON = _Type(f"a number from 0 to {_MAX_EPSILON}", lambda v: _is_number(v, 0, _MAX_EPSILON))
 _SHARE = _Type("a number from 0 to 1", lambda value: _is_number(value, 0, 1))
 _NUMBER = _Type("a finite number", is_finite_number)
+_POSITIVE = _Type("a number above 0", lambda value: is_finite_number(value) and value > 0)
 _LENGTH = _Type("a number of at least 1", lambda value: is_finite_number(value) and value >= 1)
 _FLAG = _Type("true or false", lambda value: isinstance(value, bool))
 _FLAGS = _Type("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
@@ -106,10 +108,39 @@ _TYPES = {
     "added_tokens_decoder": _Type("an object of tokens by their ids", _are_tokens_by_id),
 }  # fmt: skip
 
+# Keys of single families. Model types that lcjax does not read, but whose tokenizers it does, have
+# other values of some of them.
+FAMILY_TYPES = {
+    **dict.fromkeys(
+        (
+            "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+            "sliding_window_pattern",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
+            "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+            "logits_scaling", "rope_local_base_freq",
+        ),
+        _POSITIVE,
+    ),
+    "router_aux_loss_coef": _NUMBER,
+    "norm_topk_prob": _FLAG,
+}  # fmt: skip
+# Null switches these off; if they are absent, some families have them.
+_NULLS = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
 
-def check_types(values: dict[str, Any], where: str) -> None:
+
+def stated(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config that have a value: not null, unless null is one."""
+    return {key: value for key, value in values.items() if value is not None or key in _NULLS}
+
+
+def check_types(values: dict[str, Any], where: str, types: dict[str, _Type] = _TYPES) -> None:
     """Raises an InputError that names the first key whose value has a wrong type or range."""
-    for key, kind in _TYPES.items():
+    for key, kind in types.items():
         value = values.get(key)
         if value is not None and not kind.holds(value):
             raise InputError(f"{where}: {key}={value!r:.60} must be {kind.rule}; correct it")

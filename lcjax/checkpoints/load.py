@@ -21,7 +21,7 @@ from lcjax.checkpoints.adapters import (
 )
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import WRAPPERS, decoder_from_hf, stated_dtype, text_model
-from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
+from lcjax.checkpoints.hf_files import check_folder_sums, check_types, read_hf_json
 from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
@@ -226,6 +226,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     """
     if not isinstance(hf, dict):
         raise InputError(f"{where} must hold a JSON object, not a {type(hf).__name__}")
+    check_types(hf, where)
     for kind in Memory.get_known_choices().values():
         if (config := kind.from_hf(hf, where, decoder_from_hf)) is not None:
             return config

@@ -255,3 +255,61 @@ def test_the_dual_chunk_attention_of_qwen_is_read_and_written():
         config_from_hf(QWEN_1M | {name: 3})
     with pytest.raises(InputError, match="has no qwen2 model with .*growth='square'"):
         config_to_hf(config.replace(pattern=DualChunk()))
+
+
+GEMMA2, GRANITE = LLAMA2 | {"model_type": "gemma2"}, LLAMA2 | {"model_type": "granite"}
+GEMMA3 = LLAMA2 | {"model_type": "gemma3_text"}
+MIXTRAL = LLAMA2 | {"model_type": "mixtral"}
+LANDMARK = LLAMA2 | {"model_type": "llama_with_landmark", "mem_id": 31_999}
+PHI = LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new"}
+
+
+@pytest.mark.parametrize(
+    ("hf", "keys"),
+    [
+        (WINDOWED, ("max_window_layers", "layer_types")),
+        (LANDMARK, ("mem_freq", "train_context_length", "include_landmark_in_loss")),
+        (PHI, ("qk_layernorm",)),
+        (SMOLLM3, ("no_rope_layer_interval", "no_rope_layers")),
+        (GEMMA2, ("query_pre_attn_scalar",)),
+        (GEMMA3, ("sliding_window_pattern", "rope_local_base_freq")),
+        (GRANITE, ("logits_scaling", "embedding_multiplier")),
+        (MIXTRAL, ("num_local_experts", "router_aux_loss_coef")),
+    ],
+)
+def test_null_is_read_as_absent_for_the_keys_of_one_family(hf, keys):
+    assert config_from_hf(hf | dict.fromkeys(keys)) == config_from_hf(hf)
+
+
+def test_null_switches_windows_and_caps_off():
+    absent, off = (
+        config_from_hf(GEMMA2),
+        dict.fromkeys(("sliding_window", "final_logit_softcapping")),
+    )
+    assert absent.logit_soft_cap == 30 and absent.layers
+    assert config_from_hf(GEMMA2 | off) == absent.replace(logit_soft_cap=None, layers=())
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes"),
+    [
+        *((GEMMA2, {"query_pre_attn_scalar": value}) for value in (0, "256", True)),
+        (GEMMA2, {"final_logit_softcapping": "30"}),
+        (GEMMA3, {"sliding_window_pattern": "6"}),
+        *((GRANITE, {"logits_scaling": value}) for value in (0, "8", float("inf"))),
+        (GRANITE, {"embedding_multiplier": "8"}),
+        (MIXTRAL, {"router_aux_loss_coef": "0.1"}),
+        (LLAMA2 | {"model_type": "olmoe"}, {"norm_topk_prob": "false"}),
+        (LLAMA2, {"architectures": 1}),
+    ],
+)
+def test_values_of_a_wrong_type_or_range_are_named(hf, changes):
+    ((key, value),) = changes.items()
+    with pytest.raises(InputError, match=f"config.json: {key}={value!r} must be .*; correct it"):
+        config_from_hf(hf | changes)
+
+
+def test_the_length_of_lcjax_does_not_replace_that_of_the_rope():
+    hf = {key: value for key, value in LLAMA2.items() if key != "max_position_embeddings"}
+    with pytest.raises(InputError, match="'max_position_embeddings' is missing"):
+        config_from_hf(hf | {"lcjax_max_length": 64})
