@@ -156,8 +156,14 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
     full_tensors: dict[str, tuple[WeightSource, str]] = {}
     unknown = []
     for source in filter(None, sources):
+        names: dict[str, str] = {}
         for stored, info in source.tensors.items():
             name = _base_name_of(stored)
+            if (other := names.setdefault(name.removesuffix(".weight"), stored)) != stored:
+                raise InputError(
+                    f"{folder}: {other} and {stored} are two names of one tensor; remove the wrong"
+                    " one"
+                )
             match = _MATRIX.fullmatch(name)
             if info.dtype not in DTYPES:
                 unknown.append(f"{stored} ({info.dtype})")

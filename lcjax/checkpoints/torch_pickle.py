@@ -102,7 +102,11 @@ class TorchFolder:
         self.path = str(folder)
         self._arrays: dict[str, np.ndarray] = {}
         for file in bin_files(to_path(folder)) if files is None else files:
-            self._arrays |= _read(file)
+            arrays = _read(file)
+            if twice := self._arrays.keys() & arrays.keys():
+                name = min(twice)
+                raise InputError(f"{self.path}: {name} is in two files; remove the stray one")
+            self._arrays |= arrays
         self.tensors = {n: TensorInfo(a.shape, a.dtype.name) for n, a in self._arrays.items()}
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:

@@ -301,3 +301,13 @@ def test_a_model_section_names_adapters_and_their_base(tmp_path):
     assert_same(params, load(tmp_path / "lora", base=tmp_path / "base")[0])
     with pytest.raises(InputError, match=r"model.base='x': give the adapters' folder as"):
         ModelSection(base="x", preset="tiny")
+
+
+@pytest.mark.parametrize("other", ["lora_A.default.weight", "lora_A"])
+def test_two_names_of_one_matrix_are_refused(tmp_path, other):
+    base = base_tensors(tmp_path / "base")
+    tensors = low_rank(base)
+    tensors[f"{_LAYER}.{other}"] = tensors[f"{_LAYER}.lora_A.weight"] + 1
+    write_peft(tmp_path / "lora", tensors, tmp_path / "base")
+    with pytest.raises(InputError, match=r"q_proj\.lora_A.* and .*lora_A.* are two names of one"):
+        load(tmp_path / "lora")

@@ -132,3 +132,11 @@ def test_safetensors_win_over_pickles_beside_them(tmp_path):
     edit_json(tmp_path / "config.json", model_type="gpt2")
     with pytest.raises(InputError, match="gpt2"):
         load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path, torch):
+    for number in (1, 2):
+        values = {"x": torch.full((2,), float(number)), str(number): torch.zeros(2)}
+        torch.save(values, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+    with pytest.raises(InputError, match="x is in two files; remove the stray one"):
+        TorchFolder(tmp_path)
