@@ -163,7 +163,7 @@ def _check_destination(args: argparse.Namespace) -> None:
         if not nearest.is_dir():
             raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
     for key, name in (("SRC", args.src), ("--base", args.base)):
-        source = to_path(name or "").expanduser()
+        source = to_path(name or "")
         source_exists = name and type(source) is type(dst) and source.exists()
         if source_exists and _overlap(source.resolve(), dst.resolve()):
             raise InputError(f"DST {dst} overlaps {key}={name}; choose a separate folder")

@@ -73,6 +73,8 @@ def is_storage_failure(error: BaseException | None) -> bool:
 def to_path(name: "str | os.PathLike | URLPath") -> "Path | URLPath":
     """Returns the path of a name: a `URLPath` for a URL, else a `pathlib.Path`.
 
+    `~` at the beginning of a local path is the home folder.
+
     Raises:
       InputError: no installed package reads URLs of this scheme.
     """
@@ -80,10 +82,10 @@ def to_path(name: "str | os.PathLike | URLPath") -> "Path | URLPath":
         return name
     match = _URL.match(str(name))
     if match is None:
-        return Path(name)
+        return Path(os.path.expanduser(name))
     scheme = match[1].lower()
     if scheme in ("file", "local"):
-        return Path(str(name)[match.end() :])
+        return Path(os.path.expanduser(str(name)[match.end() :]))
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
@@ -187,9 +189,6 @@ class URLPath(ProxyUPath):
         return self
 
     def resolve(self, strict: bool = False) -> "URLPath":
-        return self
-
-    def expanduser(self) -> "URLPath":
         return self
 
     def samefile(self, other: Any) -> bool:

@@ -492,7 +492,7 @@ def base_name(base: str | None) -> str | None:
     """
     if base is None or base == SMOLLM2:
         return base and _SMOLLM2_HUB
-    path = to_path(base).expanduser()
+    path = to_path(base)
     if not path.exists():
         return base if is_hub_id(base) else None
     if isinstance(path, URLPath):

@@ -50,7 +50,7 @@ def find_checkpoint(
     check_path("model", path_or_name)
     name = str(path_or_name)
     is_package = name.startswith("package:")
-    path = package_path(name) if is_package else to_path(path_or_name).expanduser()
+    path = package_path(name) if is_package else to_path(path_or_name)
     if path.exists():
         return path
     if is_hub_id(name):
@@ -74,7 +74,7 @@ def find_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> Pat
     """
     name = str(path_or_name)
     check_path("encoder", path_or_name)
-    path = to_path(path_or_name).expanduser()
+    path = to_path(path_or_name)
     if is_run(path) and trains_retriever(path):
         if not (path / "model").is_dir():
             raise InputError(

@@ -473,7 +473,7 @@ class DataConfig(TextConfig):
 
 def _source_at(path: str) -> Source:
     """Returns the source at a path; folders of every `FolderKind` are recognised."""
-    folder = to_path(path).expanduser()
+    folder = to_path(path)
     classes = {TEACHER: TeacherSource, RETRIEVED: RetrievedSource, TOKENS: TokenSource}
     for kind, source in classes.items():
         if any((folder / name).is_file() for name in (kind.index, kind.plan)):

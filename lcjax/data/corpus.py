@@ -302,7 +302,7 @@ def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
     for source in config.resolved_sources() if config.sources or config.path else ():
         if not isinstance(source, TextSource | ChatSource):
             continue  # other sources read only the files in their index
-        data = to_path(source.path).expanduser()
+        data = to_path(source.path)
         if type(data) is not type(folder) or not data.is_dir():
             continue
         if folder.resolve().is_relative_to(data.resolve()):

@@ -92,7 +92,7 @@ def find_files(source: str) -> list[tuple[str, Path]]:
         except InputError as error:
             raise InputError(f"data.path={error}") from None
         return _files_at(source, path)
-    return _files_at(source, to_path(source).expanduser())
+    return _files_at(source, to_path(source))
 
 
 def _files_at(source: str, path: Path) -> list[tuple[str, Path]]:

@@ -79,7 +79,7 @@ class PrepareConfig:
 
     @property
     def folder(self) -> Path:
-        return local_path("out", self.out, WHY_LOCAL).expanduser()
+        return local_path("out", self.out, WHY_LOCAL)
 
 
 def prepare(config: PrepareConfig) -> dict[str, Any]:

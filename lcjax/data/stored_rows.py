@@ -68,7 +68,7 @@ class RowsConfig:
 
     @property
     def folder(self) -> Path:
-        return local_path("out", self.out, WHY_LOCAL).expanduser()
+        return local_path("out", self.out, WHY_LOCAL)
 
     def row_shape(self, vocab_size: int) -> dict[str, Any]:
         """Returns the fields of the index that describe a row: arguments of `row_type`."""
@@ -107,7 +107,7 @@ class StoredFiles(SourceFiles):
     """The shards of a folder of rows."""
 
     def __init__(self, source: StoredSource, tokenizer: Any = None):
-        self.source, folder, kind = source, to_path(source.path).expanduser(), source.kind
+        self.source, folder, kind = source, to_path(source.path), source.kind
         if not (folder / kind.index).is_file():
             check_finished(folder, kind)
             raise InputError(

@@ -31,7 +31,7 @@ class TokenFolder(SourceFiles):
     """The shards of a folder that `prepare` wrote."""
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
-        self.source, folder = source, to_path(source.path).expanduser()
+        self.source, folder = source, to_path(source.path)
         index = read_index(folder, TOKENS)
         _check_fields(index, folder)
         check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
@@ -83,7 +83,7 @@ class BareFiles(SourceFiles):
 
 def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
     """Finds the files of a folder of shards, or bare files; checks the ids against `tokenizer`."""
-    is_folder = (to_path(source.path).expanduser() / TOKENS.index).is_file()
+    is_folder = (to_path(source.path) / TOKENS.index).is_file()
     return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
@@ -186,7 +186,7 @@ def _read_table(path: Path) -> np.ndarray:
 
 
 def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
-    path = to_path(source.path).expanduser()
+    path = to_path(source.path)
     if path.is_file():
         return [(path.name, path)]
     files = sorted(path.rglob("*.bin")) if path.is_dir() else []

@@ -36,7 +36,7 @@ class RetrieverSection:
         from lcjax.retrieval.datastore import WHY_MAPPED
 
         check_integers(key, self, 1, "k")
-        folder = local_path(f"{key}.folder", self.folder, WHY_MAPPED).expanduser()
+        folder = local_path(f"{key}.folder", self.folder, WHY_MAPPED)
         if not self.folder or not folder.is_dir():
             raise InputError(
                 f"{key}.folder={self.folder!r} is no folder; name a datastore that"

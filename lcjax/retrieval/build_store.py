@@ -96,7 +96,7 @@ class BuildConfig:
 
     @property
     def folder(self) -> Path:
-        return local_path("out", self.out, WHY_MAPPED).expanduser()
+        return local_path("out", self.out, WHY_MAPPED)
 
 
 def check_documents(data: TextConfig) -> None:

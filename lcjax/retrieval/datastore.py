@@ -263,7 +263,7 @@ class Datastore:
           InputError: the folder is not a complete datastore, or a file is missing or truncated.
         """
         check_path("folder", folder)
-        self.folder = local_path("datastore", folder, WHY_MAPPED).expanduser()
+        self.folder = local_path("datastore", folder, WHY_MAPPED)
         self._tables = LRUCache(_CACHE_BYTES, lambda table: table.nbytes)
         self._open()
 

@@ -54,7 +54,7 @@ from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.token_batches import LengthLimit, TokenRow, pad_rows
 from lcjax.retrieval.training import TrainedEncoder, check_bert_section, export_format
 from lcjax.rope.positions import PlainPositions
-from lcjax.storage import local_path
+from lcjax.storage import local_path, to_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import RetrieverTraining, TrainConfig, matcher
@@ -508,7 +508,7 @@ class _Index:
         section: EndToEnd = config.retriever
         self.refresh = section.refresh
         self._store, self._mesh, self._save_every = store, mesh, config.train.save_every
-        self._run = Path(config.run.folder)
+        self._run = to_path(config.run.folder)
         self._folder = self._run / folder_lib.INDEX
         self._fingerprint = encoder.fingerprint  # of the weights of step 0
         self._is_stored = self._fingerprint in store.index["encoders"]

@@ -122,7 +122,7 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
         token to predict, or a source cannot be read.
     """
     check_path("out", config.out)
-    folder = local_path("out", config.out, WHY_MAPPED).expanduser()
+    folder = local_path("out", config.out, WHY_MAPPED)
     check_outside_data("out", folder, config.data)
     lm = LanguageModel.load(config.model, mesh=config.mesh) if lm is None else lm
     lm.config.check_length(config.window)
@@ -274,7 +274,7 @@ class TokenStore:
         Raises:
           InputError: the folder is not a datastore of tokens, is incomplete, or is damaged.
         """
-        self.folder = local_path("datastore", folder, WHY_MAPPED).expanduser()
+        self.folder = local_path("datastore", folder, WHY_MAPPED)
         way_out = "build one with python -m lcjax.retrieval build-tokens"
         if (self.folder / _PROGRESS).is_file() and not (self.folder / _INDEX).is_file():
             raise InputError(f"{folder} is incomplete: run the same build-tokens command again")

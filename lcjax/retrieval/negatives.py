@@ -61,8 +61,8 @@ def mine(
     """
     check_integer("k", k, 1)
     check_integer("count", count, 0)
-    questions = to_path(questions).expanduser()
-    out = local_path("out", out, "copy the file when it is complete").expanduser()
+    questions = to_path(questions)
+    out = local_path("out", out, "copy the file when it is complete")
     if out.exists():
         raise InputError(f"out={out} exists and is not replaced; name another file")
     rows = list(_read(questions))

@@ -122,7 +122,7 @@ def write_questions(config: QuestionsConfig) -> list[Path]:
       InputError: a kind has too few questions.
     """
     check_path("out", config.out)
-    local_path("out", config.out, "copy the files afterwards")
+    out = local_path("out", config.out, "copy the files afterwards")
     store = Datastore(config.store)
     rows: list[dict[str, dict[str, Any]]] = [{} for _ in config.kinds]
     for row in range(store.num_rows):
@@ -149,7 +149,7 @@ def write_questions(config: QuestionsConfig) -> list[Path]:
         chosen = random.Random(f"{config.seed} {kind.name}").sample(lines, total)
         parts = {"test": chosen[: config.count], "train": chosen[config.count :]}
         for name, part in parts.items():
-            path = Path(config.out).expanduser() / kind.name / "own" / f"{name}.jsonl"
+            path = out / kind.name / "own" / f"{name}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in part))
             files.append(path)

@@ -239,7 +239,7 @@ def check_bert_section(section: EncoderSection) -> None:
 
 def export_format(section: EncoderSection, *, separate: bool = False) -> FolderFormat:
     """Returns the format of the folder that `TrainedEncoder.save` writes."""
-    path = to_path(section.path).expanduser()
+    path = to_path(section.path)
     # A run folder holds the trained encoder in `model`.
     has_two = section.query_folder is not None or any(map(has_two_encoders, (path, path / "model")))
     return BERT_FOLDERS if has_two or separate else BERT_FOLDER

@@ -180,7 +180,7 @@ class Records(Pairs):
         return [corpus]
 
     def _open(self, data: DataConfig) -> Corpus:
-        path = to_path(self.path).expanduser()
+        path = to_path(self.path)
         if not self.path or not path.is_file():
             problem = " is empty" if not self.path else f"={self.path} is no file"
             raise InputError(

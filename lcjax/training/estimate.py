@@ -189,7 +189,7 @@ def _architecture(section: ModelSection) -> ModelConfig:
 
 
 def _is_local(path: str) -> bool:
-    return path == SMOLLM2 or to_path(path).expanduser().exists()
+    return path == SMOLLM2 or to_path(path).exists()
 
 
 def _local_encoder(encoder: str) -> str:

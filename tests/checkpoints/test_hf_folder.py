@@ -3,6 +3,7 @@
 import json
 import subprocess
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope import E2LLM, Default, NoRotation
 from lcjax.rope.clex import Clex
+from lcjax.storage import to_path
 from lcjax.tree import nest
 
 
@@ -583,3 +585,13 @@ def test_folders_of_other_kinds_get_an_answer_that_fits(tmp_path, name, words):
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(InputError, match=rf"config\.json: no such file; .*{words}"):
         load(tmp_path)
+
+
+def test_a_tilde_is_the_home_folder_for_writing_as_for_reading(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    params, _ = saved("~/models/tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    for name in ("~/models/tiny", "file://~/models/tiny", tmp_path / "home/models/tiny"):
+        assert_same(load(name)[0], params)
+    assert to_path("~nobody-of-this-name/x") == Path("~nobody-of-this-name/x")
