@@ -14,7 +14,7 @@ import itertools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ HF_FOLDER = FolderFormat(
 )
 _SHARD_BYTES = 5_000_000_000
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
+_Row = tuple[str, hf_names.Entry, int | None]  # a tensor, and its layer if it has one
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
@@ -146,23 +147,39 @@ class WeightStream:
         progress: Callable[[int], Any] | None = None,
     ):
         """Takes the arguments of `save_hf`; reads nothing yet."""
-        table = _in_layer_order(config)
-        tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
-        arrays = _arrays(params, config, table, tensors, progress)
         fused_name = hf_names.fused_name if hf_names.is_fused(config) else lambda name: None
-        groups = [(fused or names[0], names) for fused, names in _grouped(tensors, fused_name)]
-        joined = {name: _joined([tensors[n] for n in names]) for name, names in groups}
-        experts = {name: hf_names.expert_names(name, e.num_experts) for name, e, _ in table}
-        self._tensors = {
-            part: info
-            if len(names) == 1
-            else info._replace(shape=(info.shape[0] // len(names), *info.shape[1:]))
-            for name, info in joined.items()
-            for names in [experts.get(name, [name])]
-            for part in names
-        }
-        self._arrays = _split(_fused(arrays, groups), experts)
+        self._tensors: dict[str, TensorInfo] = {}
+        groups: list[tuple[list[str], list[_Row]]] = []
+        for name, group in itertools.groupby(
+            _in_layer_order(config), lambda row: fused_name(row[0]) or row[0]
+        ):
+            rows = list(group)
+            entries = [entry for _, entry, _ in rows]
+            names = hf_names.expert_names(name, entries[0].num_experts)
+            count = sum(entry.tensor_shape[0] for entry in entries) // len(names)
+            shape = count, *entries[0].tensor_shape[1:]
+            self._tensors |= dict.fromkeys(names, TensorInfo(shape, entries[0].dtype(dtype)))
+            groups.append((names, rows))
+        self._arrays = self._read(params, config, groups, progress)
         self.nbytes = sum(map(nbytes, self._tensors.values()))
+
+    def _read(
+        self,
+        params: dict,
+        config: ModelConfig | BertConfig,
+        groups: list[tuple[list[str], list[_Row]]],
+        progress: Callable[[int], Any] | None,
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the tensors; those of a group are the rows of its entries, in equal parts."""
+        for names, rows in groups:
+            parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
+            for _, entry, layer in rows:
+                leaf = distributed.gather(_leaf(params, config, entry, layer))
+                parts.append(entry.to_tensor(leaf).astype(dtype, copy=False))
+                if progress:
+                    progress(parts[-1].nbytes)
+            array = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            yield from zip(names, np.split(array, len(names)), strict=True)
 
     def gather(self) -> None:
         """Takes part in gathering all tensors; for the processes that do not write."""
@@ -178,41 +195,6 @@ class WeightStream:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
             write_hf_json(folder / INDEX, index)
-
-
-def _grouped(
-    names: Iterable[str], fused_name: Callable[[str], str | None]
-) -> Iterator[tuple[str | None, list[str]]]:
-    """Yields groups of names: successive parts of one fused tensor, and each other tensor alone."""
-    for fused, group in itertools.groupby(names, fused_name):
-        if fused is None:
-            yield from ((None, [name]) for name in group)
-        else:
-            yield fused, list(group)
-
-
-def _joined(parts: list[TensorInfo]) -> TensorInfo:
-    rows = sum(part.shape[0] for part in parts) if parts[0].shape else 0
-    return TensorInfo((rows, *parts[0].shape[1:]), parts[0].dtype) if len(parts) > 1 else parts[0]
-
-
-def _fused(
-    arrays: Iterator[tuple[str, np.ndarray]], groups: list[tuple[str, list[str]]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields `arrays`, with the arrays of each group concatenated."""
-    for name, names in groups:
-        parts = [array for _, array in itertools.islice(arrays, len(names))]
-        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _split(
-    arrays: Iterator[tuple[str, np.ndarray]], experts: dict[str, list[str]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields `arrays`, with tensors of all experts split into one array per expert."""
-    for name, array in arrays:
-        names = experts.get(name, [name])
-        parts = array.reshape(len(names), -1, *array.shape[1:]) if len(names) > 1 else [array]
-        yield from zip(names, parts, strict=True)
 
 
 def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
@@ -246,10 +228,8 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _in_layer_order(
-    config: ModelConfig | BertConfig,
-) -> list[tuple[str, hf_names.Entry, int | None]]:
-    """Lists (tensor, entry, layer) by layer, so that loaders read files from front to back."""
+def _in_layer_order(config: ModelConfig | BertConfig) -> list[_Row]:
+    """Lists all tensors by layer, so that loaders read files from front to back."""
     table = hf_names.entries(config)
     has_aliases = not isinstance(config, BertConfig)  # older names of a BERT are for reading only
     ordered = []
@@ -300,22 +280,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
             f"{folder}: the model takes {num_bytes / 1e9:.2f} GB, but the disk has"
             f" {free / 1e9:.2f} GB free; make room, choose another disk, or save in bfloat16"
         )
-
-
-def _arrays(
-    params: dict,
-    config: ModelConfig | BertConfig,
-    table: list[tuple[str, hf_names.Entry, int | None]],
-    tensors: dict[str, TensorInfo],
-    progress: Callable[[int], Any] | None,
-) -> Iterator[tuple[str, np.ndarray]]:
-    for name, entry, layer in table:
-        leaf = _leaf(params, config, entry, layer)
-        dtype = DTYPES[tensors[name].dtype]
-        array = entry.to_tensor(distributed.gather(leaf)).astype(dtype, copy=False)
-        yield name, array
-        if progress:
-            progress(array.nbytes)
 
 
 def _leaf(
