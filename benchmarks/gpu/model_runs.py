@@ -26,7 +26,7 @@ TIMED, ENOUGH = 7, 30.0  # timed runs, and seconds after which no further run be
 USABLE = 0.95  # largest share of the allocator's memory that the compiler's plan may take
 # The packages that lcjax needs for these cases, by import name.
 NEEDED = {name: name for name in ("draccus", "flax", "jaxtyping", "mergedeep", "optax")}
-NEEDED |= {"safetensors": "safetensors", "upath": "universal_pathlib", "yaml": "pyyaml"}
+NEEDED |= {"upath": "universal_pathlib", "yaml": "pyyaml"}
 NEEDED |= {"pathlib_abc": "pathlib_abc", "typing_inspect": "typing-inspect"}
 MODULES = (
     "lcjax.cost",

@@ -22,12 +22,11 @@ from typing import Any
 import draccus
 import jax
 import numpy as np
-from safetensors.numpy import save
 
 from lcjax.attention import Pattern
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
-from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, write_file
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import (
     DTYPES,
@@ -477,8 +476,8 @@ def save_peft(
         "inference_mode": True,
     }
     with atomic_folder(folder, PEFT_FOLDER, overwrite, checksums=checksums) as partial:
-        data = save(tensors, metadata={"format": "pt"})
-        (partial / "adapter_model.safetensors").write_bytes(data)
+        infos = {name: TensorInfo(array.shape, "float32") for name, array in tensors.items()}
+        write_file(partial / f"{ADAPTERS}.safetensors", infos, tensors.items())
         write_hf_json(partial / METHOD, draccus.encode(Method.of(config)))
         write_hf_json(partial / "adapter_config.json", settings)
     return folder
@@ -520,5 +519,5 @@ def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
                 ("lora_A", a.astype(np.float32).reshape(-1, rank).T),
                 ("lora_B", b.astype(np.float32).reshape(rank, -1).T),
             ):
-                tensors[f"{module}.{part}.weight"] = np.ascontiguousarray(matrix)
+                tensors[f"{module}.{part}.weight"] = matrix
     return tensors
