@@ -38,9 +38,9 @@ class Notes:
     def __init__(self, tokenizer, chunk: int, seed):
         from pydoc_data.topics import topics
 
-        from lcjax.checkpoints.tokenizer import inside
+        from lcjax.checkpoints.tokenizer import encode_mid_text
 
-        self.encode = lambda text: inside(tokenizer, text)
+        self.encode = lambda text: encode_mid_text(tokenizer, text)
         self.tokenizer, self.size, self.rng = tokenizer, chunk // 2, np.random.default_rng(seed)
         self.subjects, self.passwords = map(self._single, (SUBJECTS, PASSWORDS))
         text = " ".join(map(topics.get, sorted(topics))).split()
