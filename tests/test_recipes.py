@@ -53,6 +53,7 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@functools.cache
 def read(file: Path, *overrides: str):
     cls = EvalConfig if file in EVALUATIONS else TrainConfig
     return config.parse(cls, ["--config", str(file), *overrides])
@@ -452,8 +453,18 @@ def training_flops(model: ModelConfig, length: int, rules: tuple[str, ...]) -> f
     return cost.estimate(model, length, trained=trained).training_flops
 
 
+# A layer of its own kind is traced apart, which takes seconds; others of their kind stay quick.
+ALIKE = ("sharedllm_distill_7b_chat", "sharedllm_sft_7b_chat", "olmo3_32b_65k")
+
+
 @pytest.mark.parametrize(
-    "file", [f for f in PUBLISHED if "2 CPU cores" not in f.read_text()], ids=stem
+    "file",
+    [
+        pytest.param(f, marks=[pytest.mark.slow] * (f.stem in ALIKE))
+        for f in PUBLISHED
+        if "2 CPU cores" not in f.read_text()
+    ],
+    ids=stem,
 )
 def test_hours_on_a_recipe_follow_from_its_flops(file):
     said = re.search(
@@ -499,7 +510,7 @@ def test_the_quickstart_evaluates_the_model_that_it_trains():
 
 def study_of(file: Path):
     found = study.trainings(read(file))
-    return found.pop(""), found
+    return found.pop("base"), found
 
 
 def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():
