@@ -4,7 +4,6 @@ import logging
 import sys
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,9 +28,9 @@ def other(monkeypatch):
     monkeypatch.setitem(sys.modules, "another_backend", module)
     monkeypatch.setitem(BACKENDS, "other", Backend("another_backend", ("cpu",)))
     monkeypatch.setitem(BACKENDS, "elsewhere", Backend("another_backend", ("tpu", "rocm")))
-    jax.clear_caches()
+    dispatch.run.clear_cache()
     yield module
-    jax.clear_caches()
+    dispatch.run.clear_cache()
 
 
 def test_a_platform_takes_its_own_backend_where_that_can_run(other):

@@ -17,7 +17,7 @@ import pytest
 from attention_oracle import Case, oracle, relative_error
 from mosaic_gpu_cases import CASES
 
-from pallas_kernels import causal, flash, tuning
+from pallas_kernels import causal, dispatch, flash, tuning
 from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.biases import Alibi
 from pallas_kernels.dispatch import BACKENDS, Backend, Operands, Spec
@@ -52,10 +52,10 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(
         BACKENDS, "mosaic_gpu", Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cpu",))
     )
-    jax.clear_caches()
+    dispatch.run.clear_cache()
     with described():
         yield mosaic_gpu_interpreter
-    jax.clear_caches()
+    dispatch.run.clear_cache()
 
 
 @pytest.mark.slow  # ten seconds each

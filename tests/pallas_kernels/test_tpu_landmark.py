@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from landmark_cases import Case, build
 
+from pallas_kernels import dispatch
 from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import grid as _tpu_grid
 from pallas_kernels.backends.tpu import landmark as _tpu_landmark
@@ -77,9 +78,9 @@ def test_kernels_have_no_races_and_read_nothing_unwritten(case, backward):
 def interpreted(monkeypatch):
     """The name of an implementation: all its TPU kernels, interpreted on a CPU."""
     landmark_cases.register_interpreted(monkeypatch, _tpu, _tpu_landmark)
-    jax.clear_caches()
+    dispatch.run.clear_cache()
     yield "interpreted"
-    jax.clear_caches()
+    dispatch.run.clear_cache()
 
 
 @pytest.mark.parametrize("name", landmark_oracle.CASES)

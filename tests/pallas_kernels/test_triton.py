@@ -88,7 +88,7 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(BACKENDS, "interpreted", Backend(module.__name__, ("cpu",)))
     monkeypatch.setattr(tuning, "triton", lambda *of: module.tile)
     yield module
-    jax.clear_caches()
+    dispatch.run.clear_cache()
 
 
 def assert_equals_the_oracle(case):

@@ -41,7 +41,7 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(tuning, "triton", lambda *of: Tile(32, 16, 4, 1))
     monkeypatch.setattr(tuning, "landmark", lambda *of: Tile(32, 1, 4, 1))
     yield
-    jax.clear_caches()
+    dispatch.run.clear_cache()
 
 
 @pytest.mark.slow
