@@ -62,10 +62,10 @@ class Sampling:
     def with_seeds(self, prompts: Iterable[Iterable[int]]) -> "Sampling":
         """Returns a copy with a seed for each prompt, a hash of its token ids and `seed`.
 
-        The draws of a prompt then do not depend on the size and order of batches. Greedy sampling
-        has no draws and is returned unchanged.
+        The draws of a prompt then do not depend on the size and order of batches. A copy that
+        is greedy, or has a seed for each prompt already, is returned unchanged.
         """
-        if not self.temperature:
+        if not self.temperature or isinstance(self.seed, tuple):
             return self
         ids = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
         return dataclasses.replace(self, seed=tuple(zlib.crc32(text, self.seed) for text in ids))

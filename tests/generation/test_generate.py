@@ -372,16 +372,31 @@ def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
 def test_extreme_settings_pick_what_their_limit_does(temperature, top_p):
     logits = jnp.array([[20.0, 21.0, 40.0, 22.0, 60.0]])
     settings = Sampling(2, 2, temperature=temperature, top_p=top_p)
-    tokens = {
-        int(
-            pick(
-                logits, dataclasses.replace(settings, seed=seed).key(1), 0, jnp.array([4]), settings
-            )[0]
-        )
-        for seed in range(12)
-    }
+    keys = (dataclasses.replace(settings, seed=seed).key(1) for seed in range(12))
+    tokens = {int(pick(logits, key, 0, jnp.array([4]), settings)[0]) for key in keys}
     assert 4 not in tokens
     if temperature < 1:
         assert tokens == {2}
     else:
         assert (len(tokens) == 1) == (top_p < 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 1e-38}, {"temperature": 1e-300}, {"temperature": 1.0, "top_p": 1e-50}],
+)
+def test_a_temperature_or_top_p_near_0_picks_the_most_probable_token(settings):
+    logits, eos = jnp.array([[20.0, 21.0, 40.0, 22.0]]), jnp.array([], jnp.int32)
+    sampling = Sampling(**settings)
+    assert pick(logits, sampling.key(1), 0, eos, sampling).tolist() == [2]
+
+
+def test_a_huge_temperature_draws_no_masked_token():
+    logits, eos = jnp.array([[20.0, 21.0, -jnp.inf, 22.0]] * 50), jnp.array([0], jnp.int32)
+    sampling = Sampling(temperature=1e39, min_new_tokens=1)
+    assert set(pick(logits, sampling.key(50), 0, eos, sampling).tolist()) == {1, 3}
+
+
+def test_prompts_with_a_seed_each_keep_it():
+    sampling = Sampling(temperature=1, seed=(1, 2))
+    assert sampling.with_seeds([[1], [2]]) == sampling
