@@ -159,7 +159,7 @@ def _choose_rows(
 ) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
     """Returns row and first place of each text, the rows' shape, and whether texts share rows."""
     config, longest, num_rows = model.config, max(lengths), len(lengths)
-    num_packed = max(1, -(-sum(lengths) // session_lib.MAX_PACKED_ROW))
+    num_packed = max(1, -(-sum(lengths) // session_lib.MAX_PACKED_ROW))  # texts may be empty
     num_rows, num_packed = (n + padding_rows(model.mesh, n) for n in (num_rows, num_packed))
     width = round_up_to_bucket(longest) if config.is_position_based else longest
     if config.position == "learned":

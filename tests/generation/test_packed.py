@@ -103,3 +103,8 @@ def test_a_prompt_alone_and_rows_that_are_turned_differently_are_read_as_they_li
     lm.generate([ids(1, 70)], Sampling(1))
     lm.generate([ids(1, 70), ids(2, 9)], Sampling(1))
     assert not packed
+
+
+def test_rows_without_text_have_no_score(lm):
+    found = lm.nll(np.zeros((2, 4), np.int32), lengths=np.array([0, 0]))
+    np.testing.assert_array_equal(found, np.zeros((2, 4), np.float32))
