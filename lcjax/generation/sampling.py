@@ -92,8 +92,9 @@ def pick(logits: jax.Array, key: jax.Array, step: int, eos: jax.Array, sampling:
       sampling: how the token is picked.
     """
     is_early, is_random = step < sampling.min_new_tokens, sampling.temperature > 0
+    temperature = min(float(sampling.temperature), 1e38)  # float32 has no more
     return _draw(
-        logits, key, step, eos, is_early, float(sampling.temperature), float(sampling.top_p),
+        logits, key, step, eos, is_early, temperature, float(sampling.top_p),
         greedy=not is_random,
         top_k=int(sampling.top_k) if is_random and sampling.top_k is not None else None,
         nucleus=is_random and sampling.top_p < 1,
