@@ -134,7 +134,7 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(loop.Progress, "report", reporting)
 
 
-def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
+def test_sigterm_saves_and_the_same_command_resumes_with_one_state_in_memory(
     tmp_path, corpus, reference, monkeypatch, capsys
 ):
     with monkeypatch.context() as patch:
@@ -143,7 +143,24 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     # Step 6 had begun when the results of step 5 were reported.
     assert metrics == {"step": 6, "folder": str(tmp_path / "run"), "stopped": "SIGTERM"}
     assert "step 6 is saved" in capsys.readouterr().out
+    read_in, freed = [], []
+    load, restore = LanguageModelTask.load, loop.Checkpoints.restore
+
+    def loaded(self):
+        trained, frozen = load(self)
+        read_in.extend(flatten(trained).values())
+        return trained, frozen
+
+    def restored(self, target):
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target))
+        freed.extend(leaf.is_deleted() for leaf in read_in)
+        return restore(self, target)
+
+    monkeypatch.setattr(LanguageModelTask, "load", loaded)
+    monkeypatch.setattr(loop.Checkpoints, "restore", restored)
+    monkeypatch.setattr(loop, "init_state", None)
     run(tiny(tmp_path / "run", corpus, export=False))
+    assert len(freed) > 5 and all(freed)
     assert losses(tmp_path / "run") == reference[2]
 
 
@@ -186,7 +203,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_and_names_the_batch(
 def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypatch, capfd):
     monkeypatch.setattr(loop, "_MAX_SKIPS", 3)
     poison(monkeypatch, 3)
-    run(tiny(tmp_path / "run", corpus, on_nan="skip", export=False))
+    run(tiny(tmp_path / "run", corpus, on_nan="skip", save_every=STEPS, export=False))
     rows = {row["step"]: row for row in read(tmp_path / "run" / "metrics.jsonl")}
     assert rows[3]["loss"] is None and rows[2]["skipped"] == 0
     assert all(rows[step]["skipped"] == 1 for step in range(3, STEPS + 1))
@@ -257,30 +274,6 @@ def test_a_step_is_dispatched_before_the_results_of_the_one_before_are_waited_fo
     monkeypatch.setattr(jax, "device_get", fetch)
     run(tiny(tmp_path / "run", corpus, save_every=STEPS, export=False))
     assert events == ["step", *["step", "results"] * (STEPS - 1), "results"]
-
-
-def test_a_resumed_run_holds_one_state_in_memory(tmp_path, corpus, monkeypatch):
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
-        run(tiny(tmp_path / "run", corpus, export=False))
-    read_in, freed = [], []
-    load, restore = LanguageModelTask.load, loop.Checkpoints.restore
-
-    def loaded(self):
-        trained, frozen = load(self)
-        read_in.extend(flatten(trained).values())
-        return trained, frozen
-
-    def restored(self, target):
-        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target))
-        freed.extend(leaf.is_deleted() for leaf in read_in)
-        return restore(self, target)
-
-    monkeypatch.setattr(LanguageModelTask, "load", loaded)
-    monkeypatch.setattr(loop.Checkpoints, "restore", restored)
-    monkeypatch.setattr(loop, "init_state", None)
-    run(tiny(tmp_path / "run", corpus, export=False))
-    assert len(freed) > 5 and all(freed)
 
 
 def test_keys_that_change_no_batch_may_change_when_a_run_resumes(corpus, reference):
