@@ -27,6 +27,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(orbax_io, "_PAUSE", 0)
+
+
 def make_state(value, mesh=None):
     mesh = mesh or make_mesh(Mesh(fsdp=1), jax.devices()[:1])
     kernel = jnp.full((64, 2048), value) + jnp.arange(2048.0)
@@ -138,8 +143,7 @@ def files_of(checkpoint):
     return sorted(file for file in checkpoint.rglob("*") if file.is_file())
 
 
-def test_a_flipped_bit_in_any_file_falls_back_and_names_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax_io, "_PAUSE", 0)
+def test_a_flipped_bit_in_any_file_falls_back_and_names_the_file(tmp_path):
     save(tmp_path, 1, 2)
     names = [file.relative_to(tmp_path) for file in files_of(tmp_path / "checkpoints" / "2")]
     assert len(names) > 8
@@ -240,7 +244,6 @@ def test_a_store_that_does_not_answer_is_no_damage(monkeypatch):
     files = folder.files()
     before = type(folder.fs).get_file
     monkeypatch.setattr(type(folder.fs), "get_file", get_file)
-    monkeypatch.setattr(orbax_io, "_PAUSE", 0.0)
     match = r"checkpoints/2 cannot be read now .*503.*nothing was changed"
     with Checkpoints(folder) as checkpoints, pytest.raises(CheckpointError, match=match):
         checkpoints.restore(abstract(make_state(0)))

@@ -54,7 +54,7 @@ def test_keys_that_are_not_there_yet_or_too_old_are_not_read(mask):
     read = np.arange(4096) // 1024 <= 2100 // 1024  # whole blocks
     if mask != causal():
         read &= np.arange(4096) // 1024 >= (2100 - 40) // 1024
-    keys, values = (jnp.where(read[:, None], x, jnp.nan) for x in (keys, values))
+    keys, values = (np.where(read[:, None], x, np.float32(np.nan)) for x in (keys, values))
     assert_close(attend((q, keys, values), options, mask=mask), wanted)
 
 
@@ -105,7 +105,7 @@ def test_steps_at_new_places_are_one_program():
         q, keys, values, case.mask, q_index=place[None], k_lengths=length
     ))  # fmt: skip
     for place in (3, 90, 300):
-        step(jnp.int32(place), jnp.full((2,), place + 1))
+        step(np.int32(place), np.full(2, place + 1, np.int32))
     assert step._cache_size() == 1
 
 
