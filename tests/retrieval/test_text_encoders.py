@@ -27,6 +27,7 @@ from lcjax.retrieval import (
     open_encoder,
 )
 from lcjax.retrieval.token_batches import Pool, TokenBatch
+from lcjax.rope import DynamicNTK
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -774,3 +775,12 @@ def test_a_vector_of_zeros_stays_zero_and_has_a_finite_gradient():
     gradient, vectors = jax.jit(jax.grad(total, has_aux=True))(hidden)
     np.testing.assert_allclose(vectors, [[0] * 4, [0.5] * 4])
     assert np.isfinite(gradient).all()
+
+
+def test_the_length_of_a_rotation_is_part_of_the_fingerprint_of_a_decoder(decoder):
+    rope = DynamicNTK(factor=4.0, original_length=64)
+    lm = LanguageModel.load(str(decoder[0])).with_method(rope=rope)
+    long, short = (DecoderEncoder(lm.with_method(length=n)) for n in (512, 64))
+    assert long.fingerprint != DecoderEncoder(lm).fingerprint == short.fingerprint
+    (a,), (b,) = (one.encode_queries(["The harbour was quiet."]) for one in (long, short))
+    assert np.abs(a - b).max() > 1e-4
