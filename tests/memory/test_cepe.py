@@ -39,10 +39,8 @@ def run(model, params, tokens, chunks=None, mask=None, **options):
     return np.asarray(read(model, params, tokens, memory, options)[0])
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", ["mha_nopad", "padded", pytest.param("decode_cache", marks=SLOW)])
+@pytest.mark.slow_except("mha_nopad", "padded")
+@pytest.mark.parametrize("name", ["mha_nopad", "padded", "decode_cache"])
 def test_encoder_states_equal_the_released_code(name):
     model, params = golden.model(name)
     chunks, mask = golden.context(name)
@@ -57,7 +55,7 @@ def test_encoder_states_equal_the_released_code(name):
     [
         ("mha_nopad", "logits"),
         ("padded", "logits_full_decoder"),
-        pytest.param("init_zero", "logits", marks=SLOW),
+        ("init_zero", "logits"),
         ("distill", "logits"),
     ],
 )
