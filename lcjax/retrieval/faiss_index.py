@@ -302,6 +302,8 @@ def _inverted_lists(
     m = m or max(part for part in range(1, max(dim // 4, 1) + 1) if dim % part == 0)
     if dim % m:
         raise InputError(f"m={m} must divide the dimension of the vectors, {dim}")
+    if train_size < 2:
+        raise InputError("kind=ivf_pq trains its codes on 2 rows or more, not on 1: use kind=ivf")
     bits = max(min(8, int(math.log2(train_size))), 1)
     index = faiss.IndexIVFPQ(coarse, dim, nlist, m, bits, metric_type)
     index.pq.cp.min_points_per_centroid = 1

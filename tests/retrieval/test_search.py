@@ -433,10 +433,11 @@ def test_faiss_bad_input_is_one_line(tmp_path, monkeypatch):
         ({"nlist": 0}, "^nlist="),
         ({"nlist": 301}, "^nlist="),
         ({"kind": "ivf_pq", "m": 3}, "^m=3"),
+        ({"kind": "ivf_pq", "vectors": vectors[:1]}, "^kind=ivf_pq .* use kind=ivf"),
         ({"seed": -1}, "^seed="),
     ):
         with pytest.raises(InputError, match=words):
-            FaissIndex.build(vectors, **options)
+            FaissIndex.build(**{"vectors": vectors} | options)
     index = FaissIndex.build(vectors)
     with pytest.raises(InputError, match="vectors: dimension 7"):
         index.add(vectors[:, :7])
