@@ -77,7 +77,13 @@ def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[tuple]:
         if not isinstance(query, str):
             raise InputError(f"queries: {query!r:.40} must be a text")
     with_text = [query for query in queries if query.strip()] if k else []
-    results = iter(retriever.search(with_text, k) if with_text else [])
+    results = list(retriever.search(with_text, k)) if with_text else []
+    if len(results) != len(with_text):
+        raise InputError(
+            f"retriever={retriever!r:.40} returned {len(results)} lists of hits for"
+            f" {len(with_text)} queries; its search must return one for each"
+        )
+    results = iter(results)
     rows = [next(results) if k and query.strip() else () for query in queries]
     return [tuple(hit for hit in row if hit.passage.text.strip()) for row in rows]
 

@@ -386,3 +386,9 @@ def test_a_memory_is_needed_for_a_context():
     lm = LanguageModel.load(ModelSection(preset="tiny"))
     with pytest.raises(InputError, match="no memory"):
         RetrievalReader(lm, Store(), how="context")
+
+
+def test_a_retriever_that_returns_too_few_lists_raises_input_error(lm):
+    few = types.SimpleNamespace(search=lambda queries, k: [[]])
+    with pytest.raises(InputError, match="returned 1 lists of hits for 2 queries"):
+        RetrievalReader(lm, few).generate(["sea", "ship"], GREEDY)
