@@ -151,7 +151,8 @@ class Server:
     async def _add_context(self, request: Request) -> Response:
         def make() -> Context:  # stored before the next is made, so that old contexts are dropped
             context = make_context(self._lm, source, name, self._reader.length)
-            self._contexts.add(context)
+            if not call.is_cancelled:  # a client that has left does not learn the id
+                self._contexts.add(context)
             return context
 
         with self._running() as call:

@@ -80,7 +80,8 @@ def serve(config: ServeConfig) -> None:
     ) as listener:  # before the weights are read, which takes time
         lm = LanguageModel.load(config.model, mesh=config.mesh)
         app = Server(lm, config).app
-        url = f"http://{config.host}:{listener.getsockname()[1]}/v1"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"http://{host}:{listener.getsockname()[1]}/v1"
         print(f"{lm}\nat {url} as {config.model_name}", flush=True)
         # After a signal, uvicorn finishes the requests, and may then raise the signal again.
         with contextlib.suppress(KeyboardInterrupt):

@@ -218,15 +218,19 @@ class Reader:
                     f" shorten the prompt, or start the server with --length={total}"
                 )
         stream_options = fields.get("stream_options", dict, {})
-        if set(stream_options) - {"include_usage", "include_obfuscation"}:
-            raise InputError(f"stream_options={stream_options!r:.80}: known: include_usage")
+        include_usage = stream_options.get("include_usage")
+        is_known = stream_options.keys() <= {"include_usage", "include_obfuscation"}
+        if not is_known or not isinstance(include_usage, bool | None):
+            raise InputError(
+                f"stream_options={stream_options!r:.80}: known: include_usage, true or false"
+            )
         return Plan(
             prompts=prompts,
             sampling=_sampling(fields, max_tokens),
             n=n,
             seed=fields.integer("seed", uuid.uuid4().int % 2**32, -(2**63), 2**64) % 2**32,
             stream=fields.get("stream", bool, False),
-            include_usage=bool(stream_options.get("include_usage")),
+            include_usage=bool(include_usage),
             **{"is_chat": False, **options},
         )
 
@@ -281,49 +285,44 @@ class Reader:
 def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
     stop = fields.any("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
     top_k = fields.integer("top_k", None, -1, 2**31 - 1)
     settings = Sampling(
         max_new_tokens=max(max_tokens, 1),
         min_new_tokens=fields.integer("min_tokens", 0, 0, 2**24),
-        temperature=float(temperature),
+        temperature=float(fields.number("temperature", 1.0)),
         top_k=None if top_k in (None, -1, 0) else top_k,
-        top_p=float(top_p),
+        top_p=float(fields.number("top_p", 1.0)),
         stop=tuple(stop) if isinstance(stop, list) else stop,
     )
     return settings if max_tokens else None
 
 
-_MESSAGE_FIELDS = ("role", "content", "reasoning_content")  # what templates read
-
-
 def _message(message: Any) -> dict[str, str]:
-    """Returns the fields of a message; joins a content that is a list of text parts.
+    """Returns the fields of a message; joins a content that is a list of text parts."""
+    message = _text_fields("messages", message, ("role", "content", "reasoning_content"))
+    if isinstance(content := message.get("content"), list):
+        parts = [_text_fields("messages: content", part, ("type", "text")) for part in content]
+        if not all(part.get("type") == "text" and "text" in part for part in parts):
+            raise InputError(f"messages: content={content!r:.80} may only have parts of type text")
+        message["content"] = "".join(part["text"] for part in parts)
+    return message
 
-    Fields that are null or empty are absent: clients send back all fields of an answer.
+
+def _text_fields(label: str, fields: Any, known: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields that are not null; those with other names than `known` must be empty.
+
+    All but `content` must be strings.
     """
-    if not isinstance(message, dict):
-        raise InputError(f"messages: {message!r:.80} is no object with role and content")
-    unknown = sorted(key for key in set(message) - set(_MESSAGE_FIELDS) if message[key])
-    if unknown:
-        raise InputError(
-            f"messages: {unknown[0]} is not supported; a message has {', '.join(_MESSAGE_FIELDS)}"
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(_is_text_part(part) for part in content):
-            raise InputError("messages: only parts of type text are supported")
-        content = "".join(part["text"] for part in content)
-    optional = {key: message[key] for key in _MESSAGE_FIELDS[2:] if message.get(key)}
-    return {"role": message.get("role"), "content": content, **optional}
-
-
-def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, dict)
-        and part.get("type", "text") == "text"
-        and isinstance(part.get("text"), str)
-    )
+    if not isinstance(fields, dict):
+        raise InputError(f"{label}: {fields!r:.80} is no object with {' and '.join(known[:2])}")
+    for name, value in fields.items():
+        if name not in known and value not in (None, []):
+            raise InputError(
+                f"{label}: {name}={value!r:.80} is not supported; {suggestion(name, known)}"
+            )
+        if name in known and name != "content" and not isinstance(value, str | None):
+            raise InputError(f"{label}: {name}={value!r:.80} must be a string")
+    return {name: fields[name] for name in known if fields.get(name) is not None}
 
 
 @dataclasses.dataclass(frozen=True)
