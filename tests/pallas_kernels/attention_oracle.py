@@ -74,9 +74,8 @@ class Case:
             d_out[..., 0] += 2
             d_lse += 2 * self.of_lse
         # Rounded first, so that the oracle sees what the kernel sees.
-        q, k, v, d_out = (
-            np.asarray(jnp.asarray(x, self.dtype), np.float64) for x in (q, k, v, d_out)
-        )
+        dtype = jnp.dtype(self.dtype)
+        q, k, v, d_out = (x.astype(dtype).astype(np.float64) for x in (q, k, v, d_out))
         return q, k, v, d_out, d_lse
 
     def places(self, seed=1):
@@ -108,10 +107,10 @@ class Case:
             parameters["bias"] = Alibi(jnp.asarray(alibi_slopes(self.heads)))
         elif self.bias is not None:
             both = self.bias == "both ways"
-            table = jnp.asarray(rng.normal(size=(16, self.heads)), jnp.float32)
+            table = rng.normal(size=(16, self.heads)).astype(np.float32)
             parameters["bias"] = RelativeBias(table, max_distance=40, bidirectional=both)
         if self.sinks:
-            parameters["sinks"] = jnp.asarray(rng.normal(size=self.heads) + 2, jnp.float32)
+            parameters["sinks"] = (rng.normal(size=self.heads) + 2).astype(np.float32)
         return parameters
 
     def block_table(self, seed=3):
@@ -278,7 +277,7 @@ def oracle(case):
 
 def inputs(case):
     """Arguments of `program(case, ...)`; a static table is none of them."""
-    arrays = [jnp.asarray(x, case.dtype) for x in case.arrays()[:3]]
+    arrays = [jnp.asarray(x.astype(jnp.dtype(case.dtype))) for x in case.arrays()[:3]]
     traced = case.table is not None and case.table.traced
     table = jax.tree.map(jnp.asarray, case.block_table()[0]) if traced else None
     return arrays, case.parameters(), case.places(), table
@@ -287,7 +286,7 @@ def inputs(case):
 def program(case, implementation):
     """What `flash` gives for the case, under the names of `oracle`, as a function of `inputs`."""
     *_, d_out, d_lse = case.arrays()
-    cotangents = jnp.asarray(d_out, case.dtype), jnp.asarray(d_lse, jnp.float32)
+    cotangents = d_out.astype(jnp.dtype(case.dtype)), d_lse.astype(np.float32)
     table, _ = case.block_table()
 
     def both(arrays, parameters, places, given):
