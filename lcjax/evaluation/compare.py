@@ -78,12 +78,15 @@ def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record
             settings = (task.label, *(getattr(task, field) for field in fields))
             groups.setdefault(settings, (task, {}))[1][name] = records
     named = []
-    for settings, (task, by_run) in groups.items():
+    for number, (settings, (task, by_run)) in enumerate(groups.items(), 1):
         others = [other for other in groups if other[0] == task.label and other != settings]
-        if others:  # name what differs; a list of tasks may be too long for the name of a file
+        if others:  # name what differs
             varied = [v for v, *rest in zip(settings, *others) if any(v != other for other in rest)]
             texts = ("_".join(v) or "all" if isinstance(v, tuple) else str(v) for v in varied)
-            task = dataclasses.replace(task, name=folder_name("_".join([task.label, *texts]))[:100])
+            name = folder_name("_".join([task.label, *texts]))
+            if len(name) > 100:  # a list of tasks may be too long for the name of a file
+                name = f"{task.label}_{number}"
+            task = dataclasses.replace(task, name=name)
         named.append((task, by_run))
     return named
 

@@ -400,26 +400,23 @@ class _Runner:
         Raises:
           InputError: A unit with a record has other tokens or references, or no longer exists.
         """
-        changed = InputError(
-            f"data: the examples of {task.label} at length {length} are not those of"
-            f" {self._store.path(task.label)}; the data has changed since, so choose another"
-            " run.folder"
-        )
-        planned = {unit.index for unit in units}
-        for name, size, index in self._done[task.label]:
-            if (name, size) == (method, length) and index not in planned:
-                raise changed
-        missing = []
-        for unit in units:
-            record = self._done[task.label].get((method, length, unit.index))
-            if record is None:
-                missing.append(unit)
-                continue
-            references = task.references(record), task.references(unit.fields)
-            if record["digest"] != unit.digest or references[0] != references[1]:
-                raise changed
-            self._records[task].append(record)
-        return missing
+        done = self._done[task.label].items()
+        records = {i: record for (*cell, i), record in done if cell == [method, length]}
+        planned = {unit.index: unit for unit in units}
+        for index, record in records.items():
+            unit = planned.get(index)
+            if (
+                unit is None
+                or record["digest"] != unit.digest
+                or task.references(record) != task.references(unit.fields)
+            ):
+                raise InputError(
+                    f"data: example {index} of {task.label} at length {length} is not that of"
+                    f" {self._store.path(task.label)}; the data has changed since, so choose"
+                    " another run.folder"
+                )
+        self._records[task] += [records[index] for index in planned if index in records]
+        return [unit for unit in units if unit.index not in records]
 
     def _score(self, cell: _Cell) -> Iterator[list[Record]]:
         """Yields the records of each batch; units of one shape share a compiled function.

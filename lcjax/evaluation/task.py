@@ -58,6 +58,7 @@ class Metric:
     title: str
     lower_is_better: bool
     decimals: int
+    example_unit: str = ""  # of `Task.example`, if it differs from that of the number
 
     @property
     def heading(self) -> str:

@@ -9,7 +9,6 @@ talk = Conversation(lm, retriever=lcjax.retrieval.Retriever.open("store"))
 talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from lcjax.generation.retrieval_reader import (
     join_title,
     search,
 )
-from lcjax.generation.sampling import GeneratedText, Sampling, pick
+from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces, pick
 from lcjax.generation.session import Session, check_token_ids, prefill_chunk_size
 from lcjax.models import cache as cache_lib
 from lcjax.parallel import distributed
@@ -54,7 +53,8 @@ class Conversation:
     new passages to the context; other models read all passages before the message, in the same
     turn.
 
-    `say` follows the model's chat format; `read` and `write` leave the format to the caller.
+    `say` follows the model's chat format; `read` and `write` leave the format to the caller. Every
+    turn has other random draws, also with the same `Sampling`.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Conversation:
         if not isinstance(context, Contexts):
             self.context = lm.encode_contexts([context], projected=projected)
         self.messages: list[dict[str, str]] = []  # of `say`
+        self._num_generated = 0  # tokens of all turns, so that each has draws of its own
         chunk = prefill_chunk_size(prefill_chunk)
         self._chunk = self.length if lm.config.needs_whole_prompt else chunk
-        self._num_generated = 0  # tokens of all turns
         self._start_over()
 
     @property
@@ -138,20 +138,20 @@ class Conversation:
 
     def write(
         self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None
-    ) -> str:
+    ) -> GeneratedText:
         """Generates the next part of the text and appends it.
 
         `query` is the question whose last token searches the context; None: the text so far, which
         in a chat ends with tokens of the chat template, as in training.
         """
-        return "".join(piece.text for piece in self.stream(sampling, query=query))
+        return join_pieces(self.stream(sampling, query=query), 1)[0]
 
     def stream(
         self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None
     ) -> Iterator[Piece]:
         """Yields the text of `write` piece by piece.
 
-        The yielded text excludes a stop string; the tokens of the conversation include it.
+        The pieces end before a stop string; the tokens of the conversation include it.
         """
         self._check(len(self._ids), sampling.max_new_tokens)
         return self._stream(sampling, query)
@@ -186,13 +186,13 @@ class Conversation:
         self._check(len(ids), sampling.max_new_tokens)
         if is_new:
             self._start_over()
-        # After an error in `write` the next turn reads all of the chat again, without this message.
-        self._ids, self._chat_text, num_tokens = ids, None, len(ids)
+        self._ids = ids
+        self._chat_text = None  # if the turn fails, the next one reads all again
         answer = self.write(sampling, query=query)
         # A stop string is part of the text but not of the chat, so the next turn reads all again.
         self._chat_text = None if self._ends_with_stop else text + answer
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return GeneratedText(answer, tuple(self._ids[num_tokens:]), self._finish, searches)
+        self.messages = [*messages, {"role": "assistant", "content": str(answer)}]
+        return GeneratedText(answer, answer.ids, answer.finish, searches)
 
     def _with_passages(self, message: str, hits: Sequence[Any]) -> str:
         """Returns `message` after the passages of `hits`, or alone if a memory reads them."""
@@ -218,7 +218,6 @@ class Conversation:
         self._ids: list[int] = []
         self._chat_text: str | None = None  # the chat so far, if the template only appends to it
         self._ends_with_stop = False  # whether a stop string ended the last turn
-        self._finish: str | None = None  # "stop" or "length": why the last turn ended
         self._num_rows = 1 + padding_rows(self.lm.mesh, 1)
         self._clear_cache()
 
@@ -237,10 +236,8 @@ class Conversation:
         # Only the new turn reads the encoding for its question: text in the cache is kept.
         query = self._ids if query is None else query
         self.context = self.lm.search_contexts(self.context, [query])
-        key, eos = sampling.key(self._num_rows), jnp.array(tokenizer.eos_ids, jnp.int32)
-        if self._num_generated:  # else every turn would have the draws of the first one
-            fold = functools.partial(jax.random.fold_in, data=self._num_generated)
-            key = jax.vmap(fold)(key) if key.ndim else fold(key)
+        key = sampling.after(self._num_generated).key(self._num_rows)
+        eos = jnp.array(tokenizer.eos_ids, jnp.int32)
         text = RowText(0, tokenizer, sampling)
         for step in range(sampling.max_new_tokens):
             picked = pick(self._read_text(), key, step, eos, sampling)
@@ -249,7 +246,6 @@ class Conversation:
             self._num_generated += 1
             piece = text.add(token)
             self._ends_with_stop = text.finish == "stop" and token not in tokenizer.eos_ids
-            self._finish = text.finish
             if piece is not None:
                 yield piece
             if text.finish:

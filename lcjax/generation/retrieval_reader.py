@@ -442,18 +442,15 @@ class RetrievalReader(WrappedScorer):
 def _stride(sampling: Sampling, start: int, size: int, rows: Sequence[int]) -> Sampling:
     """Returns `sampling` for at most `size` tokens of `rows`, from new token `start` on."""
     num_new = min(size, sampling.max_new_tokens - start)
-
-    def at(seed: int) -> int:  # each stride needs other draws than the first one
-        return int(np.random.SeedSequence([seed, start]).generate_state(1)[0]) if start else seed
-
     seed = sampling.seed
-    return dataclasses.replace(
+    stride = dataclasses.replace(
         sampling,
         max_new_tokens=num_new,
         min_new_tokens=min(max(sampling.min_new_tokens - start, 0), num_new),
         stop=(),
-        seed=tuple(at(seed[row]) for row in rows) if isinstance(seed, tuple) else at(seed),
+        seed=tuple(seed[row] for row in rows) if isinstance(seed, tuple) else seed,
     )
+    return stride.after(start)
 
 
 def _with_searches(text: GeneratedText, searches: Sequence[Search]) -> GeneratedText:

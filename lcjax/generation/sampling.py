@@ -70,6 +70,18 @@ class Sampling:
         ids = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
         return dataclasses.replace(self, seed=tuple(zlib.crc32(text, self.seed) for text in ids))
 
+    def after(self, num_tokens: int) -> "Sampling":
+        """Returns a copy with other draws, to continue texts after `num_tokens` new tokens."""
+        if not self.temperature or not num_tokens:
+            return self
+
+        def mixed(seed: int) -> int:
+            return int(np.random.SeedSequence([seed, num_tokens]).generate_state(1)[0])
+
+        seeds = self.seed
+        seeds = tuple(map(mixed, seeds)) if isinstance(seeds, tuple) else mixed(seeds)
+        return dataclasses.replace(self, seed=seeds)
+
     def key(self, rows: int) -> jax.Array:
         """Returns the key for `pick`, or keys [rows] if each text has a seed.
 
@@ -91,10 +103,14 @@ def pick(logits: jax.Array, key: jax.Array, step: int, eos: jax.Array, sampling:
       eos: int32 [n], tokens that end a text; not picked before `min_new_tokens`.
       sampling: how the token is picked.
     """
-    is_early, is_random = step < sampling.min_new_tokens, sampling.temperature > 0
-    temperature = min(float(sampling.temperature), 1e38)  # float32 has no more
+    is_early = step < sampling.min_new_tokens
+    # Below 1e-5 greedy, as in vLLM: float32 logits divided by less overflow.
+    is_random = sampling.temperature >= 1e-5
+    # In float32 1e39 is inf and 1e-50 is 0: -inf / inf is NaN, and top_p=0 keeps no token. XLA may
+    # multiply by 1 / temperature, which must not be subnormal.
+    temperature, top_p = min(float(sampling.temperature), 1e37), max(float(sampling.top_p), 1e-37)
     return _draw(
-        logits, key, step, eos, is_early, temperature, float(sampling.top_p),
+        logits, key, step, eos, is_early, temperature, top_p,
         greedy=not is_random,
         top_k=int(sampling.top_k) if is_random and sampling.top_k is not None else None,
         nucleus=is_random and sampling.top_p < 1,
@@ -107,10 +123,7 @@ def _draw(logits, key, step, eos, is_early, temperature, top_p, *, greedy, top_k
     logits = logits.at[:, eos].add(jnp.where(is_early, -jnp.inf, 0.0))
     if greedy:
         return logits.argmax(-1).astype(jnp.int32)
-    # The largest logit becomes 0, so that no quotient overflows or is NaN at any temperature.
-    below = logits - logits.max(-1, keepdims=True)
-    logits = jnp.where(below == 0, 0.0, below / temperature)
-    logits = jnp.where(jnp.isneginf(below), -jnp.inf, logits)
+    logits = logits / temperature
     if top_k is not None:
         logits = _keep_top_k(logits, top_k)
     if nucleus:
@@ -138,9 +151,8 @@ def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(ranked, axis=-1) - ranked
-    in_nucleus = (before < top_p).at[..., 0].set(True)  # also if `top_p` rounds to 0
     is_kept = jnp.put_along_axis(
-        jnp.zeros(logits.shape, bool), order, in_nucleus, axis=-1, inplace=False
+        jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
     )
     return jnp.where(is_kept, logits, -jnp.inf)
 

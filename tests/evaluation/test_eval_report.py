@@ -110,7 +110,10 @@ def test_scores_beyond_one_lie_inside_the_figure_and_the_best_answer_is_not_wron
     low, high = axes.get_ylim()
     assert low < 12 and high > 41
     task = types.SimpleNamespace(
-        label="bleu", example=lambda record: record["correct"], references=lambda record: []
+        label="bleu",
+        metric=metric,
+        example=lambda record: record["correct"],
+        references=lambda record: [],
     )
     fixed = {"method": "a", "length": 8, "answer": "x"}
     records = [{**fixed, "window": i, "correct": v} for i, v in enumerate((3.0, 90.0))]

@@ -131,9 +131,7 @@ def _numbers(task: Task, difference: Difference) -> tuple[str, str, str]:
 
 def unit(task: Task) -> str:
     """Returns the unit of a difference."""
-    if task.metric.name == "perplexity":
-        return f"Difference in nats a {'word' if task.metric.title.startswith('word') else 'token'}"
-    return f"Difference in {task.metric.name}"
+    return f"Difference in {task.metric.example_unit or task.metric.name}"
 
 
 def template_variables(task: Task, gaps: Sequence[Gap]) -> dict[str, Any]:

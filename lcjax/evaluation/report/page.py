@@ -80,6 +80,7 @@ class Examples:
     title: str
     heads: list[str]
     groups: list[dict[str, Any]]
+    unit: str  # of the losses of examples without answers
     prompt: str | None = None  # the text of one prompt
 
 
@@ -340,7 +341,7 @@ def examples_of(task: Task, records: Records) -> Examples:
     if shortest is not None and len(shortest) > 4000:
         shortest = f"{shortest[:2000]}\n\n[...]\n\n{shortest[-2000:]}"
     title = "Answers that are not right" if has_answers else "Windows with the highest loss"
-    return Examples(title, heads, groups, shortest)
+    return Examples(title, heads, groups, task.metric.example_unit, shortest)
 
 
 def _wrong_answers(task: Task, records: Records) -> list[Record]:

@@ -381,13 +381,16 @@ class Niah(DepthTask):
         check_one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
         super().check(limits, key)
         check_one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
-        texts = self.read_wording(key).texts
+
+    def read_wording(self, key: str) -> Wording:
+        wording = super().read_wording(key)
         for name in ("value", "answer"):
-            if not texts[name].strip():
+            if not wording.texts[name].strip():
                 raise InputError(
                     f"{key}.wording={self.wording}: {name} is empty, so every answer would contain"
                     " it; give the text that a right answer contains"
                 )
+        return wording
 
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         haystack = corpus.once(

@@ -214,8 +214,9 @@ class Perplexity(Task):
 
     @property
     def metric(self) -> Metric:
-        name = "word perplexity" if self._rules.mean_over == "words" else "perplexity"
-        return Metric("perplexity", f"{name} ({self.protocol})", True, 2)
+        is_of_words = self._rules.mean_over == "words"
+        title = f"{'word ' * is_of_words}perplexity ({self.protocol})"
+        return Metric("perplexity", title, True, 2, f"nats a {'word' if is_of_words else 'token'}")
 
     @property
     def _rules(self) -> Protocol:
@@ -245,15 +246,15 @@ class Perplexity(Task):
                 f"{key}.max_tokens={self.max_tokens} cuts documents below the longest of "
                 f"lengths, {max(limits.lengths)}; raise it or drop that length"
             )
-        unused = {
-            "min_tokens": self._rules.stream,  # all documents are joined
-            "windows_per_document": not self.protocol.startswith("last_k"),
-        }
-        for field in (field for field, is_unused in unused.items() if is_unused):
-            if getattr(self, field) is not None:
+        for field, is_used in (
+            ("min_tokens", not self._rules.stream),  # else all documents are joined
+            ("windows_per_document", self._rules.spans in (_last_k, _last_k_n100)),
+        ):
+            value = getattr(self, field)
+            if value is not None and not is_used:
                 raise InputError(
-                    f"{key}.{field}={getattr(self, field)} has no effect on"
-                    f" {self.protocol}; remove it or choose another protocol"
+                    f"{key}.{field}={value} has no effect on {self.protocol}; remove it or choose"
+                    " another protocol"
                 )
         for length in limits.lengths:
             self._check_length(length, limits.stride, key)

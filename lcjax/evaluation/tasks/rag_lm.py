@@ -61,7 +61,7 @@ class RagLm(Task):
     """
 
     metric: ClassVar[Metric] = Metric(
-        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2
+        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, "nats a token"
     )
 
     path: str = ""  # the JSONL file; empty, with a retriever: beginnings of the run's `data`

@@ -16,6 +16,7 @@ from evaluation_support import (
 
 from lcjax.evaluation import Perplexity
 from lcjax.evaluation.records import parse, split_costs, to_lines
+from lcjax.evaluation.report import differences
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.perplexity import bin_edges
 
@@ -144,3 +145,11 @@ def test_a_curve_skips_nan(tmp_path):
     lines = b'{"method": "a", "length": 1, "window": 0, "position_nll": "x"}\n[]\n'
     _, damaged = parse(lines, tmp_path / "costs")
     assert damaged == [1, 2]
+
+
+def test_the_unit_of_an_example_is_that_of_its_loss():
+    units = {"rolling_lmeval": "nats a word", "slide_press": "nats a token"}
+    for protocol, unit in units.items():
+        task = Perplexity(protocol=protocol)
+        assert task.metric.example_unit == unit
+        assert differences.unit(task) == f"Difference in {unit}"
