@@ -453,18 +453,8 @@ def training_flops(model: ModelConfig, length: int, rules: tuple[str, ...]) -> f
     return cost.estimate(model, length, trained=trained).training_flops
 
 
-# A layer of its own kind is traced apart, which takes seconds; others of their kind stay quick.
-ALIKE = ("sharedllm_distill_7b_chat", "sharedllm_sft_7b_chat", "olmo3_32b_65k")
-
-
 @pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(f, marks=[pytest.mark.slow] * (f.stem in ALIKE))
-        for f in PUBLISHED
-        if "2 CPU cores" not in f.read_text()
-    ],
-    ids=stem,
+    "file", [f for f in PUBLISHED if "2 CPU cores" not in f.read_text()], ids=stem
 )
 def test_hours_on_a_recipe_follow_from_its_flops(file):
     said = re.search(

@@ -1,8 +1,11 @@
 """`benchmarks.gpu.model` at tiny sizes on a CPU: what it measures, keeps and prints."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -60,13 +63,34 @@ def test_the_attention_of_a_peer_computes_the_same():
     np.testing.assert_allclose(peer_hidden, hidden, atol=1e-5)
 
 
+def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path):
+    words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
+    command = [sys.executable, "-m", "benchmarks.gpu.model", *words]
+    file, run = tmp_path / "cpu.json", subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        while not file.exists() and run.poll() is None:
+            time.sleep(0.05)
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # and its child, which measures the second case
+    first = json.loads(file.read_text())["cases"]
+    assert list(first) == ["decode tiny 64 lcjax"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "decode tiny 64 jax.nn xla begins, 1 cases are left" in done.stderr
+    cases = json.loads(file.read_text())["cases"]
+    assert list(cases) == ["decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"]
+    assert cases["decode tiny 64 lcjax"] == first["decode tiny 64 lcjax"], "it was not done again"
+    peer = cases["decode tiny 64 jax.nn xla"]
+    assert peer["about"]["platform"] == "cpu" and "jax.nn xla" in peer["attention"]
+    assert "### Decoding" in done.stdout and "x as fast |" in done.stdout
+
+
 @pytest.fixture
 def children(monkeypatch):
     """Events that children emit by job, and the jobs that were started."""
     started = []
     measured = {"tokens_per_second": 2.0, "range": [1.0, 3.0], "attention": {"xla": []}}
     measured |= {"rows": 1, "remat": "dots", "mfu": None, "peak_gb": 1.0, "compile_s": 1.0}
-    measured |= {"bandwidth_share": 0.5, "prefill": 1.0}
     events = {name: [{"record": measured}] for name in TINY} | {"about": [{"about": ABOUT}]}
 
     def supervise(command, jobs, *, deadline, patience):
@@ -108,32 +132,6 @@ def test_failed_and_outdated_cases_are_done_again_only_if_asked(children, tmp_pa
         started.clear()
         assert model.main([*words, "--again"]) == 0
         assert ("train tiny 64 jax.nn xla" in started) == (version != "0")
-
-
-def test_an_interrupted_run_goes_on_with_the_cases_that_have_no_record(children, tmp_path):
-    events, _ = children
-    words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
-    name, peer = "decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"
-
-    def interrupted():
-        raise KeyboardInterrupt
-        yield
-
-    events[peer] = interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        model.main(words)
-    file = tmp_path / "cpu.json"
-    first = json.loads(file.read_text())["cases"]
-    assert list(first) == [name]
-    command = [sys.executable, "-m", "benchmarks.gpu.model", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"{peer} begins, 1 cases are left" in done.stderr
-    cases = json.loads(file.read_text())["cases"]
-    assert list(cases) == [name, peer]
-    assert cases[name] == first[name], "it was not done again"
-    assert cases[peer]["about"]["platform"] == "cpu" and "jax.nn xla" in cases[peer]["attention"]
-    assert "### Decoding" in done.stdout and "x as fast |" in done.stdout
 
 
 def test_a_case_that_the_time_cuts_off_has_no_record(children, tmp_path, capsys):

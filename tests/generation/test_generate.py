@@ -325,6 +325,7 @@ def test_scores_are_those_of_the_full_logits_and_padding_counts_nothing(params):
     np.testing.assert_allclose(got[0, 1:], want[0], atol=1e-4)
     np.testing.assert_allclose(got[1, 1:25], want[1, :24], atol=1e-4)
     assert not got[:, 0].any() and not got[1, 25:].any()
+    np.testing.assert_allclose(lm.nll(tokens, first=30)[:, 30:], want[:, 29:], atol=1e-4)
 
 
 def test_a_method_is_exchanged_without_touching_the_weights(params):

@@ -171,9 +171,9 @@ def _log_p(model, params, tokens, rotation):
     return jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
 
 
-@pytest.mark.parametrize(("length", "first"), [(147, 1), (147, 140), (2, 1)])
+@pytest.mark.parametrize(("length", "first"), [(150, 1), (150, 149), (147, 20), (2, 1)])
 def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, length, first):
-    # The rope follows the length: its frequencies are those of 147 tokens, not of what fills it.
+    # The rope follows the length: its frequencies are those of 150 tokens, not of what fills it.
     tokens = np.array([_ids(1, length), _ids(2, length)])
     got = alone.nll(tokens, first=first)
     np.testing.assert_allclose(got[:, first:], _exact_scores(alone, tokens, first), atol=1e-4)

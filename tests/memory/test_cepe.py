@@ -16,8 +16,9 @@ from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
-from lcjax.models import Decoder, preset, unstack_layers
+from lcjax.models import Decoder, head, preset, unstack_layers
 from lcjax.models import cache as cache_lib
+from lcjax.models.loss import cross_entropy
 from lcjax.tree import flatten, split
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -39,7 +40,6 @@ def run(model, params, tokens, chunks=None, mask=None, **options):
     return np.asarray(read(model, params, tokens, memory, options)[0])
 
 
-@pytest.mark.slow_except("mha_nopad", "padded")
 @pytest.mark.parametrize("name", ["mha_nopad", "padded", "decode_cache"])
 def test_encoder_states_equal_the_released_code(name):
     model, params = golden.model(name)
@@ -79,6 +79,24 @@ def test_padding_before_the_decoders_text_changes_nothing():
     found = run(model, params, tokens, *golden.context("padded"), segments=there, positions=places)
     wanted = io["logits_padded_decoder_posids"]
     assert_close(found[there > 0], wanted[there > 0])
+
+
+def test_loss_equals_the_released_code():
+    model, params = golden.model("mha_nopad")
+    io = golden.arrays("mha_nopad")
+    tokens, labels = (io[key].astype(np.int32) for key in ("input_ids", "labels"))
+    memory = encode(model, params, *golden.context("mha_nopad"))
+    targets = labels[:, 1:]
+    weights = (targets >= 0).astype(np.float32)
+
+    @jax.jit
+    def loss(params, memory):
+        hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+        projection = head(params, model.config)
+        return cross_entropy(hidden[:, :-1], projection, np.maximum(targets, 0), weights)
+
+    total, count = loss(params, memory)
+    assert_close(total / count, io["loss"])
 
 
 @pytest.mark.slow

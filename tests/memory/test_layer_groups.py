@@ -87,7 +87,9 @@ CASES = {
 
 @pytest.mark.parametrize(("config", "wanted"), CASES.values(), ids=CASES)
 def test_neighbours_that_are_alike_are_one_compiled_layer(config, wanted):
-    assert lengths(config, random(config)) == wanted
+    params, apart = random(config), config.replace(scan_layers=False)
+    assert jax.tree.structure(params) == jax.tree.structure(random(apart))
+    assert lengths(config, params) == wanted and lengths(apart, params) == []
 
 
 @pytest.mark.parametrize("config", [shared(), cepe(3)], ids=["shared_llm", "cepe"])
@@ -110,10 +112,8 @@ def test_texts_come_out_the_same():
 
         return hidden(config), hidden(config.replace(scan_layers=False))
 
-    params, apart = random(config), config.replace(scan_layers=False)
-    assert jax.tree.structure(params) == jax.tree.structure(random(apart))
-    assert lengths(config, params) == [2] and lengths(apart, params) == []
-    assert_close(*both(params), 1e-5)
+    assert lengths(config, random(config)) == [2]
+    assert_close(*both(random(config)), 1e-5)
 
 
 @pytest.mark.slow

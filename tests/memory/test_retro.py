@@ -135,7 +135,7 @@ def attention_to_neighbours(config, branch, x, states, mask, starts):
     return memory.reader(config, None).apply({"params": branch}, x, context)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
 @pytest.mark.parametrize("starts", [(0, 29, 29, 29), (0, 8, 9, 17)])
 def test_cross_attention_equals_a_float64_oracle(chunk, starts):
     model, params = tiny_model(SECTION)

@@ -202,6 +202,7 @@ def test_no_context_is_the_model_bit_for_bit_and_rows_are_independent():
     mask[1] = False
     found = run(model, params, tokens, chunks, mask)
     np.testing.assert_array_equal(found[1], wanted[1])
+    assert_close(found[0], run(model, params, tokens[:1], chunks[:1])[0])
     others = [np.stack([x[0], x[1][::-1]]) for x in (tokens, chunks)]
     np.testing.assert_array_equal(found[0], run(model, params, *others)[0])
     assert np.abs(found[0] - wanted[0]).max() > 1e-3, "it does listen"

@@ -32,6 +32,7 @@ def _optax_loss(hidden, kernel, bias, targets, weights):
     "tied-1-50-333-999",
     "tied-2-29-257-None",
     "tied-2-13-127-4",
+    "tied-3-37-1001-16",
     "tied-1-1-2-1",
 )
 @pytest.mark.parametrize(

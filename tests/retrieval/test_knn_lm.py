@@ -122,7 +122,9 @@ def test_keys_are_the_inputs_of_the_last_feed_forward_and_values_the_next_tokens
     np.testing.assert_allclose(store.keys, keys, atol=5e-5)
 
 
-@pytest.mark.parametrize("change", [{"block": "parallel"}, {"norm": "layer"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"block": "parallel"}, {"norm": "layer"}, {"tie_embeddings": True}], ids=str
+)
 def test_keys_of_other_architectures(lm, change):
     model = Decoder(lm.config.replace(**change))
     other = LanguageModel(model, random_params(model.config, 0), lm.tokenizer)
