@@ -499,8 +499,8 @@ def test_the_quickstart_evaluates_the_model_that_it_trains():
 
 
 def study_of(file: Path):
-    found = study.trainings(read(file))
-    return found.pop("base"), found
+    trainings = study.trainings(read(file))
+    return trainings.pop("base"), trainings
 
 
 def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():

@@ -121,11 +121,11 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
         cache, out = read(cache, positions, *(x[n][:, start : start + 16] for n in "qkv"))
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1), x["out"], **golden.TOLERANCE)
-    kept = np.concatenate([np.arange(4), np.arange(52, 64)])  # what the authors' cache ends with
-    slots = jax.jit(cache.rolling.slot, static_argnums=1)(kept, cache.capacity)
+    cached = np.concatenate([np.arange(4), np.arange(52, 64)])  # what the authors' cache ends with
+    slots = jax.jit(cache.rolling.slot, static_argnums=1)(cached, cache.capacity)
     for kind, name in zip(cache.layers[0], ("k_prerope", "v"), strict=True):
-        found = np.asarray(kind).swapaxes(1, 2)[:, slots]
-        np.testing.assert_array_equal(found, x[f"final_cache_{name}"])
+        actual = np.asarray(kind).swapaxes(1, 2)[:, slots]
+        np.testing.assert_array_equal(actual, x[f"final_cache_{name}"])
 
 
 def test_rerope_equals_attention_with_every_distance_cut_off():

@@ -218,12 +218,12 @@ def test_evaluations_with_one_folder_share_the_trainings_of_methods(folder, monk
 
 
 def test_every_method_begins_with_the_base_and_differs_in_its_own_keys_only(folder):
-    found = study.trainings(read(folder))
-    assert list(found) == ["base", "PI", "PI, bf16"]
-    plain, rounded = found["PI"], found["PI, bf16"]
-    assert plain.model.path == rounded.model.path == found["base"].run.folder
+    trainings = study.trainings(read(folder))
+    assert list(trainings) == ["base", "PI", "PI, bf16"]
+    plain, rounded = trainings["PI"], trainings["PI, bf16"]
+    assert plain.model.path == rounded.model.path == trainings["base"].run.folder
     assert Path(plain.run.folder).parent == folder / "out" / "trained"
-    settings = study.settings(found)
+    settings = study.settings(trainings)
     differing = {
         key
         for key in settings["PI"].keys() | settings["PI, bf16"].keys()
@@ -251,11 +251,11 @@ def test_without_a_base_a_training_begins_with_the_model_of_its_own_config(folde
 def test_keys_may_follow_the_config_of_a_stage(folder):
     stage = f"{folder}/base.yaml --train.steps=7 --run.folder={folder}/seven"
     config = read(folder, old="study: {base", new=f"study: {{stages: ['{stage}'], base")
-    found = study.trainings(config)
-    assert list(found) == ["stage base", "base", "PI", "PI, bf16"]
-    training = found["stage base"]
+    trainings = study.trainings(config)
+    assert list(trainings) == ["stage base", "base", "PI", "PI, bf16"]
+    training = trainings["stage base"]
     assert (training.train.steps, training.run.folder) == (7, f"{folder}/seven")
-    assert found["base"].train.steps == 3
+    assert trainings["base"].train.steps == 3
 
 
 def test_a_method_may_have_a_memory_of_its_own():

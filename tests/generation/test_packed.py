@@ -106,5 +106,5 @@ def test_a_prompt_alone_and_rows_that_are_turned_differently_are_read_as_they_li
 
 
 def test_rows_without_text_have_no_score(lm):
-    found = lm.nll(np.zeros((2, 4), np.int32), lengths=np.array([0, 0]))
-    np.testing.assert_array_equal(found, np.zeros((2, 4), np.float32))
+    actual = lm.nll(np.zeros((2, 4), np.int32), lengths=np.array([0, 0]))
+    np.testing.assert_array_equal(actual, np.zeros((2, 4), np.float32))

@@ -131,10 +131,10 @@ def test_a_query_finds_the_half_that_ends_like_it_and_the_left_one_when_both_do(
     tokens[1, [15, 11]] = 5, 5  # right, then left
     tokens[2, [15]] = 5  # right, right
     tokens[3, [1, 15]] = 5, 5  # of 6 tokens [0 .. 5], none of which is at an end: a tie
-    asked = []
+    calls = []
 
     def encode(tokens, segments):
-        jax.debug.callback(lambda *arrays: asked.append(arrays), tokens, segments, ordered=True)
+        jax.debug.callback(lambda *arrays: calls.append(arrays), tokens, segments, ordered=True)
         return jnp.asarray(table)[tokens]
 
     query = table[[5] * 4]
@@ -142,8 +142,8 @@ def test_a_query_finds_the_half_that_ends_like_it_and_the_left_one_when_both_do(
     found = paths(QueryAware(), Tree((4, 2, 1)), tokens, lengths, query=query, encode=encode)
     assert found.tolist() == [[False, False], [True, False], [True, True], [False, False]]
     jax.effects_barrier()
-    assert [tokens.shape for tokens, _ in asked] == [(4, 16), (4, 8)]
-    assert asked[0][1][3].tolist() == [1, 1, 1, 2, 2, 2] + [0] * 10
+    assert [tokens.shape for tokens, _ in calls] == [(4, 16), (4, 8)]
+    assert calls[0][1][3].tolist() == [1, 1, 1, 2, 2, 2] + [0] * 10
 
 
 def test_random_paths_depend_on_their_keys_alone():
@@ -173,8 +173,8 @@ def test_a_policy_of_ones_own_chooses_too():
 
 def test_chunks_are_read_wherever_their_padding_is():
     tokens = np.array([[0, 0, 5, 6, 7], [5, 6, 7, 0, 0], [5, 0, 6, 0, 7]], np.int32)
-    found, length = jax.jit(trees.without_padding)(tokens, tokens > 0)
-    assert np.asarray(found).tolist() == [[5, 6, 7, 0, 0]] * 3 and length.tolist() == [3] * 3
+    actual, length = jax.jit(trees.without_padding)(tokens, tokens > 0)
+    assert np.asarray(actual).tolist() == [[5, 6, 7, 0, 0]] * 3 and length.tolist() == [3] * 3
 
 
 @pytest.mark.parametrize(

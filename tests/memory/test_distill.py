@@ -184,18 +184,20 @@ def test_on_a_mesh_every_device_goes_through_its_own_rows():
     hidden, kernel, bias, targets, weights, teacher = inputs(batch=8, vocabulary=64)
     mesh = make_mesh(Mesh(2, 2, 2))
 
-    def grads(given, mesh):
+    def grads(arguments, mesh):
         def total(hidden, kernel, bias):
             projection, config = Projection(kernel, bias), Distill(mode="smooth", top=9)
             options = {"chunk": 4, "mesh": mesh}
-            return distillation(hidden, projection, *given[1:], config, **options)[0]
+            return distillation(hidden, projection, *arguments[1:], config, **options)[0]
 
-        return jax.value_and_grad(total, (0, 1, 2))(given[0], kernel, bias)
+        return jax.value_and_grad(total, (0, 1, 2))(arguments[0], kernel, bias)
 
-    given = hidden, targets, weights, teacher
-    spread = jax.device_put(given, batch_sharding(mesh))
-    found, wanted = (jax.jit(grads, static_argnums=1)(*x) for x in ((spread, mesh), (given, None)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, wanted)
+    arguments = hidden, targets, weights, teacher
+    spread = jax.device_put(arguments, batch_sharding(mesh))
+    actual, expected = (
+        jax.jit(grads, static_argnums=1)(*x) for x in ((spread, mesh), (arguments, None))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), actual, expected)
     whole = largest(hidden, Projection(kernel, bias), 5)
     parts = largest(spread[0], Projection(kernel, bias), 5, mesh=mesh, chunk=4)
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
@@ -203,14 +205,14 @@ def test_on_a_mesh_every_device_goes_through_its_own_rows():
 
 def test_what_is_stored_are_the_largest_probabilities_and_the_rest():
     hidden, kernel, bias, *_ = inputs()
-    found = largest(hidden, Projection(kernel, bias), 9, chunk=5)
+    actual = largest(hidden, Projection(kernel, bias), 9, chunk=5)
     p = np.exp(hidden @ kernel + bias)
     p /= p.sum(-1, keepdims=True)
     want = -np.sort(-p, axis=-1)[..., :9]
-    assert found.probabilities.dtype == found.rest.dtype == np.float16
-    np.testing.assert_allclose(found.probabilities, want, rtol=1e-3)
-    np.testing.assert_allclose(np.take_along_axis(p, np.asarray(found.ids), -1), want, rtol=1e-6)
-    np.testing.assert_allclose(found.rest, 1 - want.sum(-1), atol=1e-3)
+    assert actual.probabilities.dtype == actual.rest.dtype == np.float16
+    np.testing.assert_allclose(actual.probabilities, want, rtol=1e-3)
+    np.testing.assert_allclose(np.take_along_axis(p, np.asarray(actual.ids), -1), want, rtol=1e-6)
+    np.testing.assert_allclose(actual.rest, 1 - want.sum(-1), atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,9 @@ def test_cross_attention_equals_a_float64_oracle(chunk, starts):
     x = random.normal(size=(1, 29, config.width)).astype(np.float32)
     states = random.normal(size=(1, 7, 4, config.width)).astype(np.float32)
     mask = random.random((1, 7, 4)) < 0.7
-    found = attention_to_neighbours(config, branch, x, states, mask, np.array(starts))
+    actual = attention_to_neighbours(config, branch, x, states, mask, np.array(starts))
     wanted = oracle(x[0], branch, states[0], mask[0], chunk, starts)
-    np.testing.assert_allclose(found[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(actual[0], wanted, atol=1e-5)
     assert (chunk < 9) == (np.abs(wanted).max() > 0.1)
 
 
@@ -208,14 +208,14 @@ def test_decoding_with_a_cache_equals_reading_at_once(keys, sizes):
         memory = config.memory.project_states(params, config, memory)
     rows = np.pad(tokens, ((0, 0), (3, 0)))  # padding comes before prompts
     segments = (np.arange(26)[None] >= np.array([[3], [3]])).astype(np.int32)
-    cache, start, found = cache_lib.create(config, 2, 64), 0, []
+    cache, start, actual = cache_lib.create(config, 2, 64), 0, []
     for size in sizes:
         part = slice(start, start + size)
         options = {"cache": cache, "segments": segments[:, part]}
         new, cache = read(Decoder(config), params, rows[:, part], memory, options)
-        found.append(np.asarray(new))
+        actual.append(np.asarray(new))
         start += size
-    assert_close(np.concatenate(found, axis=1)[:, 3:], logits(tokens, neighbours))
+    assert_close(np.concatenate(actual, axis=1)[:, 3:], logits(tokens, neighbours))
 
 
 @functools.cache

@@ -46,9 +46,9 @@ def of_golden(name, step=1):
 @pytest.mark.parametrize("name", [pytest.param(golden.CASES[0], marks=SLOW), golden.CASES[1]])
 def test_keys_and_values_of_trees_equal_the_released_code(name):
     chunks = golden.tokens(name)[1]
-    found = of_golden(name, step=0)
-    assert found.mask.all() and (found.num_chunks == chunks.shape[1]).all()
-    for layer, pair in enumerate(found.layers):
+    actual = of_golden(name, step=0)
+    assert actual.mask.all() and (actual.num_chunks == chunks.shape[1]).all()
+    for layer, pair in enumerate(actual.layers):
         for kind, x in zip("kv", pair, strict=True):
             wanted = golden.arrays(name)[f"tree_{kind}_layer{layer}"]  # [C, K, M, H]
             assert_close(x[0], wanted.swapaxes(0, 1).reshape(x.shape[1:]))
@@ -153,9 +153,9 @@ def test_without_positions_of_chunks_all_are_the_first_and_queries_stand_at_0():
     numbers = {"numbers": np.zeros((2, 3), np.int32)}
     memory = encode(model, params, chunks, np.ones(chunks.shape, bool), numbers)
     memory = dataclasses.replace(memory, num_chunks=memory.num_chunks * 0)
-    wanted = read(model, params, tokens, memory, {})[0]
-    assert_close(run(without, params, tokens, chunks), wanted)
-    assert np.abs(run(model, params, tokens, chunks) - wanted).max() > 1e-4
+    expected = read(model, params, tokens, memory, {})[0]
+    assert_close(run(without, params, tokens, chunks), expected)
+    assert np.abs(run(model, params, tokens, chunks) - expected).max() > 1e-4
 
 
 @pytest.mark.slow
@@ -200,12 +200,12 @@ def test_no_context_is_the_model_bit_for_bit_and_rows_are_independent():
     np.testing.assert_array_equal(run(model, params, tokens), wanted)
     mask = np.ones(chunks.shape, bool)
     mask[1] = False
-    found = run(model, params, tokens, chunks, mask)
-    np.testing.assert_array_equal(found[1], wanted[1])
-    assert_close(found[0], run(model, params, tokens[:1], chunks[:1])[0])
+    actual = run(model, params, tokens, chunks, mask)
+    np.testing.assert_array_equal(actual[1], wanted[1])
+    assert_close(actual[0], run(model, params, tokens[:1], chunks[:1])[0])
     others = [np.stack([x[0], x[1][::-1]]) for x in (tokens, chunks)]
-    np.testing.assert_array_equal(found[0], run(model, params, *others)[0])
-    assert np.abs(found[0] - wanted[0]).max() > 1e-3, "it does listen"
+    np.testing.assert_array_equal(actual[0], run(model, params, *others)[0])
+    assert np.abs(actual[0] - wanted[0]).max() > 1e-3, "it does listen"
 
 
 def test_packing_the_context_changes_nothing():

@@ -35,19 +35,19 @@ def decoder(tmp_path_factory):
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_states_are_those_of_the_first_layers_seen_from_both_sides(decoder, layers):
-    folder, given = decoder
+    folder, weights = decoder
     model, params, _ = build(ModelSection(path=folder, encoder_layers=layers))
     tokens = text(1, 2, 20)
     apply = jax.jit(model.apply)
     found, _ = apply({"params": params}, tokens)
     # The same layers under the same name, and the norm of the layer behind them.
-    first = jax.tree.map(lambda x: np.asarray(x)[:layers], given["layers"])
+    first = jax.tree.map(lambda x: np.asarray(x)[:layers], weights["layers"])
     inner = layers < CONFIG.num_layers
-    scale = given["layers"]["attention_norm"]["scale"][layers] if inner else None
-    norm = {"scale": scale} if inner else given["final_norm"]
+    scale = weights["layers"]["attention_norm"]["scale"][layers] if inner else None
+    norm = {"scale": scale} if inner else weights["final_norm"]
     plain = CONFIG.replace(num_layers=layers, pattern=Bidirectional())
     wanted, _ = jax.jit(Decoder(plain).apply)(
-        {"params": given | {"layers": first, "final_norm": norm}}, tokens
+        {"params": weights | {"layers": first, "final_norm": norm}}, tokens
     )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     later = tokens + (np.arange(20) == 19)
@@ -69,11 +69,11 @@ def test_what_a_decoder_has_learned_of_order_is_kept(name):
 
 
 def test_mask_is_the_mean_token_and_can_be_written(decoder):
-    folder, given = decoder
+    folder, weights = decoder
     model, params, tokenizer = build(ModelSection(path=folder, encoder_layers=2))
     table = params["embed"]["embedding"]
     assert table.shape[0] == CONFIG.vocab_size + 1 and model.config.mlm_head
-    mean = np.asarray(given["embed"]["embedding"]).mean(0)
+    mean = np.asarray(weights["embed"]["embedding"]).mean(0)
     np.testing.assert_allclose(table[-1], mean, atol=1e-6)
 
     @jax.jit

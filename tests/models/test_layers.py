@@ -72,8 +72,8 @@ def test_a_mixed_model_is_the_stack_of_its_blocks(layers):
     cycle = [kind for kind in layers for _ in range(kind.repeat)]
     for index in range(6):
         kind = cycle[index % len(cycle)]
-        own = SIX.replace(pattern=kind.pattern or Causal(), rope=kind.rope or SIX.rope)
-        x = block(own, params()[f"layers_{index}"], x, positions, own.rope.rotation(8, 24))
+        single = SIX.replace(pattern=kind.pattern or Causal(), rope=kind.rope or SIX.rope)
+        x = block(single, params()[f"layers_{index}"], x, positions, single.rope.rotation(8, 24))
     expected = Norm(SIX).apply({"params": params()["final_norm"]}, x)
     assert_close(hidden_states(config, params(), tokens), expected)
     plain = hidden_states(SIX.replace(scan_layers=False), params(), tokens)
@@ -87,8 +87,8 @@ def test_layers_of_one_kind_are_the_model_of_that_kind_bit_by_bit(fields):
     layers, tokens = (LayerKind(4, **fields),), text(0, 2, 24)
     config, plain = mixed(layers), SIX.replace(**fields)
     weights = random_params(plain, 0)
-    own = jax.eval_shape(lambda: random_params(config, 0))
-    assert config.stacked and jax.tree.structure(weights) == jax.tree.structure(own)
+    shapes = jax.eval_shape(lambda: random_params(config, 0))
+    assert config.stacked and jax.tree.structure(weights) == jax.tree.structure(shapes)
     for rotation in (None, config.rotation(30)):
         other = None if rotation is None else plain.rotation(30)
         np.testing.assert_array_equal(

@@ -141,8 +141,8 @@ def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     tokens = np.random.default_rng(1).integers(0, 256, (2, LENGTH))
     want = _peer_logits(peer, tokens)
     ours = LanguageModel.load(str(tmp_path / "theirs"))
-    found = _our_logits(ours.model, ours.params, tokens, ours.rotation(LENGTH))
-    np.testing.assert_allclose(found, want, atol=1e-4, rtol=0)
+    actual = _our_logits(ours.model, ours.params, tokens, ours.rotation(LENGTH))
+    np.testing.assert_allclose(actual, want, atol=1e-4, rtol=0)
     assert np.abs(want).max() > 1
 
     params, config, tokenizer = checkpoints.load(tmp_path / "theirs")

@@ -136,8 +136,8 @@ def test_cudnn_computes_gradients_only_where_nothing_depends_on_lse(described, l
     compiled = jax.jit(gradient, static_argnums=(0, 4))
     for weight, own in ((2.0, False), (None, True)):
         run = compiled if wrapper == "rematerialised" else gradient  # also outside of a program
-        found = run(weight, *ARRAYS, "cudnn")
-        for x, y in zip(found, compiled(weight, *ARRAYS, "reference"), strict=True):
+        actual = run(weight, *ARRAYS, "cudnn")
+        for x, y in zip(actual, compiled(weight, *ARRAYS, "reference"), strict=True):
             assert relative_error(x, y) < 1e-2
         assert bool(described) == own
 
@@ -156,8 +156,8 @@ def test_on_a_mesh_too_it_computes_gradients_only_where_nothing_depends_on_lse(d
 
     for weight, own in ((2.0, False), (None, True)):
         gradient = jax.jit(jax.grad(functools.partial(loss, weight)), static_argnums=(1, 2))
-        found, expected = gradient(ARRAYS, layout, "cudnn"), gradient(ARRAYS, None, "reference")
-        for x, y in zip(found, expected, strict=True):
+        actual, expected = gradient(ARRAYS, layout, "cudnn"), gradient(ARRAYS, None, "reference")
+        for x, y in zip(actual, expected, strict=True):
             assert relative_error(x, y) < 1e-2
         assert bool(described) == own
 

@@ -179,7 +179,7 @@ def test_parts_in_one_array_are_merged_as_those_of_a_list(count):
     lses[: count // 2] = -np.inf  # empty parts
     lses[:, 0, 1] = -np.inf  # a row without a key
     outs[lses == -np.inf] = 0.0
-    found = jax.jit(merge_parts)(outs, lses)
+    actual = jax.jit(merge_parts)(outs, lses)
     expected = jax.jit(merge)([*zip(outs, lses, strict=True)])
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)

@@ -519,8 +519,8 @@ def test_the_child_finds_kernels_right_or_wrong(monkeypatch, capsys):
     assert "relative error of out" in found("wrong")["soft cap"]["forward"]
     module.forward, module.backward = xla.forward, no_gradients
     dispatch.run.clear_cache()
-    said = found("wrong")["soft cap"]
-    assert said["backward"] == "RuntimeError: no such instruction"
+    report = found("wrong")["soft cap"]
+    assert report["backward"] == "RuntimeError: no such instruction"
     dispatch.run.clear_cache()
 
 

@@ -41,8 +41,8 @@ def test_packed_lists_hold_every_visit_once_and_every_output_block(monkeypatch, 
             wanted |= {(i * 2 + half, int(table.index[0, 0, i, n])): kind for half in (0, 1)}
 
     def steps(table):
-        found = _tpu_grid.list_visits(table, heads=3, split=2)
-        calls = _tpu_grid.kernel_calls(found, axis, rows=26, cols=17, batch=1, heads=3)
+        visits = _tpu_grid.list_visits(table, heads=3, split=2)
+        calls = _tpu_grid.kernel_calls(visits, axis, rows=26, cols=17, batch=1, heads=3)
         return [(call.steps, call.grid) for ((call,),) in calls]
 
     calls = (jax.jit(steps) if traced else steps)(table)

@@ -265,8 +265,8 @@ def test_an_approximate_index_that_visits_every_list_finds_the_same(
     tokens, options = text(4, 2, 14), {"k": k, "temperature": 5.0}
     knn, exact = KnnLM(lm, other, index=kind, **options), KnnLM(lm, store, **options)
     lengths = np.array([14, 9])
-    found, wanted = (x.nll(tokens, first=3, lengths=lengths) for x in (knn, exact))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    actual, expected = (x.nll(tokens, first=3, lengths=lengths) for x in (knn, exact))
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
     with pytest.raises(InputError, match="build it with --faiss"):
         KnnLM(lm, store, k=k, index=kind)
 

@@ -52,8 +52,8 @@ def test_e2_positions_are_those_of_the_formula(case):
 
 def test_e2_rows_draw_their_own_scale_and_offset_over_the_whole_range():
     length, rows = 16, 2000
-    found = sample(E2Positions(max_scale=8), jax.random.key(0), counted(rows, length), rope=E2)
-    positions, rotation = (np.asarray(x) for x in (found[0], found[1].inv_freq))
+    drawn = sample(E2Positions(max_scale=8), jax.random.key(0), counted(rows, length), rope=E2)
+    positions, rotation = (np.asarray(x) for x in (drawn[0], drawn[1].inv_freq))
     scale = np.rint(1 / positions[:, 1])
     assert set(scale) == set(range(1, 9))
     np.testing.assert_allclose(positions[:, :4] * scale[:, None], counted(rows, 4), atol=1e-5)
@@ -68,8 +68,8 @@ def test_e2_rows_draw_their_own_scale_and_offset_over_the_whole_range():
 
 def test_e2_ablations_fix_the_scale_or_leave_offsets_out():
     def drawn(**options):
-        found = sample(E2Positions(**options), jax.random.key(0), counted(500, 16), rope=E2)
-        positions = np.asarray(found[0])
+        sampled = sample(E2Positions(**options), jax.random.key(0), counted(500, 16), rope=E2)
+        positions = np.asarray(sampled[0])
         scale = np.rint(1 / positions[:, 1])
         return scale, np.rint(positions[:, 4] * scale) - 4
 
@@ -118,8 +118,8 @@ def test_clex_positions_cover_the_longer_context(length):
     options = {"rope": CLEX, "params": params}
     table, seen = np.asarray(CLEX.table(params)), set()
     for seed in range(30):
-        found = sample(ClexPositions(), jax.random.key(seed), counted(2, length), **options)
-        (row, other), rotation = np.asarray(found[0]), found[1]
+        drawn = sample(ClexPositions(), jax.random.key(seed), counted(2, length), **options)
+        (row, other), rotation = np.asarray(drawn[0]), drawn[1]
         np.testing.assert_array_equal(row, other)
         factor = round((row[-1] + 1) * scale / length)
         np.testing.assert_allclose(rotation.inv_freq, table[factor - 1], rtol=1e-5)

@@ -71,11 +71,11 @@ def test_the_scale_of_queries_is_rounded_with_their_product_only(method, dtype):
     q = features((2, 9, 3, HEAD)).astype(dtype)
     positions = np.arange(9)[None].repeat(2, 0)
     batch = turn_queries(q, positions, jax.jit(stack_rotations)(rotations))
-    for row, own in enumerate(rotations):
+    for row, of_row in enumerate(rotations):
         rows = slice(row, row + 1)
-        alone = turn_queries(q[rows], positions[rows], own)
-        wide = np.asarray(turn(q[rows].astype(np.float32), positions[rows], *own[:2]))
-        np.testing.assert_array_equal(alone, (wide * np.float32(own.query_scale)).astype(dtype))
+        alone = turn_queries(q[rows], positions[rows], of_row)
+        wide = np.asarray(turn(q[rows].astype(np.float32), positions[rows], *of_row[:2]))
+        np.testing.assert_array_equal(alone, (wide * np.float32(of_row.query_scale)).astype(dtype))
         np.testing.assert_array_equal(alone, batch[rows])
 
 
@@ -127,8 +127,8 @@ def test_half_split_is_interleaved_after_a_permutation_of_channels():
 
 def test_fractional_positions_are_interpolation():
     x, positions = features((1, 8, 1, HEAD)), np.arange(8)[None]
-    found, wanted = turn(x, positions / 8, INV_FREQ), turn(x, positions, INV_FREQ / 8)
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    actual, expected = turn(x, positions / 8, INV_FREQ), turn(x, positions, INV_FREQ / 8)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_rows_may_have_their_own_frequencies():

@@ -519,17 +519,17 @@ def test_a_wrong_value_of_include_usage_is_an_error(client):
 
 def test_the_context_of_a_client_that_leaves_is_not_stored(client, monkeypatch):
     stored = client.ask("GET", "/v1/contexts")[1]["data"]
-    begun, has_left = threading.Event(), threading.Event()
+    started, has_left = threading.Event(), threading.Event()
 
     def slow(*args):
-        begun.set()
+        started.set()
         assert has_left.wait(60)
         return Context(None, 1)
 
     monkeypatch.setattr("lcjax.serve.app.make_context", slow)
     connection = http.client.HTTPConnection("127.0.0.1", client.port)
     connection.request("POST", "/v1/contexts", json.dumps({"text": "a"}).encode())
-    assert begun.wait(60)
+    assert started.wait(60)
     connection.close()
     while client.server._num_running:
         time.sleep(0.01)
