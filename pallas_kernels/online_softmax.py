@@ -100,5 +100,15 @@ def row_cotangent(out, d_out, d_lse):
 
     The cotangent of a row's logits is p (d_out v^T - di).
     """
-    di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1)
+    di = sum_of_products(out.astype(jnp.float32), d_out.astype(jnp.float32))
     return di if d_lse is None else di - d_lse
+
+
+def sum_of_products(x, y):
+    """Returns the sum of x * y over the last axis.
+
+    XLA for CPUs (jax 0.10.2) takes 7 to 50 times as long for it if the first axis is 1.
+    """
+    if len(x) == 1:
+        return jnp.sum(x.squeeze(0) * y.squeeze(0), -1)[None]
+    return jnp.sum(x * y, -1)

@@ -85,15 +85,37 @@ def rotate(
     """
     half = inv_freq.shape[-1]
     with jax.named_scope("rope"):
-        angle = angles(positions, inv_freq)
-        cos = (scale * jnp.cos(angle))[:, :, None]
-        sin = (scale * jnp.sin(angle))[:, :, None]
+        cos, sin = jax.lax.platform_dependent(
+            jnp.asarray(positions),
+            jnp.asarray(inv_freq, jnp.float32),
+            cpu=_cos_sin_on_cpu,
+            default=_cos_sin,
+        )
+        cos, sin = (scale * cos)[:, :, None], (scale * sin)[:, :, None]
         a = x[..., :half].astype(jnp.float32)
         b = x[..., half : 2 * half].astype(jnp.float32)
         rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
         if 2 * half == x.shape[-1]:
             return rotated
         return jnp.concatenate([rotated, x[..., 2 * half :]], -1)
+
+
+def _cos_sin(positions, inv_freq) -> tuple[Float[Array, "B T R//2"], Float[Array, "B T R//2"]]:
+    """Returns the cosines and sines of the angles."""
+    angle = angles(positions, inv_freq)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _cos_sin_on_cpu(positions, inv_freq):
+    # XLA for CPUs would compute both again for every head of every layer, inside the products with
+    # them (jax 0.10.2). It moves no operation out of the branches of a condition, and computes
+    # equal conditions once. Constant frequencies must not decide the condition at compile time.
+    def nans(positions, inv_freq):
+        nan = jnp.nan * (positions[..., None] * inv_freq[..., None, :])
+        return nan, nan
+
+    missing = jnp.isnan(jax.lax.optimization_barrier(inv_freq)).any()
+    return jax.lax.cond(missing, nans, _cos_sin, positions, inv_freq)
 
 
 def angles(

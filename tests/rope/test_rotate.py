@@ -163,3 +163,21 @@ def test_gradients_of_features_are_the_inverse_rotation(length):
     back = jax.jit(jax.grad(lambda x: jnp.sum(rotate(x, positions, INV_FREQ) * x)))(x)
     expected = sum(np.asarray(turn(x, at, INV_FREQ)) for at in (positions, -positions))
     np.testing.assert_allclose(back, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_cpu_computes_cosines_once_for_all_layers(constant):
+    def layers(x, positions, inv_freq):
+        for _ in range(3):
+            x = 2 * rotate(x, positions, INV_FREQ if constant else inv_freq)
+        return x
+
+    x, positions = features((1, 7, 2, HEAD)), np.arange(7)[None]
+    text = jax.jit(layers).lower(x, positions, INV_FREQ).compile().as_text()
+    assert text.count(" cosine(") == 1
+    assert text.count(" sine(") == 1
+
+
+def test_a_frequency_that_is_no_number_shows():
+    inv_freq = np.where(np.arange(HEAD // 2) == 3, np.nan, INV_FREQ)
+    assert np.isnan(turn(features((1, 7, 2, HEAD)), np.arange(7)[None], inv_freq)).all()

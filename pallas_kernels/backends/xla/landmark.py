@@ -138,7 +138,7 @@ def _backward_rows(loop: Loop, rows, k, v, chunk, sums, i):
         p = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
         p = p / jnp.sum(p, -1, keepdims=True)
         g = dot(do, tiles.key_block(v, loop.tiling, chunk, j), 1, 1).reshape(p.shape)
-        mean = jnp.sum(p * g, -1, keepdims=True)
+        mean = online.sum_of_products(p, g)[..., None]
         weight = weight[..., None]
         landmark = jnp.arange(loop.spec.block) == loop.spec.block - 1
         ds = weight * jnp.where(landmark, mean - di[..., None, None], p * (g - mean))
