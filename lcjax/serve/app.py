@@ -215,7 +215,7 @@ class Server:
                     yield Delta(choice, "", finish="length")
             else:
                 ids, seed = plan.prompts[choice // plan.n].ids, (plan.seed + choice) % 2**32
-                options = {"top": plan.top, "context": plan.context}
+                options = {"with_logprobs": plan.top is not None, "context": plan.context}
                 rows.append(Row(call, choice, ids, plan.sampling, seed, **options))
         self._engine.submit(*rows)
         num_left = len(rows)
@@ -238,7 +238,7 @@ class Server:
         if plan.top is not None:
             rows = [
                 Row(
-                    call, number, prompt.ids, top=plan.top, first=max(prompt.num_added, 1),
+                    call, number, prompt.ids, first=max(prompt.num_added, 1),
                     scores_next=self._scores_next(plan), context=plan.context,
                 )
                 for number, prompt in enumerate(plan.prompts)

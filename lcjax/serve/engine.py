@@ -7,12 +7,12 @@ the same context. A text has the same results as when it runs alone.
 
 import asyncio
 import dataclasses
-import functools
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from lcjax.errors import InputError
@@ -23,8 +23,9 @@ from lcjax.generation.scoring import score_after_prefix
 from lcjax.generation.session import pad_right, score_of_logits
 from lcjax.serve.contexts import Context
 
-_TOPS = (1, 5, 20)  # numbers of most probable tokens for which programs are compiled
-MAX_TOP = _TOPS[-1]
+# Number of most probable tokens that a request can list. The engine always computes all of them, so
+# that requests share compiled programs and batches.
+MAX_TOP = 20
 
 
 class Call:
@@ -57,7 +58,7 @@ class Row:
     Attributes:
       ids: token ids, including those of a context before the prompt.
       sampling: how the text is continued, without its seed; None: the text is scored.
-      top: number of most probable tokens listed for each token; None: no log-probabilities.
+      with_logprobs: whether a continued text has log-probabilities, as a scored one always has.
       first: the first token that is scored.
       scores_next: whether the most probable token after the text is scored, too.
     """
@@ -67,7 +68,7 @@ class Row:
     ids: Sequence[int]
     sampling: Sampling | None = None
     seed: int = 0
-    top: int | None = None
+    with_logprobs: bool = False
     first: int = 1
     scores_next: bool = False
     context: Context | None = None
@@ -77,9 +78,8 @@ class Row:
     @property
     def key(self) -> tuple:
         """A key that is equal for texts that may share a batch."""
-        top = None if self.top is None else _compiled_top(self.top)
         context = self.context and self.context.id
-        return self.sampling, top, self.first, self.scores_next, context
+        return self.sampling, self.with_logprobs, self.first, self.scores_next, context
 
     @property
     def is_done(self) -> bool:
@@ -188,8 +188,8 @@ class Engine:
         seeds = tuple(row.seed for row in batch)
         sampling = dataclasses.replace(rows[0].sampling, seed=seeds)
         options: dict[str, Any] = rows[0].context.options if rows[0].context else {}
-        if rows[0].top is not None:
-            options = options | {"top_logprobs": _compiled_top(rows[0].top)}
+        if rows[0].with_logprobs:
+            options = options | {"top_logprobs": MAX_TOP}
         pieces = self.lm.stream([row.ids for row in batch], sampling, **options)
         for piece in pieces:
             if piece.row < len(rows) and not rows[piece.row].is_done:
@@ -200,20 +200,19 @@ class Engine:
 
     def _score(self, rows: list[Row]) -> None:
         batch, first, context = self._fill(rows), rows[0].first, rows[0].context
-        of_logits = _logprobs_of_logits(_compiled_top(rows[0].top))
         # Scoring any token (0) after a text also lists the most probable token in its place.
         texts = [[*row.ids, 0] if row.scores_next else list(row.ids) for row in batch]
         if context is not None and context.prefix is not None:
             behind = [text[first:] for text in texts]
             scores, start = (
-                score_after_prefix(self.lm, of_logits, context.ids, behind, context.prefix),
+                score_after_prefix(self.lm, _top_logprobs, context.ids, behind, context.prefix),
                 0,
             )
         else:
             lengths = np.array([len(text) for text in texts])
             tokens = pad_right(texts, first + 1)
             options = {"context": context.encoded} if context and context.encoded else {}
-            score = score_of_logits(of_logits)
+            score = score_of_logits(_top_logprobs)
             scores = self.lm.score(score, tokens, first=first, lengths=lengths, **options)
             start = first
         for number, (row, text) in enumerate(zip(rows, texts, strict=False)):
@@ -229,14 +228,8 @@ class Engine:
         return text.add(int(best.top_ids[0]), best)
 
 
-def _compiled_top(top: int) -> int:
-    return next(size for size in _TOPS if size >= top)
-
-
-@functools.cache
-def _logprobs_of_logits(top: int) -> Callable[..., TokenLogprobs]:
-    """Returns `token_logprobs` for `top`; cached, because each function object is compiled."""
-    return functools.partial(token_logprobs, top=top)
+def _top_logprobs(logits: jax.Array, targets: jax.Array) -> TokenLogprobs:
+    return token_logprobs(logits, targets, MAX_TOP)
 
 
 def _report(error: Exception) -> None:
