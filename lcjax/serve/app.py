@@ -8,6 +8,7 @@ no compiled parts.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import sys
@@ -24,19 +25,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lcjax.errors import InputError
+from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.serve.command import ServeConfig
 from lcjax.serve.contexts import Context, ContextStore, NotFoundError, make_context
 from lcjax.serve.engine import Call, Engine, Row, Task
-from lcjax.serve.protocol import (
-    Answer,
-    Delta,
-    Plan,
-    Reader,
-    Vocabulary,
-    read_json,
-    write_json,
-)
+from lcjax.serve.protocol import Answer, Plan, Reader, Vocabulary, read_json, write_json
 
 MAX_BODY = 64 * 2**20  # bytes of a request; up to `max_queue` of them are in memory at once
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
@@ -188,31 +182,34 @@ class Server:
             body = read_json(await _read_body(request))
             plan = await asyncio.to_thread(read, body)  # long texts take a second to tokenise
             answer = Answer(plan, self._config.model_name, self._vocabulary)
-            deltas = self._deltas(plan, answer, call)
-            await stack.enter_async_context(contextlib.aclosing(deltas))
+            pieces = self._pieces(plan, answer, call)
+            await stack.enter_async_context(contextlib.aclosing(pieces))
             if not plan.stream:
-                parts = await _unless_disconnected(request, _collect(deltas))
-                whole = answer.response(parts)
+                whole = answer.response(await _unless_disconnected(request, _collect(pieces)))
                 request.state.note = _usage_note(answer)
                 return _json(whole)
             # Errors of a request are raised before its first token, while the status can be set.
-            first = await _unless_disconnected(request, anext(deltas, None))
-            return _EventStream(self._events(plan, answer, first, deltas, request), stack.pop_all())
+            first = await _unless_disconnected(request, anext(pieces, None))
+            return _EventStream(self._events(plan, answer, first, pieces, request), stack.pop_all())
 
-    async def _deltas(self, plan: Plan, answer: Answer, call: Call) -> AsyncIterator[Delta]:
-        """Runs a plan: yields the prompts with `echo`, then the generated text."""
-        following: dict[int, Delta] = {}  # next tokens that were found while scoring prompts
+    async def _pieces(self, plan: Plan, answer: Answer, call: Call) -> AsyncIterator[Piece]:
+        """Runs a plan: yields the prompts with `echo`, then the generated text.
+
+        The row of a piece is the index of its choice. The tokens of a prompt that are not scored
+        have None in its `logprobs`.
+        """
+        following: dict[int, Piece] = {}  # next tokens that were found while scoring prompts
         if plan.echo:
-            async for delta in self._echo(plan, call, following):
-                yield delta
+            async for piece in self._echo(plan, call, following):
+                yield piece
         rows = []
         for choice in range(len(plan.prompts) * plan.n):
-            if (delta := following.get(choice)) is not None:
-                answer.completion_tokens += len(delta.ids)
-                yield delta
+            if (piece := following.get(choice)) is not None:
+                answer.completion_tokens += len(piece.ids)
+                yield piece
             elif plan.sampling is None:
                 if not plan.echo:
-                    yield Delta(choice, "", finish="length")
+                    yield Piece(choice, "", (), "length")
             else:
                 ids, seed = plan.prompts[choice // plan.n].ids, (plan.seed + choice) % 2**32
                 options = {"with_logprobs": plan.top is not None, "context": plan.context}
@@ -223,11 +220,11 @@ class Server:
             choice, piece = await call.get()
             num_left -= piece.finish is not None
             answer.completion_tokens += len(piece.ids)
-            yield Delta(choice, piece.text, piece.ids, piece.logprobs, piece.finish)
+            yield dataclasses.replace(piece, row=choice)
 
     async def _echo(
-        self, plan: Plan, call: Call, following: dict[int, Delta]
-    ) -> AsyncIterator[Delta]:
+        self, plan: Plan, call: Call, following: dict[int, Piece]
+    ) -> AsyncIterator[Piece]:
         """Yields the prompts, scored if the plan requests log-probabilities.
 
         If only the single most probable token is generated, scoring finds it, and it is added to
@@ -253,10 +250,8 @@ class Server:
             if score is not None:
                 logprobs = (*[None] * (len(ids) - len(score.logprobs)), *score.logprobs)
                 if (next_ := score.next_piece) is not None:
-                    following[choice] = Delta(
-                        choice, next_.text, next_.ids, next_.logprobs, next_.finish
-                    )
-            yield Delta(choice, prompt.text, ids, logprobs, finish)
+                    following[choice] = dataclasses.replace(next_, row=choice)
+            yield Piece(choice, prompt.text, ids, finish, logprobs)
 
     def _scores_next(self, plan: Plan) -> bool:
         """Returns whether the generated text is only the most probable token after the prompt.
@@ -276,18 +271,18 @@ class Server:
         self,
         plan: Plan,
         answer: Answer,
-        first: Delta | None,
-        deltas: AsyncIterator[Delta],
+        first: Piece | None,
+        pieces: AsyncIterator[Piece],
         request: Request,
     ) -> AsyncIterator[bytes]:
         """Yields the server-sent events of a stream."""
         status: int | str = "left"
         try:
-            delta = first
-            while delta is not None:
-                for chunk in answer.chunks(delta):
+            piece = first
+            while piece is not None:
+                for chunk in answer.chunks(piece):
                     yield _event(write_json(chunk))
-                delta = await anext(deltas, None)
+                piece = await anext(pieces, None)
             if plan.include_usage:
                 yield _event(write_json(answer.usage_chunk()))
             yield _event(b"[DONE]")
@@ -314,8 +309,8 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
-    return [delta async for delta in deltas]
+async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in pieces]
 
 
 async def _read_body(request: Request) -> bytes:

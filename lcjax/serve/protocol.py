@@ -24,6 +24,7 @@ from lcjax.checkpoints.tokenizer import (
     without_bos,
 )
 from lcjax.errors import InputError, check_integer, is_finite_number, suggestion
+from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs
 from lcjax.generation.session import check_token_ids
@@ -325,17 +326,6 @@ def _text_fields(label: str, fields: Any, known: Sequence[str]) -> dict[str, Any
     return {name: fields[name] for name in known if fields.get(name) is not None}
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """New text of one choice, its tokens, and their log-probabilities (None: a token has none)."""
-
-    choice: int
-    text: str
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    finish: str | None = None
-
-
 class Vocabulary:
     """A unique string for each token, by which evaluation harnesses distinguish tokens.
 
@@ -385,11 +375,11 @@ class Answer:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return usage
 
-    def response(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """Returns the whole answer that consists of all deltas."""
-        by_choice: dict[int, list[Delta]] = collections.defaultdict(list)
-        for delta in deltas:
-            by_choice[delta.choice].append(delta)
+    def response(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Returns the whole answer that consists of all pieces; their rows are choices."""
+        by_choice: dict[int, list[Piece]] = collections.defaultdict(list)
+        for piece in pieces:
+            by_choice[piece.row].append(piece)
         choices = []
         for index, parts in sorted(by_choice.items()):
             text = "".join(part.text for part in parts)
@@ -404,20 +394,20 @@ class Answer:
         kind = "chat.completion" if self._plan.is_chat else "text_completion"
         return self._with_head(kind, choices) | {"usage": self.usage}
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Returns the chunks of a stream for one delta."""
-        index, chunks = delta.choice, []
-        logprobs = self._logprobs(index, delta.ids, delta.logprobs)
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for one piece."""
+        index, chunks = piece.row, []
+        logprobs = self._logprobs(index, piece.ids, piece.logprobs)
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": None}
         if not self._plan.is_chat:
-            choice |= {"text": delta.text, "finish_reason": delta.finish}
+            choice |= {"text": piece.text, "finish_reason": piece.finish}
             return [self._chunk([choice])]
         if index not in self._with_role:
             self._with_role.add(index)
             role = {"role": "assistant", "content": ""}
             chunks.append(self._chunk([choice | {"delta": role, "logprobs": None}]))
-        content = {"content": delta.text} if delta.text or logprobs else {}
-        chunks.append(self._chunk([choice | {"delta": content, "finish_reason": delta.finish}]))
+        content = {"content": piece.text} if piece.text or logprobs else {}
+        chunks.append(self._chunk([choice | {"delta": content, "finish_reason": piece.finish}]))
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
