@@ -13,9 +13,9 @@ from lcjax.retrieval.encoder import (
 from lcjax.retrieval.end_to_end import LSR, Marginal
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, recall
 from lcjax.retrieval.knn_lm import KnnLM, TokenConfig, TokenStore, build_tokens
-from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.questions import QuestionKind, QuestionsConfig, write_questions
+from lcjax.retrieval.rerankers import CrossEncoder, LateInteraction
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.search import ExactIndex, top_k
 from lcjax.retrieval.sparse import Sparse, SparseIndex

@@ -4,8 +4,8 @@
     scores = encoder.encode_queries(["what is a dog?"]) @ encoder.encode_passages(texts).T
 
 `BertEncoder` reads the checkpoints of dense retrievers, `DecoderEncoder` pools the hidden states of
-a language model, and `StaticEncoder` averages the vectors of a table. `CrossEncoder` and
-`LateInteraction` (ColBERT), both in `lcjax.retrieval.pairs`, score pairs of a query and a passage.
+a language model, and `StaticEncoder` averages the vectors of a table. The re-rankers `CrossEncoder`
+and `LateInteraction` (ColBERT) of `lcjax.retrieval.rerankers` score a query and a passage together.
 """
 
 import abc
@@ -35,7 +35,7 @@ from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
 from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import Mesh, device_mesh, keep_rows
-from lcjax.retrieval.pairs import CrossEncoder, LateInteraction
+from lcjax.retrieval.rerankers import CrossEncoder, LateInteraction
 from lcjax.retrieval.token_batches import (
     Batching,
     LengthLimit,
