@@ -1,6 +1,5 @@
 """Re-rankers: models that score a query and a passage together, to rank few passages again."""
 
-import abc
 import copy
 import string
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from jaxtyping import Float
 
 from lcjax.checkpoints.bert_folder import BertFolder
 from lcjax.checkpoints.hub import find_encoder
+from lcjax.checkpoints.tokenizer import check_text
 from lcjax.errors import InputError, check_integer
 from lcjax.files import read_json
 from lcjax.parallel.sharding import Mesh, device_mesh
@@ -30,31 +30,7 @@ from lcjax.retrieval.token_batches import (
 )
 
 
-class _PairScorer(abc.ABC):
-    """Scores passages for one query, or pairs of a query and a passage."""
-
-    name: str
-
-    def score(self, query: str | Sequence[str], passages: Sequence[str]) -> np.ndarray:
-        """Returns float32 scores [n] of passages; larger is better.
-
-        Args:
-          query: one query for all passages, or a list with a query for each passage.
-          passages: the texts.
-        """
-        passages = check_texts("passages", passages)
-        queries = [query] * len(passages) if isinstance(query, str) else query
-        if len(check_texts("query", queries)) != len(passages):
-            raise InputError(
-                f"query has {len(queries)} texts for {len(passages)} passages; give one, or as many"
-            )
-        return self._score(queries, passages)
-
-    @abc.abstractmethod
-    def _score(self, queries: Sequence[str], passages: Sequence[str]) -> np.ndarray: ...
-
-
-class CrossEncoder(_PairScorer):
+class CrossEncoder:
     """A cross-encoder: a linear layer over the [CLS] state of [CLS] query [SEP] passage [SEP].
 
     The score is the logit. sentence-transformers may return its sigmoid, which has the same order.
@@ -93,20 +69,24 @@ class CrossEncoder(_PairScorer):
         options = {"head_params": head, "pooler": True, "dtype": dtype, "mesh": mesh}
         return cls(LoadedBert.load(files, Classify(), **options), batching, limit)
 
-    def _score(self, queries: Sequence[str], passages: Sequence[str]) -> np.ndarray:
+    def score(self, query: str, passages: Sequence[str]) -> np.ndarray:
+        """Returns float32 scores [n] of passages; larger is better."""
+        check_text(query)
+        passages = check_texts("passages", passages)
         limit, scores = copy.copy(self._limit), np.empty(len(passages), np.float32)
         tokenizer = self._bert.folder.tokenizer
+        (query_ids,) = tokenizer.encode([query])
 
         def rows(part: slice) -> list[TokenRow]:
-            ids = map(tokenizer.encode, (list(queries[part]), list(passages[part])))
-            return [pair_row(tokenizer, limit, *pair) for pair in zip(*ids)]
+            ids = tokenizer.encode(list(passages[part]))
+            return [pair_row(tokenizer, limit, query_ids, x) for x in ids]
 
         self._batching.run(self._bert.apply, rows, scores)
         limit.warn()
         return scores
 
 
-class LateInteraction(_PairScorer):
+class LateInteraction:
     """ColBERT (Khattab & Zaharia 2020, arXiv 2004.12832): a unit vector for each token.
 
     The score is the sum over query tokens of the largest product with a token of the passage.
@@ -244,9 +224,8 @@ class LateInteraction(_PairScorer):
             for vectors, ids in zip(out, tokens)
         ]
 
-    def _score(self, queries: Sequence[str], passages: Sequence[str]) -> np.ndarray:
-        texts = list(dict.fromkeys(queries))
-        vectors = dict(zip(texts, self.encode_queries(texts)))
-        pairs = zip(queries, self.encode_passages(passages))
-        scores = [(vectors[query] @ passage.T).max(1).sum() for query, passage in pairs]
+    def score(self, query: str, passages: Sequence[str]) -> np.ndarray:
+        """Returns float32 scores [n] of passages; larger is better."""
+        (vectors,) = self.encode_queries([query])
+        scores = [(vectors @ passage.T).max(1).sum() for passage in self.encode_passages(passages)]
         return np.array(scores, np.float32)
