@@ -184,7 +184,7 @@ def write_rows(
     loader: Any,
     complete: Callable[[Row], Row],
     fields: dict[str, Any],
-    part: tuple[int, int] | None = (0, 1),
+    part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any] | None:
     """Writes the missing shards and the index of a folder that `lcjax.data.jobs.begin` created.
 
@@ -197,17 +197,17 @@ def write_rows(
       fields: further fields of the index. They must be equal in all runs whose identity `begin`
         accepts.
       part: (i, n) with n > 1 writes only the shards i, i + n, ... and no index; the rows of other
-        shards are read, but not completed. None writes only the index.
+        shards are read, but not completed.
 
     Returns:
       The index; None for a part.
 
     Raises:
-      InputError: `part` is None and a shard is missing, or the disk is too small.
+      InputError: the disk is too small.
     """
     _ShardWriter(config, kind, shape, loader, complete, part).run()
     distributed.barrier("rows written")
-    if part is not None and part[1] > 1:
+    if part[1] > 1:
         return None
     out, shards = config.folder, list(_read_shards(config.folder).values())
     index = {
@@ -238,7 +238,7 @@ class _ShardWriter:
         shape: dict[str, Any],
         loader: Any,
         complete: Callable[[Row], Row],
-        part: tuple[int, int] | None,
+        part: tuple[int, int],
     ):
         self._config, self._kind, self._out, self._part = config, kind, config.folder, part
         self._loader, self._complete, self._type = loader, complete, row_type(**shape)
@@ -290,11 +290,6 @@ class _ShardWriter:
 
     def _read_shard(self, number: int) -> None:
         """Reads the batches of a shard, and writes it if it is of this part."""
-        if self._part is None:
-            raise InputError(
-                f"out={self._config.out}: shard {number} is missing: run its part (--part=i/n), or"
-                " the command without --part"
-            )
         is_written, parts = number % self._part[1] == self._part[0], []
         for _ in range(self._config.save_every):
             batch = next(self._loader, None)

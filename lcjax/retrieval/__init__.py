@@ -1,7 +1,7 @@
 """Retrieval: searches a datastore of passages by words or by vectors, and trains encoders."""
 
-from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
-from lcjax.retrieval.chunks import ChunksConfig, finish_chunks, write_chunks
+from lcjax.retrieval.build_store import BuildConfig, build, read_documents
+from lcjax.retrieval.chunks import ChunksConfig, write_chunks
 from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.encoder import (
     BertEncoder,
@@ -54,8 +54,6 @@ __all__ = [
     "build",
     "build_tokens",
     "check",
-    "finish",
-    "finish_chunks",
     "open_encoder",
     "read_documents",
     "recall",

@@ -1,13 +1,14 @@
 """Datastores: python -m lcjax.retrieval COMMAND --help.
 
 build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
-  with --encoder.path=MODEL by vectors. --part=i/n writes some shards, --finish the rest.
+  with --encoder.path=MODEL by vectors. --part=i/n writes some of its shards, and
+  without --part the command completes it.
 search FOLDER "question": prints the passages that fit best.
 check FOLDER: searches sentences of the passages themselves; with --files also compares checksums.
 append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
 chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
-  to --out=FOLDER. --part=i/n and --finish as for build.
+  to --out=FOLDER. --part=i/n as for build.
 negatives --path=QUESTIONS --store=FOLDER --out=FILE: writes pairs of questions and passages, with
   passages that lack the answer, to train an encoder on.
 questions: makes questions with answers from a datastore by patterns, from --config=FILE to
@@ -27,8 +28,8 @@ from tqdm.auto import tqdm
 from lcjax import config as config_lib
 from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
-from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
-from lcjax.retrieval.chunks import ChunksConfig, finish_chunks, write_chunks
+from lcjax.retrieval.build_store import BuildConfig, build, read_documents
+from lcjax.retrieval.chunks import ChunksConfig, write_chunks
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
@@ -37,7 +38,7 @@ from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.questions import QuestionsConfig, write_questions
 from lcjax.retrieval.retriever import KINDS, Retriever, check
 
-_PART = "{}: part {} is written; when all are, run --finish"
+_PART = "{}: part {} is written; when all are, run the command without --part"
 _WIDTH = 100  # characters of a passage that `search` prints on a line
 
 
@@ -72,32 +73,26 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _parse(
-    kind: type, words: list[str], report: config_lib.ErrorReport
-) -> tuple[Any, str | None, bool]:
-    """Returns the settings of a command that can be divided, its --part, and if it has --finish."""
-    part, is_last, rest = None, False, []
+def _parse(kind: type, words: list[str], report: config_lib.ErrorReport) -> tuple[Any, str | None]:
+    """Returns the settings of a command that can be divided, and its --part."""
+    part, rest = None, []
     while words:
         key, equals, value = words.pop(0).partition("=")
         if key == "--part":
             if not equals and not words:
                 raise InputError("--part has no value; write --part=i/n")
             part = value if equals else words.pop(0)
-        elif key == "--finish" and not equals:
-            is_last = True
         else:
             rest.append(f"{key}{equals}{value}")
-    if part is not None and is_last:
-        raise InputError("--part and --finish: finish when all parts are written")
     if {"-h", "--help"} & set(rest):
-        print("--part=i/n  write the shards i, i + n, ...; --finish  complete all parts\n")
+        print("--part=i/n  write the shards i, i + n, ...; without it, all that are missing\n")
     report.config = settings = config_lib.parse(kind, rest)
-    return settings, part, is_last
+    return settings, part
 
 
 def _build(words: list[str], report: config_lib.ErrorReport) -> None:
-    settings, part, is_last = _parse(BuildConfig, words, report)
-    index = finish(settings) if is_last else build(settings, part=part)
+    settings, part = _parse(BuildConfig, words, report)
+    index = build(settings, part=part)
     if index is None:
         print(_PART.format(settings.out, part))
         return
@@ -108,9 +103,8 @@ def _build(words: list[str], report: config_lib.ErrorReport) -> None:
 
 
 def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
-    settings, part, is_last = _parse(ChunksConfig, words, report)
-    index = finish_chunks(settings) if is_last else write_chunks(settings, part=part)
-    if index is None:
+    settings, part = _parse(ChunksConfig, words, report)
+    if write_chunks(settings, part=part) is None:
         print(_PART.format(settings.out, part))
 
 
@@ -122,7 +116,7 @@ def _questions(words: list[str], report: config_lib.ErrorReport) -> None:
 
 def _build_tokens(words: list[str], report: config_lib.ErrorReport) -> None:
     for word in words:
-        if word.partition("=")[0] in ("--part", "--finish"):
+        if word.partition("=")[0] == "--part":
             raise InputError(
                 f"{word}: build-tokens appends the keys of all tokens to one file in the order of"
                 " the text, so it has no parts: run it once, on several devices with --mesh.data=N"

@@ -126,8 +126,9 @@ def build(
       config: settings.
       executor: executor that writes the shards, such as Dask's. Its workers must share the storage
         of `config.out`. None: `config.workers` processes of this machine.
-      part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the indices to
-        `finish`. Parts may run at the same time on machines that share the storage.
+      part: `i/n` writes only the shards i, i + n, ... (i counts from 0). Parts may run at the same
+        time on machines that share the storage; after them, a build without `part` writes the
+        indices.
       encoder: encoder to use instead of that of `config.encoder`. It is sent to the executor with
         each job, unless `config.encoder` has a path, which the workers then open.
 
@@ -152,25 +153,7 @@ def build(
         return content
     jobs = sources.jobs()
     _write_shards(config, f"{config} {identity}", jobs[index::part_of], executor, encoder)
-    return _finish(config, jobs, encoder) if part is None else None
-
-
-def finish(config: BuildConfig, *, encoder: Encoder | None = None) -> dict[str, Any]:
-    """Completes a datastore after all of its parts are written (`build` with `part`).
-
-    Raises:
-      InputError: shards are missing.
-    """
-    encoder = encoder or config.encoder.open(config.mesh)
-    _check_settings(config, encoder)
-    sources = _Sources(config)
-    if not (config.folder / PLAN).is_file() and not (config.folder / INDEX).is_file():
-        raise InputError(f"out={config.out} holds no shards: write them with --part=i/n first")
-    content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)
-    if content is not None:
-        _remove_drafts(config.folder)
-        return content
-    return _finish(config, sources.jobs(), encoder)
+    return _write_indices(config, jobs, encoder) if part is None else None
 
 
 def _check_settings(config: BuildConfig, encoder: Encoder | None) -> None:
@@ -349,7 +332,7 @@ class _ShardWriter:
         return shard
 
 
-def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> dict[str, Any]:
+def _write_indices(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> dict[str, Any]:
     """Writes the vectors and indices of all shards, and `index.json` last."""
     out = config.folder
     with RunLock(out, "out"):
@@ -357,7 +340,7 @@ def _finish(config: BuildConfig, jobs: list[Job], encoder: Encoder | None) -> di
         if missing := [job.number for job, shard in zip(jobs, shards) if shard is None]:
             raise InputError(
                 f"out={config.out}: {len(missing)} of {len(jobs)} shards are missing, such as"
-                f" {missing[0]}: run their parts (--part=i/n), or build without --part"
+                f" {missing[0]}: the workers of an executor must share this folder"
             )
         num_documents = sum(shard.pop("documents") for shard in shards)
         for shard in shards:

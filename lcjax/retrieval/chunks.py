@@ -70,8 +70,9 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
 
     Args:
       config: settings.
-      part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the index to
-        `finish_chunks`. Every part reads the whole text, but searches only for its own rows.
+      part: `i/n` writes only the shards i, i + n, ... (i counts from 0). Every part reads the whole
+        text, but searches only for its own rows. After all parts, a call without `part` writes the
+        index.
 
     Returns:
       The index of the folder, which is the content of `retrieved.json`; None with `part`.
@@ -80,20 +81,7 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
       InputError: the folder was written from other text, passages or settings, the datastore does
         not support the search, or it has no passage for the rows.
     """
-    return _write(config, (0, 1) if part is None else parse_part(part))
-
-
-def finish_chunks(config: ChunksConfig) -> dict[str, Any]:
-    """Completes a folder after all of its parts are written (`write_chunks` with `part`).
-
-    Raises:
-      InputError: shards are missing.
-    """
-    return _write(config, None)
-
-
-def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any] | None:
-    """Writes a part; `part` is an argument of `lcjax.data.stored_rows.write_rows`."""
+    index_of, parts = (0, 1) if part is None else parse_part(part)
     check_path("out", config.out)
     # The loader makes the decoder's rows; the passages are added here.
     data = dataclasses.replace(config.data, chunks=None)
@@ -119,9 +107,10 @@ def _write(config: ChunksConfig, part: tuple[int, int] | None) -> dict[str, Any]
             shape = config.row_shape(tokenizer.vocab_size)
             chunks = _RetrievedChunks(config, retriever, tokenizer)
             # Several parts may write different shards at the same time, so they take no lock.
-            is_alone = part is None or part[1] == 1
-            with RunLock(config.folder, "out") if is_alone else contextlib.nullcontext():
-                index = write_rows(config, RETRIEVED, shape, loader, chunks.add, fields, part)
+            with RunLock(config.folder, "out") if parts == 1 else contextlib.nullcontext():
+                index = write_rows(
+                    config, RETRIEVED, shape, loader, chunks.add, fields, (index_of, parts)
+                )
     finally:
         loader.close()
     if index is None:

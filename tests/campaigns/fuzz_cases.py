@@ -1093,7 +1093,6 @@ out|proc | build --out=/proc/x/y --data.path={corpus}
 out|xxx | build --out={long} --data.path={corpus}
 part | build --out=o --data.path={corpus} --part=4/4
 part | build --out=o --data.path={corpus} --part={surrogate}
-shards | build --out=o --data.path={corpus} --finish
 search by | build --out=o --data.path={corpus} --sparse=null
 encoder | build --out=o --data.path={corpus} --encoder.path=absent
 tokenizer | build --out=o --data.path={corpus} --chunking.unit=tokens

@@ -21,7 +21,7 @@ import lcjax
 from lcjax.data import TextConfig, TextSource, Upsample, jobs
 from lcjax.data.config import TeacherSource
 from lcjax.errors import InputError
-from lcjax.retrieval import BuildConfig, Chunking, Datastore, Document, Sparse, build, finish
+from lcjax.retrieval import BuildConfig, Chunking, Datastore, Document, Sparse, build, build_store
 
 pytest.importorskip("bm25s")
 
@@ -78,22 +78,22 @@ def test_a_datastore_holds_all_passages_and_their_vectors(text, tmp_path):
 
 
 @pytest.mark.parametrize("is_dense", [False, True])
-def test_parts_and_executors_write_the_same_bytes(is_dense, text, tmp_path):
+def test_parts_and_executors_write_the_same_bytes(is_dense, text, tmp_path, monkeypatch):
     encoder = WordEncoder() if is_dense else None
     built(text, tmp_path / "whole", encoder)
     whole = content(tmp_path / "whole")
-    config = settings(text, tmp_path / "parts")
-    with pytest.raises(InputError, match="holds no shards: write them with --part=i/n first"):
-        finish(config, encoder=encoder)
-    for part in ("2/3", "0/3"):
-        assert build(config, part=part, encoder=encoder) is None
-    with pytest.raises(InputError, match=r"\d of \d+ shards are missing, such as 1: run their"):
-        finish(config, encoder=encoder)
-    with pytest.raises(InputError, match="is not finished: run the same"):
-        Datastore(tmp_path / "parts")
-    build(config, part="1/3", encoder=encoder)
-    index = finish(config, encoder=encoder)
-    assert content(tmp_path / "parts") == whole and finish(config, encoder=encoder) == index
+    for parts in (("2/3", "0/3"), ("2/3", "0/3", "1/3")):
+        out = tmp_path / f"parts{len(parts)}"
+        config = settings(text, out)
+        for part in parts:
+            assert build(config, part=part, encoder=encoder) is None
+        with pytest.raises(InputError, match="is not finished: run the same"):
+            Datastore(out)
+        with monkeypatch.context() as patch:
+            if len(parts) == 3:  # all shards are written, and none is written again
+                patch.setattr(build_store._ShardWriter, "write", None)
+            index = build(config, encoder=encoder)
+        assert content(out) == whole and build(config, encoder=encoder) == index
     for number, executor in enumerate((ThreadPoolExecutor(3), InOrder())):
         with executor:
             out = tmp_path / str(number)
@@ -111,6 +111,16 @@ class InOrder(ThreadPoolExecutor):
         import pickle
 
         return super().submit(*pickle.loads(pickle.dumps((function, *args))))
+
+
+def test_shards_that_an_executor_writes_elsewhere_are_missing(text, tmp_path):
+    class OtherStorage(ThreadPoolExecutor):
+        def submit(self, function, *args):
+            return super().submit(lambda: {"passages": 1})
+
+    match = r"(\d+) of \1 shards are missing, such as 0: the workers"
+    with OtherStorage(1) as executor, pytest.raises(InputError, match=match):
+        build(settings(text, tmp_path / "out"), executor=executor)
 
 
 @pytest.mark.slow
@@ -198,7 +208,7 @@ def test_a_build_that_is_killed_before_any_step_of_the_end_resumes(text, tmp_pat
     for number in range(1, 100):
         at_step(number)
         try:
-            finish(config, encoder=encoder)
+            build(config, encoder=encoder)
         except Killed:
             continue
         break
@@ -381,7 +391,6 @@ def test_a_missing_extra_is_one_line_before_any_work(text, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(InputError, match=r"pip install 'bm25s>="):
         build(settings(text, tmp_path / "out"))
-    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(InputError, match=r"faiss-cpu: pip install 'bm25s.* 'faiss-cpu"):
         build(settings(text, tmp_path / "out", faiss="ivf"), encoder=WordEncoder())

@@ -256,9 +256,10 @@ def test_the_command_builds_searches_checks_appends_and_deletes(tmp_path, capsys
     )
     build_words = ("build", "--config", config, f"--out={out}", "--workers=1")
     code, printed, _ = run(capsys, *build_words, "--part=0/2")
-    assert code == 0 and "part 0/2 is written; when all are, run --finish" in printed
+    assert code == 0
+    assert "part 0/2 is written; when all are, run the command without --part" in printed
     run(capsys, *build_words, "--part", "1/2")
-    code, printed, _ = run(capsys, *build_words, "--finish")
+    code, printed, _ = run(capsys, *build_words)
     assert code == 0 and "60 passages of 20 documents" in printed
     before = content(out)
     assert run(capsys, *build_words)[0] == 0 and content(out) == before
@@ -340,8 +341,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
         (("build", f"--out={out}x", f"--data.path={text}", "--part=2/2"), "part=2/2 must be i/n"),
         (("build", "--part"), "--part has no value"),
         (("build-tokens", "--part=0/2"), "--part=0/2: build-tokens appends the keys of all tokens"),
-        (("build-tokens", "--finish"), "it has no parts: run it once, on several devices"),
-        (("build", "--part=0/2", "--finish"), "finish when all parts are written"),
+        (("build-tokens", "--part=0/2"), "it has no parts: run it once, on several devices"),
         (("build", f"--out={out}", "--chunking.size=x"), "chunking.size"),
         (("search", tmp_path, "x"), "holds no datastore: give a folder"),
         (("search", out), "the following arguments are required: question"),
