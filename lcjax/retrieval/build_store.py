@@ -12,14 +12,14 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import SeqioSource, StoredSource, TextConfig
+from lcjax.data.config import SeqioSource, Source, StoredSource, TextConfig
 from lcjax.data.corpus import check_outside_data, open_corpus
 from lcjax.data.files import FileList, import_pyarrow
 from lcjax.data.jobs import (
@@ -92,20 +92,23 @@ class BuildConfig:
         check_integers("", self, 0, "workers")
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
-        check_documents(self.data)
+        check_documents(self.data.sources)
 
     @property
     def folder(self) -> Path:
         return local_path("out", self.out, WHY_MAPPED)
 
 
-def check_documents(data: TextConfig) -> None:
-    """Raises an InputError for sources whose records are not documents, or that are up-sampled."""
-    for i, source in enumerate(data.sources):
+def check_documents(sources: Sequence[Source]) -> None:
+    """Raises an InputError for sources whose records are not documents, or that are up-sampled.
+
+    Configs check `data.sources`. Whether `data.path` names rows is known only when it is resolved.
+    """
+    for i, source in enumerate(sources):
         if isinstance(source, StoredSource):
             raise InputError(
-                f"data.sources.{i}: rows of type {source.kind.name} are no documents; name"
-                " their text"
+                f"data: {source.path} has rows of type {source.kind.name}, which are no documents;"
+                " name their text"
             )
         if isinstance(source, SeqioSource) and source.converter:
             raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
@@ -186,17 +189,13 @@ class _Sources:
         self.config = config
         # A seqio task has no files, and is read in one job.
         self.sources = config.data.resolved_sources()
+        check_documents(self.sources)
         self.files = [
             None
             if isinstance(source, SeqioSource)
             else open_files(source, config.data, config.chunking)
             for source in self.sources
         ]
-        for source in self.sources:
-            if isinstance(source, StoredSource):  # known only after `data.path` is resolved
-                raise InputError(
-                    f"data.path={source.path}: {source.kind.name} rows are no documents"
-                )
         self._reader = JobReader(self.files, _in_order)
 
     @property

@@ -38,7 +38,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints.build import ModelSection
-from lcjax.data.config import StoredSource, TextConfig
+from lcjax.data.config import TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
 from lcjax.data.jobs import begin
 from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
@@ -104,7 +104,7 @@ class TokenConfig:
             check_one_of("faiss", self.faiss, INDICES)
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
-        check_documents(self.data)
+        check_documents(self.data.sources)
 
 
 def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dict[str, Any]:
@@ -124,13 +124,11 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
     check_path("out", config.out)
     folder = local_path("out", config.out, WHY_MAPPED)
     check_outside_data("out", folder, config.data)
+    check_documents(config.data.resolved_sources())
     lm = LanguageModel.load(config.model, mesh=config.mesh) if lm is None else lm
     lm.config.check_length(config.window)
     if config.faiss is not None:
         faiss_module()  # raises the error of a missing package before the text is read
-    for source in config.data.resolved_sources():
-        if isinstance(source, StoredSource):  # known only after `data.path` is resolved
-            raise InputError(f"data.path={source.path}: {source.kind.name} rows are no documents")
     corpora = open_split(config.data, "train", lm.tokenizer)
     names = ("window", "overlap", "max_tokens", "dtype", "faiss")
     identity = {

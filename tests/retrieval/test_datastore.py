@@ -372,11 +372,17 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(text, tmp_path):
     short.encode_passages = lambda texts, titles: np.zeros((len(texts), 15))
     with pytest.raises(InputError, match=r"words returned vectors \[\d+, 15\], not \[\d+, 16\]"):
         build(settings(text, tmp_path / "dim"), encoder=short)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "retrieved.json").write_text("{}")
     for fields, match in [
         ({"out": ""}, "out is empty"),
+        ({"data": TextConfig(str(tmp_path / "rows"))}, "rows has rows of type retrieved, which"),
         ({"dtype": "int8"}, "dtype='int8' must be one of"),
         ({"workers": -1}, "workers=-1 must be"),
-        ({"data": TextConfig(sources=[TeacherSource("x")])}, "sources.0: rows of type teacher"),
+        (
+            {"data": TextConfig(sources=[TeacherSource("x")])},
+            "x has rows of type teacher, which",
+        ),
         ({"data": TextConfig(sources=[TextSource("x", upsample=Upsample())])}, "leave it out"),
         ({"sparse": None}, "leave nothing to search by"),
         ({"faiss": "ivf"}, "faiss=ivf is an index of vectors: name an encoder"),

@@ -419,7 +419,7 @@ def test_builds_that_do_not_fit(lm, corpus, tmp_path):
         build_tokens(config(tmp_path / "short", tmp_path / "none"), lm=lm)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "retrieved.json").write_text("{}")
-    with pytest.raises(InputError, match="retrieved rows are no documents"):
+    with pytest.raises(InputError, match="rows has rows of type retrieved, which are no documents"):
         build_tokens(config(tmp_path / "rows", tmp_path / "none"), lm=lm)
     assert not (tmp_path / "none" / "index.json").exists()
     for changes, words in (
