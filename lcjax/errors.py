@@ -24,6 +24,11 @@ class InputError(ValueError):
     """
 
 
+def one_line(error: BaseException) -> str:
+    """Returns the message of an error without line breaks; the error's type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def is_finite_number(value: object) -> bool:
     """Whether `value` is a real number within float64's range: not True, "2", nan or 10**400."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

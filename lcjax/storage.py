@@ -39,7 +39,7 @@ import fsspec
 import numpy as np
 from upath.extensions import ProxyUPath
 
-from lcjax.errors import InputError, install_command
+from lcjax.errors import InputError, install_command, one_line
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 # Stores without folders. fsspec must not cache their listings; their `mkdir` creates buckets.
@@ -130,7 +130,7 @@ class URLPath(ProxyUPath):
         except Exception as error:  # packages raise classes of their own
             if isinstance(error, FileNotFoundError) and not is_write:
                 raise
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = one_line(error)[:300]
             if isinstance(error, FileNotFoundError):
                 reason = f"there is no such bucket or folder ({reason})"
             if isinstance(error, NotImplementedError):

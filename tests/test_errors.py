@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from lcjax.errors import InputError, check_integer, check_seed, install_command, suggestion
+from lcjax.errors import (
+    InputError,
+    check_integer,
+    check_seed,
+    install_command,
+    one_line,
+    suggestion,
+)
 from lcjax.parallel.sharding import Mesh
 from lcjax.training.config import Profile, TrainSection
 
@@ -29,6 +36,11 @@ def test_whole_numbers_of_int32_pass(value):
 def test_other_values_are_errors_of_one_line(value, match):
     with pytest.raises(InputError, match=match):
         check_integer("steps", value, 1, "raise it")
+
+
+def test_the_message_of_an_error_is_one_line_and_never_empty():
+    assert one_line(ValueError("a\n\n  b ")) == "a b"
+    assert one_line(TimeoutError("\n")) == "TimeoutError"
 
 
 def test_seeds_have_32_bits():

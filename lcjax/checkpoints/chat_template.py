@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
 
 _BUDGET = 200_000_000  # characters; a conversation of 1M characters takes about a tenth
 _STEP, _ENTRY = 500, 50  # cost in characters of a step, and of an entry of a list
@@ -66,7 +66,7 @@ def render_template(
     except InputError:
         raise
     except Exception as error:  # templates may apply any operation to any value
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)[:200]
         raise InputError(f"chat_template: {reason}; check the roles of the messages") from error
 
 

@@ -28,7 +28,7 @@ from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
 from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.load import is_gguf, load_config, model_file
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import E2LLM, NTK, DynamicNTK, Linear, NoRotation, Rope, Yarn
@@ -171,7 +171,7 @@ def run(result: Check, length: int, load: Callable[..., Any]) -> Check:
     try:
         reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (KeyError, OSError, ValueError) as error:
-        reason = f"in a run it stops: {' '.join(str(error).split())[:200]}"
+        reason = f"in a run it stops: {one_line(error)[:200]}"
         return _with_run(result, transformers.__version__, REFUSED, reason)
     reference.eval()
     largest = 0.0

@@ -36,7 +36,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, check_integer, one_line
 from lcjax.files import check_sums, write_sums
 from lcjax.parallel import distributed
 from lcjax.storage import Staging, URLPath, is_storage_failure, remove, to_path
@@ -442,7 +442,7 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def _brief(error: Exception) -> str:
-    return " ".join(str(_root(error)).split())[:200]
+    return one_line(_root(error))[:200]
 
 
 def _root(error: Exception) -> Exception:

@@ -12,7 +12,7 @@ from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, check_integer, one_line
 from lcjax.files import read_json
 from lcjax.storage import to_path
 
@@ -284,10 +284,9 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
             ignore_merges=pre in _WHOLE_WORDS,
         )
     except Exception as error:  # the package raises nothing narrower
-        reason = " ".join(str(error).split())
         raise InputError(
-            f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({reason}); download it"
-            " again"
+            f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({one_line(error)});"
+            " download it again"
         ) from error
     backend = Tokenizer(model)
     if pre == "qwen2":

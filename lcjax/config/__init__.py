@@ -31,7 +31,7 @@ from lcjax.config.decode import (
     to_data_path,
 )
 from lcjax.config.help import help_text
-from lcjax.errors import InputError, suggestion
+from lcjax.errors import InputError, one_line, suggestion
 from lcjax.files import check_path, write_whole
 from lcjax.storage import to_path
 
@@ -122,8 +122,8 @@ def import_modules(words: Sequence[str]) -> list[str]:
                 _import(name)
             except (ImportError, OSError, SyntaxError, ValueError) as error:
                 raise InputError(
-                    f"--import={name} cannot be imported ({' '.join(str(error).split())}); give a"
-                    " module or a .py file"
+                    f"--import={name} cannot be imported ({one_line(error)}); give a module"
+                    " or a .py file"
                 ) from None
     return rest
 
@@ -290,7 +290,7 @@ class ErrorReport:
     def __exit__(self, kind, error: BaseException | None, _) -> bool:
         if isinstance(error, KeyboardInterrupt) and self.config is not None:
             # The training loop's message names the saved step and how to continue.
-            text = " ".join(str(error).split()) or "nothing to save"
+            text = one_line(error) if str(error) else "nothing to save"
             self.code = 130
             print("interrupted:", text, file=sys.stderr)
         elif isinstance(error, InputError) or (
@@ -298,11 +298,11 @@ class ErrorReport:
             and (self.config is None or error.errno == errno.ENAMETOOLONG)
         ):  # ENAMETOOLONG: the config names a file with too long a name
             self.code = 2
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
         elif isinstance(error, OSError):
             self.code = 1
             location = self._keep_traceback(error)
-            print(f"error: {' '.join(str(error).split())}{location}", file=sys.stderr)
+            print(f"error: {one_line(error)}{location}", file=sys.stderr)
         return self.code != 0
 
     def _keep_traceback(self, error: OSError) -> str:

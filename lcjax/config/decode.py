@@ -18,7 +18,7 @@ from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
-from lcjax.errors import InputError, suggestion
+from lcjax.errors import InputError, one_line, suggestion
 from lcjax.storage import URLPath, is_url, to_path
 
 _MAX_FILES = 16  # largest number of files that an error lists
@@ -140,8 +140,7 @@ def read_yaml(name: str | os.PathLike) -> dict:
             f"{path} includes itself, or is nested too deeply; take one `!include` or level out"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        why = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be read as YAML: {why}") from None
+        raise InputError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(raw or {}, dict):
         raise InputError(f"{path} must hold `key: value` lines, not one {type(raw).__name__}")
     return raw or {}

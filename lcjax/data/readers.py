@@ -30,7 +30,7 @@ from lcjax.data.files import (
     kind,
     plain_chunks,
 )
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
 from lcjax.files import parse_json
 from lcjax.storage import StorageError, URLPath, is_storage_failure
 
@@ -388,7 +388,8 @@ class ArrayRecordReader(OpenFileReader):
         try:
             return self._handle()[index]
         except (RuntimeError, ValueError, IndexError) as error:
-            raise InputError(f"{self.location(index)} is damaged: {_one_line(error)}") from None
+            reason = one_line(error)[:200]
+            raise InputError(f"{self.location(index)} is damaged: {reason}") from None
 
     def _open(self) -> grain.sources.ArrayRecordDataSource:
         if isinstance(self._path, URLPath):
@@ -400,7 +401,7 @@ class ArrayRecordReader(OpenFileReader):
             return grain.sources.ArrayRecordDataSource([str(self._path)])
         except (RuntimeError, ValueError, OSError) as error:
             raise InputError(
-                f"{self._path} is not a readable ArrayRecord file: {_one_line(error)}"
+                f"{self._path} is not a readable ArrayRecord file: {one_line(error)[:200]}"
             ) from None
 
 
@@ -486,10 +487,6 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
             return value, offset
         if shift > 63:
             raise ValueError("no integer")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 _READERS = {

@@ -18,7 +18,7 @@ from lcjax.data.chunks import Chunks
 from lcjax.data.config import SeqioSource, TextConfig
 from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.data.readers import decode, unit_hash
-from lcjax.errors import InputError, check_one_of, install_command
+from lcjax.errors import InputError, check_one_of, install_command, one_line
 
 # Two tokenizers count as equal if they give equal ids to these words, digits, scripts and code.
 _PROBES = (
@@ -149,7 +149,7 @@ class SeqioCorpus(StreamedCorpus):
             try:
                 number, element = next(numbered, (0, None))
             except tf.errors.OpError as error:
-                raise InputError(f"{self._label}: {_one_line(error)}") from error
+                raise InputError(f"{self._label}: {one_line(error)[:300]}") from error
             if element is None:
                 return
             yield element, {"examples": number}
@@ -174,7 +174,8 @@ class SeqioCorpus(StreamedCorpus):
                 **options,
             )
         except (ValueError, TypeError, AssertionError) as error:
-            raise InputError(f"{self.source.name}: seqio raises: {_one_line(error)}") from error
+            reason = one_line(error)[:300]
+            raise InputError(f"{self.source.name}: seqio raises: {reason}") from error
 
     def _find_key(self, name: str, specs: dict[str, Any]) -> str:
         """Returns the key of a feature's ids, or of its pretokenized text if text is read."""
@@ -241,11 +242,6 @@ def _provider(source: SeqioSource) -> Any:
             " (CacheDatasetPlaceholder): set cached: false"
         )
     return provider
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."
 
 
 def context_chunks(

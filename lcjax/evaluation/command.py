@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
 from lcjax.config.help import command
-from lcjax.errors import InputError, suggestion
+from lcjax.errors import InputError, one_line, suggestion
 from lcjax.evaluation import reproduce, results, retriever_scores
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError(f"{name} is no command; {suggestion(name, ['run', *_COMMANDS])}")
         _COMMANDS[name](config_lib.import_modules(words))
     except (InputError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0
 

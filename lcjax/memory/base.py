@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from draccus.utils import DraccusException
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory
 from lcjax.parallel.sharding import param_shardings
@@ -66,10 +66,9 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
         try:
             return draccus.decode(MemorySection, {"type": "cepe"} | fields)
         except DraccusException as error:
-            reason = " ".join(str(error).split())
             raise InputError(
-                f"the settings {fields} of a memory cannot be read ({reason}); import the module"
-                " that registers its types first"
+                f"the settings {fields} of a memory cannot be read ({one_line(error)}); import"
+                " the module that registers its types first"
             ) from None
 
 

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from lcjax.data.files import LRUCache, import_pyarrow
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, check_integers, check_one_of, one_line
 from lcjax.files import atomic_file, check_path, read_json, sha256, sync_file, write_json
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.parallel.run_lock import RunLock
@@ -202,9 +202,8 @@ def _read_table(path: Path, group: int | None, columns: list[str]) -> "pyarrow.T
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         return file.read(columns) if group is None else file.read_row_group(group, columns)
     except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
-        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path} is damaged ({reason}): copy it again, or build the datastore again"
+            f"{path} is damaged ({one_line(error)}): copy it again, or build the datastore again"
         ) from None
 
 

@@ -28,7 +28,14 @@ from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import find_encoder, is_run
-from lcjax.errors import InputError, check_integer, check_one_of, missing_extra, suggestion
+from lcjax.errors import (
+    InputError,
+    check_integer,
+    check_one_of,
+    missing_extra,
+    one_line,
+    suggestion,
+)
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.models.bert import MODEL_TYPES
@@ -427,8 +434,8 @@ class StaticEncoder(Encoder):
         try:
             return cls(StaticModel.from_pretrained(path), checkpoint_name(folder))
         except Exception as error:  # model2vec lets the exceptions of its file readers through
-            reason = " ".join(str(error).split())
-            raise InputError(f"{path}: not a folder of model2vec ({reason:.200})") from error
+            reason = one_line(error)[:200]
+            raise InputError(f"{path}: not a folder of model2vec ({reason})") from error
 
     def encode(
         self, texts: Sequence[str], titles: Sequence[str] | None, is_query: bool

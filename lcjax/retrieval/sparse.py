@@ -24,7 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_one_of, is_finite_number, missing_extra
+from lcjax.errors import (
+    InputError,
+    check_integer,
+    check_one_of,
+    is_finite_number,
+    missing_extra,
+    one_line,
+)
 from lcjax.files import atomic_file, read_json
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
@@ -175,9 +182,9 @@ class SparseIndex:
                 raise ValueError("params.index.json has no num_docs")
             return cls(Sparse(**settings), bm25)
         except (OSError, ValueError, TypeError, KeyError, IndexError, EOFError) as error:
-            reason = " ".join(str(error).split())
             raise InputError(
-                f"{folder} is no readable index of words ({reason}); build the datastore again"
+                f"{folder} is no readable index of words ({one_line(error)}); build the"
+                " datastore again"
             ) from None
 
 

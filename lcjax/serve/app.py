@@ -24,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.serve.command import ServeConfig
@@ -93,7 +93,7 @@ class Server:
                 response = await handle(request)
             except Exception as error:
                 response = _error_response(error)
-                request.state.note = f" {' '.join(str(error).split())[:200]}"
+                request.state.note = f" {one_line(error)[:200]}"
             if not isinstance(response, StreamingResponse) and not is_open:
                 _log(request, response.status_code)
             return response

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 from tqdm.auto import tqdm
 
-from lcjax.errors import InputError, import_package, install_command
+from lcjax.errors import InputError, import_package, install_command, one_line
 from lcjax.files import atomic_file, write_whole
 from lcjax.parallel import distributed
 from lcjax.storage import AppendedFile, Staging, close_all, to_path
@@ -282,10 +282,9 @@ class WeightsAndBiases:
                 **identity, name=folder.name, resume="allow", dir=place, config=settings
             )
         except wandb.errors.Error as error:
-            reason = " ".join(str(error).split())
             raise InputError(
-                f"track.wandb={project}: run {identity['id']} cannot be written ({reason}); remove"
-                f" {file} to start a new one, or set track.wandb=null"
+                f"track.wandb={project}: run {identity['id']} cannot be written"
+                f" ({one_line(error)}); remove {file} to start a new one, or set track.wandb=null"
             ) from error
         file.write_text(json.dumps(identity) + "\n", encoding="utf-8")
 

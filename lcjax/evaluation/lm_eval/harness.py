@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, install_command, suggestion
+from lcjax.errors import InputError, install_command, one_line, suggestion
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Records
 
@@ -102,7 +102,7 @@ class Suite:
         try:
             return manager.load([name])
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)[:300]
             raise InputError(
                 f"tasks: {name} cannot be loaded ({type(error).__name__}: {reason}); its data comes"
                 " from the hub unless a YAML file in include_path names local files"
