@@ -30,18 +30,15 @@ from lcjax.generation.session import (
     check_rows,
     check_token_ids,
     fill_rows,
-    nll_and_match,
-    nll_and_match_of_logits,
     pad_right,
     prefill_chunk_size,
     read_prompts,
     round_up_to_bucket,
-    score_of_logits,
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
 from lcjax.models import decoder as decoder_lib
-from lcjax.models.loss import Projection
+from lcjax.models.loss import Projection, over_chunks
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
@@ -54,6 +51,45 @@ Ids = Sequence[int]
 
 _MIN_NEW = 32  # slots for continuations; a constant, so prompts of one size share a program
 _CONTINUATION_SIZES = [0, *(8 * 4**n for n in range(12))]  # compiled sizes, in tokens to read
+
+
+# Score functions of `score_texts` and `Session.score`
+
+
+def text_logits(hidden: jax.Array, projection: Projection, targets: jax.Array) -> jax.Array:
+    """Returns float32 logits [R, m, V] and ignores the targets; a `score` for `score_texts`."""
+    del targets
+    return projection(hidden)
+
+
+def nll_and_match(
+    hidden: jax.Array, projection: Projection, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Scores `targets` int32 [B, m] after hidden states [B, m, D], some positions at a time.
+
+    Returns -log p float32 [B, m], and bool [B, m]: whether each target is the most probable token.
+    """
+    return score_of_logits(nll_and_match_of_logits)(hidden, projection, targets)
+
+
+@functools.cache
+def score_of_logits(of_logits: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns `of_logits(logits, targets)` into a function of (hidden, projection, targets).
+
+    The result has the arguments of `nll_and_match`. It is the same object in each call, because
+    `score_texts` and `Session.score` compile it.
+    """
+
+    def of_chunk(hidden, projection, targets):
+        return of_logits(projection(hidden), targets)
+
+    return functools.partial(over_chunks, of_chunk)
+
+
+def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes `nll_and_match` from logits [..., V]."""
+    picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
 
 
 # Whole texts
@@ -122,12 +158,6 @@ def _score_rows(
     hidden, _ = decoder_lib.apply(model, params, tokens, **options)
     hidden = jax.tree.map(lambda x: jnp.take_along_axis(x, rows.places[..., None], 1), hidden)
     return score(hidden, head(params, model.config), targets)
-
-
-def text_logits(hidden: jax.Array, projection: Projection, targets: jax.Array) -> jax.Array:
-    """Returns float32 logits [R, m, V] and ignores the targets; a `score` for `score_texts`."""
-    del targets
-    return projection(hidden)
 
 
 def _lay_out(

@@ -21,7 +21,6 @@ from lcjax.models import cache as cache_lib
 from lcjax.models import decoder as decoder_lib
 from lcjax.models.cache import Cache
 from lcjax.models.layers import CollectKeyValues
-from lcjax.models.loss import Projection, over_chunks
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows, replicated
@@ -258,18 +257,18 @@ class Session:
         positions: np.ndarray,
         *,
         chunk: int,
+        score: Callable[..., Any],
         in_place: bool = True,
-        score: Callable[..., Any] | None = None,
     ) -> Any:
         """Reads `tokens` int32 [B, T] and scores the `targets` int32 [B, T] after each of them.
 
         With `in_place=False` the buffers of the old cache stay valid, so that other texts can
-        continue from it. `score` is as in `score_texts`; None: `nll_and_match`.
+        continue from it. `score` is as in `lcjax.generation.scoring.score_texts`.
 
         Returns:
           What `score` returns, arrays [B, T, ...].
         """
-        step, parts, score = _read if in_place else _score, [], score or nll_and_match
+        step, parts = _read if in_place else _score, []
         sizes = [min(chunk, tokens.shape[1] - start) for start in range(0, tokens.shape[1], chunk)]
         for *columns, next_tokens in _split(sizes, tokens, segments, positions, targets):
             scores, self.cache = step(
@@ -367,36 +366,6 @@ def lower_read(
             *(Decoder(config, mesh), params, cache), array(rows) if tokens == 1 else each,
             None if tokens == 1 else each, each, rotation, None, None,
         ).lower()  # fmt: skip
-
-
-def nll_and_match(
-    hidden: jax.Array, projection: Projection, targets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Scores `targets` int32 [B, m] after hidden states [B, m, D], some positions at a time.
-
-    Returns -log p float32 [B, m], and bool [B, m]: whether each target is the most probable token.
-    """
-    return score_of_logits(nll_and_match_of_logits)(hidden, projection, targets)
-
-
-@functools.cache
-def score_of_logits(of_logits: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns `of_logits(logits, targets)` into a function of (hidden, projection, targets).
-
-    The result has the arguments of `nll_and_match`. It is the same object in each call, because
-    `score_texts` and `Session.score` compile it.
-    """
-
-    def of_chunk(hidden, projection, targets):
-        return of_logits(projection(hidden), targets)
-
-    return functools.partial(over_chunks, of_chunk)
-
-
-def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes `nll_and_match` from logits [..., V]."""
-    picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
 
 
 # Prompts

@@ -19,8 +19,8 @@ from lcjax.errors import InputError
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, TokenLogprobs, token_logprobs
-from lcjax.generation.scoring import score_after_prefix
-from lcjax.generation.session import pad_right, score_of_logits
+from lcjax.generation.scoring import score_after_prefix, score_of_logits
+from lcjax.generation.session import pad_right
 from lcjax.serve.contexts import Context
 
 # Number of most probable tokens that a request can list. The engine always computes all of them, so
