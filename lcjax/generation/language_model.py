@@ -43,13 +43,7 @@ from lcjax.generation.scoring import (
     score_with_landmarks,
     text_logits,
 )
-from lcjax.generation.session import (
-    CachedPrefix,
-    can_share_prefix,
-    check_first,
-    check_rows,
-    check_token_rows,
-)
+from lcjax.generation.session import check_first, check_rows, check_token_rows
 from lcjax.models import Decoder, unstack_layers
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
@@ -150,7 +144,7 @@ class LanguageModel(Scorer):
         vertical_slash they depend on the other tokens of the call. The cache must keep all keys: a
         pattern that keeps only a few has little to share.
         """
-        return can_share_prefix(self.config)
+        return shared_prefix.can_share_prefix(self.config)
 
     def with_shared_prefixes(self, prompts: Sequence[Sequence[int]]) -> Scorer:
         if not prompts or not self.shares_prefixes:
@@ -476,7 +470,7 @@ class LanguageModel(Scorer):
         continuations: Sequence[Sequence[Sequence[int]]],
         *,
         context: Contexts | Sequence[ContextRow] | None = None,
-        prefix: CachedPrefix | None = None,
+        prefix: shared_prefix.CachedPrefix | None = None,
     ) -> list[list[Continuation]]:
         """Scores the continuations of each prompt (token ids), reading the prompt once.
 
@@ -549,7 +543,7 @@ class LanguageModel(Scorer):
         exact: bool = False,
         prefill_chunk: int | None = None,
         mixture: Mixture | None = None,
-        prefix: CachedPrefix | None = None,
+        prefix: shared_prefix.CachedPrefix | None = None,
         top_logprobs: int | None = None,
     ) -> Iterator[Piece]:
         """Yields the text of `generate` piece by piece; the call itself checks the arguments.

@@ -25,7 +25,6 @@ from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
 from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import (
-    CachedPrefix,
     Session,
     check_rows,
     check_token_ids,
@@ -46,6 +45,7 @@ from lcjax.rope import Rotation
 
 if TYPE_CHECKING:
     from lcjax.generation.language_model import LanguageModel
+    from lcjax.generation.shared_prefix import CachedPrefix
 
 Ids = Sequence[int]
 
@@ -305,7 +305,7 @@ def score_continuations(
     continuations: Sequence[Sequence[Ids]],
     *,
     memory: EncodedContext | None = None,
-    prefix: CachedPrefix | None = None,
+    prefix: "CachedPrefix | None" = None,
 ) -> list[list[Continuation]]:
     """Scores the continuations of each prompt, whose KV cache is shared by its continuations.
 
@@ -375,7 +375,7 @@ def score_after_prefix(
     of_logits: Callable[..., Any],
     prompt: Ids,
     texts: Sequence[Ids],
-    prefix: CachedPrefix,
+    prefix: "CachedPrefix",
 ) -> Any:
     """Scores texts that follow one prompt, of which `prefix` holds all but the last tokens.
 

@@ -19,8 +19,12 @@ from lcjax.errors import InputError
 from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
-from lcjax.generation.session import CachedPrefix
-from lcjax.generation.shared_prefix import PrefixReader, group_by_prefix, read_prefix
+from lcjax.generation.shared_prefix import (
+    CachedPrefix,
+    PrefixReader,
+    group_by_prefix,
+    read_prefix,
+)
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default, DynamicNTK
 
