@@ -397,6 +397,7 @@ def test_a_missing_extra_is_one_line_before_any_work(text, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(InputError, match=r"pip install 'bm25s>="):
         build(settings(text, tmp_path / "out"))
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(InputError, match=r"faiss-cpu: pip install 'bm25s.* 'faiss-cpu"):
         build(settings(text, tmp_path / "out", faiss="ivf"), encoder=WordEncoder())
