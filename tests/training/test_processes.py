@@ -138,7 +138,7 @@ def test_two_processes_evaluate_together_and_write_one_set_of_records(place):
             code=code, processes=count, devices=8 // count,
         ).end()  # fmt: skip
         assert_ended_well(job)
-    assert "passkey accuracy" in job[0][1] and "passkey accuracy" not in job[1][1]
+    assert "Passkey accuracy" in job[0][1] and "Passkey accuracy" not in job[1][1]
     one, two = (
         {
             (row["method"], file.name, row["window"]): row
