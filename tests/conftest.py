@@ -17,8 +17,14 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Of XLA's two ways to make code of fused operations for CPUs the newer one compiles twice as
     # long, and compiling is most of the time of a test. Later versions have the newer one only.
     flags.insert(0, "--xla_cpu_use_fusion_emitters=false")
+    # XLA compiles the parts of a program side by side, each with costs of its own. The workers of
+    # pytest-xdist have no idle core for that: whole programs take 15 % less of the tests' time.
+    flags.insert(0, "--xla_cpu_parallel_codegen_split_count=1")
 os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# NumPy's and torch's threads wait in busy loops, on the cores of other workers of pytest-xdist.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests build the same programs again and again, most of their time. The first process makes the
 # folder, the workers of pytest-xdist inherit it.
