@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import Case, seen_by
 from block_tables import agree, listed, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels as pk
 from pallas_kernels import causal, prefix, window
-from pallas_kernels.reference import expand, visibility
+from pallas_kernels.masks import PerHead
+from pallas_kernels.reference import expand
 from pallas_kernels.tables import (
     from_block_mask,
     from_mask,
@@ -63,9 +65,14 @@ def blocks_of(seen, q_block, k_block, reduce=np.any):
     )
 
 
-def dense(mask, t, s, heads=1, **places):
-    index = {"q_index": np.arange(t), "k_index": np.arange(s)} | places
-    return np.asarray(visibility(mask, **index, heads=heads))
+def dense(mask, t, s, q_index=None, k_index=None, **segments):
+    """bool [1 or B, 1 or N, T, S] by NumPy: JAX compiles programs for every mask and shape."""
+    index = (np.arange(n) if x is None else x for x, n in ((q_index, t), (k_index, s)))
+    q_index, k_index = map(np.atleast_2d, index)
+    rows = [len(x) for x in (q_index, k_index, *segments.values())]
+    heads = 4 if isinstance(mask, PerHead) else 1
+    case = Case(batch=max(rows), t=t, s=s, heads=heads, mask=mask)
+    return seen_by(case, q_index, k_index, **segments)
 
 
 SEGMENTS = {
@@ -101,7 +108,7 @@ def test_a_table_holds_every_visible_block_and_calls_full_only_full_ones(mask, p
     table = from_mask(mask, queries=t, keys=s, q_block=q_block, k_block=k_block, **places)
     assert table.static and table.overflow is None
     visited, full = listed(table, -(-s // k_block))
-    seen = dense(mask, t, s, 4, **places)
+    seen = dense(mask, t, s, **places)
     some, whole = (blocks_of(seen, q_block, k_block, f) for f in (np.any, np.all))
     shape = np.broadcast_shapes(some.shape, visited.shape)
     some, whole = (np.broadcast_to(x, shape) for x in (some, whole))
@@ -197,10 +204,11 @@ def test_top_k_lists_valid_choices_once_and_the_blocks_of_a_mask(traced):
 
 def test_top_k_of_key_heads_is_joined_with_a_mask_per_query_head():
     indices = np.array([3, 0]).reshape(1, 2, 1, 1)
-    table = from_top_k(indices, keys=16, q_block=4, k_block=4, also=PARTS)
+    make = functools.partial(from_top_k, keys=16, q_block=4, k_block=4, also=PARTS)
+    table = jax.jit(make)(indices)
     expected = brute_top_k(indices.repeat(2, 1), np.ones((1, 4, 1, 1), bool), 4)
     np.testing.assert_array_equal(
-        listed(table, 4)[0], expected | blocks_of(dense(PARTS, 4, 16, 4), 4, 4)
+        listed(table, 4)[0], expected | blocks_of(dense(PARTS, 4, 16), 4, 4)
     )
     with pytest.raises(ValueError, match="of 3 heads does not fit a mask of 4 heads"):
         from_top_k(indices.repeat(3, 1)[:, :3], keys=8, q_block=4, k_block=4, also=PARTS)

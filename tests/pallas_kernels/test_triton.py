@@ -118,14 +118,19 @@ def test_few_queries_equal_the_dense_float64_formulas(case):
 @pytest.mark.parametrize("splits", [3, pytest.param(1, marks=slow), pytest.param(20, marks=slow)])
 def test_a_cache_read_in_parts_gives_the_same_result_and_only_its_filled_blocks(splits):
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(2, 2, 4, 32)), jnp.float32)
-    keys, values = (jnp.asarray(rng.normal(size=(2, 2, 150, 32)), jnp.float32) for _ in range(2))
-    options = dict(mask=causal() & window(60), q_index=jnp.arange(98, 100))
-    wanted = decode(q, keys, values, **options, implementation="reference")
+    shapes = (2, 2, 4, 32), (2, 2, 150, 32), (2, 2, 150, 32)
+    q, keys, values = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+    @functools.partial(jax.jit, static_argnames=("splits", "implementation"))
+    def run(q, keys, values, q_index, **options):
+        return decode(q, keys, values, causal() & window(60), q_index=q_index, **options)
+
+    q_index = np.arange(98, 100)
+    wanted = run(q, keys, values, q_index, implementation="reference")
     place = np.arange(150)[:, None]
     read = (place >= 32) & (place < 112)  # blocks of 16 keys with a place from 39 to 99
-    keys, values = (jnp.where(read, x, jnp.nan) for x in (keys, values))
-    found = decode(q, keys, values, **options, splits=splits, implementation="interpreted")
+    keys, values = (np.where(read, x, np.float32("nan")) for x in (keys, values))
+    found = run(q, keys, values, q_index, splits=splits, implementation="interpreted")
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
 

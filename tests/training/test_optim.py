@@ -1,6 +1,7 @@
 """Learning rates at known points, clipping, decay by path, and the average of the weights."""
 
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from lcjax.tree import flatten, nest
 
 
 def rates(*steps, **settings):
-    schedule = optim.schedule(TrainSection(**settings))
+    schedule = jax.jit(optim.schedule(TrainSection(**settings)))
     return [float(schedule(step)) for step in steps]
 
 
@@ -49,26 +50,37 @@ def test_updates_equal_optax_adamw_with_clipping():
     theirs = optax.chain(
         optax.clip_by_global_norm(0.5), optax.adamw(0.01, 0.8, 0.95, 1e-3, weight_decay=0.1)
     )
-    params = {"a": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.ones(4)}
-    expected, state, reference = params, ours.init(params), theirs.init(params)
-    for seed in range(3):
-        grads = jax.tree.map(
-            lambda p, s=seed: jax.random.normal(jax.random.key(s), p.shape), params
-        )
+    params = {
+        "a": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)},
+        "b": np.ones(4, np.float32),
+    }
+    rng = np.random.default_rng(0)
+
+    @jax.jit
+    def step(grads, params, state, expected, reference):
         updates, state = ours.update(grads, state, params)
         params = optim.apply(params, updates, jnp.float32(0.01))
         updates, reference = theirs.update(grads, reference, expected)
-        expected = optax.apply_updates(expected, updates)
+        return params, state, optax.apply_updates(expected, updates), reference
+
+    expected, (state, reference) = params, jax.jit(lambda p: (ours.init(p), theirs.init(p)))(params)
+    for _ in range(3):
+        grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
+        params, state, expected, reference = step(grads, params, state, expected, reference)
     for actual, target in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(actual, target, rtol=1e-6)
 
 
 def test_a_gradient_above_the_clip_norm_is_scaled_to_it():
     train = TrainSection(clip=0.5, weight_decay=0.0)
-    params = {"w": {"kernel": jnp.zeros(2)}}
+    params = {"w": {"kernel": np.zeros(2, np.float32)}}
+
+    @jax.jit
+    def updated(grads):
+        return optim.optimizer(train).update(grads, optim.optimizer(train).init(params), params)
+
     for norm, clipped in ((50.0, 0.5), (0.4, 0.4)):
-        grads = {"w": {"kernel": norm * jnp.array([0.6, 0.8])}}
-        _, state = optim.optimizer(train).update(grads, optim.optimizer(train).init(params), params)
+        _, state = updated({"w": {"kernel": np.float32([0.6 * norm, 0.8 * norm])}})
         # Adam's update hardly depends on the scale of gradients, its first moment does.
         first_moment = state[1].mu["w"]["kernel"]
         np.testing.assert_allclose(first_moment, 0.1 * clipped * np.array([0.6, 0.8]), rtol=1e-5)
@@ -106,8 +118,9 @@ def test_norms_and_biases_are_not_decayed():
 
 def test_average_follows_its_formula_also_for_bfloat16_weights():
     ema, params = {"w": jnp.float32([1.0])}, {"w": jnp.bfloat16([2.0])}
+    average = jax.jit(lambda ema: optim.average(ema, params, 0.999))
     for _ in range(3):
-        ema = optim.average(ema, params, 0.999)
+        ema = average(ema)
     np.testing.assert_allclose(ema["w"], 2 - 0.999**3, rtol=1e-6)
     assert ema["w"].dtype == jnp.float32
 
@@ -164,10 +177,10 @@ def test_layers_are_updated_one_after_another_in_the_shapes_of_a_layer(should_up
         path: (3, *shape) if groups[0] == "layers" else shape for path, shape in shapes.items()
     }
     shapes["norm/scale"] = stacks["norm/scale"] = (4,)
-    keys = jax.random.split(jax.random.key(0), len(stacks))
-    params = nest({path: jnp.ones(shape) for path, shape in stacks.items()})
+    rng = np.random.default_rng(0)
+    params = nest({path: np.ones(shape, np.float32) for path, shape in stacks.items()})
     grads = nest(
-        {path: jax.random.normal(key, stacks[path]) for path, key in zip(stacks, keys, strict=True)}
+        {path: rng.normal(size=shape).astype(np.float32) for path, shape in stacks.items()}
     )
     updated = set()
 
@@ -175,11 +188,15 @@ def test_layers_are_updated_one_after_another_in_the_shapes_of_a_layer(should_up
         params, count, average = old
         for tree in (params, grads, average):
             updated.add(tuple((path, leaf.shape) for path, leaf in sorted(flatten(tree).items())))
-        params = jax.tree.map(jnp.subtract, params, grads)
-        return params, count + 1, jax.tree.map(jnp.add, average, grads)
+        params = jax.tree.map(operator.sub, params, grads)
+        return params, count + 1, jax.tree.map(operator.add, average, grads)
 
-    old = params, jnp.int32(7), grads
-    new = optim.layerwise_update(update, jnp.bool_(should_update), old, grads)
+    @jax.jit
+    def layerwise(should_update, old, grads):
+        return optim.layerwise_update(update, should_update, old, grads)
+
+    old = params, np.int32(7), grads
+    new = layerwise(should_update, old, grads)
     assert updated == {
         tuple(item for item in sorted(shapes.items()) if item[0].startswith(f"{group}/"))
         for group in groups
