@@ -19,6 +19,7 @@ from lcjax.models import LayerKind, preset
 from lcjax.models.decoder import random_params
 from lcjax.models.lora import LoRA
 from lcjax.parallel.run_lock import RunLock
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default
 from lcjax.training import folder as folder_lib
 from lcjax.training import run
@@ -29,7 +30,8 @@ OVERWRITE = {"existing": "overwrite"}
 
 
 def short(folder, corpus, **sections):
-    return tiny(folder, corpus, steps=2, save_every=1, lora=LoRA(rank=2), **sections)
+    settings = {"steps": 2, "save_every": 1, "lora": LoRA(rank=2)}
+    return tiny(folder, corpus, mesh=Mesh(), **settings, **sections)
 
 
 @pytest.fixture(scope="module")
