@@ -59,6 +59,11 @@ _STATUS = re.compile(r"([A-Z]+(?:_[A-Z]+)*): ")
 _OF_CONTENT = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _PAUSE = 1.0  # seconds before a failed read is tried once more
+# By default orbax cuts every array that several devices hold into a part for each of them, and
+# compiles a program for every shape and device. That pays for large arrays only.
+_ARRAY_OPTIONS = ocp.options.ArrayOptions(
+    saving=ocp.options.ArrayOptions.Saving(min_slice_bytes_for_replica_parallel=2**20)
+)
 
 
 class CheckpointError(InputError):
@@ -192,9 +197,10 @@ class Checkpoints:
         self._rotation.last_finite = self.last_finite
         data = _Position(position | {"last_finite": self.last_finite})
         try:
-            response = self._orbax.save_checkpointables_async(
-                step, {"state": state, "data": data}, force=True
-            )
+            with ocp.Context(array_options=_ARRAY_OPTIONS):
+                response = self._orbax.save_checkpointables_async(
+                    step, {"state": state, "data": data}, force=True
+                )
         except _WRITE_FAILURE as error:
             raise self._failure(error) from error
 

@@ -67,6 +67,21 @@ def test_a_new_folder_has_no_checkpoint(tmp_path):
         assert checkpoints.restore(abstract(make_state(0))) is None
 
 
+def test_a_large_array_that_two_devices_hold_comes_back(tmp_path):
+    # Each of the devices writes its half, as it does not of small arrays.
+    two, one = (make_mesh(Mesh(data=n, fsdp=1), jax.devices()[:n]) for n in (2, 1))
+    size = 2 * orbax_io._ARRAY_OPTIONS.saving.min_slice_bytes_for_replica_parallel // 4
+    expected = np.random.default_rng(0).random((2, size // 2), np.float32)
+    state = {"kernel": jax.device_put(expected, jax.NamedSharding(two, jax.P()))}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, position_of(1))
+        checkpoints.wait()
+        sharding = jax.NamedSharding(one, jax.P())
+        like = {"kernel": jax.ShapeDtypeStruct(expected.shape, expected.dtype, sharding=sharding)}
+        _, restored, _ = checkpoints.restore(like)
+    np.testing.assert_array_equal(restored["kernel"], expected)
+
+
 def test_state_key_and_data_position_come_back_and_old_ones_go(tmp_path):
     save(tmp_path, 1, 2, 3, keep=2)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
