@@ -115,8 +115,11 @@ class CrossAttention(nn.Module):
             normed, shape = Norm(c, name="norm")(x), (c.num_heads, c.head_dim)
             q = Linear((c.width,), shape, c, self.query_bias, mesh, name="query")(normed)
             k, v = self.keys(encoded)
-            visible, layout = self.visible_slots(context), self._layout(x, encoded.mask)
-            y, _ = flash(self.queries(q, encoded), k, v, **visible, layout=layout)
+            if self.is_initializing():
+                y = q  # no parameter depends on attention
+            else:
+                visible, layout = self.visible_slots(context), self._layout(x, encoded.mask)
+                y, _ = flash(self.queries(q, encoded), k, v, **visible, layout=layout)
             return Linear(shape, (c.width,), c, mesh=mesh, name="out")(y)
 
     @property
@@ -152,7 +155,7 @@ class CrossAttention(nn.Module):
 
     def _layout(self, x: jax.Array, mask: jax.Array):
         """Returns the kernels' layout; length is sharded if the devices divide text and context."""
-        if self.mesh is None or self.is_initializing():
+        if self.mesh is None:
             return None
         tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
         return attention_layout(self.mesh, self.config.context_parallel, tokens)

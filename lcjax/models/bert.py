@@ -202,8 +202,11 @@ class Block(nn.Module):
         x = keep_tokens(x, mesh)
         projections = Projections(c, mesh, name="attention")
         q, k, v = projections.project(x)
-        with jax.named_scope("attend"):
-            y, _ = flash(q, k, v, k_lengths=lengths, layout=attention_layout(mesh))
+        if self.is_initializing():
+            y = q  # no parameter depends on attention
+        else:
+            with jax.named_scope("attend"):
+                y, _ = flash(q, k, v, k_lengths=lengths, layout=attention_layout(mesh))
         x = Norm(c, name="attention_norm")(x + projections.combine(y))
         x = Norm(c, name="mlp_norm")(x + MLP(c, mesh, name="mlp")(x))
         return keep_tokens(x, mesh), None

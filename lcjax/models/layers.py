@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.attention import AttentionMetadata, Causal, Disentangled, Pattern, TransformerXL
+from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
@@ -129,7 +129,9 @@ class Linear(nn.Module):
         def product(x, kernel):
             return matmul(x, kernel, reduce)
 
-        if has_few_rows(math.prod(x.shape[: x.ndim - count]), config.param_dtype):
+        if self.is_initializing():  # tracing a product takes longer than creating its weights
+            y = jnp.zeros((*x.shape[: x.ndim - count], *self.outputs), kernel.dtype)
+        elif has_few_rows(math.prod(x.shape[: x.ndim - count]), config.param_dtype):
             one_device = self.mesh is None or self.mesh.size == 1
             options = {"weights_dtype": config.param_dtype, "one_device": one_device}
             y = _project(
@@ -288,18 +290,19 @@ class Attention(Projections):
         return shared
 
     def __call__(self, x: jax.Array, inputs: LayerInputs, layer: Any) -> tuple[jax.Array, Any]:
-        c = self.config
+        c, mesh, pattern = self.config, self.mesh, self.config.pattern
         inputs = inputs._replace(bias=self.bias(inputs.bias))
-        # Parameters do not depend on the pattern, and some patterns reject the short rows of init.
-        pattern = Causal() if self.is_initializing() else c.pattern
-        mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
             partials = self.prefix_partials(q, inputs)
             if layer is None:
-                layout = attention_layout(mesh, c.context_parallel, x.shape[1])
-                metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
-                y = pattern.attend(q, k, v, metadata)
+                if self.is_initializing():
+                    # No parameter depends on attention, and some patterns reject init's short rows.
+                    y = q
+                else:
+                    layout = attention_layout(mesh, c.context_parallel, x.shape[1])
+                    metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
+                    y = pattern.attend(q, k, v, metadata)
                 if isinstance(inputs.collect, CollectKeyValues):
                     layer = collect_key_values(k, v, inputs, pattern)
             else:
