@@ -145,11 +145,12 @@ def _peaks(device: jax.Device | None) -> tuple[float | None, float | None]:
     return next(found, (None, None))
 
 
+@functools.cache
 def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
     """Measures the FLOP/s of square matrix products on the default device; the best of `repeats`.
 
     It replaces the table for devices without a data sheet, such as CPUs. The "devices" of a CPU
-    share its cores, so the result is that of the whole machine.
+    share its cores, so the result is that of the whole machine. It is measured once in a process.
     """
     a = jnp.full((size, size), 0.5, jnp.dtype(dtype))
     # Like the model's products: XLA uses a CPU's 16-bit units only for float32 results.

@@ -1,12 +1,10 @@
 """Fixtures that the runs of a file share: quick compilation and a corpus."""
 
 import dataclasses
-import functools
 
 import pytest
 from training_support import quick_compilation, write_corpus
 
-from lcjax.cost import chips
 from lcjax.training import estimate, loop
 
 
@@ -14,13 +12,11 @@ from lcjax.training import estimate, loop
 def compiled_once(tmp_path_factory):
     """Compiles quickly; returns the compilation cache, for processes that a test starts.
 
-    Runs skip the estimate of their memory too, which traces the model three more times, and
-    measure the machine's peak once.
+    Runs skip the estimate of their memory too, which traces the model three more times.
     """
     folder = str(tmp_path_factory.mktemp("xla"))
     with quick_compilation(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "of_run", lambda *_: [])
-        patch.setattr(chips, "measured_peak", functools.cache(chips.measured_peak))
         yield folder
 
 
