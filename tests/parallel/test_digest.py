@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax.cost import parameter_shapes
 from lcjax.models import preset
-from lcjax.models.decoder import random_params
 from lcjax.parallel import digest
 from lcjax.parallel.device_memory import host_shardings, is_offloaded
 from lcjax.parallel.digest import weights_digest
@@ -14,7 +14,13 @@ from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import flatten, nest
 
 MESH = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
-PARAMS = random_params(preset("tiny"), 0)
+RNG = np.random.default_rng(0)
+PARAMS = nest(
+    {
+        path: jnp.asarray(RNG.standard_normal(leaf.shape, np.float32))
+        for path, leaf in parameter_shapes(preset("tiny")).items()
+    }
+)
 PATH = "layers/mlp/up/kernel"
 
 
