@@ -1,8 +1,8 @@
 """Datastores: python -m lcjax.retrieval COMMAND --help.
 
 build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
-  with --encoder.path=MODEL by vectors. --part=i/n writes some of its shards, and
-  without --part the command completes it.
+  with --encoder.path=MODEL by vectors. --part=i/n writes a part of the shards; without it, the
+  command writes all that are missing.
 search FOLDER "question": prints the passages that fit best.
 check FOLDER: searches sentences of the passages themselves; with --files also compares checksums.
 append FOLDER --path=TEXT: adds passages.

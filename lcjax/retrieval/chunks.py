@@ -81,7 +81,7 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
       InputError: the folder was written from other text, passages or settings, the datastore does
         not support the search, or it has no passage for the rows.
     """
-    index_of, parts = (0, 1) if part is None else parse_part(part)
+    share = (0, 1) if part is None else parse_part(part)
     check_path("out", config.out)
     # The loader makes the decoder's rows; the passages are added here.
     data = dataclasses.replace(config.data, chunks=None)
@@ -107,10 +107,8 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
             shape = config.row_shape(tokenizer.vocab_size)
             chunks = _RetrievedChunks(config, retriever, tokenizer)
             # Several parts may write different shards at the same time, so they take no lock.
-            with RunLock(config.folder, "out") if parts == 1 else contextlib.nullcontext():
-                index = write_rows(
-                    config, RETRIEVED, shape, loader, chunks.add, fields, (index_of, parts)
-                )
+            with RunLock(config.folder, "out") if share[1] == 1 else contextlib.nullcontext():
+                index = write_rows(config, RETRIEVED, shape, loader, chunks.add, fields, share)
     finally:
         loader.close()
     if index is None:

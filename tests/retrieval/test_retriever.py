@@ -340,8 +340,11 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
         (("build", f"--out={out}x"), "error: data.path is empty"),
         (("build", f"--out={out}x", f"--data.path={text}", "--part=2/2"), "part=2/2 must be i/n"),
         (("build", "--part"), "--part has no value"),
-        (("build-tokens", "--part=0/2"), "--part=0/2: build-tokens appends the keys of all tokens"),
-        (("build-tokens", "--part=0/2"), "it has no parts: run it once, on several devices"),
+        (
+            ("build-tokens", "--part=0/2"),
+            "--part=0/2: build-tokens appends the keys of all tokens to one file in the order of"
+            " the text, so it has no parts: run it once, on several devices",
+        ),
         (("build", f"--out={out}", "--chunking.size=x"), "chunking.size"),
         (("search", tmp_path, "x"), "holds no datastore: give a folder"),
         (("search", out), "the following arguments are required: question"),
