@@ -1,46 +1,51 @@
-"""Renders chat templates, which are untrusted Jinja programs, in a sandbox with bounded work.
+"""Renders chat templates, which are untrusted Jinja programs, in a process with limits.
 
-Jinja's sandbox hides Python objects from templates, but does not bound their time or the size of
-their strings. Here every step has a cost: each pass of a loop or macro body, and calls, filters,
-operators and output in proportion to the size of their results. A template that exceeds its budget
-or its time raises an error.
+The process (`template_process`) is started once, by the first template. Values reach it as plain
+data, and it answers with text and numbers only.
 """
 
-import datetime
-import functools
-import json
-import math
-import re
+import atexit
+import importlib.util
+import marshal
+import os
+import signal
+import struct
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from lcjax.errors import InputError, one_line
 
-_BUDGET = 200_000_000  # characters; a conversation of 1M characters takes about a tenth
-_STEP, _ENTRY = 500, 50  # cost in characters of a step, and of an entry of a list
-_SECONDS = 10  # CPU time of this thread
-# Filters whose results are no larger than their input, and that do not read nested values.
-_CHEAP = {
-    "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject",
-    "rejectattr", "select", "selectattr",
-}  # fmt: skip
+_SECONDS = 10.0  # processor time of a template; a conversation of 1M characters takes about 0.01
+_MEMORY = 1 << 30  # bytes of address space of the process
+_PROGRAM = Path(__file__).with_name("template_process.py")
+_HEADER = struct.Struct("<cQQ")
+_MAX_REPLY = 1 << 28  # bytes of the text, and of the spans
+_PLAIN = {str: str.__str__, int: int.__int__, float: float.__float__}  # of subclasses
+_ENDED_BY_OTHERS = (-15, -9)  # SIGTERM; SIGKILL, as by a system without memory
 _OPTIONAL = {"tools": None, "documents": None}  # templates compare them with `none`
-_OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+      text: the conversation as the model was trained to read it.
+      generated: spans (start, stop) of characters of `text` that `{% generation %}` marks, which
+        the model writes. Empty without such blocks, and if one is inside a macro.
+    """
+
+    text: str
+    generated: tuple[tuple[int, int], ...]
 
 
 def render_template(
     template: str | None, messages: list[dict[str, Any]], /, **variables: Any
-) -> str:
-    """Returns the conversation as the model was trained to read it.
+) -> Rendered:
+    """Renders a conversation as transformers does.
 
     The environment is that of transformers: blocks are trimmed, templates may call
     `raise_exception`, `strftime_now` and `tojson`, and mark answers with `{% generation %}`. Also
@@ -49,205 +54,166 @@ def render_template(
     Args:
       template: the Jinja source.
       messages: the conversation.
-      **variables: other variables of the template, such as `enable_thinking` or `tools`.
+      **variables: other variables of the template, such as `enable_thinking` or `tools`: text,
+        numbers, None, lists and dictionaries.
 
     Raises:
-      InputError: there is no template, or it fails, includes other files, or does too much work.
+      InputError: there is no template, or it fails, includes other files, or takes too much time
+        or memory; or a variable is no plain data.
     """
     if template is None:
         raise InputError(
             "this tokenizer has no chat_template; give the prompt as plain text, or use an "
             "instruction-tuned checkpoint"
         )
-    try:
-        compiled = _compile(template)
-        compiled.environment.begin()
-        return compiled.render(_OPTIONAL | variables, messages=messages)
-    except InputError:
-        raise
-    except Exception as error:  # templates may apply any operation to any value
-        reason = one_line(error)[:200]
-        raise InputError(f"chat_template: {reason}; check the roles of the messages") from error
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    """Compiles a template, with calls that count its work."""
-    environment = _Environment()
-    environment.begin()  # compiling evaluates constants
-    tree = environment.parse(source)
-    if (other := tree.find(_OTHER_FILES)) is not None:
-        raise InputError(
-            f"chat_template: line {other.lineno} reads another file, which no chat template may;"
-            " put its text into the template"
+    values = _OPTIONAL | variables | {"messages": messages}
+    values = {name: _plain_variable(name, value) for name, value in values.items()}
+    kind, text, spans = _process.render(marshal.dumps((template, values)))
+    if kind == b"t":
+        return Rendered(text, spans)
+    text = " ".join(text.split())
+    if kind == b"m":  # no reply within the time, or no memory
+        text = (
+            f"it loops or grows beyond all conversations ({_SECONDS:g} s, {_MEMORY >> 20} MiB), and"
+            " was stopped; use the template that was published with the model"
         )
-    tree = _Count().visit(tree)
-    tree.set_environment(environment)
-    return environment.from_string(tree)
+    elif kind == b"e":
+        text = f"{text[:200]}; check the roles of the messages"
+    raise InputError(f"chat_template: {text}")
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that counts the work of templates; each thread that renders has its own budget."""
+def _plain_variable(name: str, value: Any) -> Any:
+    """Returns a copy of plain data whose types are exactly Python's, which `marshal` needs."""
+    # Pairs (container, copy) by the container's id: YAML's anchors make a list part of many.
+    copies: dict[int, tuple[Any, Any]] = {}
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self):
-        extensions = [loopcontrols, _Generation]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.filters = {name: self._counted(name, f) for name, f in self.filters.items()}
-        self.filters["tojson"] = self._counted("tojson", _to_json)
-        self.globals |= {
-            "raise_exception": _raise,
-            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-            _Count.STEP: self.spend,
-            _Count.JOIN: lambda *parts: "".join(map(str, parts)),
-            _Count.WRITE: lambda value: value,
-        }
-        self._budget = threading.local()
-
-    def begin(self) -> None:
-        """Gives this thread a new budget."""
-        self._budget.left, self._budget.deadline = _BUDGET, time.thread_time() + _SECONDS
-
-    def spend(self, amount: float) -> None:
-        """Takes one step and `amount` characters from the budget."""
-        budget = self._budget
-        budget.left -= amount + _STEP
-        if budget.left < 0 or time.thread_time() > budget.deadline:
-            raise InputError(
-                "chat_template: it loops or grows beyond all conversations, and was stopped; use"
-                " the template that was published with the model"
-            )
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-        values = [*args, *kwargs.values()]
-        if isinstance(owner, str):  # a method of a string: replace, center, join
-            self.spend(self._product(owner, values))
-        elif function != self.spend:
-            self.spend(sum(map(self._size, values)))
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+":
-            self.spend(self._size(left) + self._size(right))
-        elif operator == "**":
-            self.spend(_bits(left) * abs(right) if isinstance(right, int) else 1)
-        else:
-            self.spend(self._product(left, [right]))
-        return super().call_binop(context, operator, left, right)
-
-    def _counted(self, name: str, function: Callable) -> Callable:
-        """Wraps a filter so that it spends its cost before it runs."""
-        has_context = hasattr(function, "jinja_pass_arg")
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            value, *others = args[has_context:]
-            cost = 0 if name in _CHEAP else self._product(value, [*others, *kwargs.values()])
-            self.spend(cost)
-            return function(*args, **kwargs)
-
-        vars(run).update(getattr(function, "__dict__", {}))  # Jinja's mark of context arguments
-        return run
-
-    def _product(self, value: Any, others: list[Any]) -> float:
-        """Returns an upper bound on the result size of a string method, filter or product.
-
-        Numbers may be widths or counts, even those inside a format string.
-        """
-        sizes = [self._size(value)]
-        if isinstance(value, str) and ("%" in value or "{" in value):
-            sizes.append(max(map(int, re.findall(r"\d{1,12}", value)), default=1))
-        for other in others:
-            counts = other if isinstance(other, list | tuple) else [other]
-            numbers = [abs(count) for count in counts if isinstance(count, int)]
-            sizes.append(max([self._size(other), *numbers]))
-        return math.prod(max(size, 1) for size in sizes)
-
-    def _size(self, value: Any) -> int:
-        """Estimates the characters of a value as text; stops counting beyond the budget."""
-        total, values = 0, [value]
-        while values and total <= self._budget.left:
-            value = values.pop()
-            if isinstance(value, str):
-                total += len(value)
-            elif isinstance(value, Mapping):
-                total += _ENTRY * len(value)
-                values += [*value.keys(), *value.values()]
-            elif isinstance(value, list | tuple | set):
-                total += _ENTRY * len(value)
-                values += value
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        for kind, convert in _PLAIN.items():
+            if isinstance(value, kind):
+                return convert(value)
+        if id(value) not in copies:
+            if isinstance(value, Mapping):
+                copy = {plain(key): plain(item) for key, item in value.items()}
+            elif isinstance(value, list | tuple):
+                copy = (tuple if isinstance(value, tuple) else list)(map(plain, value))
             else:
-                total += 1 + _bits(value) // 3
-        return total
+                raise InputError(
+                    f"chat_template: the variable {name} holds a {type(value).__qualname__}; give"
+                    " text, numbers, true or false, lists and dictionaries"
+                )
+            copies[id(value)] = value, copy  # no other container gets this id
+        return copies[id(value)][1]
+
+    try:
+        return plain(value)
+    except RecursionError:
+        raise InputError(f"chat_template: the variable {name} is nested too deeply") from None
 
 
-def _bits(value: Any) -> int:
-    return value.bit_length() if isinstance(value, int) else 1
+class _TemplateProcess:
+    """A process that renders one template after another, for all threads of this process.
 
-
-class _Count(NodeTransformer):
-    """Inserts calls that `_Environment.call` counts: in loops and macros, for `~` and output."""
-
-    STEP, JOIN, WRITE = "__step__", "__join__", "__write__"
-
-    def _call(self, name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
-        return nodes.Call(nodes.Name(name, "load"), args, [], None, None, lineno=line)
-
-    def _counted_body(self, node: nodes.For | nodes.Macro) -> nodes.Node:
-        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        step = self._call(self.STEP, [nodes.Const(text)], node.lineno)
-        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
-        return node
-
-    visit_For = visit_Macro = visit_CallBlock = _counted_body
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
-        self.generic_visit(node)
-        return self._call(self.JOIN, node.nodes, node.lineno)
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Output:
-        self.generic_visit(node)
-        node.nodes = [
-            child
-            if isinstance(child, nodes.TemplateData)
-            else self._call(self.WRITE, [child], node.lineno)
-            for child in node.nodes
-        ]
-        return node
-
-
-class _Generation(Extension):
-    """Renders the body of `{% generation %}`, which marks text that the model writes.
-
-    Variables that are set in the body are local to it, as in transformers.
+    A process that was forked from this one starts its own.
     """
 
-    tags: ClassVar = {"generation"}
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.Lock()
 
-    def parse(self, parser: Parser) -> nodes.Scope:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+    def render(self, request: bytes) -> tuple[bytes, str, tuple[tuple[int, int], ...]]:
+        """Returns the reply of the process: its kind, a text, and the spans of generated text.
+
+        Kinds: "t", the rendered text; "r", a complete message of an error; "e", the error of an
+        operation; "m", the template took too much time or memory.
+        """
+        with self._lock:
+            for _ in range(2):  # another program may have ended the process
+                process = self._process = self._process or _start()
+                try:
+                    return _exchange(process, request)
+                except (EOFError, BrokenPipeError) as error:
+                    code = self.close()
+                    if isinstance(error, EOFError) and code not in _ENDED_BY_OTHERS:
+                        break
+                except BaseException:  # Ctrl-C: the reply would be read as the next one
+                    self.close()
+                    raise
+        return b"m", "", ()
+
+    def close(self) -> int | None:
+        """Ends the process and returns its exit code."""
+        if self._process is None:
+            return None
+        process, self._process = self._process, None
+        with process:  # closes its files and waits
+            process.kill()  # keeps the exit code of a process that has ended already
+        return process.returncode
+
+    def forget(self) -> None:
+        """Leaves the process to the parent, in a process that was forked from it."""
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process.returncode = 0  # it is no child of this one
+        self._process, self._lock = None, threading.Lock()
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Replaces Jinja's filter, which escapes characters for HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _start() -> subprocess.Popen:
+    specs = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
+    folders = dict.fromkeys(str(Path(spec.origin).parent.parent) for spec in specs)
+    options = ["-I", "-S", *["-B"] * sys.dont_write_bytecode]
+    command = [sys.executable, *options, str(_PROGRAM), str(_MEMORY), *folders]
+    pipe = subprocess.PIPE
+    try:
+        # Files without buffers: a forked process closes its copies without writing to them.
+        process = subprocess.Popen(
+            command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
+        if process.stdout.read(1) == b".":
+            return process
+        with process:
+            process.kill()
+        reason = f"exit code {process.returncode}"
+    except OSError as error:
+        reason = one_line(error)
+    raise InputError(f"chat_template: {sys.executable} {_PROGRAM} does not start: {reason}")
 
 
-def _raise(message: str) -> None:
-    raise InputError(f"chat_template: {message}")
+def _exchange(
+    process: subprocess.Popen, request: bytes
+) -> tuple[bytes, str, tuple[tuple[int, int], ...]]:
+    """Sends a request and reads the reply; an EOFError or BrokenPipeError: the process ended."""
+    timer = threading.Timer(_SECONDS, process.kill)
+    if not hasattr(signal, "setitimer"):  # by which the process limits itself, in processor time
+        timer.start()
+    try:
+        data = memoryview(struct.pack("<Qd", len(request), _SECONDS) + request)
+        while data:
+            data = data[process.stdin.write(data) :]
+        kind, size, num_spans = _HEADER.unpack(_read(process, _HEADER.size))
+        if size + 16 * num_spans > _MAX_REPLY:
+            raise EOFError
+        text = _read(process, size).decode("utf-8", "surrogatepass")
+        return kind, text, tuple(struct.iter_unpack("<QQ", _read(process, 16 * num_spans)))
+    except UnicodeDecodeError:
+        raise EOFError from None
+    finally:
+        timer.cancel()
+
+
+def _read(process: subprocess.Popen, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = process.stdout.read(min(size - len(data), 1 << 20))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+_process = _TemplateProcess()
+atexit.register(_process.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.forget)

@@ -134,7 +134,7 @@ class _PublishedTokenizer:
             self._specials.chat_template,
             messages,
             **variables | {"add_generation_prompt": add_generation_prompt},
-        )
+        ).text
 
     def _save(self, folder: str | Path, name: str, content: bytes, settings: dict) -> None:
         """Writes `name` and `tokenizer_config.json`, which `AutoTokenizer` opens."""

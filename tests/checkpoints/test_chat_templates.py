@@ -302,7 +302,7 @@ def test_the_template_of_a_family_gives_the_text_of_transformers(template, talk,
 )  # fmt: skip
 def test_options_of_tojson_are_those_of_json_dumps(arguments, options):
     value = {"b": [1, {"é": None}], "a": "<x>"}
-    text = render_template(f"{{{{ value | tojson({arguments}) }}}}", [], value=value)
+    text = render_template(f"{{{{ value | tojson({arguments}) }}}}", [], value=value).text
     assert text == json.dumps(value, **{"ensure_ascii": False} | options)
 
 
