@@ -23,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +35,7 @@ from lcjax.storage import StorageError, URLPath, is_running, to_path
 CHECKSUMS = "checksums.sha256"  # file of a folder with the sums of its other files
 PARTIAL = "lcjax.partial"  # file that marks an incomplete folder at a URL
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line of `sha256sum`
+_CHANGED = "is not as it was written: another SHA-256 sum"
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
@@ -107,14 +108,27 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
         file.write(text)
 
 
-def write_sums(path: Path, files: Sequence[Path]) -> None:
-    """Writes the SHA-256 sums of `files` to `path`, whose folder contains the files.
+def write_sums(path: Path, sums: Mapping[str, str]) -> None:
+    """Writes SHA-256 sums {name of a file, relative to the folder of `path`: sum} to `path`.
 
     `sha256sum -c` in that folder compares them as `check_sums` does.
     """
-    sums = zip(_sha256_sums(files), files, strict=True)
-    lines = (f"{sum}  {file.relative_to(path.parent).as_posix()}\n" for sum, file in sums)
-    write_whole(path, "".join(lines))
+    write_whole(path, "".join(f"{sum}  {name}\n" for name, sum in sums.items()))
+
+
+def sums_of(files: Sequence[Path], folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 sums of files by their names relative to `folder`."""
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        sums = list(executor.map(sha256, files))
+    return {file.relative_to(folder).as_posix(): sum for file, sum in zip(files, sums)}
+
+
+def write_index(path: Path, value: Any, sums: Mapping[str, str]) -> None:
+    """Writes the JSON file that completes a folder, after `CHECKSUMS` with its sum and `sums`."""
+    text = json.dumps(value, indent=1)
+    own = {path.name: hashlib.sha256(text.encode()).hexdigest()}
+    write_sums(path.with_name(CHECKSUMS), {**sums, **own})
+    write_whole(path, text)
 
 
 def check_sums(paths: Sequence[Path], *, part: int = 0, num_parts: int = 1) -> None:
@@ -125,37 +139,64 @@ def check_sums(paths: Sequence[Path], *, part: int = 0, num_parts: int = 1) -> N
       part: index of the part of the entries to compare; other processes compare the other parts.
       num_parts: number of parts.
     """
-    entries = [entry for path in paths for entry in _read_sums(path)]
-    if paths and not entries:
-        raise InputError(f"{paths[0].name} is empty")
+    entries = [(path.parent, *entry) for path in paths for entry in read_sums(path).items()]
     entries = entries[part::num_parts]
-    for _, file, name in entries:
-        if not file.is_file():
+    for folder, name, _ in entries:
+        if not (folder / name).is_file():
             raise InputError(f"{name} is missing")
-    sums = _sha256_sums([file for _, file, _ in entries])
-    for (expected, _, name), actual in zip(entries, sums, strict=True):
-        if actual != expected:
-            raise InputError(f"{name} is not as it was written: another SHA-256 sum")
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        sums = executor.map(sha256, [folder / name for folder, name, _ in entries])
+        for (_, name, expected), actual in zip(entries, sums, strict=True):
+            if actual != expected:
+                raise InputError(f"{name} {_CHANGED}")
 
 
-def _read_sums(path: Path) -> Iterator[tuple[str, Path, str]]:
-    """Yields (sum, file, name) for each line."""
+def read_sums(path: Path) -> dict[str, str]:
+    """Returns the sums in a file of `write_sums` by the names of their files.
+
+    Raises:
+      InputError: the file is damaged, or empty.
+    """
+    sums = {}
     for line in path.read_bytes().decode(errors="replace").splitlines():
         entry = _SUM.fullmatch(line)
         if entry is None or Path(entry[2]).is_absolute() or ".." in Path(entry[2]).parts:
             raise InputError(f"{path.name} is damaged: {line!r:.90} is no sum of a file below it")
-        yield entry[1], path.parent / entry[2], entry[2]
+        sums[entry[2]] = entry[1]
+    if not sums:
+        raise InputError(f"{path.name} is empty")
+    return sums
+
+
+class FolderSums:
+    """The sums in `CHECKSUMS` of a folder, with which its files are compared when they are read.
+
+    Folders of older versions have no sums, and their files are not compared.
+    """
+
+    def __init__(self, folder: Path, way_out: str):
+        """Reads the sums; `way_out` ends the errors: what to do if a file is damaged."""
+        self._folder, self._way_out = folder, way_out
+        file = folder / CHECKSUMS
+        try:
+            self._sums = read_sums(file) if file.is_file() else {}
+        except InputError as error:
+            raise InputError(f"{folder}: {error}; {way_out}") from None
+
+    def check(self, name: str, data: bytes | None = None) -> None:
+        """Raises an InputError if a file differs from its sum; `data`: its content, if read."""
+        if (expected := self._sums.get(name)) is None:
+            return
+        file = self._folder / name
+        actual = sha256(file) if data is None else hashlib.sha256(data).hexdigest()
+        if actual != expected:
+            raise InputError(f"{file} {_CHANGED}; {self._way_out}")
 
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 sum of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_sums(files: Sequence[Path]) -> list[str]:
-    with concurrent.futures.ThreadPoolExecutor() as executor:
-        return list(executor.map(sha256, files))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -406,7 +447,8 @@ def atomic_folder(
         partial.mkdir()
         yield partial
         if checksums:
-            write_sums(partial / CHECKSUMS, sorted(filter(Path.is_file, partial.rglob("*"))))
+            files = sorted(filter(Path.is_file, partial.rglob("*")))
+            write_sums(partial / CHECKSUMS, sums_of(files, partial))
         for path in (*partial.rglob("*"), partial):
             _sync(path)
         check_destination(folder, contents, overwrite)
@@ -431,7 +473,8 @@ def _folder_at_url(
             file.unlink(missing_ok=True)
     yield folder
     if checksums:
-        write_sums(folder / CHECKSUMS, [f for f in folder.files() if f.name != PARTIAL])
+        files = [file for file in folder.files() if file.name != PARTIAL]
+        write_sums(folder / CHECKSUMS, sums_of(files, folder))
     (folder / PARTIAL).unlink()
 
 

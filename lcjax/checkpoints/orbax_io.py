@@ -37,7 +37,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from lcjax.errors import InputError, check_integer, one_line
-from lcjax.files import check_sums, write_sums
+from lcjax.files import check_sums, sums_of, write_sums
 from lcjax.parallel import distributed
 from lcjax.storage import Staging, URLPath, is_storage_failure, remove, to_path
 
@@ -344,7 +344,7 @@ def _write_checksums(path: Path) -> None:
     # Other processes write their sums at the same moment.
     in_folder = set(path.rglob("*")) - set(path.glob("*" + _CHECKSUMS.format("*")))
     files = [file for file in sorted(in_folder) if file.is_file() and writer(file) == process]
-    write_sums(path / _CHECKSUMS.format(process), files)
+    write_sums(path / _CHECKSUMS.format(process), sums_of(files, path))
 
 
 def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:

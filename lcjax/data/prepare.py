@@ -34,7 +34,7 @@ from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError, check_integers, check_one_of
-from lcjax.files import atomic_file, check_path, write_json
+from lcjax.files import atomic_file, check_path, sums_of, write_index, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.storage import local_path
 
@@ -236,6 +236,7 @@ class Worker:
             np.save(file, table)
         shard = {"name": name, "documents": len(rows), "tokens": start, "labels": list(labels)}
         shard["lengths"] = lengths_by_label(np.array(lengths, np.int64), table["label"], labels)
+        shard["sums"] = sums_of([out / f"{name}.bin", out / f"{name}.npy"], out)
         write_json(out / f"{name}.json", shard)
         return shard
 
@@ -269,7 +270,9 @@ def _finish(
         )
     tokenizer.save(out / TOKENIZER)
     (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
-    write_json(out / TOKENS.index, index)
+    sums = {name: sum for shard in shards for name, sum in shard.get("sums", {}).items()}
+    sums |= sums_of([out / "report.md", *sorted((out / TOKENIZER).iterdir())], out)
+    write_index(out / TOKENS.index, index, sums)
     for i in range(num_jobs):
         (out / f"{i:06d}.json").unlink(missing_ok=True)
     return index

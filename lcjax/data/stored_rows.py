@@ -31,7 +31,7 @@ from lcjax.data.token_files import (
     read_index,
 )
 from lcjax.errors import InputError, check_integers
-from lcjax.files import atomic_file, write_json
+from lcjax.files import atomic_file, sums_of, write_index, write_json
 from lcjax.parallel import distributed
 from lcjax.storage import local_path, to_path
 
@@ -114,7 +114,8 @@ class StoredFiles(SourceFiles):
                 f"data.sources: {folder} has no {kind.index}; name a folder that"
                 f" `{kind.command}` wrote"
             )
-        self.index = index = read_index(folder, kind)
+        self.index, _ = read_index(folder, kind)
+        index = self.index
         check_tokenizer(source, index, index.get(kind.name), tokenizer)
         names = ("count", "length", "decoder", "top", "ids")
         self.row_type = row_type(**{name: index[name] for name in names})
@@ -218,7 +219,8 @@ def write_rows(
         **fields,
     }
     if distributed.is_main_process():
-        write_json(out / kind.index, index)
+        sums = [shard.get("sums", {}) for shard in shards if shard["rows"]]
+        write_index(out / kind.index, index, {name: s[name] for s in sums for name in s})
         (out / kind.plan).unlink()
         for shard in shards:
             (out / f"{shard['name']}.json").unlink()
@@ -308,6 +310,7 @@ class _ShardWriter:
             with atomic_file(self._out / f"{name}.bin", "wb") as file:
                 file.writelines(rows.tobytes() for rows in parts)
             shard = {"name": name, "rows": count, "ended": self._data_ended, "position": position}
+            shard["sums"] = sums_of([self._out / f"{name}.bin"], self._out)
             write_json(self._out / f"{name}.json", shard)
         self._num_rows += count
         self._num_stored += count * is_written

@@ -7,6 +7,7 @@ with which each of them begins or ends (in LongLoRA and LCEG, the first token of
 each document).
 """
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lcjax.data.config import TOKENS, FolderKind, StoredSource, TokenSource
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
-from lcjax.files import parse_json
+from lcjax.files import FolderSums, parse_json
 from lcjax.storage import URLPath, read_range, to_path
 
 FORMAT = 1
@@ -32,14 +33,14 @@ class TokenFolder(SourceFiles):
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
         self.source, folder = source, to_path(source.path)
-        index = read_index(folder, TOKENS)
+        index, self.sums = read_index(folder, TOKENS)
         _check_fields(index, folder)
         check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
         self.dtype = DTYPES[index["dtype"]]
-        shards = [shard for shard in index["shards"] if shard["documents"]]
-        self.shard_labels = [shard["labels"] for shard in shards]
-        _check_labels(source, sorted({label for labels in self.shard_labels for label in labels}))
-        counts = {shard["name"]: shard["tokens"] for shard in shards}
+        self.shards = [shard for shard in index["shards"] if shard["documents"]]
+        labels = {label for shard in self.shards for label in shard["labels"]}
+        _check_labels(source, sorted(labels))
+        counts = {shard["name"]: shard["tokens"] for shard in self.shards}
         self.paths = list_shards(folder, counts, self.dtype.itemsize, TOKENS)
 
     def reader_class(self, path: Path) -> type[Reader]:
@@ -117,10 +118,10 @@ class ShardReader(_TokenReader):
 
     def __init__(self, files: TokenFolder, index: int, cache: FileCache):
         super().__init__(files, index, cache)
-        table = _read_table(self._path.with_suffix(".npy"))
-        num_ids = files.paths.sizes[index] // files.dtype.itemsize
-        lengths = np.diff(np.append(table["start"], num_ids))
-        self._labels, read_labels = files.shard_labels[index], files.source.labels
+        shard = files.shards[index]
+        table = _read_table(self._path.with_suffix(".npy"), files.sums, shard)
+        lengths = np.diff(np.append(table["start"], shard["tokens"]))
+        self._labels, read_labels = shard["labels"], files.source.labels
         label_ids = [i for i, label in enumerate(self._labels) if label in read_labels]
         rows = np.isin(table["label"], label_ids) if read_labels else slice(None)
         self._table = table[rows]
@@ -168,20 +169,39 @@ class BareReader(_TokenReader):
         return np.minimum(count, self.lengths)
 
 
-def _read_table(path: Path) -> np.ndarray:
+def _read_table(path: Path, sums: FolderSums, shard: dict[str, Any]) -> np.ndarray:
     """Returns the table of a shard's documents, `DOCUMENT` [n]; a local file is mapped."""
+    way_out = "prepare the text again"
     try:
         if isinstance(path, URLPath):
-            with path.open("rb") as file:
-                table = np.load(file, allow_pickle=False)
+            data = path.read_bytes()
+            sums.check(path.name, data)
+            table = np.load(io.BytesIO(data), allow_pickle=False)
         else:
+            sums.check(path.name)
             table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except InputError:  # raised by a remote store
+    except InputError:  # another sum, or raised by a remote store
         raise
     except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} cannot be read ({error}): prepare the text again") from None
+        raise InputError(f"{path} cannot be read ({error}): {way_out}") from None
     if table.dtype != DOCUMENT or table.ndim != 1:
-        raise InputError(f"{path} is no table of documents: prepare the text again")
+        raise InputError(f"{path} is no table of documents: {way_out}")
+    if len(table) != shard["documents"]:
+        raise InputError(
+            f"{path} has {len(table):,} documents, and {TOKENS.index} says"
+            f" {shard['documents']:,}: {way_out}"
+        )
+    starts = np.append(table["start"], shard["tokens"])
+    is_wrong = starts[:-1] > starts[1:]
+    is_wrong[0] |= starts[0] != 0
+    is_wrong |= (table["label"] < 0) | (table["label"] >= len(shard["labels"]))
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
+        raise InputError(
+            f"{path} is damaged: document {row + 1} begins at id {starts[row]} with label"
+            f" {table['label'][row]}, and starts must rise from 0 to {shard['tokens']:,} and labels"
+            f" be below {len(shard['labels'])}; copy the folder again, or {way_out}"
+        )
     return table
 
 
@@ -205,18 +225,21 @@ def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def read_index(folder: Path, kind: FolderKind) -> dict[str, Any]:
-    """Reads the index of a folder."""
+def read_index(folder: Path, kind: FolderKind) -> tuple[dict[str, Any], FolderSums]:
+    """Reads the index of a folder, and the sums of its files."""
     path, way_out = folder / kind.index, f"write it again with `{kind.command}`"
+    sums = FolderSums(folder, f"copy it again, or {way_out}")
     try:
-        index = parse_json(path.read_text(encoding="utf-8"))
-    except InputError:  # raised by a remote store
+        data = path.read_bytes()
+        sums.check(path.name, data)
+        index = parse_json(data)
+    except InputError:  # another sum, or raised by a remote store
         raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; {way_out}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path} is no index of format {FORMAT}: {way_out}")
-    return index
+    return index, sums
 
 
 def check_finished(folder: Path, kind: FolderKind) -> None:
@@ -235,6 +258,10 @@ def _check_fields(index: dict[str, Any], folder: Path) -> None:
         and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
         and isinstance(shards, list)
         and all(map(_is_shard, shards))
+        and all(
+            index.get(name) == sum(shard[name] for shard in shards)
+            for name in ("documents", "tokens")
+        )
     )
     if not is_valid:
         raise InputError(

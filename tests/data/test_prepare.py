@@ -31,6 +31,7 @@ from lcjax.data import __main__ as command
 from lcjax.data.config import LengthShare
 from lcjax.data.corpus import check_outside_data, open_corpus
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS
 
 
 @pytest.fixture(autouse=True)
@@ -200,9 +201,8 @@ def test_a_killed_run_resumes_and_leaves_no_process(text, tmp_path):
     assert shards and not (tmp_path / "out" / "index.json").exists()
     subprocess.run([sys.executable, str(script)], env=env, check=True, timeout=120)
     run(text, tmp_path / "whole")
-    assert content(tmp_path / "out") | {"index.json": b"", "report.md": b""} == content(
-        tmp_path / "whole"
-    ) | {"index.json": b"", "report.md": b""}
+    of_path = {"index.json": b"", "report.md": b"", CHECKSUMS: b""}
+    assert content(tmp_path / "out") | of_path == content(tmp_path / "whole") | of_path
 
 
 def test_other_settings_other_text_and_other_folders_raise_input_error(text, tmp_path):
@@ -236,6 +236,9 @@ def test_ids_of_another_tokenizer_and_changed_shards_raise_input_error(text, tmp
     with pytest.raises(InputError, match=r"000001.bin has .*, and .* entries of 2 take .* was cut"):
         open_corpus(source)
     (tmp_path / "out" / "index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"index.json is not as it was written: .*; copy it again"):
+        open_corpus(source)
+    (tmp_path / "out" / CHECKSUMS).unlink()  # as in a folder of an older version
     with pytest.raises(InputError, match=r"is no index of format 1: write it again"):
         open_corpus(source)
     with pytest.raises(InputError, match=r"holds no tokens: give a folder"):
@@ -254,10 +257,12 @@ def test_ids_of_another_tokenizer_and_changed_shards_raise_input_error(text, tmp
         (lambda index: index["shards"].append(3), "was changed: its fields"),
         (lambda index: index.update(dtype="float64"), "was changed: its fields"),
         (lambda index: index.pop("shards"), "was changed: its fields"),
+        (lambda index: index["shards"][0].update(documents=0), "was changed: its fields"),
     ],
 )
 def test_a_changed_index_is_an_error_and_names_no_file_elsewhere(text, tmp_path, change, match):
     run(text, tmp_path / "out")
+    (tmp_path / "out" / CHECKSUMS).unlink()
     file = tmp_path / "out" / "index.json"
     index = json.loads(file.read_text())
     change(index)
@@ -266,16 +271,42 @@ def test_a_changed_index_is_an_error_and_names_no_file_elsewhere(text, tmp_path,
         open_corpus(TokenSource(str(tmp_path / "out")))
 
 
-@pytest.mark.parametrize("damage", ["cut", "object"])
-def test_a_damaged_table_of_documents_is_an_error(text, tmp_path, damage):
+def _shifted(table, row, start):
+    table["start"][row] = start
+    return table
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda table: np.array([{"a": 1}], object), "cannot be read .*prepare the text again"),
+        (lambda table: table[:-1], r"documents, and index.json says"),
+        (lambda table: table["start"], "is no table of documents"),
+        (lambda table: _shifted(table, 3, 10**6), "document 4 begins at id 1000000 .* must rise"),
+        (lambda table: _shifted(table, -1, 2**62), "must rise from 0 to"),
+        (lambda table: _shifted(table, 0, 1), "document 1 begins at id 1 .* must rise from 0"),
+        (lambda table: _shifted(table, 2, -(2**63)), "document 2 begins .* must rise"),
+        (lambda table: table[::-1], "must rise from 0 to"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_damaged_table_of_documents_is_refused_without_sums_too(
+    text, tmp_path, damage, match, stream
+):
     run(text, tmp_path / "out")
+    (tmp_path / "out" / CHECKSUMS).unlink()
     file = tmp_path / "out" / "000001.npy"
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-3])
-    else:
-        np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
-    with pytest.raises(InputError, match=r"000001.npy cannot be read .*prepare the text again"):
-        open_corpus(TokenSource(str(tmp_path / "out")))
+    np.save(file, damage(np.load(file)), allow_pickle=True)
+    with pytest.raises(InputError, match=f"000001.npy .*{match}"):
+        rows_of(TokenSource(str(tmp_path / "out"), stream=stream))
+
+
+def test_a_folder_of_an_older_version_without_sums_is_read(text, tmp_path):
+    run(text, tmp_path / "out")
+    source = TokenSource(str(tmp_path / "out"))
+    rows = rows_of(source)
+    (tmp_path / "out" / CHECKSUMS).unlink()
+    assert_same(rows, rows_of(source))
 
 
 def test_results_do_not_go_into_a_data_folder(text, tmp_path):

@@ -15,6 +15,7 @@ from lcjax.data import Chunks, DataConfig, Noise, TeacherSource, TextSource, mak
 from lcjax.data import __main__ as command
 from lcjax.data.teacher import TeacherConfig, write_teacher_rows
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS
 from lcjax.models import Decoder, preset
 from lcjax.parallel.sharding import Mesh, make_mesh
 
@@ -54,7 +55,7 @@ def test_rows_are_those_of_the_text_in_their_order(path, made):
     out, index = made
     assert index["rows"] == ROWS and [s["rows"] for s in index["shards"]] == [8, 8, 5]
     assert {file.name for file in out.iterdir()} == {
-        *("000000.bin", "000001.bin", "000002.bin", "teacher.json")
+        *("000000.bin", "000001.bin", "000002.bin", "teacher.json", CHECKSUMS)
     }
     result = rows_of(student_config(out), ByteTokenizer())
     loader, wanted = make_loader(text_config(path), ByteTokenizer(), ROWS), None
@@ -220,6 +221,9 @@ def test_a_shard_that_was_cut_or_moved_raises_input_error(path, made, tmp_path):
     with pytest.raises(InputError, match=r"000001.bin has 0 bytes, .*; copy it again"):
         make_loader(config, ByteTokenizer(), 1)
     (tmp_path / "teacher.json").write_text("{}")
+    with pytest.raises(InputError, match=r"teacher.json is not as it was written: .*; copy it"):
+        make_loader(config, ByteTokenizer(), 1)
+    (tmp_path / CHECKSUMS).unlink()
     with pytest.raises(InputError, match=r"no index of format 1: write it again"):
         make_loader(config, ByteTokenizer(), 1)
     with pytest.raises(InputError, match=r"nowhere has no teacher.json; name a folder that"):

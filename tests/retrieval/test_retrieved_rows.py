@@ -13,6 +13,7 @@ from lcjax.checkpoints import ByteTokenizer
 from lcjax.data import Chunks, DataConfig, RetrievedSource, TextConfig, TextSource, make_loader
 from lcjax.data.corpus import open_corpus
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS
 from lcjax.retrieval import (
     BuildConfig,
     Chunking,
@@ -176,7 +177,8 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(folder, retdoc, tmp
     (tmp_path / "rows" / "000001.bin.tmp").write_bytes(b"half")
     write_chunks(config)
     assert content(tmp_path / "rows") == content(retdoc)
-    assert content(retdoc).keys() == {*(f"{i:06d}.bin" for i in range(6)), "retrieved.json"}
+    shards = [f"{i:06d}.bin" for i in range(6)]
+    assert content(retdoc).keys() == {*shards, "retrieved.json", CHECKSUMS}
     monkeypatch.setattr(chunks._RetrievedChunks, "add", None)
     write_chunks(config)  # a complete folder is not written again
 
