@@ -245,7 +245,7 @@ class Conversation:
             self._ids.append(token)
             self._num_generated += 1
             piece = text.add(token)
-            self._ends_with_stop = text.finish == "stop" and token not in tokenizer.eos_ids
+            self._ends_with_stop = text.ends_with_stop
             if piece is not None:
                 yield piece
             if text.finish:

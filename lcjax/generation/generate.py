@@ -5,6 +5,7 @@ wait for Python.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -186,14 +187,21 @@ def _places(count: np.ndarray, landmarks: Landmarks | None):
 
 
 class RowText:
-    """Decodes the tokens of one row into text that ends before a stop string."""
+    """Decodes the tokens of one row into text that ends before a stop string.
+
+    The text of special tokens is not shown, but a stop string may be one, or have one in it: both
+    the shown text and the text with special tokens are searched. (transformers'
+    `StopStringCriteria` matches the strings of tokens, too.)
+    """
 
     def __init__(self, index: int, tokenizer: Tokenizer, sampling: Sampling):
         self.finish: str | None = None
-        self.index, self._sampling, self._eos = index, sampling, tokenizer.eos_ids
+        self.ends_with_stop = False  # whether a stop string ended the text, rather than its end
+        self.index, self._sampling, self._tokenizer = index, sampling, tokenizer
         self._decoder, self._count = TextStream(tokenizer), 0
-        self._ids, self._text = [], ""  # picked, and decoded, but not yet in a piece
-        self._logprobs = []  # of `_ids`, if there are any
+        # Text that is not yet in a piece, with special tokens, and which characters are shown.
+        self._text, self._is_shown = "", []
+        self._ids, self._logprobs = [], []  # picked, but not yet in a piece
 
     def add(self, token: int, logprobs: TokenLogprobs | None = None) -> Piece | None:
         """Returns the text that can be emitted after `token`, or the last piece of the row.
@@ -203,26 +211,49 @@ class RowText:
         self._count += 1
         self._ids.append(token)
         self._logprobs += [] if logprobs is None else [logprobs]
-        if token in self._eos:
+        is_eos = token in self._tokenizer.eos_ids
+        if is_eos:
             self.finish = "stop"
-        else:
-            self._text += self._decoder.push(token)
-            if self._count == self._sampling.max_new_tokens:
-                self.finish = "length"
-        if self.finish:
-            self._text += self._decoder.finish()
-        stops = [self._text.index(stop) for stop in self._sampling.stop if stop in self._text]
-        if stops:
-            self._text, self.finish = self._text[: min(stops)], "stop"
-        size = len(self._text)
-        if not self.finish:
-            size -= _overlap(self._text, self._sampling.stop)
-        if not size and not self.finish:
+        elif self._count == self._sampling.max_new_tokens:
+            self.finish = "length"
+        text = "" if is_eos else self._decoder.push(token)
+        text += self._decoder.finish() if self.finish else ""
+        hidden = self._hidden(token, is_eos)
+        self._text += text + hidden
+        self._is_shown += [True] * len(text) + [False] * len(hidden)
+        shown = self._take(is_eos)
+        if not shown and not self.finish:
             return None
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
-        piece = Piece(self.index, self._text[:size], ids, self.finish, logprobs)
-        self._ids, self._logprobs, self._text = [], [], self._text[size:]
+        piece = Piece(self.index, shown, tuple(self._ids), self.finish, tuple(self._logprobs))
+        self._ids, self._logprobs = [], []
         return piece
+
+    def _hidden(self, token: int, is_eos: bool) -> str:
+        """Returns the text of a special token, which only stop strings can match; else ""."""
+        if not self._sampling.stop:
+            return ""
+        is_special = is_eos or not self._tokenizer.decode([token], skip_special=True)
+        return self._tokenizer.decode([token]) if is_special else ""
+
+    def _take(self, is_eos: bool) -> str:
+        """Removes and returns the shown text that no stop string can begin in; may set `finish`."""
+        text, stops = self._text, self._sampling.stop
+        places = [place for place, is_shown in enumerate(self._is_shown) if is_shown]
+        shown = "".join(text[place] for place in places)
+        starts = [text.index(stop) for stop in stops if stop in text]
+        starts += [places[shown.index(stop)] for stop in stops if stop in shown]
+        if starts:
+            end = min(starts)
+            # A stop string that is EOS cuts nothing that EOS would not.
+            self.finish, self.ends_with_stop = "stop", not is_eos or any(self._is_shown[end:])
+        elif self.finish:
+            end = len(text)
+        else:
+            size = _overlap(shown, stops)
+            end = min([len(text) - _overlap(text, stops), *places[len(shown) - size :]])
+        shown = "".join(itertools.compress(text[:end], self._is_shown))
+        self._text, self._is_shown = text[end:], self._is_shown[end:]
+        return shown
 
 
 def _overlap(text: str, stops: Sequence[str]) -> int:

@@ -23,7 +23,8 @@ class Sampling:
     temperature: float = 0.0  # 0 is greedy
     top_k: int | None = None  # number of most probable tokens that are kept; null: all
     top_p: float = 1.0  # of these, the smallest set with at least this probability is kept
-    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
+    # The text ends before the first of these strings, which may be or contain special tokens.
+    stop: tuple[str, ...] = ()
     # One for all draws; or one for each text, whose draws then do not depend on the other texts.
     seed: int | tuple[int, ...] = 0
 

@@ -210,12 +210,13 @@ def test_keep_top_p_keeps_the_smallest_set_that_reaches_top_p():
 
 
 class _Scripted:
-    """A tokenizer over single letters; `Row` sees ids as letters."""
+    """A tokenizer over single characters; "." is EOS, and capitals are special tokens: `<S>`."""
 
-    eos_ids = (0,)
+    eos_ids = (ord("."),)
 
     def decode(self, ids, *, skip_special=False):
-        return "".join(chr(96 + index) for index in ids if index)
+        texts = {i: f"<{chr(i)}>" for i in ids if chr(i) == "." or chr(i).isupper()}
+        return "".join("" if skip_special and i in texts else texts.get(i, chr(i)) for i in ids)
 
 
 def _row(text, **sampling):
@@ -224,7 +225,7 @@ def _row(text, **sampling):
     row = RowText(0, _Scripted(), Sampling(**sampling))
     pieces = []
     for letter in text:
-        pieces.append(row.add(0 if letter == "." else ord(letter) - 96))
+        pieces.append(row.add(ord(letter)))
         if row.finish:
             break
     pieces = [piece for piece in pieces if piece]
@@ -240,6 +241,50 @@ def test_text_ends_before_a_stop_string_and_never_shows_its_beginning():
     assert _row("abxy.", stop=("xyz",))[:2] == ("abxy", "stop")
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("abSc", "<S>", "ab"),
+        ("abSc", "b<S>", "a"),  # begins with text
+        ("abSc", "<S>c", "ab"),  # ends with text
+        ("abSSc", "<S><S>", "ab"),
+        ("abSc", "<", "ab"),  # a part of a special token, as in transformers
+        ("abSc", "bc", "a"),  # the shown text
+        ("ab.c", "b<.>", "a"),  # EOS
+        ("ab.c", "<.>", "ab"),
+        ("abTc.", "<S>", "abc"),
+    ],
+)
+def test_a_stop_string_may_be_or_contain_a_special_token(text, stop, expected):
+    actual, finish, _ = _row(text, stop=("zz", stop))
+    assert (actual, finish) == (expected, "stop")
+
+
+def test_pieces_end_before_the_first_stop_string_of_the_whole_text():
+    random = np.random.default_rng(0)
+
+    def draw(size):
+        return "".join(random.choice(list("abST."), size, p=[0.3, 0.3, 0.2, 0.15, 0.05]))
+
+    decode = _Scripted().decode
+    for _ in range(300):
+        text = draw(12).rstrip(".") + "."
+        parts = [decode(map(ord, draw(4))) for _ in range(2)]
+        stops = tuple(part[random.integers(2) : random.integers(3, 9)] or "b" for part in parts)
+        for end in range(1, text.index(".") + 2):
+            ids = [ord(letter) for letter in text[:end]]
+            shown = decode(ids, skip_special=True)
+            starts = [
+                len(decode(ids[:n], skip_special=True))
+                for stop in stops
+                for n in range(end)
+                if decode(ids)[len(decode(ids[:n])) :].find(stop) in range(len(decode(ids[n:n+1])))
+            ] + [shown.index(stop) for stop in stops if stop in shown]  # fmt: skip
+            if starts or ids[-1] == ord("."):
+                break
+        assert _row(text, stop=stops)[0] == shown[: min(starts, default=None)], (text, stops)
+
+
 def test_the_end_of_text_token_and_the_limit_finish_a_row():
     assert _row("ab.cd")[:2] == ("ab", "stop")
     assert _row("abcdef", max_new_tokens=3)[:2] == ("abc", "length")
@@ -248,7 +293,7 @@ def test_the_end_of_text_token_and_the_limit_finish_a_row():
 def test_generated_text_has_its_token_ids_and_finish_reason():
     other = [Piece(1, "x", (24,)), Piece(1, "", (25,), "length")]
     first, second = join_pieces([other[0], *_row("ab.cd")[2], other[1]], 2)
-    assert (first, first.ids, first.finish) == ("ab", (1, 2, 0), "stop")
+    assert (first, first.ids, first.finish) == ("ab", (97, 98, 46), "stop")
     assert (second, second.ids, second.finish) == ("x", (24, 25), "length")
 
 
