@@ -147,7 +147,8 @@ def _convert(args: argparse.Namespace, method: _Method) -> None:
             progress=bar.update,
         )
     if method.rope is not None:
-        config = config.replace(rope=untrained_rope(method.rope, config, params))
+        rope = untrained_rope(method.rope, config, params)
+        config = config.replace(rope=rope, extended_length=None)
     with _bar("writing") as bar:
         options = {"overwrite": args.force, "checksums": args.checksums, "progress": bar.update}
         save_hf(args.dst, params, config, tokenizer, **options)

@@ -83,11 +83,12 @@ class Method:
     rope: Rope
     pattern: Pattern
     layers: tuple[LayerKind, ...]
+    extended_length: int | None = None  # as in `ModelConfig`
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Method":
         config = config.for_inference()
-        return cls(config.rope, config.pattern, config.layers)
+        return cls(config.rope, config.pattern, config.layers, config.extended_length)
 
     @classmethod
     def read(cls, folder: Path) -> "Method | None":

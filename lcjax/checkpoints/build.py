@@ -112,7 +112,7 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
         "remat": section.remat, "context_parallel": section.context_parallel
     }  # fmt: skip
     if section.rope is not None:
-        changes["rope"] = resolve_rope(section.rope, config)
+        changes |= {"rope": resolve_rope(section.rope, config), "extended_length": None}
     if section.pattern is not None:
         changes["pattern"] = section.pattern
     if section.layers is not None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from lcjax.checkpoints.engines import (
 )
 from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
-from lcjax.checkpoints.hf_config import decoder_from_hf, text_model
+from lcjax.checkpoints.hf_config import announced_length, decoder_from_hf, text_model
 from lcjax.checkpoints.hf_files import check_types, read_hf_json
 from lcjax.checkpoints.hf_save import config_to_hf
 from lcjax.checkpoints.hub import find_checkpoint, is_run
@@ -211,9 +210,7 @@ class _Model(NamedTuple):
             kind.from_hf(hf, where, decoder_from_hf) for kind in Memory.get_known_choices().values()
         )
         has_memory = any(with_memory is not None for with_memory in readings)
-        return cls(
-            hf, config, windows(config), _lengths(config.rope, config.max_length), has_memory
-        )
+        return cls(hf, config, windows(config), _lengths(config), has_memory)
 
     @property
     def rope(self) -> Rope:
@@ -232,11 +229,10 @@ class _Model(NamedTuple):
         return words + (", with a memory" if self.has_memory else "")
 
 
-def _lengths(rope: Rope, max_length: int) -> tuple[int, int]:
-    if (trained := getattr(rope, "original_length", None)) is None:
-        return max_length, max_length
-    target = max(max_length, math.ceil(trained * (getattr(rope, "factor", None) or 1)))
-    if rope.depends_on_length and target <= trained:
+def _lengths(config: ModelConfig) -> tuple[int, int]:
+    target = announced_length(config)
+    trained = getattr(config.rope, "original_length", None) or config.max_length
+    if config.rope.depends_on_length and target <= trained:
         target = 2 * trained
     return min(trained, target), target
 
@@ -308,9 +304,8 @@ def _compare(engine: Engine, model: _Model) -> tuple[list[_Problem], float | Non
         problems += rope_problems
         differences += [] if difference is None else [difference]
     difference, settings = max(differences, default=None), _settings(engine, model)
-    is_multiplied = settings.kind in ("linear", "dynamic")  # the limit, by their factor
-    if engine.limit and settings.max_length < model.target and not is_multiplied:
-        problems.append(_Problem(RIGHT, _SAME, engine.limit.format(**_values(settings, model))))
+    if engine.limit is not None and (limit := engine.limit(settings)):
+        problems.append(_Problem(RIGHT, _SAME, limit))
     return problems, difference
 
 

@@ -92,7 +92,8 @@ class Engine:
         UNKNOWN,
         "how it reads dual_chunk_attention_config is not known",
     )
-    limit: str = ""  # advice if the method is for more than `max_position_embeddings` tokens
+    # Advice if the engine serves other lengths than the method is for, else empty
+    limit: Callable[[Settings], str] | None = None
     fallback: tuple[str, str] | None = None  # an earlier engine whose code it can run, and how
     gguf: Reading | None = None  # of the metadata of a GGUF file; None: not known
 
@@ -177,10 +178,24 @@ def _llama_cpp_gguf(s: Settings) -> Rope:
     return _standard(s._replace(rope=rope))
 
 
-_LIMIT = (
-    "serves at most max_position_embeddings={max_length} tokens; for {target} add --hf-overrides"
-    " '{{\"max_position_embeddings\": {target}}}'"
-)
+def _vllm_limit(s: Settings) -> str:
+    """Returns advice on `--max-model-len`, whose default multiplies most lengths by the factor."""
+    limit = s.max_length
+    if s.kind not in ("llama3", "longrope", "su") and s.hf["model_type"] != "gemma3_text":
+        limit = (s.original() if s.kind == "yarn" else limit) * (s.rope.get("factor") or 1)
+    if limit < s.target:
+        return (
+            f"serves at most {limit:g} tokens; for {s.target} add --hf-overrides"
+            f" '{{\"max_position_embeddings\": {s.target}}}'"
+        )
+    if limit > s.target and s.kind == "linear":
+        return (
+            f"start it with --max-model-len {s.target}: the default is the factor times"
+            " max_position_embeddings"
+        )
+    return ""
+
+
 _STATIC = ("default", "linear", "yarn", "llama3")
 _TRANSFORMERS_ROPES = {
     "*": Reading(_standard),
@@ -331,7 +346,7 @@ ENGINES = (
         foreign=(REFUSED, "it has no model class {architecture}"),
         memory=(REFUSED, "its loader stops at weights that the model class lacks"),
         landmark=(REFUSED, "transformers, which reads the config, does not know the model type"),
-        limit=_LIMIT,
+        limit=_vllm_limit,
     ),
     Engine(
         name="tpu-inference",
@@ -355,7 +370,7 @@ ENGINES = (
         foreign=(REFUSED, "vLLM, which reads the config, has no model class {architecture}"),
         memory=(REFUSED, "its loader stops at weights that the model class lacks"),
         landmark=(REFUSED, "transformers, which reads the config, does not know the model type"),
-        limit=_LIMIT,
+        limit=_vllm_limit,
         fallback=("vllm", "set MODEL_IMPL_TYPE=vllm, which runs vLLM's own model"),
     ),
     Engine(

@@ -23,6 +23,7 @@ from lcjax.rope import NoRotation, Rope, from_hf
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
 _TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
 _LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
+# The trained length, if the RoPE method extends it, or stores its own `max_position_embeddings`.
 _MAX_LENGTH = "lcjax_max_length"
 _ACTIVATIONS = {  # transformers' names of each activation; the first one is written
     "silu": ("silu", "swish"),
@@ -140,7 +141,31 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
             **_layer_fields(hf, family, where),
         }
     )
+    trained = getattr(config.rope, "original_length", None) or 0
+    if config.rope.hf_length is None and trained < length != announced_length(config):
+        config = config.replace(extended_length=length)
     return config if family_of(config)[0] == kind else config.replace(family=kind)
+
+
+def announced_length(config: ModelConfig) -> int:
+    """Returns the number of tokens that transformers reads with this model's method."""
+    ropes = _rotations(config)
+    rope = config.rope if config.rope in ropes else ropes[0]
+    if rope.hf_limit is not None:
+        return config.max_length
+    return config.extended_length or rope.extended_length(config.max_length)
+
+
+def trained_for(config: ModelConfig, length: int) -> ModelConfig:
+    """Returns the config after a training with `length` tokens a row.
+
+    A longer row than the method reads by its fields has extended the model to that row. With a
+    memory, rows hold its context, too.
+    """
+    is_plain = config.memory is None and config.rope.hf_limit is None
+    if not is_plain or length <= announced_length(config):
+        return config
+    return config.replace(max_length=length, extended_length=length)
 
 
 def _check_activation(hf: dict[str, Any], family: Family, where: str) -> None:
@@ -217,7 +242,7 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
 
 def _ropes(hf: dict[str, Any], family: Family) -> tuple[Rope, Rope | None]:
     """Returns the rope of the model, and that of layers with a window; None: the same rope."""
-    length, theta = hf["max_position_embeddings"], family.theta
+    length, theta = hf.get(_MAX_LENGTH, hf["max_position_embeddings"]), family.theta
     if family.local_theta is None:
         return from_hf(hf).resolve(theta=theta, length=length), None
     sections = hf.get("rope_parameters") or {}
@@ -365,7 +390,7 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
         "model_type": kind,
         **{key: getattr(config, field) for key, field in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_length,
+        "max_position_embeddings": announced_length(config),
         family.activation_key: _ACTIVATIONS[config.activation][0],
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype or config.param_dtype,
@@ -382,7 +407,6 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
     hf |= {key: allowed[0] for key, allowed in family.only.items()}
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
     if hf["max_position_embeddings"] != config.max_length:
-        # A dynamic rope stores its own length there: transformers has no other key for it.
         hf[_MAX_LENGTH] = config.max_length
     if family.rotary_fraction is not None and isinstance(hf.get("rope_parameters"), dict):
         # transformers 5 reads the factor from here, transformers 4 from the top level.

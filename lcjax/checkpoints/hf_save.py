@@ -23,7 +23,7 @@ import numpy as np
 
 import lcjax.models.lora
 from lcjax.checkpoints import hf_names
-from lcjax.checkpoints.hf_config import decoder_to_hf
+from lcjax.checkpoints.hf_config import announced_length, decoder_to_hf
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
@@ -34,6 +34,7 @@ from lcjax.files import (
     atomic_folder,
     check_destination,
     check_path,
+    read_json,
     write_hf_json,
 )
 from lcjax.memory.cepe import encoder_to_hf
@@ -128,11 +129,22 @@ def save_hf(
     check_space(folder, weights.nbytes)
     with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
         if tokenizer is not None:
-            write_hf_json(partial / "generation_config.json", token_ids(tokenizer))
             tokenizer.save(partial)
+            write_hf_json(partial / "generation_config.json", token_ids(tokenizer))
+            _announce_length(partial, config)
         weights.write(partial, max_shard_bytes)
         write_hf_json(partial / "config.json", hf)
     return folder
+
+
+def _announce_length(folder: Path, config: ModelConfig) -> None:
+    """Raises `model_max_length` of the tokenizer to the length of an extended model."""
+    length = announced_length(config)
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file)
+    is_extended = length > config.max_length or config.extended_length is not None
+    if is_extended and settings.get("model_max_length", 0) < length:
+        write_hf_json(file, settings | {"model_max_length": length})
 
 
 class WeightStream:

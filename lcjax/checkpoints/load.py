@@ -176,23 +176,29 @@ def _open_adapters(
         tokenizer = hf_tokenizer(folder)
     # LongLoRA adds [PAD] to the tokenizer, so the model needs a row that plain LoRA does not train.
     rows = tokenizer.vocab_size if context is not None else 0
-    config, stated = _method_beside(folder, config)
+    config, stated, length = _method_beside(folder, config)
     rope = adapted_rope(config, adapters, stated, context)
-    config = adapted_config(source, adapters, config.replace(rope=rope), rows=rows)
+    if rope != config.rope or length is not None:
+        config = config.replace(rope=rope, extended_length=length)
+    config = adapted_config(source, adapters, config, rows=rows)
     return AdaptedSource(source, adapters, config), config, tokenizer
 
 
-def _method_beside(folder: Path, config: ModelConfig) -> tuple[ModelConfig, Rope | None]:
-    """Returns the base's config with the patterns of the adapters' folder, and its RoPE method.
+def _method_beside(
+    folder: Path, config: ModelConfig
+) -> tuple[ModelConfig, Rope | None, int | None]:
+    """Returns the base's config with the patterns of the adapters' folder, its rope and length.
 
     If lcjax did not write the folder, only a config.json can name the RoPE method.
     """
     if (method := Method.read(folder)) is not None:
-        return config.replace(pattern=method.pattern, layers=method.layers), method.rope
+        config = config.replace(pattern=method.pattern, layers=method.layers)
+        return config, method.rope, method.extended_length
     hf = read_hf_json(folder / "config.json", {})
     if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
-        return config, None
-    return config, from_hf(hf).resolve(theta=config.rope.theta, length=config.max_length)
+        return config, None, None
+    rope = from_hf(hf).resolve(theta=config.rope.theta, length=config.max_length)
+    return config, rope, None
 
 
 def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:

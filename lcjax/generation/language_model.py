@@ -190,7 +190,10 @@ class LanguageModel(Scorer):
         other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
         if rope is not None:
-            changes["rope"] = untrained_rope(rope, self.config, self.params)
+            rope = untrained_rope(rope, self.config, self.params)
+            changes |= {"rope": rope, "extended_length": None}
+        if length is not None and length > self.config.max_length:
+            changes["extended_length"] = length
         if pattern is not None:
             changes["pattern"] = pattern.for_inference()
         if memory is not None:

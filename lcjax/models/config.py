@@ -91,6 +91,8 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     logit_scale: float = 1.0  # factor of the vocabulary logits (Granite)
     logit_soft_cap: float | None = None  # c: vocabulary logits become c tanh(logit / c) (Gemma 2)
+    # Tokens that exports announce; null: from `max_length` and the rope (`Rope.extended_length`)
+    extended_length: int | None = None
     # `model_type` for export to Hugging Face, if several types have the same architecture
     family: str | None = None
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)

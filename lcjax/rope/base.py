@@ -246,6 +246,24 @@ class Rope(draccus.ChoiceRegistry):
         """The length up to which transformers computes the same from `to_hf`; None: no limit."""
         return None
 
+    @property
+    def hf_length(self) -> int | None:
+        """`max_position_embeddings` if transformers' formula reads it; None: it may be any."""
+        return None
+
+    def extended_length(self, length: int) -> int:
+        """Returns the tokens that a model trained for `length` tokens reads with this method.
+
+        Exports announce it (`max_position_embeddings`), so methods with an `hf_limit` keep
+        `length`: transformers reads them as plain rope.
+        """
+        return length
+
+    def scaled_length(self, length: int, factor: float | None) -> int:
+        """Returns `factor` times the trained length, or `length` if that is more."""
+        trained = getattr(self, "original_length", None) or length
+        return min(max(length, round(trained * (factor or 1))), INT32_MAX)
+
     def to_hf(self, head_dim: int | None = None) -> dict[str, Any]:
         """Returns entries of a Hugging Face config from which `from_hf` restores this method.
 

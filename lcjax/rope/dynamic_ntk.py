@@ -43,6 +43,13 @@ class DynamicNTK(Rope):
         theta = ntk_theta(self.get_resolved("theta"), self.alpha(length), head_dim)
         return base_frequencies(theta, head_dim), 1.0
 
+    @property
+    def hf_length(self) -> int | None:
+        return max(self.original_length or 0, self.min_length or 0) or None
+
+    def extended_length(self, length: int) -> int:
+        return max(self.scaled_length(length, self.factor), self.min_length or 0)
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         """Returns transformers' `dynamic` rope that is equal at every length.
 
@@ -50,14 +57,13 @@ class DynamicNTK(Rope):
         with trained length M and factor `factor * M / (C * a)`.
         """
         rope = {"rope_type": "dynamic", "rope_theta": self.theta, "factor": self.factor}
-        length = self.original_length
         if self.min_length is not None and self.min_length > self.get_resolved("original_length"):
             alpha = self.alpha(self.min_length)
             theta, head_dim = self.get_resolved("theta"), self.check_export(head_dim)
             rope["rope_theta"] = ntk_theta(theta, alpha, head_dim)
-            rope["factor"] = self.factor * self.min_length / (length * alpha)
-            length = self.min_length
+            rope["factor"] = self.factor * self.min_length / (self.original_length * alpha)
         # transformers has no other entry for the trained length of a dynamic rope.
+        length = self.hf_length
         return rope, {} if length is None else {"max_position_embeddings": length}
 
     @classmethod

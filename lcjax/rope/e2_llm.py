@@ -47,6 +47,9 @@ class E2LLM(Rope):
     def hf_limit(self) -> int | None:
         return self.get_resolved("original_length") if self.factor is None else None
 
+    def extended_length(self, length: int) -> int:
+        return self.scaled_length(length, self.factor)
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         if self.factor is None:
             return {"rope_type": "default", "rope_theta": self.theta}, {}

@@ -24,6 +24,9 @@ class Linear(Rope):
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         return base_frequencies(self.get_resolved("theta"), head_dim) / self.factor, 1.0
 
+    def extended_length(self, length: int) -> int:
+        return self.scaled_length(length, self.factor)
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         return {"rope_type": "linear", "rope_theta": self.theta, "factor": self.factor}, {}
 

@@ -42,6 +42,9 @@ class Llama3(Rope):
         unchanged = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
         return (1 - unchanged) * theta / self.factor + unchanged * theta, 1.0
 
+    def extended_length(self, length: int) -> int:
+        return self.scaled_length(length, self.factor)
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         return {
             "rope_type": "llama3",

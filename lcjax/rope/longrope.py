@@ -64,6 +64,9 @@ class LongRope(Rope):
             return 1.0
         return math.sqrt(1 + math.log(factor) / math.log(self.get_resolved("original_length")))
 
+    def extended_length(self, length: int) -> int:
+        return self.scaled_length(length, self.factor)
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         rope = {
             "rope_type": "longrope",

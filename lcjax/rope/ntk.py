@@ -1,5 +1,6 @@
 """NTK-aware scaling with a fixed strength (YaRN, arXiv 2309.00071, sec. 3.1)."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,10 @@ class NTK(Rope):
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         theta = ntk_theta(self.get_resolved("theta"), self.alpha, head_dim)
         return base_frequencies(theta, head_dim), 1.0
+
+    def extended_length(self, length: int) -> int:
+        """Returns ratio * `length` for LCEG's alpha = s * ratio - (s - 1) with s = ratio / 2."""
+        return self.scaled_length(length, (1 + math.sqrt(8 * self.alpha - 7)) / 2)
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         theta = ntk_theta(self.get_resolved("theta"), self.alpha, self.check_export(head_dim))

@@ -83,6 +83,9 @@ class Yarn(Rope):
             return get(self.mscale) / get(self.mscale_all_dim)
         return get(1.0)
 
+    def extended_length(self, length: int) -> int:
+        return self.scaled_length(length, self.factor)
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         if self.ramp == "index" and self.extrapolation == 1.0:
             return self._hf_yarn(), {}

@@ -16,6 +16,7 @@ from lcjax import config as config_lib
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import build, check_source
+from lcjax.checkpoints.hf_config import trained_for
 from lcjax.checkpoints.hf_names import is_fused
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark import with_landmark
@@ -233,7 +234,8 @@ class LanguageModelTask(Task):
         )
 
     def write_config(self, folder: Path) -> None:
-        config_lib.dump(self.model, folder / MODEL_CONFIG)
+        model = trained_for(self.model, self.config.data.length)
+        config_lib.dump(model, folder / MODEL_CONFIG)
         (folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
         self.tokenizer.save(folder / folder_lib.TOKENIZER)
 
@@ -248,13 +250,14 @@ class LanguageModelTask(Task):
         options = {"overwrite": True, "checksums": train.checksums}
         # A model with a new memory, or made into an encoder, is more than base and adapters.
         is_base = section.memory is None and section.encoder_layers is None
+        model = trained_for(self.model, self.config.data.length)
         is_adapted = is_base and all(map(lora_lib.is_adapter, flatten(trained)))
         if is_adapted and not is_fused(self.model):
             base = section.path or str(section.preset)
-            save_peft(folder / folder_lib.ADAPTER, trained, self.model, base=base, **options)
+            save_peft(folder / folder_lib.ADAPTER, trained, model, base=base, **options)
         params = union(trained, frozen)
         options["dtype"] = train.export_dtype
-        save_hf(folder / folder_lib.MODEL, params, self.model, self.tokenizer, **options)
+        save_hf(folder / folder_lib.MODEL, params, model, self.tokenizer, **options)
 
     def training_flops(self) -> float:
         return estimate.flops(self.config, self.model).training_flops

@@ -275,11 +275,16 @@ def test_the_way_out_leads_to_a_right_model():
 
 
 def test_vllm_names_its_limit_where_the_method_is_for_more():
-    row = rows(config_to_hf(config(ROPES["yarn"], max_length=TRAINED)))["vllm"]
+    hf = config_to_hf(config(ROPES["llama3"], max_length=TRAINED))
+    assert rows(hf)["vllm"].advice == ""
+    old = {k: v for k, v in hf.items() if k != "lcjax_max_length"}
+    row = rows(old | {"max_position_embeddings": TRAINED})["vllm"]
     assert row.verdict == "right"
     override = json.loads(row.advice.split("--hf-overrides ")[1].strip("'"))
     assert override == {"max_position_embeddings": 4 * TRAINED}
-    assert rows(config_to_hf(config(ROPES["yarn"])))["vllm"].advice == ""
+    for name, advice in (("yarn", ""), ("linear", f"start it with --max-model-len {4 * TRAINED}")):
+        row = rows(config_to_hf(config(ROPES[name], max_length=TRAINED)))["vllm"]
+        assert row.verdict == "right" and row.advice.split(":")[0] == advice
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every model family under every RoPE method, each with a pattern: decoding equals prefill."""
+"""Every model family under every RoPE method: decoding equals prefill, and exports of it."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lcjax import attention, rope
-from lcjax.checkpoints import config_from_hf
+from lcjax.checkpoints import ByteTokenizer, config_from_hf, load_config, save_hf
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
@@ -77,3 +77,53 @@ def test_decoding_equals_prefill(family, method):
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-4)
     assert np.isfinite(whole).all() and np.std(whole) > 1e-3
+
+
+TRAINED, EXTENDED = SIZES["max_position_embeddings"], 2 * SIZES["max_position_embeddings"]
+# A method, `max_position_embeddings` of its export, and the tokens that transformers reads with it.
+EXPORTS = {
+    "linear": (rope.Linear(factor=2.0), EXTENDED, EXTENDED),
+    "ntk": (rope.NTK(alpha=2.0), EXTENDED, EXTENDED),
+    "dynamic_ntk": (rope.DynamicNTK(factor=2.0), TRAINED, EXTENDED),  # its formula reads the key
+    "dynamic_ntk, trained": (rope.DynamicNTK(factor=1.5, min_length=40), 40, 40),
+    "yarn": (rope.Yarn(factor=2.0), EXTENDED, EXTENDED),
+    "yarn, by turns": (rope.Yarn(factor=2.0, ramp="frequency"), EXTENDED, EXTENDED),
+    "longrope": (
+        rope.LongRope(short_factor=HALF, long_factor=HALF[::-1], factor=2.0), EXTENDED, EXTENDED
+    ),
+    "llama3": (rope.Llama3(factor=2.0), EXTENDED, EXTENDED),
+    "e2_llm": (rope.E2LLM(factor=2.0), EXTENDED, EXTENDED),
+    "e2_llm, by length": (rope.E2LLM(), TRAINED, TRAINED),  # plain in transformers
+    "clex": (rope.Clex(max_factor=2), TRAINED, TRAINED),
+}  # fmt: skip
+
+
+@pytest.mark.slow_except("llama-yarn", "llama-dynamic_ntk", "gemma3_text-linear")
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *(("llama", method) for method in EXPORTS),
+        *(("olmo3", "yarn"), ("gemma3_text", "linear"), ("phi3", "longrope"), ("phi", "ntk")),
+        *(("smollm3", "llama3"), ("qwen3_moe", "dynamic_ntk")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*as plain rope")
+def test_exports_announce_the_length_of_their_method(tmp_path, family, method):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    position, stated, length = EXPORTS[method]
+    config = config_from_hf(SIZES | {"model_type": family, "vocab_size": 264})
+    config = config.replace(rope=position.resolve(theta=10_000.0, length=config.max_length))
+    params = random_params(config, 0)
+    save_hf(tmp_path, params, config, ByteTokenizer())
+    assert load_config(tmp_path) == config
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert theirs.config.max_position_embeddings == stated
+    limit = transformers.AutoTokenizer.from_pretrained(tmp_path).model_max_length
+    assert limit == length if length > TRAINED else limit > 10**9
+    tokens = np.random.default_rng(0).integers(0, 96, (1, length))
+    decoder, rotation = Decoder(config), config.rotation(length, params.get("rope"))
+    hidden, _ = decoder.apply({"params": params}, tokens, rotation=rotation)
+    ours = decoder.apply({"params": params}, hidden, method="logits")
+    with torch.no_grad():
+        np.testing.assert_allclose(ours, theirs(torch.from_numpy(tokens)).logits, atol=1e-4)

@@ -7,6 +7,7 @@ from convert_support import FAMILIES, tiny_config
 
 from lcjax.attention import Causal, DualChunk, Longformer, Sliding
 from lcjax.checkpoints import config_from_hf, config_to_hf
+from lcjax.checkpoints.hf_config import announced_length, trained_for
 from lcjax.errors import InputError
 from lcjax.models import LayerKind
 from lcjax.rope import (
@@ -72,6 +73,44 @@ def test_the_whole_config_survives_with_every_position_method(rope):
     assert {rope.type for rope in ROPES} == set(Rope.get_known_choices())
     config = tiny_config(rope=rope)
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+LENGTHS = (64, 256, 512, 64, 64, 512, 512, 512, 64, 256, 64, 64, 512, 64)
+
+
+def test_the_announced_length_is_that_of_the_method():
+    for rope, length in zip(ROPES, LENGTHS, strict=True):
+        config = tiny_config(rope=rope)
+        hf = config_to_hf(config)
+        if rope.hf_length is None:  # dynamic: transformers' formula reads the key
+            assert hf["max_position_embeddings"] == announced_length(config) == length, rope
+        assert hf.get("lcjax_max_length", hf["max_position_embeddings"]) == 64
+    dynamic = tiny_config(rope=DynamicNTK(theta=1e4, factor=2.0, original_length=64))
+    assert announced_length(dynamic) == 128
+    assert announced_length(dynamic.replace(rope=ROPES[5])) == 512
+
+
+def test_a_stated_length_is_kept_unless_it_is_the_one_before_the_extension():
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    cases = ((linear, 4096, 4096), (linear, 32768, 32768), (yarn, 4096, 32768), (yarn, 9000, 9000))
+    for rope, stated, written in cases:
+        hf = LLAMA2 | {"max_position_embeddings": stated, "rope_scaling": rope}
+        config = config_from_hf(hf)
+        assert config.max_length == stated
+        assert config_to_hf(config)["max_position_embeddings"] == written
+        assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_training_on_longer_rows_extends_the_model():
+    plain, yarn = tiny_config(), tiny_config(rope=ROPES[6])
+    for config, length in ((plain, 128), (yarn, 1024), (tiny_config(rope=ROPES[1]), 300)):
+        trained = trained_for(config, length)
+        assert announced_length(trained) == config_to_hf(trained)["max_position_embeddings"]
+        assert announced_length(trained) == length
+        assert trained_for(config, 8) is config
+    clex = tiny_config(rope=ROPES[10])  # transformers reads it up to the length of the base
+    assert trained_for(clex, 256) is clex
 
 
 @pytest.mark.parametrize("rope", [Linear(theta=1e4, factor=4.0), Yarn(theta=1e4, factor=8.0)])
