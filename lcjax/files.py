@@ -35,6 +35,7 @@ from lcjax.storage import StorageError, URLPath, is_running, to_path
 CHECKSUMS = "checksums.sha256"  # file of a folder with the sums of its other files
 PARTIAL = "lcjax.partial"  # file that marks an incomplete folder at a URL
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line of `sha256sum`
+_SEAL = "sha256"  # key of a JSON object that `seal` adds
 _CHANGED = "is not as it was written: another SHA-256 sum"
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
@@ -188,9 +189,37 @@ class FolderSums:
         if (expected := self._sums.get(name)) is None:
             return
         file = self._folder / name
+        if data is None and not file.is_file():
+            raise InputError(f"{file} is missing; {self._way_out}")
         actual = sha256(file) if data is None else hashlib.sha256(data).hexdigest()
         if actual != expected:
             raise InputError(f"{file} {_CHANGED}; {self._way_out}")
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object for a JSON file with the SHA-256 sum of its keys and values as last key."""
+    values = json.loads(json.dumps(values, default=str))
+    values.pop(_SEAL, None)  # of the object before it was changed
+    return values | {_SEAL: _sum_of(values)}
+
+
+def unseal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the object that was given to `seal`; one of an older version has no sum.
+
+    Raises:
+      ValueError: its sum is another.
+    """
+    key, last = next(reversed(values.items()), (None, None))
+    if key != _SEAL and not (isinstance(last, str) and re.fullmatch("[0-9a-f]{64}", last)):
+        return dict(values)
+    values = {name: value for name, value in values.items() if name != key}
+    if key != _SEAL or last != _sum_of(values):
+        raise ValueError("another SHA-256 sum")
+    return values
+
+
+def _sum_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:

@@ -5,7 +5,6 @@ frozen parameters, which they omit, come from.
 """
 
 import dataclasses
-import hashlib
 import json
 import typing
 from dataclasses import MISSING
@@ -19,7 +18,7 @@ from lcjax.checkpoints.hub import trains_retriever
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError
-from lcjax.files import read_json, write_whole
+from lcjax.files import read_json, seal, unseal, write_whole
 from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
@@ -30,7 +29,6 @@ from lcjax.storage import StorageError, to_path
 from lcjax.tree import split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
-_CHECKSUM = "sha256"  # key of `base.json`: the checksum of its other fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +56,18 @@ class BaseModel:
         file = folder / BASE
         if not file.exists():
             raise InputError(f"{folder} is no run folder: it has no {BASE}")
-        fields = read_json(file)
-        checksum = fields.pop(_CHECKSUM, None)
+        try:
+            fields = unseal(read_json(file))
+        except InputError:
+            raise
+        except ValueError:
+            fields = {}
         types = typing.get_type_hints(cls) | {"trained": list}
         required = {field.name for field in dataclasses.fields(cls) if field.default is MISSING}
         if not (
             required <= fields.keys() <= types.keys()
             and all(isinstance(value, types[name]) for name, value in fields.items())
             and all(isinstance(path, str) for path in fields["trained"])
-            and checksum in (None, _checksum(fields))
         ):
             raise InputError(
                 f"{file} is damaged, or of another version; remove it and start the command of the"
@@ -75,13 +76,8 @@ class BaseModel:
         return cls(**fields | {"trained": tuple(fields["trained"])})
 
     def write(self, folder: Path) -> None:
-        fields = json.loads(json.dumps(dataclasses.asdict(self)))
-        text = json.dumps(fields | {_CHECKSUM: _checksum(fields)}, indent=1)
-        write_whole(folder / BASE, text + "\n")  # other processes may be reading it
-
-
-def _checksum(fields: dict) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        # Written whole, as other processes may be reading it.
+        write_whole(folder / BASE, json.dumps(seal(dataclasses.asdict(self)), indent=1) + "\n")
 
 
 def run_config(folder: Path) -> ModelConfig:

@@ -14,6 +14,7 @@ from lcjax.evaluation import reproduce, results, retriever_scores
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.export import check_formats, export, make_data
+from lcjax.evaluation.records import write_folder_sums
 from lcjax.evaluation.run import run
 from lcjax.parallel import distributed
 
@@ -105,6 +106,7 @@ def _report(words: Sequence[str]) -> None:
         files = list(report.files)
         if formats:
             files += export(saved, formats, saved.folder / "export")
+            write_folder_sums(saved.folder)
         _print(report.text, files)
 
 

@@ -2,12 +2,17 @@
 
 Tables and figures are made from records alone, and a stopped run continues from them. Measured time
 and memory are in files of their own, so records and tables do not depend on when a run was stopped.
+
+The last key of a line, `crc`, is a checksum of the others, so that a line which was damaged later
+is found; lines of older versions have none. A run that ends also writes the SHA-256 sums of all
+files of its folder (`lcjax.files.CHECKSUMS`).
 """
 
 import hashlib
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -21,11 +26,16 @@ from lcjax.errors import InputError
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Record, Records
 from lcjax.files import (
+    CHECKSUMS,
     FolderFormat,
     atomic_file,
     check_replaceable,
     parse_json,
     read_json,
+    seal,
+    sums_of,
+    unseal,
+    write_sums,
     write_whole,
 )
 from lcjax.parallel import distributed
@@ -48,7 +58,7 @@ COSTS = "costs"  # folder
 # Measured fields of a record.
 COST = ("seconds", "compile_seconds", "peak_bytes", "peak_bytes_at_most")
 _NO_COST = {"seconds": 0.0, "compile_seconds": 0.0, "peak_bytes": None, "peak_bytes_at_most": None}
-_FILES = (MARKER, CONFIG, "summary.json", REPORT, ERROR)
+_FILES = (MARKER, CONFIG, "summary.json", REPORT, ERROR, CHECKSUMS)
 _FOLDERS = ("records", COSTS, "tables", "figures", "export")
 RUN_FOLDER = FolderFormat(
     name="the folder of an evaluation",
@@ -62,6 +72,7 @@ RUN_FOLDER = FolderFormat(
     config=MARKER,
     keys=frozenset({"format", "hash", "config"}),
 )
+_CRC = ', "crc": "{:08x}"}}'  # end of a line of records
 # Fields that are read as float32 arrays; lists take eight times the memory.
 COMPACT = frozenset({"position_nll"})
 # Keys that may change when a run is continued.
@@ -203,18 +214,15 @@ class Store:
         return records
 
     def _read(self, task: str) -> dict[Key, Record]:
-        path = self.path(task)
+        path, costs = self.path(task), costs_file(self.folder, task)
         if self._replaces or not path.exists():
             return {}
-        data = path.read_bytes()
-        end = data.rfind(b"\n") + 1
-        if end < len(data) and distributed.is_main_process():
-            with atomic_file(path, "wb") as file:
-                file.write(data[:end])
-        records, damaged = parse(data[:end], costs_file(self.folder, task))
+        records, damaged = parse(_complete_lines(path), _complete_lines(costs))
         if damaged:
+            kind, number = damaged[0]
             raise InputError(
-                f"{path}:{damaged[0]} is not a record; delete that line, it will be computed again"
+                f"{costs if kind == COSTS else path}:{number} is not a record, or was damaged;"
+                " delete that line, what it lacks will be computed again"
             )
         return records
 
@@ -234,7 +242,7 @@ class Store:
         for path, rows in ((costs_file(self.folder, task), costs), (self.path(task), results)):
             if path not in self._files:
                 self._files[path] = AppendedFile(path)
-            self._files[path].write(to_lines(rows))
+            self._files[path].write(record_lines(rows))
 
 
 def records_file(folder: Path, task: str) -> Path:
@@ -263,13 +271,51 @@ def to_lines(records: Iterable[Mapping], *, ascii: bool = True) -> str:
     return "".join(lines)
 
 
-def parse(data: bytes, costs: Path) -> tuple[dict[Key, Record], list[int]]:
-    """Returns the last record of each unit with its costs, and the numbers of invalid lines."""
+def record_lines(records: Iterable[Mapping]) -> str:
+    """Formats the lines of a file of records or costs, each with its checksum."""
+    lines = to_lines(records).splitlines()
+    return "".join(f"{line[:-1]}{_CRC.format(zlib.crc32(line.encode()))}\n" for line in lines)
+
+
+def _without_checksum(line: bytes) -> bytes:
+    """Returns a line of `record_lines` as `to_lines` wrote it; raises a ValueError if it differs.
+
+    A line of an older version has no checksum. A damaged key is still recognised: two of the twelve
+    characters around the checksum may be wrong.
+    """
+    end = _CRC.format(0).encode()
+    body, tail = line[: -len(end)], line[-len(end) :]
+    num_equal = sum(a == b for a, b in zip(tail, end) if b != ord("0"))
+    if len(tail) < len(end) or num_equal < len(end) - 8 - 2:
+        return line
+    body += b"}"
+    if tail != _CRC.format(zlib.crc32(body)).encode():
+        raise ValueError("another checksum")
+    return body
+
+
+def _complete_lines(path: Path) -> bytes:
+    """Returns the complete lines of a file, and removes one that a killed process has begun."""
+    data = path.read_bytes() if path.exists() else b""
+    end = data.rfind(b"\n") + 1
+    if end < len(data) and distributed.is_main_process():
+        with atomic_file(path, "wb") as file:
+            file.write(data[:end])
+    return data[:end]
+
+
+def parse(data: bytes, costs: bytes) -> tuple[dict[Key, Record], list[tuple[str, int]]]:
+    """Returns the last record of each unit with its costs, and the places of invalid lines.
+
+    A place is ("records" or `COSTS`, number of the line).
+    """
     records, damaged = _parse(data)
-    measured = _parse(costs.read_bytes())[0] if costs.exists() else {}
+    measured, damaged_costs = _parse(costs)
+    places = [("records", number) for number in damaged]
+    places += [(COSTS, number) for number in damaged_costs]
     return {
         key: {**_NO_COST, **measured.get(key, {}), **record} for key, record in records.items()
-    }, damaged
+    }, places
 
 
 def _parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
@@ -277,7 +323,7 @@ def _parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
     damaged = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            record = parse_json(line)
+            record = parse_json(_without_checksum(line))
             unit: Key = record["method"], record["length"], record["window"]
             arrays = {key: np.asarray(record[key], np.float32) for key in COMPACT & record.keys()}
             records[unit] = record | arrays
@@ -301,7 +347,15 @@ def by_cell(
 
 def read_marker(folder: Path) -> Record:
     """Reads the marker that `describe` wrote; raises an InputError if it is damaged."""
-    marker = read_json(folder / MARKER)
+    try:
+        marker = unseal(read_json(folder / MARKER))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(
+            f"{folder / MARKER} is not as eval.py wrote it ({error}); restore the file, or run the"
+            " evaluation in another folder"
+        ) from None
     for key, kind, default in (
         ("hash", str, None), ("config", dict, None), (LABELS, list, None), (INPUTS, dict, {}),
         (EARLIER, dict, {}),
@@ -318,8 +372,18 @@ def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any)
     """Writes the settings of a run, and the fields `more`, to its folder."""
     labels = [task.label for task in config.tasks]
     entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, LABELS: labels}
-    write_whole(folder / MARKER, json.dumps(entry | more, indent=1, default=str) + "\n")
+    (folder / CHECKSUMS).unlink(missing_ok=True)  # of the files before
+    write_whole(folder / MARKER, json.dumps(seal(entry | more), indent=1) + "\n")
     dump(config, folder / CONFIG)
+
+
+def write_folder_sums(folder: Path) -> None:
+    """Writes the sums of all files of a complete run, for `python -m lcjax.check`."""
+    names = [name for name in RUN_FOLDER.files if name not in (LOCK, GUARD, ERROR, CHECKSUMS)]
+    patterns = [f"{name}/*" if name.endswith("**") else name for name in names]
+    found = (file for pattern in patterns for file in sorted(folder.glob(pattern)))
+    files = [file for file in found if file.is_file()]
+    write_sums(folder / CHECKSUMS, sums_of(files, folder))
 
 
 def folder_name(name: str) -> str:

@@ -16,6 +16,7 @@ from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
 from lcjax.evaluation.records import (
     CONFIG,
+    COSTS,
     EARLIER,
     INPUTS,
     MARKER,
@@ -25,13 +26,14 @@ from lcjax.evaluation.records import (
     fingerprint,
     parse,
     read_marker,
+    record_lines,
     records_file,
     split_costs,
-    to_lines,
+    write_folder_sums,
 )
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
-from lcjax.files import read_json, write_whole
+from lcjax.files import FolderSums, read_json, write_whole
 from lcjax.storage import is_url, to_path
 
 # Key of a marker: the folder of the trained models, relative to the run folder.
@@ -132,17 +134,23 @@ def _environment(folder: Path) -> dict[str, Any]:
 
 def _records(folder: Path, task: str) -> list[Record]:
     """Reads the records of a task; lines that are not records are reported and skipped."""
-    path = records_file(folder, task)
-    costs = costs_file(folder, task)
-    records, damaged = parse(path.read_bytes(), costs) if path.exists() else ({}, [])
-    for number in damaged:
+    paths = records_file(folder, task), costs_file(folder, task)
+    sums = FolderSums(folder, "it lacks lines, or was changed by hand")
+    for path in paths:
+        try:
+            sums.check(path.relative_to(folder).as_posix())
+        except InputError as error:
+            print(f"warning: {error}", file=sys.stderr)
+    records, damaged = parse(*(path.read_bytes() if path.exists() else b"" for path in paths))
+    for kind, number in damaged:
+        path = paths[kind == COSTS]
         print(f"warning: {path}:{number} is not a record and is left out", file=sys.stderr)
     return list(records.values())
 
 
 def rebuild(run: Results) -> report.Report:
     """Writes tables, figures, summary and page of a run again, from its records alone."""
-    return report.write(
+    result = report.write(
         run.folder,
         run.settings,
         run.tasks,
@@ -151,6 +159,8 @@ def rebuild(run: Results) -> report.Report:
         notes=run.notes,
         environment=run.environment,
     )
+    write_folder_sums(run.folder)
+    return result
 
 
 def score(
@@ -189,8 +199,8 @@ def score(
         settings["trainings"] = run.settings["trainings"]
     for task, records in tasks.items():
         results, costs = split_costs(records)
-        write_whole(costs_file(out, task.label), to_lines(costs))
-        write_whole(records_file(out, task.label), to_lines(results))
+        write_whole(costs_file(out, task.label), record_lines(costs))
+        write_whole(records_file(out, task.label), record_lines(results))
     models = str(run.models_folder)
     if not is_url(models) and not is_url(out):
         models = os.path.relpath(models, out)

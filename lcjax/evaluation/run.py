@@ -31,7 +31,7 @@ from lcjax.evaluation.config import (
     weights,
 )
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.records import Store
+from lcjax.evaluation.records import Store, write_folder_sums
 from lcjax.evaluation.split import ContextSplit
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Task, Unit
@@ -108,6 +108,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
             notes=notes,
             environment=environment,
         )
+        write_folder_sums(store.folder)
         print(f"\n{result.text}\nWritten:")
         print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
         return result

@@ -291,7 +291,7 @@ def checkpoint(path: Path) -> dict[str, str]:
 
 
 def without_measured(row: dict) -> dict:
-    return {key: value for key, value in row.items() if key not in MEASURED}
+    return {key: value for key, value in row.items() if key not in (*MEASURED, "crc")}
 
 
 def digest(value: object) -> str:

@@ -98,6 +98,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(
     path = copied / "records" / "passkey.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
+        del record["crc"]
         record["answer"] = f" 0{record['key']}"  # the number is right, its digits are not
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     before = path.read_bytes()
