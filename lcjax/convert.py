@@ -37,11 +37,12 @@ class _Method:
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        words = config_lib.import_modules(words)
         if words[:1] == ["check"]:
             return _check(words[1:])
         parser = _parser()
         args, words = parser.parse_known_args(words)
-        if unknown := [w for w in words if not w.startswith(("--rope.", "--rope=", "--import="))]:
+        if unknown := [w for w in words if not w.startswith(("--rope.", "--rope="))]:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         args.dst = to_path(args.dst)
         _convert(args, config_lib.parse(_Method, words))

@@ -485,6 +485,69 @@ def test_main_lets_a_fault_of_the_program_through():
         config.main(Job, run, [])
 
 
+@pytest.mark.parametrize(
+    ("text", "length", "path"),
+    [
+        ("010", 10, "010"),
+        ("0x40", 64, "0x40"),
+        ("0o100", 64, "0o100"),
+        ("1_000", 1000, "1_000"),
+        ("+7", 7, "+7"),
+        ("'12'", 12, "12"),
+        ("1:30", None, "1:30"),
+        ("2024-01-01", None, "2024-01-01"),
+        ("1.10", None, "1.10"),
+        ("1e5", None, "1e5"),
+        ("no", None, "no"),
+        ("off", None, "off"),
+        (".5", None, ".5"),
+    ],
+)
+def test_plain_scalars_are_those_of_yaml_1_2_and_text_fields_keep_them(file, text, length, path):
+    file.write_text(f"model: {{path: {text}}}\n")
+    assert config.parse(Job, [f"--config={file}"]).model.path == path
+    file.write_text(f"lengths: [{text}]\n")
+    for words in ([f"--config={file}"], [f"--lengths=[{text}]"], [f"--lengths={text}"]):
+        if length is None:
+            assert "lengths.0=" in fails(*words)
+        else:
+            assert config.parse(Job, words).lengths == (length,)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "+1.0e-4", "0.0001", ".0001", "1.e-4"])
+def test_numbers_have_the_exponents_of_yaml_1_2(file, text):
+    file.write_text(f"train: {{lr: {text}}}\n")
+    for words in ([f"--config={file}"], [f"--train.lr={text}"]):
+        assert config.parse(Job, words).train.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("train: {lr: 1:30}", "train: {lr: .INF}", "train: {lr: .nan}", "train: {lr: 1e999}"),
+        *("train: {resume: yes}", "train: {resume: on}", "train: {resume: !!bool x}"),
+        *(
+            "model: {path: !!float x}",
+            "model: !!timestamp x",
+            "model: !!set {a}",
+            "model: !!null x",
+        ),
+        *(f"train: {{steps: {'9' * 5000}}}", f"train: {{steps: !!int {'9' * 5000}}}", "a: \0"),
+        *("model: !!python/object:os.system x", "1: 2", "~: 2", "? [a]\n: 1", "? {a: 1}\n: 1"),
+        *("model: &x {path: *x}", "<<: &a {<<: *a}", "<<: 3", "model: *x", "a: 1\n---\nb: 1"),
+        *('model: !include "a\\0b"', "model: !include [a]", "[" * 500, "model: |\n  a", "- a: 1"),
+        *("import: 5", "import: [1]", "import: ''", "import: {a: 1}", "import: [absent.py]"),
+        *("model: {import: [a.py]}", "import: [absent_module]", "import: [.relative]"),
+        # 9**8 values: an error that prints them would fill the memory.
+        "a: &a1 [1]\n" + "".join(f"a{i}: &a{i + 1} [{f'*a{i},' * 9}]\n" for i in range(1, 9)),
+    ],
+    ids=lambda text: ascii(text[:24]),
+)
+def test_a_file_that_is_no_config_is_an_error_of_one_line(file, text):
+    file.write_text(text)
+    assert len(fails("--config", file)) < 600
+
+
 def write_pattern(file, name):
     file.write_text(
         "import dataclasses\nfrom lcjax.attention import Pattern\n\n"
@@ -493,8 +556,20 @@ def write_pattern(file, name):
     )
 
 
-def test_modules_of_a_user_are_imported_before_the_config_is_read(tmp_path, monkeypatch):
+@pytest.fixture
+def own_modules(monkeypatch):
+    """Forgets the modules and patterns that a test imports."""
     monkeypatch.setattr(Pattern, "_choice_registry", Pattern.get_known_choices().copy())
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if "pattern" in name:
+            del sys.modules[name]
+
+
+def test_modules_of_a_user_are_imported_before_the_config_is_read(
+    tmp_path, monkeypatch, own_modules
+):
     write_pattern(tmp_path / "first_pattern.py", "first")
     write_pattern(tmp_path / "second_pattern.py", "second")
     monkeypatch.syspath_prepend(tmp_path)
@@ -508,8 +583,48 @@ def test_modules_of_a_user_are_imported_before_the_config_is_read(tmp_path, monk
         assert type(config.parse(TrainConfig, words).model.pattern).__name__ == "Mine"
 
 
+def test_a_config_names_the_files_of_its_methods_and_a_run_folder_runs_none_unasked(
+    tmp_path, own_modules
+):
+    write_pattern(tmp_path / "third_pattern.py", "third")
+    write_pattern(tmp_path / "fourth_pattern.py", "fourth")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "model.yaml").write_text(
+        "import: [../fourth_pattern.py]\npattern: {type: third}\n"
+    )
+    (tmp_path / "run.yaml").write_text("import: third_pattern.py\nmodel: !include parts/model.yaml")
+    stored = tmp_path / "stored.yaml"
+    config.dump(config.parse(TrainConfig, [f"--config={tmp_path / 'run.yaml'}"]), stored)
+    assert {"third", "fourth"} <= Pattern.get_known_choices().keys()
+    code = [str(tmp_path / "third_pattern.py")]
+    assert config.read_yaml(stored)["import"] == code  # the one that its values need
+
+    Pattern.get_known_choices().pop("third")
+    del sys.modules["third_pattern"]
+    with pytest.raises(config.UnknownTypeError, match=rf"add --import={re.escape(code[0])}"):
+        config.parse(TrainConfig, [f"--config={stored}"], is_stored=True)
+    words = [f"--config={stored}"]
+    assert config.parse(TrainConfig, words) == config.parse(TrainConfig, words, is_stored=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("def :", "1 / 0", "raise SystemExit(3)", "absent", "import absent_module", "\0", "\xff"),
+        "class A(1): pass",
+    ],
+)
+def test_code_that_cannot_be_imported_is_an_error_of_one_line(tmp_path, text):
+    file = tmp_path / "wrong_code.py"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=rf"--import={re.escape(str(file))} cannot be imported"):
+        config.parse(TrainConfig, ["--import", str(file)])
+    assert "wrong_code" not in sys.modules
+
+
 def test_modules_that_cannot_be_imported_are_an_error_of_one_line(tmp_path):
-    (tmp_path / "wrong.py").write_text("def :")
-    for name in ("no_such_module", str(tmp_path / "absent.py"), str(tmp_path / "wrong.py"), ""):
+    (tmp_path / "yaml.py").touch()  # the name of a module that is loaded
+    names = ("no_such_module", ".relative", "", str(tmp_path / "absent.py"))
+    for name in (*names, str(tmp_path / "yaml.py")):
         with pytest.raises(InputError, match=rf"--import={re.escape(name)} cannot be imported .*"):
             config.parse(TrainConfig, ["--import", name])

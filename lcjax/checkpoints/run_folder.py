@@ -89,8 +89,8 @@ def run_config(folder: Path) -> ModelConfig:
             " lcjax.retrieval.open_encoder"
         )
     try:
-        return config_lib.parse(ModelConfig, ["--config", str(path)])
-    except StorageError:
+        return config_lib.parse(ModelConfig, ["--config", str(path)], is_stored=True)
+    except (StorageError, config_lib.UnknownTypeError):
         raise
     except InputError as error:
         raise InputError(

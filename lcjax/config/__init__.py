@@ -14,30 +14,34 @@ import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import draccus
 import yaml
 
 from lcjax.config.decode import (
+    IMPORT,
     Text,
+    UnknownTypeError,
     check_instance,
     constructor,
+    parse_text,
     read_yaml,
     recipe_of,
     recipes,
     section,
     to_data_path,
 )
-from lcjax.config.help import help_text
+from lcjax.config.help import help_text, is_choice
 from lcjax.errors import InputError, one_line, suggestion
 from lcjax.files import check_path, write_whole
 from lcjax.storage import to_path
 
 __all__ = [
-    "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
-    "main", "parse", "read_yaml", "recipe_of", "recipes", "split_options", "to_data_path",
+    "ERROR", "ErrorReport", "RunFolder", "UnknownTypeError", "check_instance", "constructor",
+    "dump", "import_modules", "main", "parse", "read_yaml", "recipe_of", "recipes",
+    "split_options", "to_data_path",
 ]  # fmt: skip
 
 ERROR = "error.txt"  # file of a run folder: the traceback of an I/O or device error
@@ -118,44 +122,67 @@ def import_modules(words: Sequence[str]) -> list[str]:
             continue
         value = value if equals or not words else words.pop(0)
         for name in value.split(","):
-            try:
-                _import(name)
-            except (ImportError, OSError, SyntaxError, ValueError) as error:
-                raise InputError(
-                    f"--import={name} cannot be imported ({one_line(error)}); give a module"
-                    " or a .py file"
-                ) from None
+            _import(name)
     return rest
 
 
 def _import(name: str) -> None:
-    if not name.endswith(".py"):
-        importlib.import_module(name)
+    """Imports a module, or runs a .py file as the module of its name."""
+    try:
+        if name.endswith(".py"):
+            _import_file(Path(name).expanduser())
+        else:
+            importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # the code of a user may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(name).name]
+        place = f"line {lines[-1]}: " if lines else ""
+        kind = "" if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: "
+        raise InputError(
+            f"--import={name} cannot be imported ({place}{kind}{one_line(error)}); give a module"
+            " or a .py file"
+        ) from error
+
+
+def _import_file(path: Path) -> None:
+    path, name = path.absolute(), path.stem
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is None or os.path.realpath(file) != os.path.realpath(path):
+            raise ImportError(f"another module {name} is loaded already; rename the file")
         return
-    path = Path(name).expanduser()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    if path.stem not in sys.modules:
-        sys.modules[path.stem] = module  # dataclasses look up their module here
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[path.stem]
-            raise
+    sys.modules[name] = module  # dataclasses look up their module here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
-def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None = None) -> T:
+def parse(
+    cls: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    tree: dict | None = None,
+    is_stored: bool = False,
+) -> T:
     """Parses a command line, `--config file.yaml --a.b=value ...`, into a config.
 
-    `--config lcjax:NAME` reads a recipe of the library (`recipes`). `--config lcjax:` prints a list
-    of the recipes, and `--help` one of the keys; both then exit.
+    The modules and .py files that the key `import` of the file lists are imported first: they
+    register methods of the user. `--config lcjax:NAME` reads a recipe of the library (`recipes`).
+    `--config lcjax:` prints a list of the recipes, and `--help` one of the keys; both then exit.
 
     Args:
       cls: dataclass of the config.
       argv: the words after the command; None: those of this process.
       tree: the content of a config file, in place of `--config`; overrides modify it.
+      is_stored: whether the file is part of a run folder. It may be a stranger's, so that nothing
+        is imported.
 
     Raises:
+      UnknownTypeError: a method of the user is not registered.
       InputError: a key, a value or the config file is not valid.
     """
     words = import_modules(sys.argv[1:] if argv is None else argv)
@@ -189,7 +216,20 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, *, tree: dict | None 
     order = sorted(overrides, key=lambda pair: (pair[0].count("."), not pair[0].endswith("type")))
     for key, value in order:
         _override(tree, key, value)
-    return section(cls, tree, "")
+    code = tree.pop(IMPORT, [])
+    if not is_stored:
+        for name in code:
+            _import(name)
+    try:
+        return section(cls, tree, "")
+    except UnknownTypeError as error:
+        if not is_stored or not code:
+            raise
+        problem, names = str(error).partition(";")[0], ",".join(code)
+        raise UnknownTypeError(
+            f"{file}: {problem}; the code of a run folder is not run unasked: add --import={names}"
+            " (or, in Python, import it first)"
+        ) from None
 
 
 def _listing() -> str:
@@ -224,8 +264,8 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
         else:
             child = tree.get(part)
         if isinstance(child, Text):
-            with contextlib.suppress(yaml.YAMLError):
-                child = yaml.safe_load(child)
+            with contextlib.suppress(InputError):
+                child = parse_text(child, f"--{key}")
         if child is None:
             child = [{}] if following == "0" else {}
         if not isinstance(child, dict | list):
@@ -244,8 +284,29 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
 
 
 def dump(config: typing.Any, path: str | os.PathLike) -> None:
-    """Writes the resolved config atomically, as YAML from which `parse` reads an equal config."""
-    write_whole(path, draccus.dump(config, sort_keys=False))
+    """Writes the resolved config atomically, as YAML from which `parse` reads an equal config.
+
+    The key `import` lists the modules of the user's own methods in it.
+    """
+    code = list(dict.fromkeys(_own_code(config)))
+    text = yaml.safe_dump({IMPORT: code}, allow_unicode=True) if code else ""
+    write_whole(path, text + draccus.dump(config, sort_keys=False))
+
+
+def _own_code(value: typing.Any) -> Iterator[str]:
+    """Yields the modules, or their files, of registered classes that are not part of lcjax."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _own_code(item)
+    if not dataclasses.is_dataclass(value):
+        return
+    module = type(value).__module__
+    is_own = module.partition(".")[0] != "lcjax"
+    if is_own and any(map(is_choice, type(value).__mro__)):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        yield module if "." in module or file is None else os.path.abspath(file)
+    for field in dataclasses.fields(value):
+        yield from _own_code(getattr(value, field.name))
 
 
 @draccus.encode.register(tuple)

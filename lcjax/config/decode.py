@@ -6,6 +6,7 @@ suggest no other key or choice, and do not name the section whose dataclass refu
 """
 
 import dataclasses
+import io
 import math
 import os
 import re
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import draccus
 import yaml
-from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
@@ -23,6 +23,7 @@ from lcjax.storage import URLPath, is_url, to_path
 
 _MAX_FILES = 16  # largest number of files that an error lists
 _RECIPE = "lcjax:"  # prefix of the names of the library's recipes
+IMPORT = "import"  # key of a config file: modules and .py files with a user's own methods
 
 
 def recipes() -> dict[str, Path]:
@@ -67,10 +68,65 @@ def _locate(name: str, parent: Path | None = None) -> Path:
     return known[recipe]
 
 
-def _refuse_duplicates(
-    name: str, pairs: list[tuple[yaml.Node, yaml.Node]], sections_only: bool
+class _Int(int):
+    """An integer and its `text` in a YAML file, which fields of type str take."""
+
+
+class _Float(float):
+    """A number and its `text` in a YAML file, which fields of type str take."""
+
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+_INCLUDE = "!include"
+# Plain scalars that are not text (YAML 1.2, section 10.3.2, core schema), and their first letters.
+# PyYAML's own rules are those of YAML 1.1, which reads 1:30 as 90, 010 as 8 and no as false.
+_NULL = re.compile(r"null|Null|NULL|~|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+_MAX_VALUES = 1_000_000  # of a file whose aliases are written out
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads one YAML document by the core schema of YAML 1.2, without `!include`."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+    yaml_constructors: typing.ClassVar[dict] = {
+        None: yaml.SafeLoader.construct_undefined,
+        f"{_TAG}str": yaml.SafeLoader.construct_yaml_str,
+        f"{_TAG}seq": yaml.SafeLoader.construct_yaml_seq,
+        f"{_TAG}map": yaml.SafeLoader.construct_yaml_map,
+    }
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        _check_keys(node, (pair for pair in node.value if pair[0].tag != _MERGE))
+        return node
+
+    def flatten_mapping(self, node):
+        # `<<:` may supply defaults of single values, but it merges one level only: if a base sets
+        # `train.steps` and the file that includes it `train.lr`, the steps would be lost silently.
+        super().flatten_mapping(node)
+        _check_keys(node, node.value, sections_only=True)
+
+    def get_single_node(self):
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
+
+
+def _check_keys(
+    node: yaml.MappingNode,
+    pairs: typing.Iterable[tuple[yaml.Node, yaml.Node]],
+    sections_only: bool = False,
 ) -> None:
-    seen = set()
+    """Raises an InputError if a key is no scalar, or two are equal."""
+    seen, name = set(), node.start_mark.name
     for key, value in pairs:
         if not isinstance(key, yaml.ScalarNode):
             raise InputError(f"{name}: a key is a list or a section; keys must be single words")
@@ -82,26 +138,138 @@ def _refuse_duplicates(
         seen.add(key.value)
 
 
-class _Loader(SafeLoaderWithInclusion):
-    def compose_mapping_node(self, anchor):
-        node = super().compose_mapping_node(anchor)
-        pairs = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
-        _refuse_duplicates(self.stream.name, pairs, sections_only=False)
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Returns the number of values below a node in which all aliases are written out.
+
+    A few lines of aliases can stand for 10**9 values, which an error message would print.
+
+    Args:
+      node: the node.
+      counts: numbers of values by the nodes' ids; -1 inside of the node. Updated in place.
+    """
+    if id(node) not in counts:
+        counts[id(node)] = -1
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
+    count = counts[id(node)]
+    if not 0 < count <= _MAX_VALUES:
+        problem = "contains itself" if count < 0 else f"stands for more than {_MAX_VALUES:,} values"
+        mark = node.start_mark
+        raise InputError(f"{mark.name}: the value in line {mark.line + 1} {problem}; use no alias")
+    return count
+
+
+def _construct_number(loader: _Loader, node: yaml.ScalarNode) -> _Int | _Float:
+    text = loader.construct_scalar(node)
+    try:
+        if _INT.fullmatch(text) and not node.tag.endswith("float"):
+            number = _Int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
+        elif _FLOAT.fullmatch(text) and not node.tag.endswith("int"):
+            number = _Float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        else:
+            raise ValueError("it is not written as one")
+    except ValueError as error:  # also more digits than Python reads
+        place = f"{node.start_mark.name}, line {node.start_mark.line + 1}"
+        raise InputError(f"{place}: {text!r:.40} is no number that can be read: {error}") from None
+    number.text = text
+    return number
+
+
+def _construct_word(loader: _Loader, node: yaml.ScalarNode) -> bool | None:
+    text = loader.construct_scalar(node)
+    pattern = _BOOL if node.tag.endswith("bool") else _NULL
+    if not pattern.fullmatch(text):
+        place = f"{node.start_mark.name}, line {node.start_mark.line + 1}"
+        words = "true or false" if pattern is _BOOL else "null"
+        raise InputError(f"{place}: {text!r:.40} must be {words}")
+    return text.lower() == "true" if pattern is _BOOL else None
+
+
+for _name, _pattern, _first, _construct in (
+    ("null", _NULL, ["~", "n", "N", ""], _construct_word),
+    ("bool", _BOOL, list("tTfF"), _construct_word),
+    ("int", _INT, list("-+0123456789"), _construct_number),
+    ("float", _FLOAT, list("-+0123456789."), _construct_number),
+):
+    # PyYAML calls `match`, which accepts a prefix.
+    _whole = re.compile(rf"(?:{_pattern.pattern})\Z")
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", _whole, _first)
+    _Loader.add_constructor(f"{_TAG}{_name}", _construct)
+_Loader.add_implicit_resolver(_MERGE, re.compile(r"<<\Z"), ["<"])
+
+
+class _FileLoader(_Loader):
+    """Loads a file with the files that it includes.
+
+    Attributes:
+      code: the modules that the key `import` of these files names; an included file's come first.
+    """
+
+    def __init__(self, stream: typing.IO, path: Path, code: list[str]):
+        super().__init__(stream)
+        self.name, self._path, self.code = str(path), path, code
+
+    def compose_document(self):
+        node = super().compose_document()
+        if isinstance(node, yaml.MappingNode):
+            for pair in [pair for pair in node.value if pair[0].value == IMPORT]:
+                node.value.remove(pair)
+                names = self.construct_object(pair[1], deep=True)
+                self.code += [_code_path(name, self._path) for name in _code_names(names)]
         return node
 
-    def flatten_mapping(self, node):
-        # `<<:` may supply defaults of single values, but it merges one level only: if a base sets
-        # `train.steps` and the file that includes it `train.lr`, the steps would be lost silently.
-        super().flatten_mapping(node)
-        _refuse_duplicates(self.stream.name, node.value, sections_only=True)
+    def compose_scalar_node(self, anchor):
+        # Included here, not when values are constructed, so that `<<: !include FILE` is merged too.
+        node = super().compose_scalar_node(anchor)
+        if node.tag != _INCLUDE:
+            return node
+        node = _compose(_locate(node.value, self._path), self.code) or yaml.ScalarNode(
+            f"{_TAG}null", "", node.start_mark, node.end_mark
+        )
+        if anchor is not None:
+            self.anchors[anchor] = node
+        return node
 
-    def include(self, node):
-        file = _locate(self.construct_scalar(node), to_path(self.stream.name))
-        with file.open(encoding="utf-8") as stream:
-            return yaml.load(stream, _Loader)
+
+def _code_names(names: typing.Any) -> list[str]:
+    names = names.split(",") if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(x, str) and x.strip() for x in names):
+        raise InputError(f"{IMPORT}={names!r:.60} must be a list of modules or .py files")
+    return [name.strip() for name in names]
 
 
-_Loader.add_constructor("!include", _Loader.include)
+def _code_path(name: str, file: Path) -> str:
+    """Returns a module's name, or the absolute path of a .py file relative to `file`."""
+    if not name.endswith(".py"):
+        return name
+    if is_url(name) or (isinstance(file, URLPath) and not os.path.isabs(name)):
+        raise InputError(f"{file}: {IMPORT}={name} is at a URL; code is run from local files only")
+    return os.path.abspath(os.path.join(str(file.parent), os.path.expanduser(name)))
+
+
+def _compose(path: Path, code: list[str]) -> yaml.Node | None:
+    with path.open(encoding="utf-8") as stream:
+        loader = _FileLoader(stream, path, code)
+        try:
+            return loader.get_single_node()
+        finally:
+            loader.dispose()
+
+
+def parse_text(text: str, name: str) -> typing.Any:
+    """Returns the value of a YAML text; errors begin with `name`.
+
+    Raises:
+      InputError: `text` is not YAML.
+    """
+    stream = io.StringIO(text)
+    stream.name = name
+    try:
+        return yaml.load(stream, _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{name}={text!r:.60} is not valid YAML: {one_line(error)}") from None
 
 
 def read_yaml(name: str | os.PathLike) -> dict:
@@ -111,13 +279,20 @@ def read_yaml(name: str | os.PathLike) -> dict:
       name: a path or URL, or `lcjax:NAME` for a recipe of the library. `!include` accepts the same
         names, with paths relative to the file that contains it.
 
+    Returns:
+      The values. `IMPORT`, if the file or an included one has this key, lists modules and absolute
+      paths of .py files; none of them is imported.
+
     Raises:
       InputError: the file or an included one is missing, or is not YAML with a mapping at the top.
     """
     path = _locate(str(name))
+    code: list[str] = []
     try:
-        with path.open(encoding="utf-8") as stream:
-            raw = yaml.load(stream, _Loader)
+        node = _compose(path, code)
+        raw = None if node is None else _Loader("").construct_document(node)
+    except InputError:
+        raise
     except FileNotFoundError as error:
         missing = to_path(error.filename)
         where = "" if missing == path else f" (included from {path})"
@@ -139,11 +314,16 @@ def read_yaml(name: str | os.PathLike) -> dict:
         raise InputError(
             f"{path} includes itself, or is nested too deeply; take one `!include` or level out"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or NUL in a path
         raise InputError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(raw or {}, dict):
-        raise InputError(f"{path} must hold `key: value` lines, not one {type(raw).__name__}")
-    return raw or {}
+        kind = type(raw).__name__.strip("_").lower()
+        raise InputError(f"{path} must hold `key: value` lines, not one {kind}")
+    return (raw or {}) | ({IMPORT: list(dict.fromkeys(code))} if code else {})
+
+
+class UnknownTypeError(InputError):
+    """The error that a registry has no entry of this name; a user's own is not imported."""
 
 
 class Text(str):
@@ -158,8 +338,8 @@ def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> t
     if isinstance(raw, Text) and (str not in kinds or (optional and raw == "null")):
         bare = sequence and raw != "null" and not raw.startswith(("[", "{"))
         try:
-            raw = yaml.safe_load(f"[{raw}]" if bare else raw)
-        except (yaml.YAMLError, ValueError):  # ValueError: too many digits for Python
+            raw = parse_text(f"[{raw}]" if bare else raw, f"--{name}")
+        except InputError:
             raw = str(raw)
     if raw is None and optional:
         return None
@@ -187,9 +367,13 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.
     # draccus would decode true as 1, and a mapping or a list as its text for a string field.
     wrong = raw is None or isinstance(raw, dict) or (isinstance(raw, bool) and bool not in kinds)
     wrong |= isinstance(raw, list) and not {typing.get_origin(k) for k in kinds} & {list, tuple}
+    if isinstance(raw, Text):
+        raw = str(raw)
+    elif str in kinds and not {int, float} & {*kinds}:
+        raw = getattr(raw, "text", raw)  # 1.10 stays 1.10
     try:
         if not wrong:
-            value = draccus.decode(kind, str(raw) if isinstance(raw, Text) else raw)
+            value = draccus.decode(kind, raw)
             if not isinstance(value, float) or math.isfinite(value):
                 return value
             required = "a finite number" + example
@@ -219,9 +403,9 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         label = raw.pop("type", cls.default_choice_name())
         if label not in known:
             problem = "is missing" if label is None else "is unknown"
-            raise InputError(
+            raise UnknownTypeError(
                 f"{dot}type={label!r} {problem}; {suggestion(label, known)}; for one of your own"
-                " add --import FILE.py"
+                f" add --import FILE.py, or {IMPORT}: [FILE.py] to the config"
             )
         cls = known[label]
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}

@@ -92,7 +92,7 @@ def read(folder: str | Path) -> Results:
         )
     if not config_lib.read_yaml(folder / CONFIG):
         raise InputError(f"{folder / CONFIG} is empty; restore it, or run the evaluation again")
-    config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"])
+    config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"], is_stored=True)
     marker = read_marker(folder)
     methods = {method.name for method in config.methods}
     earlier = marker.get(EARLIER, {}).get("methods", {})
@@ -185,7 +185,8 @@ def score(
         raise InputError(f"--out={out} is the run itself, whose records are kept; name another")
     if (out / "records").exists():
         raise InputError(f"--out={out} holds records already; name another folder")
-    config = config_lib.parse(EvalConfig, [f"--config={run.folder / CONFIG}", *overrides])
+    words = [f"--config={run.folder / CONFIG}", *overrides]
+    config = config_lib.parse(EvalConfig, words, is_stored=True)
     _check_same_prompts(run.config, config)
     tokenizer_for = _tokenizers(run)
     tasks = {

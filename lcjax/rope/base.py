@@ -232,9 +232,10 @@ class Rope(draccus.ChoiceRegistry):
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         """Returns transformers' rope dictionary (`rope_type`, ...) and other config entries.
 
-        They describe the nearest method that transformers implements; `to_hf` adds the full form.
+        They describe the nearest method that transformers implements, here plain rope; `to_hf` adds
+        the full form.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define `hf_rope`")
+        return {"rope_type": "default", "rope_theta": self.theta}, {}
 
     @classmethod
     def from_hf_rope(cls, rope: dict, config: dict) -> "Rope":
@@ -243,8 +244,11 @@ class Rope(draccus.ChoiceRegistry):
 
     @property
     def hf_limit(self) -> int | None:
-        """The length up to which transformers computes the same from `to_hf`; None: no limit."""
-        return None
+        """The length up to which transformers computes the same from `to_hf`; None: no limit.
+
+        0 for a method without an `hf_rope` of its own.
+        """
+        return 0 if type(self).hf_rope is Rope.hf_rope else None
 
     @property
     def hf_length(self) -> int | None:
@@ -428,7 +432,10 @@ def _decode(values: dict) -> Rope:
     kind = values.pop("type", None)
     choices = Rope.get_known_choices()
     if not isinstance(kind, str) or kind not in choices:
-        raise InputError(f"{_KEY}.type={kind!r} is not known; known: {', '.join(sorted(choices))}")
+        raise InputError(
+            f"{_KEY}.type={kind!r} is not known; known: {', '.join(sorted(choices))}; for one of"
+            " your own add --import FILE.py (or, in Python, import it first)"
+        )
     fields = dataclasses.fields(choices[kind])
     if unknown := sorted(set(values) - {f.name for f in fields}):
         raise InputError(

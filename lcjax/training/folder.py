@@ -205,7 +205,8 @@ def hashed_settings(config: TrainConfig) -> dict[str, Any]:
 
 def _check_settings(config: TrainConfig, folder: Path) -> None:
     """Raises an InputError if a setting differs that changes what the run in `folder` computes."""
-    old = flat(config_lib.parse(TrainConfig, ["--config", str(folder / CONFIG)]))
+    words = ["--config", str(folder / CONFIG)]
+    old = flat(config_lib.parse(TrainConfig, words, is_stored=True))
     new = flat(config)
     for key in sorted(old.keys() | new.keys()):
         if key.startswith((*_FREE, *config.run.accept)):

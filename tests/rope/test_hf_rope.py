@@ -257,3 +257,20 @@ def test_export_of_methods_that_depend_on_head_dim_requires_it():
             rope.to_hf()
     with pytest.raises(InputError, match=r"rope\.theta=None \(ntk\)"):
         NTK(alpha=2.0).to_hf(HEAD)
+
+
+def test_a_method_without_a_hugging_face_form_is_exported_as_plain_rope_and_read_back(monkeypatch):
+    monkeypatch.setattr(Rope, "_choice_registry", Rope.get_known_choices().copy())
+
+    @Rope.register_subclass("halved")
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Halved(Rope):
+        by: float = 2.0
+
+    rope = Halved(theta=1e4, by=3.0)
+    exported = json.loads(json.dumps(rope.to_hf()))
+    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert from_hf(exported) == rope and rope.hf_limit == 0  # so `save_hf` warns
+    Rope.get_known_choices().pop("halved")
+    with pytest.raises(InputError, match=r"lcjax_rope.type='halved' .* add --import FILE.py"):
+        from_hf(exported)
