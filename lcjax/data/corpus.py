@@ -79,6 +79,12 @@ class Corpus:
         indices = np.flatnonzero(is_held_out if split == "validation" else ~is_held_out)
         return Corpus(self.files, self.readers, indices)
 
+    def documents_of(self, num_bytes: int) -> int:
+        """Returns how many of the largest files of one document have `num_bytes`; at least 1."""
+        files = zip(self.readers, self.files.paths.sizes, strict=True)
+        largest = max((size for reader, size in files if len(reader) == 1), default=1)
+        return max(1, num_bytes // max(1, largest))
+
     def locate(self, index: int) -> tuple[Reader, int]:
         """Returns the reader of a document, and its index in that reader."""
         index = int(index if self.indices is None else self.indices[index])

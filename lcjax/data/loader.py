@@ -8,6 +8,7 @@ import atexit
 import functools
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ import grain
 import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, insert
+from lcjax.checkpoints.long_text import encode_long
 from lcjax.data.chat import ChatTokenise
 from lcjax.data.chunks import cut_context, fit_document, hide_context, segment_positions
 from lcjax.data.config import (
@@ -29,6 +31,7 @@ from lcjax.data.config import (
     TokenSource,
 )
 from lcjax.data.corpus import (
+    Corpus,
     Documents,
     StreamedCorpus,
     Tokenise,
@@ -37,11 +40,16 @@ from lcjax.data.corpus import (
     derived_seed,
     open_split,
 )
+from lcjax.data.files import LRUCache
 from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
 Element = dict[str, np.ndarray]  # "pair"; if packed also "pair_segment_ids", "pair_positions"
+
+_LONG_BYTES = 1 << 22  # of a tokenised document that is kept for the next epochs
+_KEPT_BYTES = 1 << 30  # of all that are kept, or one document
+_AHEAD_BYTES = 1 << 28  # of text that threads read ahead, or one document
 
 
 def make_loader(
@@ -309,21 +317,55 @@ def read_elements(
     """
     if isinstance(corpus, StreamedCorpus):
         return corpus.elements(tokenise, **order)
-    return _in_order(grain.MapDataset.source(corpus).map(tokenise), threads, **order)
+    dataset = grain.MapDataset.source(corpus).map(tokenise)
+    return _in_order(dataset, threads, ahead=corpus.documents_of(_AHEAD_BYTES), **order)
 
 
 def _in_order(
     dataset: grain.MapDataset,
     threads: int,
     *,
+    ahead: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
     repeat: int | None = 1,
 ) -> grain.IterDataset:
     dataset = dataset.shuffle(seed=seed) if shuffle else dataset
     # grain's default buffer of 500 documents would hold gigabytes of books.
-    options = grain.ReadOptions(threads, prefetch_buffer_size=4 * threads)
+    ahead = 4 * threads if ahead is None else min(4 * threads, ahead)
+    options = grain.ReadOptions(min(threads, ahead), prefetch_buffer_size=ahead)
     return dataset.repeat(repeat).to_iter_dataset(options)
+
+
+class _TokenisedDocuments:
+    """The tokenised documents of a corpus by index; long ones are tokenised once.
+
+    The threads that read ahead begin the next epochs before the first batch of a short corpus.
+    """
+
+    def __init__(self, corpus: Corpus, tokenise: Tokenise):
+        self._corpus, self._tokenise = corpus, tokenise
+        self._kept = LRUCache(_KEPT_BYTES, lambda element: element["pair"].nbytes)
+        self._is_long: set[int] = set()
+        # A thread that wants a document which another thread tokenises waits for it.
+        self._locks = [threading.Lock() for _ in range(64)]
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def __getitem__(self, index: int) -> Element | None:
+        def make() -> Element | None:
+            return self._tokenise(self._corpus[index])
+
+        index = int(index)
+        with self._locks[index % len(self._locks)]:
+            if index in self._is_long:
+                return self._kept.get(index, make)
+            element = make()
+            if element is not None and element["pair"].nbytes >= _LONG_BYTES:
+                self._is_long.add(index)
+                self._kept.get(index, lambda: element)
+            return element
 
 
 _PACKERS = {
@@ -359,6 +401,9 @@ class SourceRows:
         self._is_converted = is_seqio and bool(source.converter)
         is_cut = isinstance(source, TokenSource) and source.rows
         self.is_packed = self._pack is not None and not is_cut
+        self.tokenised = None  # the documents by index; None for streams
+        if isinstance(corpus, Corpus):
+            self.tokenised = _TokenisedDocuments(corpus, self.tokenise)
 
     def rows(self, **order: Any) -> grain.IterDataset:
         """Returns the rows; `order` has options as in `StreamedCorpus.read_elements`."""
@@ -380,7 +425,13 @@ class SourceRows:
 
     def elements(self, **order: Any) -> grain.IterDataset:
         """Returns tokenised documents; `order` as in `StreamedCorpus.read_elements`."""
-        return read_elements(self.corpus, self.tokenise, self._config.threads, **order)
+        if self.tokenised is None:
+            return self.corpus.elements(self.tokenise, **order)
+        dataset, ahead = (
+            grain.MapDataset.source(self.tokenised),
+            self.corpus.documents_of(_AHEAD_BYTES),
+        )
+        return _in_order(dataset, self._config.threads, ahead=ahead, **order)
 
     def tokenise(self, document: tuple[str, Any]) -> Element | None:
         """Returns {"pair": int32 [n, 2]}: the tokens of a document and their targets.
@@ -408,13 +459,18 @@ class SourceRows:
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             return None
         bos, eos = self._missing_special(ids)
-        tokens = np.concatenate([bos, ids, eos]).astype(np.int32)
-        is_learned = np.pad(is_learned, (len(bos), len(eos)), constant_values=(False, True))
-        targets = np.where(is_learned, tokens, -2 - tokens)[1:]
-        columns = [tokens, np.append(targets, np.int32(-1))]
+        # Written in place, because a document may have millions of tokens.
+        pair = np.empty((len(bos) + len(ids) + len(eos), 2 + self._documents), np.int32)
+        tokens, targets = pair[:, 0], pair[:, 1]
+        tokens[: len(bos)], tokens[len(pair) - len(eos) :] = bos, eos
+        tokens[len(bos) : len(bos) + len(ids)] = ids
+        targets[:-1], targets[-1] = tokens[1:], -1
+        if not is_learned.all():
+            is_learned = np.pad(is_learned, (len(bos), len(eos)), constant_values=(False, True))
+            np.subtract(-2, targets[:-1], out=targets[:-1], where=~is_learned[1:])
         if self._documents:
-            columns.append(np.full(len(tokens), document_number(name), np.int32))
-        return self._fit(np.stack(columns, axis=1))
+            pair[:, 2] = document_number(name)
+        return self._fit(pair)
 
     def _fit(self, pair: np.ndarray) -> Element | None:
         """Shortens or drops a document that exceeds a row, for packings of whole documents."""
@@ -432,7 +488,9 @@ class SourceRows:
     def _document_ids(self, name: str, value: str | np.ndarray) -> np.ndarray:
         """Returns the ids of a document without BOS and EOS, which are added later."""
         if isinstance(value, str):
-            return np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
+            is_empty = not value or value.isspace()
+            ids = [] if is_empty else encode_long(self._tokenizer, value, name=name)[0]
+            return np.asarray(ids, np.int32)
         self._check_ids(name, value)
         has_bos = self.bos is not None and len(value) > 0 and value[0] == self.bos
         has_eos = self.eos is not None and len(value) > int(has_bos) and value[-1] == self.eos
@@ -471,7 +529,9 @@ class SourceRows:
             return itertools.repeat(self.length, self.corpus.count)
         if self._is_converted:
             return (self.length for _ in self.rows())
-        return (self._num_tokens(self.tokenise(document)) for document in self.corpus)
+        if self.tokenised is None:
+            return (self._num_tokens(self.tokenise(document)) for document in self.corpus)
+        return map(self._num_tokens, map(self.tokenised.__getitem__, range(len(self.tokenised))))
 
     def _num_tokens(self, element: Element | None) -> int:
         if element is None:
@@ -644,8 +704,7 @@ class FixedRows:
         last = int(np.searchsorted(self._ends, end, side="left"))
         pairs = []
         for i in range(first, last + 1):
-            document = self._source.corpus[int(self._documents[i])]
-            pair = self._source.tokenise(document)["pair"]
+            pair = self._source.tokenised[int(self._documents[i])]["pair"]
             start = int(self._ends[i]) - len(pair)
             pairs.append(pair[max(begin - start, 0) : end - start])
         numbers = np.arange(1, len(pairs) + 1, dtype=np.int32)

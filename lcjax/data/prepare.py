@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
+from lcjax.checkpoints.long_text import encode_long
 from lcjax.data.config import NOT_CONTENT, ON_BAD_TEXT, TOKENS, Source, TextConfig, TextSource
 from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
 from lcjax.data.jobs import (
@@ -226,7 +227,7 @@ class Worker:
                 ids = self._ids(document) if is_selected is None or is_selected[i] else ()
                 if len(ids) < self.config.min_document_tokens:
                     continue
-                file.write(np.asarray(ids, dtype).tobytes())
+                file.write(np.asarray(ids, dtype).data)
                 label = labels.setdefault(document.label, len(labels))
                 rows.append((start, document.characters, split_hash, label))
                 lengths.append(len(ids))
@@ -240,8 +241,10 @@ class Worker:
         write_json(out / f"{name}.json", shard)
         return shard
 
-    def _ids(self, document: Document) -> list[int]:
-        return self._tokenizer.encode(document.value) if document.value.strip() else []
+    def _ids(self, document: Document) -> np.ndarray:
+        if not document.value or document.value.isspace():
+            return np.zeros(0, np.int32)
+        return encode_long(self._tokenizer, document.value, name=document.name)[0]
 
 
 def _finish(

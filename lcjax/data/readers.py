@@ -42,7 +42,9 @@ _MAX_NAMED = 5  # bad records that are named one by one
 _PROGRESS_BYTES = 1 << 28  # indexing a file of at least this size shows a progress bar
 
 
-def decode(data: bytes, *, location: str, offset: int = 0, on_bad_text: str = "error") -> str:
+def decode(
+    data: bytes | bytearray, *, location: str, offset: int = 0, on_bad_text: str = "error"
+) -> str:
     """Decodes UTF-8 text and removes its byte order mark.
 
     Args:
@@ -128,7 +130,7 @@ class Reader(abc.ABC):
         """Returns the hash in [0, 1) of a record that selects the validation split."""
         return unit_hash(self.name(index))
 
-    def _decode(self, data: bytes, index: int, offset: int = 0) -> str:
+    def _decode(self, data: bytes | bytearray, index: int, offset: int = 0) -> str:
         on_bad_text = self._files.config.on_bad_text
         return decode(data, location=self.location(index), offset=offset, on_bad_text=on_bad_text)
 
@@ -174,7 +176,10 @@ class TextReader(Reader):
             parts = content(self._path, self._cache).chunks()
         else:
             parts = (gzip_chunks if suffix == ".gz" else plain_chunks)(self._path)
-        return self._decode(b"".join(parts), index)
+        data = bytearray()  # joining a list of parts would hold a large file twice
+        for part in parts:
+            data += part
+        return self._decode(data, index)
 
 
 class JsonLinesReader(Reader):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from lcjax.checkpoints.long_text import encode_long
 from lcjax.errors import InputError
 
 T = TypeVar("T")
@@ -176,8 +177,9 @@ class TokenizedCorpus:
 
     def _tokenised(self, entry: _Entry) -> TokenizedDocument:
         if entry.document is None:
-            tokens = np.asarray(self.tokenizer.encode(entry.text), np.int32)
-            ends, words = self._byte_ends(tokens, entry.size), len(re.split(r"\s+", entry.text))
+            tokens, _ = encode_long(self.tokenizer, entry.text, name=entry.name)
+            ends = self._byte_ends(tokens, entry.size)
+            words = 1 + sum(1 for _ in re.finditer(r"\s+", entry.text))
             entry.document = TokenizedDocument(entry.name, tokens, ends, float(words))
             entry.text = None
         return entry.document
@@ -188,8 +190,11 @@ class TokenizedCorpus:
         Tokens that are parts of a character share the bytes that the other tokens do not cover.
         The result is None if the tokenizer changes more than 0.1 % of a text.
         """
-        unique, inverse = np.unique(tokens, return_inverse=True)
-        sizes = np.asarray([self._bytes(int(token)) for token in unique])[inverse]
+        # A table by token: `np.unique` with its inverse needs five times the memory of the tokens.
+        table = np.zeros(int(tokens.max(initial=0)) + 1)
+        for token in np.flatnonzero(np.bincount(tokens)):
+            table[token] = self._bytes(int(token))
+        sizes = table[tokens]
         partial = np.isnan(sizes)
         rest = total - np.nansum(sizes)
         if partial.any() and rest >= 0:
@@ -198,7 +203,7 @@ class TokenizedCorpus:
             sizes *= total / np.sum(sizes)
         else:
             return None
-        return np.cumsum(sizes)
+        return np.cumsum(sizes, out=sizes)
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:

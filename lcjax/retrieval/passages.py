@@ -6,6 +6,7 @@ name of its document and its place there, so the same text and settings give the
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
+from lcjax.checkpoints.long_text import spans_long
 from lcjax.checkpoints.tokenizer import check_text
 from lcjax.data.chat import PromptAnswer
 from lcjax.data.config import Source, TextConfig
@@ -89,7 +91,7 @@ class Chunking:
     def passages(self, document: Document) -> Iterator[Passage]:
         """Yields the passages of a document in order; a document without text has none."""
         text = document.text
-        spans = np.array(self._spans(text), np.int64).reshape(-1, 2)
+        spans = self._spans(text, document.name)
         for first, last in self._ranges(text, spans):
             start, end = int(spans[first, 0]), int(spans[last - 1, 1])
             if text[start:end].strip():
@@ -103,11 +105,12 @@ class Chunking:
                     end,
                 )
 
-    def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns the character ranges (start, end) of all tokens or words."""
+    def _spans(self, text: str, name: str) -> np.ndarray:
+        """Returns the character ranges (start, end) of all tokens or words, int64 [n, 2]."""
         if self.unit == "tokens":
-            return tokenizer(self.tokenizer).spans(text)
-        return [match.span() for match in _WORD.finditer(text)]
+            return spans_long(tokenizer(self.tokenizer), text, name=name)
+        ends = itertools.chain.from_iterable(match.span() for match in _WORD.finditer(text))
+        return np.fromiter(ends, np.int64).reshape(-1, 2)
 
     def _ranges(self, text: str, spans: np.ndarray) -> Iterator[tuple[int, int]]:
         """Yields the range (first, last + 1) of the tokens or words of every passage."""

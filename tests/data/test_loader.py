@@ -17,6 +17,7 @@ from data_support import (
     Plain,
     assert_same,
     make_texts,
+    rows_of,
     split_documents,
     write_jsonl,
 )
@@ -395,3 +396,21 @@ def test_a_stream_refuses_a_position_after_its_last_epoch(path):
     states = [loader.get_state() for _ in loader]
     with pytest.raises(InputError, match=r"after the end of the data: raise data.repeat"):
         make_loader(replace(config, repeat=1), Bytes(), 2).set_state(states[-2])
+
+
+def test_a_long_document_is_tokenised_once_for_all_epochs(tmp_path, monkeypatch):
+    class Counting(Bytes):
+        count = 0
+
+        def encode(self, text):
+            self.count += len(text)
+            return super().encode(text)
+
+    path, text, tokenizer = tmp_path / "book.txt", "a long book " * 100, Counting()
+    path.write_text(text)
+    monkeypatch.setattr("lcjax.data.loader._LONG_BYTES", len(text))
+    settings = {"path": str(path), "length": 64, "repeat": 20, "shuffle": True}
+    rows = rows_of(DataConfig(**settings), tokenizer)
+    assert tokenizer.count == len(text)
+    monkeypatch.setattr("lcjax.data.loader._LONG_BYTES", 10**9)
+    np.testing.assert_equal(rows, rows_of(DataConfig(**settings), Counting()))

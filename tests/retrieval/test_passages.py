@@ -99,7 +99,7 @@ def test_passages_cover_every_word_in_order(text, unit, size, data):
     covered = np.zeros(len(text), bool)
     for p in passages:
         assert p.text == text[p.start : p.end] and p.text.strip() == p.text
-        assert 1 <= len(chunking._spans(p.text)) <= size
+        assert 1 <= len(chunking._spans(p.text, p.id)) <= size
         covered[p.start : p.end] = True
     assert all(covered[i] for i, char in enumerate(text) if not char.isspace())
     starts, ends = [p.start for p in passages], [p.end for p in passages]
