@@ -30,7 +30,7 @@ from typing import IO, Any
 import yaml
 
 from lcjax.errors import InputError
-from lcjax.storage import StorageError, URLPath, is_running, to_path
+from lcjax.storage import StorageError, URLPath, check_regular, is_running, to_path
 
 CHECKSUMS = "checksums.sha256"  # file of a folder with the sums of its other files
 PARTIAL = "lcjax.partial"  # file that marks an incomplete folder at a URL
@@ -159,6 +159,7 @@ def read_sums(path: Path) -> dict[str, str]:
       InputError: the file is damaged, or empty.
     """
     sums = {}
+    check_regular(path)
     for line in path.read_bytes().decode(errors="replace").splitlines():
         entry = _SUM.fullmatch(line)
         if entry is None or Path(entry[2]).is_absolute() or ".." in Path(entry[2]).parts:
@@ -224,6 +225,7 @@ def _sum_of(values: Mapping[str, Any]) -> str:
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 sum of a file, in hexadecimal digits."""
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -240,6 +242,7 @@ def read_json(path: Path, default: Any = None) -> Any:
     """Returns the dictionary in a JSON file; `default` if the file is absent."""
     if not path.is_file() and default is not None:
         return default
+    check_regular(path)
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except InputError:  # a StorageError, which is a ValueError, too

@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import warnings
@@ -449,10 +450,32 @@ def remove(path: Path | URLPath) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_regular(path: Path | URLPath) -> None:
+    """Raises an InputError for a pipe, socket or device, whose reader could wait or read forever.
+
+    Of a folder, its entries and those of its folders are checked.
+    """
+    if isinstance(path, URLPath):
+        return
+    is_folder = stat.S_ISDIR(_mode(path))
+    for entry in (*path.glob("*"), *path.glob("*/*")) if is_folder else (path,):
+        mode = _mode(entry)
+        if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise InputError(f"{entry} is a pipe, socket or device; put a regular file there")
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):  # who opens it gets this error again
+        return 0
+
+
 def read_range(path: Path | URLPath, start: int, size: int) -> np.ndarray:
     """Returns `size` bytes from byte `start` on as a new array, uint8 [size]."""
     if isinstance(path, URLPath):
         return np.frombuffer(path.read_range(start, size), np.uint8)
+    check_regular(path)
     return np.fromfile(path, np.uint8, size, offset=start)
 
 
@@ -462,6 +485,7 @@ def read_chunks(path: Path | URLPath) -> Iterator[bytes]:
         size = path.stat().st_size
         yield from (path.read_range(i, min(_CHUNK, size - i)) for i in range(0, size, _CHUNK))
         return
+    check_regular(path)
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             yield chunk
@@ -473,6 +497,7 @@ def map_file(path: Path | URLPath) -> mmap.mmap:
     Many threads can read the map at the same time.
     """
     if not isinstance(path, URLPath):
+        check_regular(path)
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with tempfile.TemporaryFile(prefix="lcjax-") as copy:

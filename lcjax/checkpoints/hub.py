@@ -15,7 +15,7 @@ from lcjax.checkpoints.safetensors_io import has_weights
 from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
 from lcjax.files import check_path, package_path
-from lcjax.storage import StorageError, to_path
+from lcjax.storage import StorageError, check_regular, to_path
 
 SMOLLM2 = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -52,6 +52,7 @@ def find_checkpoint(
     is_package = name.startswith("package:")
     path = package_path(name) if is_package else to_path(path_or_name)
     if path.exists():
+        check_regular(path)
         return path
     if is_hub_id(name):
         return _download(name, weights=weights, allow_pickle=allow_pickle)
@@ -75,6 +76,7 @@ def find_encoder(path_or_name: str | Path, *, allow_pickle: bool = False) -> Pat
     name = str(path_or_name)
     check_path("encoder", path_or_name)
     path = to_path(path_or_name)
+    check_regular(path)
     if is_run(path) and trains_retriever(path):
         if not (path / "model").is_dir():
             raise InputError(

@@ -77,6 +77,8 @@ def _loose(folder: Path) -> list[Path]:
 
 def read_header(file: Path) -> list[tuple[str, TensorInfo, int]]:
     """Returns (name, shape and dtype, offset in the file) of every tensor of one file."""
+    if not file.is_file():
+        raise InputError(f"{file}: no such file, or no regular one; download it again")
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -19,7 +19,7 @@ from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
 from lcjax.errors import InputError, one_line, suggestion
-from lcjax.storage import URLPath, is_url, to_path
+from lcjax.storage import URLPath, check_regular, is_url, to_path
 
 _MAX_FILES = 16  # largest number of files that an error lists
 _RECIPE = "lcjax:"  # prefix of the names of the library's recipes
@@ -250,6 +250,8 @@ def _code_path(name: str, file: Path) -> str:
 
 
 def _compose(path: Path, code: list[str]) -> yaml.Node | None:
+    if not str(path).startswith("/dev/fd/"):  # a shell's `--config <(command)`
+        check_regular(path)
     with path.open(encoding="utf-8") as stream:
         loader = _FileLoader(stream, path, code)
         try:

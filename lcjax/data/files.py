@@ -26,7 +26,7 @@ import numpy as np
 
 from lcjax.errors import InputError, import_package
 from lcjax.files import package_path, read_json
-from lcjax.storage import StorageError, URLPath, read_range, to_path
+from lcjax.storage import StorageError, URLPath, check_regular, read_range, to_path
 
 TEXT = (".txt", ".md", ".py")  # one document per file
 LINES = (".jsonl",)  # many documents per file
@@ -103,10 +103,11 @@ def _files_at(source: str, path: Path) -> list[tuple[str, Path]]:
     if isinstance(path, URLPath):
         return _with_names(*_glob_url(source, path), source)
     if not glob.has_magic(str(path)):
+        check_regular(path)
         raise InputError(f"data.path={source} does not exist: give a file, a folder or a glob")
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
     matches = map(Path, glob.glob(str(path), recursive=True))
-    return _with_names([file for file in matches if file.is_file()], root, source)
+    return _with_names([file for file in matches if not file.is_dir()], root, source)
 
 
 def _glob_url(source: str, path: URLPath) -> tuple[list[URLPath], URLPath]:
@@ -161,6 +162,13 @@ def _with_names(files: list[Path], root: Path, source: str) -> list[tuple[str, P
     named = sorted((file.relative_to(root).as_posix(), file) for file in files if kind(file))
     if not named:
         raise InputError(f"data.path={source} has no readable file; readable are {READABLE}")
+    for name, file in named:
+        if not isinstance(file, URLPath) and not file.is_file():
+            link = "a link to a file that does not exist" if file.is_symlink() else "no file"
+            check_regular(file)
+            raise InputError(
+                f"data.path={source}: {name} is {link}; complete the download, or remove it"
+            )
     return named
 
 
@@ -435,6 +443,7 @@ def gzip_chunks(path: Path) -> Iterator[bytes]:
 
 def open_file(path: Path):
     """Opens a file for reading bytes; raises an `InputError` if this fails."""
+    check_regular(path)
     try:
         return path.open("rb")
     except InputError:  # raised by a remote store

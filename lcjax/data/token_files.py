@@ -18,7 +18,7 @@ from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
 from lcjax.files import FolderSums, parse_json
-from lcjax.storage import URLPath, read_range, to_path
+from lcjax.storage import URLPath, check_regular, read_range, to_path
 
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -228,6 +228,7 @@ def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
 def read_index(folder: Path, kind: FolderKind) -> tuple[dict[str, Any], FolderSums]:
     """Reads the index of a folder, and the sums of its files."""
     path, way_out = folder / kind.index, f"write it again with `{kind.command}`"
+    check_regular(folder)
     sums = FolderSums(folder, f"copy it again, or {way_out}")
     try:
         data = path.read_bytes()

@@ -34,7 +34,7 @@ from lcjax.evaluation.records import (
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import FolderSums, read_json, write_whole
-from lcjax.storage import is_url, to_path
+from lcjax.storage import check_regular, is_url, to_path
 
 # Key of a marker: the folder of the trained models, relative to the run folder.
 TRAINED_IN = "trained_in"
@@ -86,6 +86,7 @@ def read(folder: str | Path) -> Results:
       InputError: `folder` is no run of eval.py, or has no records.
     """
     folder = to_path(folder)
+    check_regular(folder)
     if not (folder / MARKER).exists():
         raise InputError(
             f"{folder} holds no run of eval.py ({MARKER} is not there); name the run.folder of one"

@@ -21,7 +21,7 @@ from typing import Any
 
 from lcjax.errors import InputError
 from lcjax.parallel import distributed
-from lcjax.storage import StorageError, URLPath, to_path
+from lcjax.storage import StorageError, URLPath, check_regular, to_path
 
 LOCK = "lock.json"
 GUARD = "lock.json.guard"
@@ -42,6 +42,7 @@ class RunLock:
         self._folder, self._key = to_path(folder), key
         self._file, self._guard_file = self._folder / LOCK, self._folder / GUARD
         self._owner = _this_process()
+        self._seen: dict[Path | URLPath, tuple[float, float]] = {}  # see `_age`
         self._stop = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, daemon=True)
         self._has_created_folder = False
@@ -64,6 +65,7 @@ class RunLock:
                     self._folder.rmdir()  # fails if results are in it
 
     def _acquire(self) -> None:
+        check_regular(self._folder)
         try:
             self._has_created_folder = not self._folder.exists()
             last_refresh = None
@@ -103,7 +105,7 @@ class RunLock:
                 is_running = not is_stale
             else:
                 is_running = last_refresh is not None and refresh != last_refresh
-                is_stale = now - refresh > _STALE
+                is_stale = self._age(self._file, refresh, now) > _STALE
             name = "another process"
             if owner is not None:
                 name = f"process {owner['pid']} on {owner['host']} since {owner['since']}"
@@ -137,7 +139,9 @@ class RunLock:
             return
         except FileExistsError:
             modified = _modified(self._guard_file)
-            if modified is not None and time.time() - modified > _STALE:  # its process was killed
+            if modified is not None and (
+                self._age(self._guard_file, modified, time.time()) > _STALE
+            ):  # its process was killed
                 self._guard_file.unlink(missing_ok=True)
             time.sleep(_PAUSE)
             yield None
@@ -146,6 +150,17 @@ class RunLock:
             yield _modified(self._guard_file)
         finally:
             self._guard_file.unlink(missing_ok=True)
+
+    def _age(self, file: Path | URLPath, modified: float, now: float) -> float:
+        """Returns the seconds without a change of a file: by its time, and as seen from here.
+
+        The time of a file may be in the future, if a clock was wrong or the file was copied.
+        """
+        seen, start = self._seen.get(file, (None, 0.0))
+        if seen != modified:
+            start = time.monotonic()
+            self._seen[file] = modified, start
+        return max(now - modified, time.monotonic() - start)
 
     def _refresh(self) -> None:
         while not self._stop.wait(_REFRESH):

@@ -38,7 +38,7 @@ from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.sparse import Sparse, SparseIndex
-from lcjax.storage import local_path
+from lcjax.storage import check_regular, local_path
 
 if TYPE_CHECKING:
     import pyarrow
@@ -668,6 +668,7 @@ def _append_groups(
 
 
 def _read_index(out: Path) -> dict[str, Any]:
+    check_regular(out)
     if not (out / INDEX).is_file():
         if (out / PLAN).is_file():
             raise InputError(

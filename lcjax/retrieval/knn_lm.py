@@ -59,7 +59,7 @@ from lcjax.retrieval.encoder import model_fingerprint
 from lcjax.retrieval.faiss_index import FaissIndex, RefinedIndex, default_lists, faiss_module
 from lcjax.retrieval.passages import document_text
 from lcjax.retrieval.search import ExactIndex
-from lcjax.storage import local_path
+from lcjax.storage import check_regular, local_path
 
 FORMAT = "tokens 1"
 DTYPES = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
@@ -273,6 +273,7 @@ class TokenStore:
           InputError: the folder is not a datastore of tokens, is incomplete, or is damaged.
         """
         self.folder = local_path("datastore", folder, WHY_MAPPED)
+        check_regular(self.folder)
         way_out = "build one with python -m lcjax.retrieval build-tokens"
         if (self.folder / _PROGRESS).is_file() and not (self.folder / _INDEX).is_file():
             raise InputError(f"{folder} is incomplete: run the same build-tokens command again")

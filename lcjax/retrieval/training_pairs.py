@@ -30,7 +30,7 @@ from lcjax.errors import InputError, check_integer, is_finite_number
 from lcjax.files import parse_json
 from lcjax.retrieval.encoder import with_title
 from lcjax.retrieval.passages import sentences
-from lcjax.storage import URLPath, to_path
+from lcjax.storage import URLPath, check_regular, to_path
 
 Ids = Sequence[int]
 # Fields of a record: their names here and in DPR's files.
@@ -388,6 +388,7 @@ def _read_local_list(path: Path, modified: int) -> list[Any]:
 
 
 def _read_list(path: Path) -> list[Any]:
+    check_regular(path)
     data = path.read_bytes()
     try:
         records = parse_json(data)

@@ -33,7 +33,7 @@ from lcjax.errors import InputError
 from lcjax.files import FolderFormat, check_destination, check_replaceable
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
-from lcjax.storage import URLPath, remove, to_path
+from lcjax.storage import URLPath, check_regular, remove, to_path
 from lcjax.training.config import TrainConfig
 from lcjax.tree import flatten
 
@@ -87,6 +87,7 @@ def check(config: TrainConfig) -> Path:
         )
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run.folder={folder} is a file; name a folder")
+    check_regular(folder)
     # A run without a checkpoint failed at its start and cannot be resumed.
     has_run = (folder / CONFIG).exists() and bool(steps_in(folder / FOLDER))
     if has_run and config.run.existing == "refuse":

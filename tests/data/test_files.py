@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
+from lcjax.checkpoints.hub import find_checkpoint, find_encoder
+from lcjax.config import read_yaml
 from lcjax.data import DataConfig, documents, files, make_loader, prepare
 from lcjax.data.config import TextSource
 from lcjax.data.corpus import open_corpus
 from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
+from lcjax.files import read_json, sha256
+from lcjax.parallel.run_lock import RunLock
+from lcjax.retrieval.datastore import Datastore
+from lcjax.storage import map_file
 
 pa = pytest.importorskip("pyarrow")
 SKIPPABLE = (0x184D2A5E).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
@@ -204,3 +210,29 @@ def test_names_of_files_need_not_be_utf8(tmp_path, monkeypatch):
     prepare.prepare(prepare.PrepareConfig(config.path, tokenizer="b", out=str(out), workers=1))
     assert "| b?cher | 20 |" in (out / "report.md").read_text()
     assert unit_hash("bücher") == unit_hash("bücher".encode())
+
+
+def test_pipes_devices_and_broken_links_are_named_and_never_opened(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    specials = {
+        "b.txt": os.mkfifo,
+        "c.jsonl": lambda path: path.symlink_to("/dev/zero"),
+        "d.parquet": lambda path: path.symlink_to(tmp_path / "gone"),
+        "e.txt.gz": lambda path: path.symlink_to(path),
+    }
+    for name, make in specials.items():
+        make(tmp_path / name)
+        words = "regular file" if name < "d" else "link to a file that does not exist"
+        for source in (tmp_path, tmp_path / "*"):
+            with pytest.raises(InputError, match=f"{name}.*{words}"):
+                files.find_files(str(source))
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")  # no data, but a part of a checkpoint
+    assert len(files.find_files(str(tmp_path))) == 1
+    for open_folder in (find_checkpoint, find_encoder, RunLock(tmp_path).__enter__, Datastore):
+        arguments = () if open_folder.__name__ == "__enter__" else (tmp_path,)
+        with pytest.raises(InputError, match=r"tokenizer\.json is a pipe"):
+            open_folder(*arguments)
+    for read in (read_yaml, read_json, map_file, sha256):
+        with pytest.raises(InputError, match=r"tokenizer\.json is a pipe"):
+            read(tmp_path / "tokenizer.json")

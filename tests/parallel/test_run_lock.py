@@ -93,6 +93,17 @@ def test_a_lock_of_another_machine_is_stale_when_it_is_not_refreshed(tmp_path, t
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
 
 
+def test_a_lock_from_the_future_is_stale_after_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_STALE", 0.3)
+    write_lock(tmp_path / LOCK, machine="another", age=-3600.0)
+    (tmp_path / GUARD).touch()
+    os.utime(tmp_path / GUARD, (time.time() + 3600,) * 2)
+    start = time.monotonic()
+    with RunLock(tmp_path):
+        pass
+    assert time.monotonic() - start < 5 and list(tmp_path.iterdir()) == []
+
+
 def test_a_start_on_another_machine_waits_for_a_refresh(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_lock, "_STALE", 1.0)
     write_lock(tmp_path / LOCK, machine="another", host="node7")
