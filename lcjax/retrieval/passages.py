@@ -24,10 +24,15 @@ from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.generation.retrieval_reader import join_title
 
 UNITS = ("tokens", "words", "sentences")
-# Characters of scripts without spaces between words: each one counts as a word.
-_CHARACTERS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+# Characters of scripts without spaces between words, for a class of a regular expression: Chinese,
+# Japanese, Thai, Lao, Burmese and Khmer. Each one counts as a word.
+UNSPACED = (
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    "\U00020000-\U000323af\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+)
 # At most 64 characters, so that data without spaces, such as base64, is not one huge word.
-_WORD = re.compile(rf"[{_CHARACTERS}]|[^\s{_CHARACTERS}]{{1,64}}")
+_WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]{{1,64}}")
+_SPACE_BETWEEN = re.compile(rf"(?<=[{UNSPACED}]) (?=[{UNSPACED}])")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*$|[。！？]$")
 _BLANK_LINE = re.compile(r"\n\s*\n")
 
@@ -176,6 +181,16 @@ def sentences(text: str) -> list[str]:
     words = np.array([match.span() for match in _WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts = sentence_starts(text, words)
     return [text[words[a, 0] : words[b - 1, 1]] for a, b in zip(starts[:-1], starts[1:])]
+
+
+def split_words(text: str) -> list[str]:
+    """Splits a text at white space, and scripts without spaces at every character."""
+    return _WORD.findall(text)
+
+
+def join_words(words: list[str]) -> str:
+    """Joins words by spaces, except between characters of scripts without spaces."""
+    return _SPACE_BETWEEN.sub("", " ".join(words))
 
 
 @functools.lru_cache(maxsize=2)

@@ -23,7 +23,7 @@ from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import Encoder
 from lcjax.retrieval.faiss_index import KINDS as FAISS_KINDS
-from lcjax.retrieval.passages import Passage, sentences
+from lcjax.retrieval.passages import Passage, join_words, sentences, split_words
 from lcjax.retrieval.search import ExactIndex
 from lcjax.retrieval.sparse import SparseIndex, top_rows
 
@@ -317,14 +317,13 @@ def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
     generator = random.Random(seed)
     samples = _sample_sentences(retriever.store, n, generator)
     variants = {
-        "verbatim": lambda words: words,
-        "dropped words": lambda words: _drop(words, generator),
-        "swapped words": lambda words: _swap(words, generator),
+        "verbatim": lambda text: text,
+        "dropped words": lambda text: join_words(_drop(split_words(text), generator)),
+        "swapped words": lambda text: join_words(_swap(split_words(text), generator)),
     }
     rates = {}
     for name, change in variants.items():
-        queries = [" ".join(change(sample.split())) for sample in samples]
-        results = retriever.search(queries, 10)
+        results = retriever.search([change(sample) for sample in samples], 10)
         ranks = np.array([_rank(*pair) for pair in zip(samples, results)])
         rates[name] = {
             "hit@1": float((ranks == 1).mean()),
@@ -357,7 +356,7 @@ def _sample_sentences(store: Datastore, n: int, generator: random.Random) -> lis
         fitting = [
             plain
             for sentence in sentences(passage.text)
-            if _WORDS[0] <= len((plain := _plain(sentence)).split()) <= _WORDS[1]
+            if _WORDS[0] <= len(split_words(plain := _plain(sentence))) <= _WORDS[1]
         ]
         if fitting:
             samples.append(generator.choice(fitting))

@@ -13,16 +13,25 @@ document of length L (mean length A), and in df of N documents, adds (Kamphuis e
 with K = k1 (1 - b + b L / A) and c = tf / (1 - b + b L / A). `bm25s` computes these numbers when
 the index is built, so a search only adds them. For robertson, `bm25s` omits the factor k1 + 1, as
 Lucene does, which does not change the order, and replaces a negative idf by 0.
+
+A term is a run of at least two letters, digits and marks, in lower case. In scripts without spaces
+between words, and in Korean, whose particles are written without a space, the terms are all
+characters and all pairs of neighbours (Nie et al. 2000, "On the use of words and n-grams for
+Chinese information retrieval").
 """
 
 import dataclasses
+import functools
 import json
 import logging
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from lcjax.errors import (
     InputError,
@@ -33,9 +42,12 @@ from lcjax.errors import (
     one_line,
 )
 from lcjax.files import atomic_file, read_json
+from lcjax.retrieval.passages import UNSPACED
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
 _SETTINGS = "sparse.json"
+_TERMS = 2  # version of the rule that splits texts into terms; 1 did so at spaces alone
+_PAIRED = f"{UNSPACED}\uac00-\ud7a3"  # scripts whose characters and pairs are terms
 _DELTA = {"bm25+": 1.0}  # default delta, from the papers; 0.5 for bm25l; others have none
 # ATIRE's score for b = 0 and k1 -> infinity is tf * ln(N / df)
 _INFINITE_K1 = 1e12
@@ -70,7 +82,7 @@ class SparseIndex:
     def __init__(self, settings: Sparse, bm25: Any):
         """Wraps `bm25`, a `bm25s.BM25` that has indexed texts; use `build` or `load`."""
         self.settings, self._bm25 = settings, bm25
-        self._words = _Words(settings)
+        self._terms = _Terms(settings)
 
     @classmethod
     def build(
@@ -87,8 +99,7 @@ class SparseIndex:
           InputError: bm25s is not installed, or no text has a word.
         """
         settings = Sparse(**settings)
-        words = _Words(settings)
-        tokens = words.tokenize(texts, progress)
+        tokens = _Terms(settings).tokenize(texts, progress)
         if not tokens.vocab:
             raise InputError("no passage has a word to search for: choose other text or stopwords")
         is_tfidf = settings.method == "tfidf"
@@ -105,7 +116,7 @@ class SparseIndex:
     @staticmethod
     def check(settings: Sparse) -> None:
         """Raises an InputError if bm25s, the stop words or the stemmer are not available."""
-        _Words(settings)
+        _Terms(settings)
 
     def __len__(self) -> int:
         return int(self._bm25.scores["num_docs"])
@@ -120,7 +131,7 @@ class SparseIndex:
           Scores float32 [n], and bool [n]: whether a text has one of the words of the query.
         """
         bm25, vocabulary = self._bm25, self._bm25.vocab_dict
-        ids = [vocabulary[word] for word in self._words(query) if word in vocabulary]
+        ids = [vocabulary[word] for word in self._terms(query) if word in vocabulary]
         has_word = np.zeros(len(self), bool)
         if not ids:
             return np.zeros(len(self), np.float32), has_word
@@ -158,7 +169,7 @@ class SparseIndex:
         """Writes the index into a folder; `sparse.json` is its last file."""
         self._bm25.save(str(folder), show_progress=False)
         with atomic_file(Path(folder) / _SETTINGS) as file:
-            json.dump(dataclasses.asdict(self.settings), file)
+            json.dump(dataclasses.asdict(self.settings) | {"terms": _TERMS}, file)
 
     @classmethod
     def load(cls, folder: str | Path) -> "SparseIndex":
@@ -180,6 +191,9 @@ class SparseIndex:
             # bm25s loads a missing count as None without an error.
             if not isinstance(bm25.scores["num_docs"], int):
                 raise ValueError("params.index.json has no num_docs")
+            older = settings.pop("terms", 1) != _TERMS
+            if older and not all(map(str.isascii, bm25.vocab_dict)):
+                raise ValueError("an older version, which split other terms, wrote it")
             return cls(Sparse(**settings), bm25)
         except (OSError, ValueError, TypeError, KeyError, IndexError, EOFError) as error:
             raise InputError(
@@ -197,39 +211,75 @@ def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
     return places[np.argsort(-scores[places], kind="stable")[:k]]
 
 
-class _Words:
-    """Splits texts into words as bm25s does: lower case, at least two characters."""
+class _Terms:
+    """Splits texts into terms, leaves out stop words, and reduces the others to their stems."""
 
     def __init__(self, settings: Sparse):
         self._stopwords, self._stem = settings.stopwords, _stemmer(settings.stemmer)
         try:
-            self("")
+            self._left_out = frozenset(self._tokenizer().stopwords or ())
         except ValueError as error:
             raise InputError(f"sparse.stopwords={self._stopwords}: {error}") from None
 
     def __call__(self, text: str) -> list[str]:
-        (words,) = self._tokenize([text], False, return_ids=False)
-        return self._stem(words) if self._stem else words
+        """Returns the terms of a text in order."""
+        words = [word for word in _split(text) if word not in self._left_out]
+        return list(map(self._stem, words)) if self._stem else words
 
     def tokenize(self, texts: Iterable[str], progress: bool) -> Any:
-        """Returns the `Tokenized` word ids of texts, numbered in the order of first occurrence.
+        """Returns the `Tokenized` term ids of texts, numbered in the order of first occurrence."""
+        tokenizer = self._tokenizer()
+        texts = tqdm(texts, "words", disable=not progress, leave=False)
+        ids = list(tokenizer.streaming_tokenize(texts, allow_empty=False))
+        vocabulary = tokenizer.stem_to_sid if self._stem else tokenizer.word_to_id
+        return _bm25s().tokenization.Tokenized(ids, vocabulary)
 
-        Stems are numbered here, because their order in bm25s differs between processes.
-        """
-        tokens = self._tokenize(texts, progress)
-        if not self._stem:
-            return tokens
-        vocabulary: dict[str, int] = {}
-        ids = [vocabulary.setdefault(s, len(vocabulary)) for s in self._stem(list(tokens.vocab))]
-        return type(tokens)([[ids[i] for i in text] for text in tokens.ids], vocabulary)
-
-    def _tokenize(self, texts: Iterable[str], progress: bool, **options: Any) -> Any:
-        return _bm25s().tokenize(
-            texts, stopwords=self._stopwords, show_progress=progress, **options
+    def _tokenizer(self) -> Any:
+        return _bm25s().tokenization.Tokenizer(
+            lower=False, splitter=_split, stopwords=self._stopwords, stemmer=self._stem
         )
 
 
-def _stemmer(language: str | None) -> Callable[[list[str]], list[str]] | None:
+def _split(text: str) -> list[str]:
+    """Splits a text into terms in lower case, as described at the top."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    text = text.lower()
+    patterns = _patterns()
+    if text.isascii() or not patterns.other.search(text):
+        return patterns.words.findall(text)
+    return patterns.terms.findall(patterns.run.sub(_with_pairs, text))
+
+
+def _with_pairs(run: re.Match) -> str:
+    characters = _patterns().character.findall(run[0])
+    pairs = map("".join, zip(characters, characters[1:]))
+    return f" {' '.join([*characters, *pairs])} "
+
+
+class _Patterns(NamedTuple):
+    words: re.Pattern  # terms of a text in which `other` occurs nowhere; much faster than `terms`
+    other: re.Pattern
+    run: re.Pattern  # characters of scripts whose pairs are terms
+    character: re.Pattern  # a character and its marks
+    terms: re.Pattern  # terms of a text whose runs are split
+
+
+@functools.cache
+def _patterns() -> _Patterns:
+    # Python's \w has no marks, such as the vowel signs of Hindi. Beyond 0xffff a class is slow.
+    marks = "".join(c for c in map(chr, range(0x10000)) if unicodedata.category(c)[0] == "M")
+    more = rf"[{marks}]+\w*"
+    return _Patterns(
+        words=re.compile(r"\w\w+"),
+        other=re.compile(f"[{_PAIRED}{marks}]"),
+        run=re.compile(f"[{_PAIRED}]+"),
+        character=re.compile(f".[{marks}]*"),
+        terms=re.compile(rf"\w\w+(?:{more})*|\w(?:{more})+|[{_PAIRED}]"),
+    )
+
+
+def _stemmer(language: str | None) -> Callable[[str], str] | None:
     if language is None:
         return None
     try:
@@ -239,7 +289,7 @@ def _stemmer(language: str | None) -> Callable[[list[str]], list[str]] | None:
             f"sparse.stemmer={language} needs PyStemmer: pip install PyStemmer, or set null"
         ) from None
     try:
-        return Stemmer.Stemmer(language).stemWords
+        return Stemmer.Stemmer(language).stemWord
     except KeyError:
         known = ", ".join(Stemmer.algorithms())
         raise InputError(f"sparse.stemmer={language} must be one of {known}") from None

@@ -232,6 +232,15 @@ def test_sentences_of_the_passages_are_found_and_a_broken_index_is_noticed(store
     assert not samples.passed
 
 
+def test_sentences_without_spaces_are_found(tmp_path):
+    texts = ["这个港口在早晨很安静。灯塔在北边的岩石上。", "渡轮七点离开码头，晚上九点回来。"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    config = BuildConfig(TextConfig(path=str(tmp_path / "a.jsonl")), out=str(tmp_path / "o"))
+    build(config)
+    result = check(Retriever.open(tmp_path / "o"), 2)
+    assert [rate["hit@1"] for rate in result.rates.values()] == [1.0, 1.0, 1.0]
+
+
 def test_text_without_sentences_cannot_be_tested(tmp_path):
     (tmp_path / "a.txt").write_text("one two")
     build(BuildConfig(TextConfig(path=str(tmp_path / "a.txt")), out=str(tmp_path / "o"), workers=1))

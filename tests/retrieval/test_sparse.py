@@ -143,14 +143,48 @@ def test_stop_words_and_bad_settings(monkeypatch):
         SparseIndex.build(texts)
 
 
+@pytest.mark.parametrize(
+    ("text", "query", "other"),
+    [
+        ("这个港口在早晨很安静。", "港口", "口港"),
+        ("港は朝静かです。", "静か", "かさ"),
+        ("ﾊﾟﾝとカフェ", "パン", "ンパ"),  # letters of half width
+        ("𠮷野家の牛丼", "𠮷野", "野𠮷"),
+        ("항구는 아침에 조용하다", "항구", "구항"),  # a particle follows the word
+        ("ท่าเรือเงียบในตอนเช้า", "ท่าเรือ", "จรวด"),
+        ("ဆိပ်ကမ်းသည် တိတ်ဆိတ်သည်", "ဆိပ်ကမ်း", "ဂျ"),
+        ("सुबह बंदरगाह शांत है", "बंदरगाह", "बंदर"),  # spaces, and vowel signs that are no letters
+        ("مَرْفَأ هادئ", "مَرْفَأ", "مَر"),
+        ("RoPE的位置编码", "位置 rope", "编位"),
+        ("a nai\u0308ve ferry", "naïve", "naive"),  # two normal forms
+        ("ＡＢＣ", "abc", "bc"),
+    ],
+)
+def test_words_of_every_script_are_found(text, query, other):
+    texts = ["A ferry leaves.", text, "灯台 대문 ดาว नमस्ते"]
+    index = SparseIndex.build(texts)
+    assert index.search([query], 1)[1].tolist() == [[1]]
+    assert index.scores(other)[0][1] < index.scores(query)[0][1]  # the order of characters counts
+
+
+def test_an_index_of_other_terms_is_refused_unless_both_rules_agree(tmp_path):
+    for name, text in (("latin", "two cats"), ("chinese", "这个港口")):
+        SparseIndex.build([text]).save(tmp_path / name)
+        file = tmp_path / name / "sparse.json"
+        file.write_text(file.read_text().replace(', "terms": 2', ""))
+    assert len(SparseIndex.load(tmp_path / "latin")) == 1
+    with pytest.raises(InputError, match="older version, which split other terms.*again"):
+        SparseIndex.load(tmp_path / "chinese")
+
+
 def test_stems_are_numbered_in_the_order_of_the_texts(monkeypatch):
     class Stemmer:
         def __init__(self, language):
             if language != "english":
                 raise KeyError(language)
 
-        def stemWords(self, words):
-            return [word.removesuffix("s") for word in words]
+        def stemWord(self, word):
+            return word.removesuffix("s")
 
     module = type(sys)("Stemmer")
     module.Stemmer, module.algorithms = Stemmer, lambda: ["english"]
