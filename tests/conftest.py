@@ -59,6 +59,15 @@ def pytest_pycollect_makeitem(collector, name):
     return items
 
 
+@pytest.fixture(scope="session", autouse=True)
+def empty_working_folder(tmp_path_factory):
+    """Tests neither find what a user has in the clone, such as `runs/`, nor write there."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("work"))
+    yield
+    os.chdir(before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def freeze_garbage():
     """Collecting garbage goes through all that lives: most of it imported, or a file's programs.
