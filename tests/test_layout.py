@@ -14,7 +14,7 @@ SCRIPTS = [ROOT / "train.py", ROOT / "eval.py"]
 
 # A folder (or file) of lcjax imports from the lines above its own only: no two import each other.
 ORDER = [
-    {"errors", "tree"},
+    {"errors", "progress", "tree"},
     {"storage"},
     {"files"},
     {"config", "rope"},

@@ -27,6 +27,7 @@ from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
 from lcjax.parallel.sharding import AXES, make_mesh
+from lcjax.progress import waiting
 from lcjax.training import TrainConfig, batches, compile_only, estimate
 
 COMPILED = "--compiled"
@@ -92,9 +93,9 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     rows, length = config.train.batch_size, batches.row_length(config, model)
     columns, fits = {}, True
     for name in programs:
-        print(f"compiling {name} ...", file=sys.stderr, flush=True)
-        lower, work, title = _program(name, config, model, mesh)
-        cost = program_cost(lower(), chip)
+        with waiting(f"compiling {name}"):
+            lower, work, title = _program(name, config, model, mesh)
+            cost = program_cost(lower(), chip)
         columns[title] = column(cost, work)
         fits = fits and cost.fits
     sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)

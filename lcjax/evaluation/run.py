@@ -41,6 +41,7 @@ from lcjax.generation.scorer import Scorer
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, padding_rows, rows_over
+from lcjax.progress import ticking
 from lcjax.storage import to_path
 
 Loader = Callable[[ModelSection], Any]
@@ -242,7 +243,8 @@ class _Runner:
         pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens instead of windows, whose lengths differ a hundredfold.
         quiet = not distributed.is_main_process()
-        with tqdm(unit="tok", unit_scale=True, dynamic_ncols=True, disable=quiet) as bar:
+        options = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True, "disable": quiet}
+        with tqdm(**options) as bar, ticking(bar):
             remaining = list(self._config.methods)
             for index, section in enumerate(model_sections):
                 if section in model_sections[:index]:
@@ -252,8 +254,10 @@ class _Runner:
                 remaining = [method for method in remaining if method not in group]
                 for cell in (cell for method in group for cell in self._cells(method, model)):
                     name, length = cell.fields["method"], cell.fields["length"]
+                    bar.set_postfix_str("the first batch compiles", refresh=False)
                     bar.set_description(f"{name} {length:,} {cell.task.label}")
                     for records in self._score(cell):
+                        bar.set_postfix_str("", refresh=False)
                         self._store.append(cell.task.label, records)
                         self._records[cell.task] += records
                         bar.update(sum(record["size"] for record in records))

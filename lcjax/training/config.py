@@ -231,7 +231,7 @@ class RunSection(RunFolder):
 class EvalSection:
     """Loss on the held-out documents (`data.holdout`) during training."""
 
-    every: int = 0  # steps between evaluations; 0: never
+    every: int = 0  # steps between evaluations, with one before the first step; 0: never
     batches: int | None = 16  # of train.batch_size rows; null: all
 
     def __post_init__(self):

@@ -6,6 +6,7 @@ the next one, so the step itself must leave the state unchanged (`lcjax.training
 """
 
 import collections
+import contextlib
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
+from lcjax.progress import waiting
 from lcjax.training import batches, optim
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrainConfig
@@ -145,13 +147,17 @@ class Training:
             peak = cost.machine_peak(self.task.dtype, list(self.mesh.devices.flat))
             self.meter = Meter(self.task.training_flops(), *peak, unit=self.task.unit)
             self._print_summary()
+            if eval_every and step == 0:
+                self._validate(step)  # the loss before training
             while step < train.steps and not stop.should_stop(step):
                 batch, position = self._next_batch(step)
                 batch = self.task.prepare(step, batch, self.state.params)
                 self._toggle_trace(step)
-                self.state, info = self.train_step(
-                    self.state, self.frozen, batches.put(batch, self.mesh), self.num_nonfinite
-                )
+                compiles = self.is_main and step == self.first
+                with waiting("compiling the step") if compiles else contextlib.nullcontext():
+                    self.state, info = self.train_step(
+                        self.state, self.frozen, batches.put(batch, self.mesh), self.num_nonfinite
+                    )
                 step, self.num_nonfinite = step + 1, info["num_nonfinite"]
                 self.pending.append(PendingStep(step, info, batch, position))
                 self._report(max_pending=1)
@@ -339,6 +345,8 @@ class Training:
             except InputError as error:  # the trained model does not need a figure
                 print(error, file=sys.stderr)
                 names = f"{folder_lib.METRICS}, checkpoints/"
+            if (self.folder / folder_lib.ADAPTER).exists():
+                names += ", adapter/ (the LoRA weights alone, as PEFT reads them)"
             names += ", model/ (a Hugging Face folder)" if export else ""
             print(f"results in {self.folder}: {names}")
         last = {key: value for row in rows for key, value in row.items()}

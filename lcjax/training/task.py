@@ -257,7 +257,13 @@ class LanguageModelTask(Task):
             save_peft(folder / folder_lib.ADAPTER, trained, model, base=base, **options)
         params = union(trained, frozen)
         options["dtype"] = train.export_dtype
-        save_hf(folder / folder_lib.MODEL, params, model, self.tokenizer, **options)
+        written = folder / folder_lib.MODEL
+        save_hf(written, params, model, self.tokenizer, **options)
+        if section.encoder_layers is None:
+            announce(
+                f"use it with LanguageModel.load({str(written)!r}), `python -m lcjax.serve --model"
+                f" {written}`, or `path: {written}` in a method of an evaluation"
+            )
 
     def training_flops(self) -> float:
         return estimate.flops(self.config, self.model).training_flops

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.errors import InputError, import_package, install_command, one_line
@@ -20,6 +21,7 @@ from lcjax.training import folder as folder_lib
 from lcjax.training.config import Profile, TrackSection
 
 Metrics = dict[str, float]
+_MEAN = 5  # reported losses in the mean of `plot_loss`
 
 
 def announce(text: str) -> None:
@@ -361,7 +363,11 @@ def read(path: str | Path) -> list[dict]:
 
 
 def plot_loss(metrics: str | Path, image: str | Path) -> None:
-    """Plots training and validation loss over the steps to a PNG."""
+    """Plots training and validation loss over the steps to a PNG.
+
+    The text of a batch changes its loss more than a few steps of training do, so the mean of the
+    last `_MEAN` reported losses is drawn as well.
+    """
     import_package("matplotlib", to_path(image).name)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -372,8 +378,19 @@ def plot_loss(metrics: str | Path, image: str | Path) -> None:
     axes = figure.add_subplot()
     for name, style in (("loss", "-"), ("validation_loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+        if not points:
+            continue
+        steps, losses = zip(*points, strict=True)
+        has_mean = name == "loss" and len(points) > _MEAN
+        axes.plot(
+            *(steps, losses, style),
+            label=name.replace("_", " "),
+            markersize=4,
+            alpha=0.35 if has_mean else 1,
+        )
+        if has_mean:
+            means = np.convolve(losses, np.full(_MEAN, 1 / _MEAN), "valid")
+            axes.plot(steps[_MEAN - 1 :], means, color="C0", label=f"mean of {_MEAN} losses")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     if axes.lines:

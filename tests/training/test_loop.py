@@ -412,7 +412,7 @@ def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
     metrics = run(config)
     assert opened == ["train", "validation"]
     counts = [row.get("validation_tokens") for row in read(folder / "metrics.jsonl")]
-    assert len(set(counts) - {None}) == 1 and len(list(filter(None, counts))) == 2
+    assert len(set(counts) - {None}) == 1 and len(list(filter(None, counts))) == 3
     shown = capsys.readouterr().err
     assert "loading tiny" in shown and f"writing {folder / 'model'}" in shown
     params, model, _tokenizer = load_run(folder)

@@ -164,6 +164,7 @@ def test_the_curve_is_drawn_also_when_losses_are_missing(tmp_path):
         {"step": 1, "loss": None},
         {"step": 2, "loss": 1.0},
         {"step": 2, "validation_loss": 2.0},
+        *({"step": step, "loss": 1.0} for step in range(3, 9)),
     ]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     plot_loss(tmp_path / "m.jsonl", tmp_path / "loss.png")
