@@ -429,7 +429,7 @@ class _Runner:
         A shared prefix of prompts is read once and counts once.
         """
         task, seed = cell.task, self._config.seed
-        floor, size = measure.reset_peak(), self._config.batch_size
+        floor, size = measure.reset_peak(), _num_rows(cell.units, self._config.batch_size)
         prompts = [ids for unit in cell.missing for ids in task.prompts(unit)]
         model = cell.model.with_shared_prefixes(prompts)
         scorer, saved = task.scorer(model, size), 0
@@ -462,6 +462,16 @@ def _batches(task: Task, model: Scorer, units: Sequence[Unit], size: int) -> Ite
     shapes = group_by(units, lambda unit: unit.shape)
     for group in sorted(shapes.values(), key=lambda group: -max(u.fields["size"] for u in group)):
         yield from model.batches(group, size, lambda unit: next(iter(task.prompts(unit)), ()))
+
+
+def _num_rows(units: Sequence[Unit], most: int) -> int:
+    """Returns the rows of each batch of `units`: no more than their shape with most units needs.
+
+    Batches are padded to the same number of rows, so that they run in one compiled function. It
+    gives as few batches as `most` rows, and the fewest filler rows.
+    """
+    count = max(map(len, group_by(units, lambda unit: unit.shape).values()))
+    return -(-count // -(-count // most))
 
 
 def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:

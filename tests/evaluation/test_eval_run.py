@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -126,6 +127,26 @@ def test_the_batch_and_the_mesh_may_change_when_a_run_continues(config):
     with pytest.raises(KeyboardInterrupt):
         run(config, load=fake(fail_after=3))
     run(dataclasses.replace(config, batch_size=5, mesh=Mesh(tensor=2)), load=fake())
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "rows"), [((1,), 16, 1), ((17,), 16, 9), ((3, 5), 4, 3), ((32,), 16, 16)]
+)
+def test_a_batch_has_no_more_rows_than_the_units_of_a_shape_fill(counts, most, rows):
+    units = [types.SimpleNamespace(shape=i) for i, count in enumerate(counts) for _ in range(count)]
+    assert importlib.import_module("lcjax.evaluation.run")._num_rows(units, most) == rows
+
+
+def test_a_large_batch_size_computes_no_filler_rows(config, monkeypatch):
+    nll, seen = BigramModel.nll, []
+
+    def count_rows(self, rows, **options):
+        seen.append(len(rows))
+        return nll(self, rows, **options)
+
+    monkeypatch.setattr(BigramModel, "nll", count_rows)
+    run(dataclasses.replace(config, batch_size=16, max_windows=1), load=fake())
+    assert set(seen) == {1}
 
 
 @pytest.mark.slow

@@ -130,4 +130,5 @@ class HarnessModel(TemplateLM):
                 if names[index] is not None and distributed.is_main_process():
                     self.cache_hook.add_partial(kind, names[index], answer)
 
-            return respond(self._model, requests, self._batch, on_answer)
+            batch = min(self._batch, len(requests) or 1)
+            return respond(self._model, requests, batch, on_answer)
