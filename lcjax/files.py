@@ -49,6 +49,8 @@ _NO_REPLACE = (*_NO_SYNC, errno.EEXIST, errno.ENOTEMPTY)  # of a rename onto an 
 def atomic_file(path: str | os.PathLike | URLPath, mode: str = "w") -> Iterator[IO]:
     """Yields a file `<path>.tmp` that becomes `path` when the block ends without an error.
 
+    If the block raises, the draft is deleted; an OSError then names `path`.
+
     Args:
       path: the file to write. It is replaced if it exists; its folder is created.
       mode: "w" (UTF-8) or "wb".
@@ -60,10 +62,16 @@ def atomic_file(path: str | os.PathLike | URLPath, mode: str = "w") -> Iterator[
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    with open(draft, mode, encoding=None if "b" in mode else "utf-8") as file:
-        yield file
-        sync_file(file)
-    _replace(draft, path)
+    try:
+        with open(draft, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            sync_file(file)
+        _replace(draft, path)
+    except BaseException as error:
+        draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and not error.filename:  # of a full disk
+            error.filename = str(path)
+        raise
     _sync(path.parent)
 
 

@@ -455,17 +455,24 @@ def full_disk(_):
 def test_a_disk_that_fails_is_one_line_and_its_traceback_lies_in_the_run_folder(tmp_path, capsys):
     assert config.main(Script, full_disk, [f"--run.folder={tmp_path}"]) == 1
     file = tmp_path / "error.txt"
-    said = f"error: [Errno 28] No space left on device (where it happened: {file})\n"
+    note = f"; make room, then run the same command again (where it happened: {file})"
+    said = f"error: [Errno 28] No space left on device{note}\n"
     assert capsys.readouterr().err == said
     assert "in full_disk" in file.read_text()
 
 
+def broken_disk(_):
+    raise OSError(5, "Input/output error")
+
+
 @pytest.mark.parametrize("script", [Script, Job])
 def test_the_traceback_is_shown_where_there_is_no_run_folder(script, capsys):
-    assert config.main(script, full_disk, []) == 1
+    assert config.main(script, broken_disk, []) == 1
     *trace, last = capsys.readouterr().err.splitlines()
-    assert last == "error: [Errno 28] No space left on device"
-    assert any("in full_disk" in line for line in trace)
+    assert last == "error: [Errno 5] Input/output error"
+    assert any("in broken_disk" in line for line in trace)
+    assert config.main(script, full_disk, []) == 1  # needs no traceback
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_config_that_cannot_be_opened_is_the_users_to_put_right(tmp_path, capsys, monkeypatch):

@@ -33,7 +33,7 @@ from lcjax.config.decode import (
     section,
     to_data_path,
 )
-from lcjax.config.help import help_text, is_choice
+from lcjax.config.help import help_text, is_choice, is_output_closed, print_help
 from lcjax.errors import InputError, one_line, suggestion
 from lcjax.files import check_path, write_whole
 from lcjax.storage import to_path
@@ -44,6 +44,7 @@ __all__ = [
     "split_options", "to_data_path",
 ]  # fmt: skip
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ERROR = "error.txt"  # file of a run folder: the traceback of an I/O or device error
 T = typing.TypeVar("T")
 
@@ -187,7 +188,7 @@ def parse(
     """
     words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
-        print(help_text(cls))
+        print_help(help_text(cls))
         raise SystemExit(0)
     tree, overrides, file = tree or {}, [], None if tree is None else "the table"
     while words:
@@ -201,7 +202,7 @@ def parse(
         value = value if equals else words.pop(0)
         if key == "--config":
             if value == "lcjax:":
-                print(_listing())
+                print_help(_listing())
                 raise SystemExit(0)
             if file is not None:
                 raise InputError(
@@ -336,6 +337,8 @@ class ErrorReport:
     - OSError during a run: exit code 1, and the traceback goes to the run folder;
     - KeyboardInterrupt during a run: exit code 130.
 
+    If nobody reads stdout any more (`| head`), it prints nothing: exit code 141, that of SIGPIPE.
+
     Attributes:
       config: the config of the script, once it is parsed.
       code: the exit code after the block.
@@ -354,6 +357,8 @@ class ErrorReport:
             text = one_line(error) if str(error) else "nothing to save"
             self.code = 130
             print("interrupted:", text, file=sys.stderr)
+        elif isinstance(error, BrokenPipeError) and is_output_closed():
+            self.code = 141
         elif isinstance(error, InputError) or (
             isinstance(error, OSError)
             and (self.config is None or error.errno == errno.ENAMETOOLONG)
@@ -362,15 +367,17 @@ class ErrorReport:
             print(f"error: {one_line(error)}", file=sys.stderr)
         elif isinstance(error, OSError):
             self.code = 1
-            location = self._keep_traceback(error)
-            print(f"error: {one_line(error)}{location}", file=sys.stderr)
+            is_full = error.errno in _FULL
+            note = "; make room, then run the same command again" if is_full else ""
+            note += self._keep_traceback(error, shows=not is_full)
+            print(f"error: {one_line(error)}{note}", file=sys.stderr)
         return self.code != 0
 
-    def _keep_traceback(self, error: OSError) -> str:
+    def _keep_traceback(self, error: OSError, *, shows: bool) -> str:
         """Writes the traceback to `<run>/error.txt` and returns a note that names the file.
 
-        If there is no run folder (yet), or the file cannot be written, it prints the traceback and
-        returns an empty note.
+        If there is no run folder (yet), or the file cannot be written, it prints the traceback, if
+        `shows`, and returns an empty note.
         """
         text = "".join(traceback.format_exception(error))
         folder = getattr(getattr(self.config, "run", None), "folder", None)
@@ -379,5 +386,5 @@ class ErrorReport:
                 file = to_path(folder) / ERROR
                 file.write_text(text, encoding="utf-8")
                 return f" (where it happened: {file})"
-        sys.stderr.write(text)
+        sys.stderr.write(text * shows)
         return ""

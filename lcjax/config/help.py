@@ -1,9 +1,11 @@
 """The text of `--help`: every key with its type, default, choices and comment in the source."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import io
+import os
 import sys
 import textwrap
 import tokenize
@@ -83,6 +85,24 @@ def help_text(cls: type) -> str:
     purpose = inspect.cleandoc(sys.modules["__main__"].__doc__ or cls.__doc__ or "")
     keys = [str(line or "") for line in key_lines(cls)]
     return "\n".join([*([purpose, ""] if purpose else []), *lines, *keys])
+
+
+def print_help(text: str) -> None:
+    """Prints a text; silent if the reader has seen enough, as in `--help | head`."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
+    is_output_closed()
+
+
+def is_output_closed() -> bool:
+    """Returns whether nobody reads stdout any more; it then leads nowhere from now on."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends, and would report this error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def command() -> str:

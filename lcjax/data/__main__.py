@@ -7,11 +7,13 @@ lengths: prints how long the rows of a training are, of --config=FILE.
 
 import sys
 
+from lcjax.config.help import print_help
+
 
 def main(argv: list[str] | None = None) -> int:
     command, *args = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in ("-h", "--help"):
-        print(__doc__)
+        print_help(__doc__)
         return 0
     if command == "prepare":
         # Imports no more than it needs, since it starts many processes.

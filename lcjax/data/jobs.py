@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -53,7 +53,14 @@ class Job(NamedTuple):
     size: int  # bytes on disk, for the progress bar
 
 
-def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[str, Any] | None:
+def begin(
+    out: Path,
+    identity: dict[str, Any],
+    index: str,
+    plan: str,
+    *,
+    free: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
     """Creates a folder of shards, or checks that an existing one has the same identity.
 
     Several processes may begin the same folder at once.
@@ -63,6 +70,8 @@ def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[st
       identity: everything that determines its content.
       index: name of the file that completes the folder.
       plan: name of the file of an incomplete folder.
+      free: settings that may change in an incomplete folder, each if it had this value: finished
+        shards are then those of any other value, too.
 
     Returns:
       The index of a complete folder, None for an incomplete one.
@@ -70,6 +79,7 @@ def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[st
     Raises:
       InputError: the folder has another identity, or holds other files.
     """
+    free = free or {}
     # Listed before the test for the plan, because another process may write it at any moment.
     drafts = f"{plan}."
     others = [f for f in out.iterdir() if not f.name.startswith(drafts)] if out.is_dir() else []
@@ -77,22 +87,34 @@ def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[st
         if (out / file).is_file():
             content = read_json(out / file)
             saved = content.get("identity", {})
-            for key, value in identity.items():
-                if saved.get(key) != value:
-                    raise InputError(
-                        f"out={out} was made with {key} {saved.get(key)}, which is {value} now:"
-                        " name another folder, or delete this one"
-                    )
+            changed = [key for key, value in identity.items() if saved.get(key) != value]
+            if (
+                file == plan
+                and changed
+                and all(k in free and saved.get(k) == free[k] for k in changed)
+            ):
+                _write_plan(out, identity, plan)
+                return None
+            if changed:
+                key = changed[0]
+                raise InputError(
+                    f"out={out} was made with {key} {saved.get(key)}, which is {identity[key]}"
+                    " now: name another folder, or delete this one"
+                )
             return content if file == index else None
     if others or (out.exists() and not out.is_dir()):
         raise InputError(f"out={out} exists and is not empty: name another folder")
+    _write_plan(out, identity, plan)
+    return None
+
+
+def _write_plan(out: Path, identity: dict[str, Any], plan: str) -> None:
     try:
-        draft = out / f"{drafts}{uuid.uuid4().hex}"
+        draft = out / f"{plan}.{uuid.uuid4().hex}"
         write_json(draft, {"identity": identity})
         draft.replace(out / plan)
     except OSError as error:
         raise InputError(f"out={out} cannot be written: {error}; name another folder") from None
-    return None
 
 
 def parse_part(part: str) -> tuple[int, int]:

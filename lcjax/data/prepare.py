@@ -34,7 +34,7 @@ from lcjax.data.jobs import (
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, check_integers, check_one_of, check_seed
 from lcjax.files import atomic_file, check_path, sums_of, write_index, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.storage import local_path
@@ -62,6 +62,7 @@ class PrepareConfig:
         check_one_of("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
         check_integers("", self, 1, "min_document_tokens")
         check_integers("", self, 0, "workers")
+        check_seed("seed", self.seed)
         if bool(self.path) == bool(self.sources):
             raise InputError("give --path= or sources (one of them, not both): what to tokenise")
         for key in ("tokenizer", "out"):
@@ -99,15 +100,31 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     check_outside_data("out", out, TextConfig(sources=tuple(config.text_sources())))
     files = [source.paths for source in config.open_sources()]
     identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
-    if (index := begin(out, identity, TOKENS.index, TOKENS.plan)) is None:
+    # Shards that were written with on_bad_text=error have no bad text.
+    free = {"on_bad_text": "error"}
+    if (index := begin(out, identity, TOKENS.index, TOKENS.plan, free=free)) is None:
         jobs = make_jobs(files, functools.partial(_order, config))
         with RunLock(out, "out"):
-            _run(config, tokenizer, jobs)
-            index = _finish(config, tokenizer, identity, len(jobs))
+            try:
+                _run(config, tokenizer, jobs)
+                index = _finish(config, tokenizer, identity, len(jobs))
+            except InputError:
+                _remove_without_tokens(out, len(jobs))
+                raise
             (out / TOKENS.plan).unlink(missing_ok=True)
     print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
+
+
+def _remove_without_tokens(out: Path, num_jobs: int) -> None:
+    """Empties an incomplete folder that holds no token, which other settings may fill."""
+    if any((read_shard(out, i) or {"tokens": 0})["tokens"] for i in range(num_jobs)):
+        return
+    for number in range(num_jobs):
+        for ending in ("json", "npy", "bin"):
+            (out / f"{number:06d}.{ending}").unlink(missing_ok=True)
+    (out / TOKENS.plan).unlink(missing_ok=True)
 
 
 def open_tokenizer(name: str) -> Any:

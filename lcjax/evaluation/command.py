@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
-from lcjax.config.help import command
+from lcjax.config.help import command, is_output_closed, print_help
 from lcjax.errors import InputError, one_line, suggestion
 from lcjax.evaluation import reproduce, results, retriever_scores
 from lcjax.evaluation.compare import compare
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].startswith("-") and {"-h", "--help"} & set(words):
-        print(f"{USAGE.replace('python eval.py', command())}\n")  # the keys follow
+        print_help(f"{USAGE.replace('python eval.py', command())}\n")  # the keys follow
     if words[:1] == ["run"] or not words or words[0].startswith("-"):
         words = words[1:] if words[:1] == ["run"] else words
         return distributed.main(EvalConfig, run, _expand_short_options(words))
@@ -59,13 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "reproduce" and words and not {"-h", "--help"} & set(words):
         return distributed.main(EvalConfig, run, words, parse=reproduce.parse)
     if {"-h", "--help"} & set(words):
-        print(USAGE.replace("python eval.py", command()))
+        print_help(USAGE.replace("python eval.py", command()))
         return 0
     try:
         if name not in _COMMANDS:
             raise InputError(f"{name} is no command; {suggestion(name, ['run', *_COMMANDS])}")
         _COMMANDS[name](config_lib.import_modules(words))
     except (InputError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and is_output_closed():
+            return 141
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0

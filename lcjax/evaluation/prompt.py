@@ -164,7 +164,13 @@ class PromptEncoder:
     @functools.cached_property
     def _frame(self) -> tuple[str, str]:
         """The chat template before the user's message and before the answer."""
-        text = self.tokenizer.render_chat([{"role": "user", "content": _USER}])
+        try:
+            text = self.tokenizer.render_chat([{"role": "user", "content": _USER}])
+        except InputError as error:
+            raise InputError(
+                f"tasks: template={self.template} needs a chat template ({error}); set"
+                " tasks.N.template=none, or a model.tokenizer that has one"
+            ) from None
         opening, _, closing = text.partition(_USER)
         return opening, closing
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
+from lcjax.config.help import print_help
 from lcjax.errors import InputError, check_integer, suggestion
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind, preset
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draws one picture; returns the exit code: 2 with a one-line error for wrong arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(USAGE)
+        print_help(USAGE)
         return 0 if words else 2
     if words[0] not in _PICTURES:
         known = suggestion(words[0], _PICTURES)

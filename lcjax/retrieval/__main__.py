@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from tqdm.auto import tqdm
 
 from lcjax import config as config_lib
+from lcjax.config.help import print_help
 from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, read_documents
@@ -45,7 +46,7 @@ _WIDTH = 100  # characters of a passage that `search` prints on a line
 def main(argv: list[str] | None = None) -> int:
     command, *words = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in ("-h", "--help"):
-        print(__doc__)
+        print_help(__doc__)
         return 0
     with config_lib.ErrorReport() as report:
         if command not in _COMMANDS:

@@ -1,5 +1,6 @@
 """Token folders: what prepare writes, how it goes on after a kill, what reading it gives."""
 
+import errno
 import json
 import os
 import re
@@ -492,3 +493,37 @@ def test_a_folder_that_another_process_writes_is_refused(text, tmp_path, monkeyp
     index = run(text, tmp_path / "out")
     assert index == run(text, tmp_path / "out")
     assert not (tmp_path / "out" / "lock.json").exists()
+
+
+def test_a_failed_prepare_does_not_block_its_correction(text, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="no document is left"):
+        run(text, tmp_path / "out", min_document_tokens=10**6)
+    assert list((tmp_path / "out").iterdir()) == []
+    bad = Path(text) / "web" / "b.jsonl"
+    bad.write_bytes(bad.read_bytes().replace(b"aa", b"a\xff", 1))
+    with pytest.raises(InputError, match="UTF-8"):
+        run(text, tmp_path / "out", shuffle=False)
+    made, write = [], prepare.Worker.write
+    monkeypatch.setattr(prepare.Worker, "write", lambda *args: made.append(1) or write(*args))
+    index = run(text, tmp_path / "out", shuffle=False, on_bad_text="replace")
+    assert 0 < len(made) < len(index["shards"])  # finished shards have no bad text
+    run(text, tmp_path / "whole", shuffle=False, on_bad_text="replace")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_no_part_of_a_file_and_names_it(text, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    words = [f"--path={text}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--workers=1"]
+    assert command.main(["prepare", *words]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"error: .*No space left.*000000\.npy'; make room, then run .*", error)
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32), "x"])
+def test_a_seed_that_is_none_is_one_line(seed, capsys):
+    assert command.main(["prepare", "--path=a", "--out=b", "--tokenizer=c", f"--seed={seed}"]) == 2
+    assert "seed=" in capsys.readouterr().err
