@@ -40,12 +40,12 @@ def ids(seed, length):
 
 
 def recorded_template_variables(monkeypatch, tokenizer):
-    """A list to which every `render_chat` of the tokenizer's class adds its variables."""
-    seen, render = [], type(tokenizer).render_chat
+    """A list to which every `encode_chat` of the tokenizer's class adds its variables."""
+    seen, encode = [], type(tokenizer).encode_chat
 
-    def recorded(self, *args, **variables):
+    def recorded(self, *args, allow_special, **variables):
         seen.append(variables)
-        return render(self, *args, **variables)
+        return encode(self, *args, allow_special=allow_special, **variables)
 
-    monkeypatch.setattr(type(tokenizer), "render_chat", recorded)
+    monkeypatch.setattr(type(tokenizer), "encode_chat", recorded)
     return seen

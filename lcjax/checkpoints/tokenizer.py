@@ -1,27 +1,30 @@
 """Defines the protocol of tokenizers, and its implementations.
 
 `encode` adds no special tokens and reads none: "<|im_end|>" typed by a user becomes ordinary
-tokens, so a document cannot end a turn. Only with `allow_special=True`, meant for the output of
-`render_chat`, do the strings of special tokens become special tokens.
+tokens, so a document cannot end a turn. `encode_chat` reads the special tokens that the chat
+template writes. Only with `allow_special=True` do all strings of special tokens become special
+tokens.
 `lcjax.checkpoints.tokenizer_files` builds the tokenizers of folders and GGUF files.
 """
 
+import abc
 import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lcjax.checkpoints.chat_template import render_template
+from lcjax.checkpoints import chat
+from lcjax.checkpoints.chat import ChatTokens, Message, Span
+from lcjax.checkpoints.chat_template import Rendered, render_template
 from lcjax.errors import InputError, import_package
 from lcjax.files import write_hf_json
 from lcjax.storage import to_path
 
-Message = dict[str, Any]  # role and content, and other keys that the chat template reads
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # of `save`
 _SPECIAL = ("<s>", "</s>", "<pad>")  # of `ByteTokenizer`
 _BYTES = 256
@@ -51,7 +54,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def spans(self, text: str) -> list[Span]:
         """Returns the character range (start, end) of every token of `encode(text)`.
 
         If several tokens are parts of one character, each has the character's range, or some have
@@ -71,6 +74,22 @@ class Tokenizer(Protocol):
             (`tool_calls`, `reasoning_content`).
           add_generation_prompt: whether the beginning of an answer follows the messages.
           **variables: other variables of the template: `enable_thinking`, `tools`, `documents`.
+        """
+        ...
+
+    def encode_chat(
+        self,
+        messages: list[Message],
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        allow_special: bool = False,
+        **variables: Any,
+    ) -> ChatTokens:
+        """Returns the text of `render_chat` with its ids.
+
+        Special tokens in messages and variables are text. With `allow_special` they are special
+        tokens, as in transformers.
         """
         ...
 
@@ -109,7 +128,62 @@ class Specials:
         return settings
 
 
-class _PublishedTokenizer:
+class _ChatTokenizer(abc.ABC):
+    """Base class of tokenizers: encodes conversations."""
+
+    @property
+    @abc.abstractmethod
+    def _special_pattern(self) -> re.Pattern | None:
+        """A pattern that finds the strings of special tokens; None if there are none."""
+
+    @abc.abstractmethod
+    def _render(
+        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> Rendered: ...
+
+    @abc.abstractmethod
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+        """Returns the ids of a text with special tokens, and the span of each.
+
+        No special token has one of the characters `literal`.
+        """
+
+    @abc.abstractmethod
+    def token(self, index: int) -> str | None:
+        """Returns the string of a token."""
+
+    def render_chat(
+        self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        return self._render(messages, add_generation_prompt, variables).text
+
+    def encode_chat(
+        self,
+        messages: list[Message],
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        allow_special: bool = False,
+        **variables: Any,
+    ) -> ChatTokens:
+        def render(values: tuple[list[Message], dict[str, Any]]) -> str:
+            return self._render(values[0], add_generation_prompt, values[1] | strings).text
+
+        rendered, literal = self._render(messages, add_generation_prompt, variables), []
+        check_text(rendered.text)
+        if not allow_special:
+            # The caller may rename special tokens, as in transformers, so these are no typed text.
+            strings = {k: v for k, v in variables.items() if k.endswith("_token")}
+            typed = {k: v for k, v in variables.items() if k not in strings}
+            ends = [self.token(i) for i in (self.bos_id, *self.eos_ids) if i is not None]
+            literal = chat.typed_specials(
+                rendered.text, render, (messages, typed), self._special_pattern, ends
+            )
+        ids, spans = self._encode_rendered(rendered.text, literal)
+        return ChatTokens(rendered.text, ids, spans, rendered.generated)
+
+
+class _PublishedTokenizer(_ChatTokenizer):
     """Base class of tokenizers that come with a checkpoint: special tokens and chat template."""
 
     def __init__(self, specials: Specials):
@@ -120,13 +194,9 @@ class _PublishedTokenizer:
         self.unk_id = specials.unk_id
         self.add_bos = specials.add_bos
 
-    def token(self, index: int) -> str | None:
-        """Returns the string of a token."""
-        raise NotImplementedError
-
-    def render_chat(
-        self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def _render(
+        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> Rendered:
         check_messages(messages)
         # As in transformers, a variable may replace the string of a special token.
         variables = self._specials.strings(self.token) | variables
@@ -134,7 +204,7 @@ class _PublishedTokenizer:
             self._specials.chat_template,
             messages,
             **variables | {"add_generation_prompt": add_generation_prompt},
-        ).text
+        )
 
     def _save(self, folder: str | Path, name: str, content: bytes, settings: dict) -> None:
         """Writes `name` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
@@ -154,7 +224,7 @@ class JsonTokenizer(_PublishedTokenizer):
         backend.no_padding()
         self._json = backend.to_str()
         self._settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
-        self._backends: dict[bool, Any] = {}  # by allow_special
+        self._backends: dict[str, Any] = {}
         # Ids may have gaps: the model needs a row for the highest one.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -162,33 +232,82 @@ class JsonTokenizer(_PublishedTokenizer):
         # Pickling loses a backend's `encode_special_tokens`, so worker processes build new ones.
         return self.__dict__ | {"_backends": {}}
 
-    def _backend(self, allow_special: bool) -> Any:
-        if allow_special not in self._backends:
+    def _backend(self, special: str) -> Any:
+        """Returns the tokenizer that finds special tokens by their string, by an alias or never."""
+        if special not in self._backends:
             from tokenizers import Tokenizer as Backend
 
-            backend = Backend.from_str(self._json)
-            backend.encode_special_tokens = not allow_special
-            self._backends[allow_special] = backend
-        return self._backends[allow_special]
+            text = self._json
+            backend = Backend.from_str(self._aliased() if special == "alias" else text)
+            backend.encode_special_tokens = special == "never"
+            # Models other than BPE may find the string of a special token in their vocabulary.
+            model = backend.model
+            if special == "never" and (type(model).__name__ != "BPE" or model.ignore_merges):
+                backend = self._backend("alias")
+            self._backends[special] = backend
+        return self._backends[special]
+
+    def _aliased(self) -> str:
+        """Returns the JSON with other names for special tokens, which no text contains."""
+        values = json.loads(self._json)
+        model, names = values["model"], self._aliases
+        for token in values["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(text, text): i for text, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        if "merges" in model:
+            pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
+            names = {*names}
+            merges = [p for p in pairs if names.isdisjoint((*p, "".join(p)))]
+            model["merges"] = merges
+        return json.dumps(values, ensure_ascii=False)
+
+    @cached_property
+    def _special_tokens(self) -> list[Any]:
+        added = self._backend("string").get_added_tokens_decoder().values()
+        return [token for token in added if token.special and token.content]
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        return chat.aliases([token.content for token in self._special_tokens])
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern | None:
+        tokens = self._special_tokens
+        single_words = [token.content for token in tokens if token.single_word]
+        return chat.special_pattern([token.content for token in tokens], single_words)
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self._backend(False).get_vocab(with_added_tokens=True), self.encode)
+        return fingerprint(self._backend("string").get_vocab(with_added_tokens=True), self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
-        return self._backend(allow_special).encode(text, add_special_tokens=False).ids
+        backend = self._backend("string" if allow_special else "never")
+        return backend.encode(text, add_special_tokens=False).ids
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def spans(self, text: str) -> list[Span]:
         check_text(text)
-        return self._backend(False).encode(text, add_special_tokens=False).offsets
+        return self._backend("never").encode(text, add_special_tokens=False).offsets
+
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+        backend = self._backend("alias" if literal else "string")
+        if literal:
+            specials = chat.find_specials(self._special_pattern, text, literal)
+            text = chat.with_aliases(text, specials, self._aliases)
+        encoding = backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         ids = [int(i) for i in ids]
-        return self._backend(False).decode(ids, skip_special_tokens=skip_special)
+        return self._backend("string").decode(ids, skip_special_tokens=skip_special)
 
     def token(self, index: int) -> str | None:
-        return self._backend(False).id_to_token(index)
+        return self._backend("string").id_to_token(index)
 
     def save(self, folder: str | Path) -> None:
         settings = self._settings | self._specials.settings(self.token)
@@ -240,14 +359,17 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         check_text(text)
         if not allow_special or not self.special_ids:
             return self._processor.encode(text)
-        names = sorted(self.special_ids, key=len, reverse=True)
-        ids: list[int] = []
-        for part in re.split(f"({'|'.join(map(re.escape, names))})", text):
-            special = self.special_ids.get(part)
-            ids += self._processor.encode(part) if special is None else [special]
-        return ids
+        return self._encode_rendered(text, ())[0]
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    @cached_property
+    def _special_pattern(self) -> re.Pattern | None:
+        return chat.special_pattern(self.special_ids)
+
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+        specials = chat.find_specials(self._special_pattern, text, literal)
+        return _encode_parts(self, text, specials, self.special_ids)
+
+    def spans(self, text: str) -> list[Span]:
         check_text(text)
         pieces = self._processor.encode(text, out_type="proto").pieces
         # sentencepiece counts bytes; the first byte of a character does not begin with the bits 10.
@@ -301,7 +423,7 @@ def _processor(model: bytes, where: str) -> Any:
         raise InputError(f"{where}: not a sentencepiece model, or truncated ({error})") from error
 
 
-class ByteTokenizer:
+class ByteTokenizer(_ChatTokenizer):
     """A tokenizer of UTF-8 bytes for tests and demonstrations; 256 is BOS, 257 EOS, 258 padding."""
 
     bos_id = _BYTES
@@ -317,14 +439,18 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
-        if not allow_special:
-            return list(text.encode())
-        ids: list[int] = []
-        for part in re.split(f"({'|'.join(_SPECIAL)})", text):
-            ids += [_BYTES + _SPECIAL.index(part)] if part in _SPECIAL else part.encode()
-        return ids
+        return self._encode_rendered(text, ())[0] if allow_special else list(text.encode())
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    @property
+    def _special_pattern(self) -> re.Pattern | None:
+        return chat.special_pattern(_SPECIAL)
+
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+        specials = chat.find_specials(self._special_pattern, text, literal)
+        ids = {name: _BYTES + i for i, name in enumerate(_SPECIAL)}
+        return _encode_parts(self, text, specials, ids)
+
+    def spans(self, text: str) -> list[Span]:
         check_text(text)
         return [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
 
@@ -339,13 +465,16 @@ class ByteTokenizer:
                 out += _SPECIAL[index - _BYTES].encode()
         return out.decode("utf-8", "replace")
 
-    def render_chat(
-        self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def token(self, index: int) -> str | None:
+        return _SPECIAL[index - _BYTES] if index >= _BYTES else chr(index)
+
+    def _render(
+        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> Rendered:
         """Returns a conversation as lines of `role: content`; variables are ignored."""
         check_messages(messages)
         turns = [f"{m['role']}: {m.get('content') or ''}\n" for m in messages]
-        return "".join(turns) + ("assistant: " if add_generation_prompt else "")
+        return Rendered("".join(turns) + ("assistant: " if add_generation_prompt else ""), ())
 
     def save(self, folder: str | Path) -> None:
         """Writes the same tokenizer as `tokenizer.json`: byte-level BPE without merges."""
@@ -357,6 +486,22 @@ class ByteTokenizer:
         backend.add_special_tokens(list(_SPECIAL))
         specials = Specials(self.bos_id, self.eos_ids, self.pad_id, add_bos=True)
         JsonTokenizer(backend, specials).save(folder)
+
+
+def _encode_parts(
+    tokenizer: Tokenizer, text: str, specials: Iterable[re.Match], special_ids: Mapping[str, int]
+) -> tuple[list[int], list[Span]]:
+    """Returns ids and spans of a text; each part between special tokens is a text of its own."""
+    ids, spans, start = [], [], 0
+    for match in [*specials, None]:
+        part = text[start : match.start() if match else len(text)]
+        ids += tokenizer.encode(part)
+        spans += [(start + first, start + last) for first, last in tokenizer.spans(part)]
+        if match:
+            ids.append(special_ids[match.group()])
+            spans.append(match.span())
+            start = match.end()
+    return ids, spans
 
 
 def check_text(text: str) -> None:
@@ -397,7 +542,9 @@ def check_messages(messages: list[Message]) -> None:
 def check_template_variables(variables: Any) -> dict[str, Any]:
     """Returns `chat_template_kwargs` as a dictionary; raises an InputError for other values."""
     variables = {} if variables is None else variables
-    reserved = ("messages", "add_generation_prompt", "chat_template", "tokenize")
+    reserved = (
+        "messages", "add_generation_prompt", "chat_template", "tokenize", "allow_special",
+    )  # fmt: skip
     if not isinstance(variables, Mapping) or any(not isinstance(name, str) for name in variables):
         raise InputError(
             f"chat_template_kwargs={variables!r:.60} must map names of variables to values, such as"

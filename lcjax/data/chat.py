@@ -1,23 +1,38 @@
 """Sources of type chat: conversations, of which only the answers are learned.
 
-The tokenizer's chat template, or the prompt of the source, renders a conversation as pieces of text
-that are learned or not. Each piece is tokenised separately, so no token belongs to both kinds. When
-the model generates, its answer begins at a new token as well.
+The tokenizer's chat template renders a conversation, or the prompt of the source makes a text of a
+record. The text is encoded as a whole, as at inference, and a token is learned if it has a part of
+an answer.
 """
 
+import functools
+import json
+import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lcjax.checkpoints.chat import ChatTokens, Message, Span, read_message, strings
+from lcjax.checkpoints.long_text import encode_long, spans_long
+from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.data.config import ChatSource, TextConfig
 from lcjax.data.readers import Document, RecordFiles, checked_text, field_value
 from lcjax.errors import InputError
+from lcjax.files import parse_json
 
-Message = dict[str, str]
-# ShareGPT's names of roles, and the usual ones.
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+# ShareGPT's names of roles, and those of its relatives. Other names reach the template.
+_ROLES = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "ai": "assistant", "chatbot": "assistant",
+    "function_call": "assistant", "observation": "tool", "tool_response": "tool",
+}  # fmt: skip
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_WEIGHTS = ("weight", "train", "loss")  # OpenAI's and Mistral's key, axolotl's, ms-swift's
+_VARIABLES = ("tools", "documents", "chat_template_kwargs")  # fields of a record beside messages
+_MARK = "\U00010740"  # a letter of Linear A around the number of a field
+_MARKED = re.compile(f"{_MARK}([0-9]+){_MARK}")
 
 
 class PromptAnswer(NamedTuple):
@@ -25,6 +40,13 @@ class PromptAnswer(NamedTuple):
 
     prompt: str | np.ndarray
     answer: str | np.ndarray
+
+
+class Conversation(NamedTuple):
+    """Messages, and the variables of the chat template that their record has."""
+
+    messages: list[Message]
+    variables: dict[str, Any]
 
 
 class ChatFiles(RecordFiles):
@@ -37,18 +59,19 @@ class ChatFiles(RecordFiles):
         if source.prompt:
             names = _field_names(source.prompt) + _field_names(source.answer)
         fields = {f"field {i}": name for i, name in enumerate(dict.fromkeys(names))}
-        super().__init__(source, config, fields)
+        super().__init__(source, config, fields, () if source.prompt else ("system", *_VARIABLES))
 
     def _document(self, record: dict | str, location: str, name: str) -> Document:
         source = self.source
         if isinstance(record, str):
             if record.strip():
                 raise InputError(f"{location} is plain text, not a record: type chat reads records")
-            return Document(name, [])
+            return Document(name, "")
         if source.prompt:
             templates = source.prompt, source.answer
             return Document(name, PromptAnswer(*(_fill(t, record, location) for t in templates)))
-        return Document(name, _messages(record, source.messages_field, location))
+        messages = _messages(record, source.messages_field, location)
+        return Document(name, Conversation(messages, _variables(record, location)))
 
 
 class ChatTokenise:
@@ -56,6 +79,7 @@ class ChatTokenise:
 
     def __init__(self, tokenizer: Any, source: ChatSource):
         self._tokenizer, self._learn_all = tokenizer, source.learn == "all"
+        self._allow_special = getattr(source, "allow_special", False)
 
     def __call__(self, name: str, value: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns int32 ids [n] and bool [n], which tokens are learned.
@@ -64,86 +88,315 @@ class ChatTokenise:
         refuses.
         """
         if isinstance(value, PromptAnswer):
-            parts = [(value.prompt, self._learn_all), (value.answer, True)]
-            return _join([(self._ids(text), is_learned) for text, is_learned in parts])
+            return self._prompt_answer(*value)
         try:
-            pieces = turns(self._tokenizer.render_chat, value, to_end=self._learn_all)
+            return self._conversation(*(value if isinstance(value, Conversation) else (value, {})))
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
-        return _join([self._piece(text, is_answer) for text, is_answer in pieces])
 
-    def _ids(self, text: str | np.ndarray) -> list[int] | np.ndarray:
-        return self._tokenizer.encode(text) if isinstance(text, str) else text
+    def _prompt_answer(
+        self, prompt: str | np.ndarray, answer: str | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tokenizer = self._tokenizer
+        if isinstance(prompt, str) and isinstance(answer, str):
+            text = prompt + answer
+            ids, spans = encode_long(tokenizer, text)[0], spans_long(tokenizer, text)
+            is_learned = _covers(spans, len(text), [(len(prompt), len(text))])
+            return ids, is_learned | self._learn_all
+        parts = [tokenizer.encode(p) if isinstance(p, str) else p for p in (prompt, answer)]
+        is_learned = np.repeat([self._learn_all, True], [len(part) for part in parts])
+        return np.concatenate([np.array(part, np.int32) for part in parts]), is_learned
 
-    def _piece(self, text: str, is_answer: bool) -> tuple[list[int], Any]:
-        ids = self._tokenizer.encode(text, allow_special=True)
-        is_learned = np.full(len(ids), is_answer or self._learn_all)
-        if is_answer and not self._learn_all:
-            # The model never generates the text that the template adds after the end of a turn.
-            ends = np.flatnonzero(np.isin(ids, list(self._tokenizer.eos_ids)))
-            is_learned[ends[-1] + 1 if len(ends) else len(ids) :] = False
-        return ids, is_learned
+    def _conversation(
+        self, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        weights = [_pop_weight(message, self._learn_all) for message in messages]
+        messages = [message for message, _ in weights]
+        answers = [n for n, m in enumerate(messages) if n > 0 and m["role"] == "assistant"]
+        learned = [n for n in answers if weights[n][1]]
+        if not self._learn_all:
+            _check_roles(messages)
+            messages = messages[: max(learned, default=-1) + 1]
+        if not messages:
+            return np.zeros(0, np.int32), np.zeros(0, bool)
+        tokens = self._tokenizer.encode_chat(
+            messages, False, allow_special=self._allow_special, **variables
+        )
+        render = functools.partial(self._tokenizer.render_chat, **variables)
+        size, ids = len(tokens.text), np.array(tokens.ids, np.int32)
+        if self._learn_all:
+            others = [n for n in answers if not weights[n][1]]
+            spans = answer_spans(render, messages, tokens.text, others)
+            return ids, ~_covers(tokens.spans, size, spans)
+        if tokens.generated and len(learned) == len(answers):
+            return ids, _covers(tokens.spans, size, tokens.generated)
+        spans = answer_spans(render, messages, tokens.text, learned)
+        if not tokens.generated:
+            return ids, _covers(tokens.spans, size, self._without_frame(spans, tokens))
+        is_answer, is_generated = np.zeros((2, size + 1), bool)
+        for mask, ranges in ((is_answer, spans), (is_generated, tokens.generated)):
+            for start, stop in ranges:
+                mask[start:stop] = True
+        return ids, _covers_mask(tokens.spans, is_answer & is_generated)
+
+    def _without_frame(self, spans: Sequence[Span], tokens: ChatTokens) -> list[Span]:
+        """Ends answers after their last EOS: the model never generates the text after it."""
+        is_eos = np.isin(tokens.ids, list(self._tokenizer.eos_ids))
+        starts, stops = np.array(tokens.spans)[is_eos].reshape(-1, 2).T
+        ends = []
+        for start, stop in spans:
+            last = int(np.searchsorted(starts, stop)) - 1
+            has_eos = last >= 0 and starts[last] >= start
+            ends.append((start, min(stop, int(stops[last])) if has_eos else stop))
+        return ends
 
 
-def _join(pieces: list[tuple[list[int], Any]]) -> tuple[np.ndarray, np.ndarray]:
-    if not pieces:
-        return np.zeros(0, np.int32), np.zeros(0, bool)
-    ids = [np.array(ids, np.int32) for ids, _ in pieces]
-    masks = [np.broadcast_to(mask, len(i)) for i, (_, mask) in zip(ids, pieces, strict=True)]
-    return np.concatenate(ids), np.concatenate(masks)
+def _covers(spans: Sequence[Span], size: int, ranges: Sequence[Span]) -> np.ndarray:
+    """Returns bool [n]: the tokens that have a character of `ranges` in a text of `size`."""
+    mask = np.zeros(size + 1, bool)
+    for start, stop in ranges:
+        mask[start:stop] = True
+    return _covers_mask(spans, mask)
 
 
-def turns(
-    render: Callable[..., str], messages: list[Message], *, to_end: bool = False
-) -> list[tuple[str, bool]]:
-    """Renders a conversation, and cuts the text into pieces at the answers.
+def _covers_mask(spans: Sequence[Span], mask: np.ndarray) -> np.ndarray:
+    """Returns bool [n]: the tokens with a character in the mask [size + 1]."""
+    starts, stops = np.array(spans, np.int64).reshape(-1, 2).T
+    counts = np.concatenate([[0], np.cumsum(mask)])
+    # An empty span is a part of the character that follows.
+    return counts[np.maximum(stops, starts + 1)] > counts[starts]
+
+
+def answer_spans(
+    render: Callable[..., str], messages: Sequence[Message], text: str, wanted: Sequence[int]
+) -> list[Span]:
+    """Finds answers in a rendered conversation.
+
+    An answer is what the template adds to the messages before it with their generation prompt. Of a
+    long conversation only some are found in that way, as each takes two renderings. For the
+    others, the text between the fields of messages is compared, which one more rendering gives.
 
     Args:
       render: the tokenizer's `render_chat`.
       messages: the conversation.
-      to_end: whether to include the messages after the last answer.
+      text: all messages rendered.
+      wanted: indices of the answers, in order.
 
     Returns:
-      Pairs (text, whether it is an answer) of every piece. The first message is no answer.
+      The characters (start, stop) of each answer.
 
     Raises:
-      InputError: the template refuses the messages, or changes earlier turns when one is added.
+      InputError: the template changes earlier turns when a message is added.
     """
-    pieces, prefix = [], ""
-    for index, message in enumerate(messages):
-        is_answer = message["role"] == "assistant" and index > 0
-        if not is_answer and not (to_end and index == len(messages) - 1):
-            continue
-        before = render(messages[:index], add_generation_prompt=True) if is_answer else prefix
-        after = render(messages[: index + 1], add_generation_prompt=False)
-        if not before.startswith(prefix) or not after.startswith(before):
+
+    @functools.cache
+    def exact(index: int) -> Span:
+        before = render(messages[:index], add_generation_prompt=True)
+        is_last = index == len(messages) - 1
+        after = text if is_last else render(messages[: index + 1], add_generation_prompt=False)
+        if not text.startswith(after) or not after.startswith(before):
             raise InputError(
                 f"the chat template changes earlier turns at message {index + 1}, so the beginning"
-                " of its answer is not known: set prompt and answer, or split the conversation"
-                " into one record per answer"
+                " of its answer is not known: give the answers before the last one `weight` 0, set"
+                " prompt and answer, or split the conversation into one record per answer"
             )
-        pieces += [(before[len(prefix) :], False), (after[len(before) :], is_answer)]
-        prefix = after
-    return pieces
+        return len(before), len(after)
+
+    frames = _frames(render, messages, text) if len(wanted) > 2 else {}
+    groups: dict[Any, list[int]] = {}
+    for index in wanted:
+        groups.setdefault(frames[index].around if index in frames else index, []).append(index)
+    spans = {}
+    for group in groups.values():
+        spans |= {index: exact(index) for index in (group[0], group[-1])}
+        if len(group) < 3:
+            continue
+        distances = {frames[index].distances(spans[index]) for index in (group[0], group[-1])}
+        lead, trail = distances.pop()
+        for index in group[1:-1]:
+            frame = frames[index]
+            is_like = not distances and lead is not None
+            spans[index] = (frame.start - lead, frame.stop + trail) if is_like else exact(index)
+    return [spans[index] for index in wanted]
+
+
+class _Frame(NamedTuple):
+    """The place of a message in a rendered conversation.
+
+    Attributes:
+      start: first character of its first field.
+      stop: end of its last field.
+      around: the text of the template before, between and after its fields.
+    """
+
+    start: int
+    stop: int
+    around: tuple[str, ...]
+
+    def distances(self, span: Span) -> tuple[int, int] | tuple[None, None]:
+        """Returns the numbers of characters of `span` before and after the fields.
+
+        They are None if `span` does not lie between the fields of the other messages.
+        """
+        lead, trail = self.start - span[0], span[1] - self.stop
+        is_inside = 0 <= lead <= len(self.around[0]) and 0 <= trail <= len(self.around[-1])
+        return (lead, trail) if is_inside else (None, None)
+
+
+def _frames(
+    render: Callable[..., str], messages: Sequence[Message], text: str
+) -> dict[int, _Frame]:
+    """Finds messages in a rendered conversation by rendering it with marks instead of fields.
+
+    Returns:
+      The frames by the index of the message; none if the template changes the fields, apart from
+      blanks at their ends.
+    """
+    fields: list[tuple[int, str]] = []
+
+    def mark(value: Any, index: int) -> Any:
+        if isinstance(value, Mapping):
+            return {key: mark(item, index) for key, item in value.items()}
+        if not isinstance(value, str) or not value.strip():
+            return value
+        fields.append((index, value))
+        return f"{_MARK}{len(fields) - 1}{_MARK}"
+
+    marked = []
+    for index, message in enumerate(messages):
+        keys = [key for key in ("reasoning_content", "content") if key in message]
+        changes = {key: mark(message[key], index) for key in keys}
+        if "tool_calls" in message:
+            changes["tool_calls"] = [_mark_arguments(c, mark, index) for c in message["tool_calls"]]
+        marked.append({**message, **changes})
+    try:
+        pieces = _MARKED.split(render(marked, add_generation_prompt=False))
+    except InputError:  # a template may check a field
+        return {}
+    if _MARK in text or [int(n) for n in pieces[1::2]] != list(range(len(fields))):
+        return {}
+    around, position = pieces[::2], len(pieces[0])
+    if not text.startswith(around[0]):
+        return {}
+    frames: dict[int, _Frame] = {}
+    for (index, value), before, after in zip(fields, around, around[1:], strict=False):
+        written = next((v for v in _variants(value) if text.startswith(v + after, position)), None)
+        if written is None:
+            return {}
+        stop = position + len(written)
+        old = frames.get(index)
+        start, texts = (old.start, old.around) if old else (position, (before,))
+        frames[index] = _Frame(start, stop, (*texts, after))
+        position = stop + len(after)
+    return frames if position == len(text) else {}
+
+
+def _mark_arguments(call: Mapping[str, Any], mark: Callable, index: int) -> dict[str, Any]:
+    """Marks the arguments of a call; its name and its id are left as they are."""
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _mark_arguments(function, mark, index)}
+    return {**call, "arguments": mark(call.get("arguments"), index)}
+
+
+def _variants(value: str) -> list[str]:
+    """Returns the forms of a field in a rendered conversation: stripped, or inside of JSON."""
+    stripped = [value, value.rstrip(), value.lstrip(), value.strip()]
+    return [*stripped, *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))]
+
+
+def _pop_weight(message: Message, learn_all: bool) -> tuple[Message, bool]:
+    """Returns a message without its weight, and whether it is learned if it is an answer."""
+    keys = [key for key in _WEIGHTS if isinstance(message.get(key), bool | int | float)]
+    is_learned = True
+    for key in keys:
+        weight = message[key]
+        if weight not in (0, 1):
+            raise InputError(f"{key}={weight} of a message must be 0 or 1, or false or true")
+        is_learned = is_learned and bool(weight)
+        if message["role"] != "assistant" and is_learned != learn_all:
+            raise InputError(
+                f"{key}={weight} of a message with the role {message['role']}: only those of the"
+                " assistant can be chosen; leave it out"
+            )
+    return {key: value for key, value in message.items() if key not in keys}, is_learned
+
+
+def _check_roles(messages: Sequence[Message]) -> None:
+    """Raises an InputError if no message is an answer because roles have unknown names."""
+    roles = list(dict.fromkeys(message["role"] for message in messages))
+    unknown = [role for role in roles if role not in _KNOWN]
+    if unknown and "assistant" not in roles:
+        raise InputError(
+            f"no message has the role assistant, the roles are {', '.join(roles)}: rename the one"
+            " that answers to assistant"
+        )
 
 
 def _messages(record: dict, field: str, location: str) -> list[Message]:
+    """Returns the messages of a record as chat templates expect them."""
     value = field_value(record, field, location, "messages_field")
     if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         raise InputError(f"{location}: field {field!r} is no list of messages (role and content)")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        role = message.get("role", message.get("from"))
-        content = message.get("content", message.get("value"))
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError(
-                f"{location}: message {number} has {', '.join(sorted(message)) or 'nothing'}, not"
-                " role and content (or from and value) as text"
-            )
-        for text in (role, content):
-            checked_text(text, f"{location}: message {number}")
-        messages.append({"role": _ROLES.get(role, role), "content": content})
+    messages = [
+        _message(message, f"{location}: message {number}")
+        for number, message in enumerate(value, start=1)
+    ]
+    system = record.get("system")
+    has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+    if isinstance(system, str) and system.strip() and messages and not has_system:
+        messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _message(message: dict[str, Any], where: str) -> Message:
+    fields = dict(message)
+    for name, other in (("role", "from"), ("content", "value")):
+        if fields.get(name) is None and other in fields:
+            fields[name] = fields.pop(other)
+    fields = read_message(fields, where)
+    role = fields.get("role")
+    if isinstance(role, str):
+        name = role.strip().lower()
+        fields["role"] = _ROLES.get(name, name if name in _KNOWN else role)
+        if name == "function_call" and isinstance(fields.get("content"), str):
+            # ShareGPT with tools writes a call as the text of a message.
+            calls = _json(fields["content"], f"{where}: function_call")
+            calls = calls if isinstance(calls, list) else [calls]
+            calls = [{"type": "function", "function": call} for call in calls]
+            fields |= read_message({"content": None, "tool_calls": calls}, where)
+    content = fields.get("content")
+    has_content = isinstance(content, str) or (content is None and bool(fields.get("tool_calls")))
+    if not isinstance(role, str) or not has_content:
+        raise InputError(
+            f"{where} has {', '.join(sorted(message)) or 'nothing'}, not role and content (or from"
+            " and value) as text"
+        )
+    for text in strings(fields):
+        checked_text(text, where)
+    return fields
+
+
+def _variables(record: dict, location: str) -> dict[str, Any]:
+    """Returns the template's variables in a record, whose lists may be written as JSON."""
+    fields = {name: record[name] for name in _VARIABLES if record.get(name)}
+    for name, value in fields.items():
+        where = f"{location}: field {name!r}"
+        value = fields[name] = _json(value, where) if isinstance(value, str) else value
+        if name != "chat_template_kwargs" and not isinstance(value, list):
+            raise InputError(f"{where} is no list of objects")
+        for text in strings(value):
+            checked_text(text, where)
+    try:
+        return fields | check_template_variables(fields.pop("chat_template_kwargs", None))
+    except InputError as error:
+        raise InputError(f"{location}: {error}") from None
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
 
 
 def _field_names(template: str) -> list[str]:
@@ -156,5 +409,10 @@ def _fill(template: str, record: dict, location: str) -> str:
     pieces = []
     for text, name, _, _ in string.Formatter().parse(template):
         value = "" if name is None else field_value(record, name, location, "prompt")
+        if isinstance(value, list | dict):
+            raise InputError(
+                f"{location}: field {name!r} holds a {type(value).__name__}, not text; messages"
+                " are read without `prompt`, with messages_field"
+            )
         pieces += [text, "" if value is None else str(value)]
     return checked_text("".join(pieces), location)

@@ -111,14 +111,22 @@ class ChatSource(Source):
 
     path: str = ""  # as in type text: .jsonl, .parquet, .arrow or .array_record files
     weight: float = 1.0  # share of the rows, relative to the other sources
-    messages_field: str = "messages"  # list of {role, content}, or of ShareGPT's {from, value}
+    # List of {role, content}, or of ShareGPT's {from, value}, and other keys that the chat template
+    # reads (tool_calls, reasoning_content, name); `weight: 0` or `train: false`: not learned
+    messages_field: str = "messages"
     # Instead of messages and the tokenizer's chat template: text with {fields} of the record, as
     # "### Instruction:\n{instruction}\n\n### Response:\n"
     prompt: str = ""
     answer: str = "{output}"  # with prompt: the text after it; EOS is added
     # Tokens to learn: answers (what follows the last one is left out), or all
     learn: str = "answers"
+    # Read the strings of special tokens in messages as special tokens, as transformers does
+    allow_special: bool = False
     stream: bool = False  # one file after the other, as in type text
+
+    @property
+    def content_key(self) -> str:
+        return f"{super().content_key}, ids of whole conversations".removeprefix(", ")
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,6 +8,7 @@ import atexit
 import functools
 import itertools
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ from lcjax.data.corpus import (
     open_split,
 )
 from lcjax.data.files import LRUCache
-from lcjax.data.readers import unit_hash
+from lcjax.data.readers import is_reported, unit_hash
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
@@ -398,6 +399,7 @@ class SourceRows:
         is_seqio = isinstance(source, SeqioSource)
         is_chat = isinstance(source, ChatSource) or (is_seqio and bool(source.prompt))
         self._chat = ChatTokenise(tokenizer, source) if is_chat else None
+        self._left_out: set[str] = set()  # names of conversations without anything to learn
         self._is_converted = is_seqio and bool(source.converter)
         is_cut = isinstance(source, TokenSource) and source.rows
         self.is_packed = self._pack is not None and not is_cut
@@ -443,6 +445,8 @@ class SourceRows:
         """
         name, value = document
         if self._chat is not None:
+            if isinstance(value, str):
+                return None  # a blank line, or a bad record
             try:
                 ids, is_learned = self._chat(name, value)
             except InputError as error:
@@ -451,6 +455,8 @@ class SourceRows:
                 self.corpus.files.skip(error)
                 return None
             self._check_ids(name, ids)
+            if not is_learned.any():
+                return self._leave_out(name, "no answer to learn")
         else:
             ids = self._document_ids(name, value)
             is_learned = np.ones(len(ids), bool)
@@ -470,7 +476,18 @@ class SourceRows:
             np.subtract(-2, targets[:-1], out=targets[:-1], where=~is_learned[1:])
         if self._documents:
             pair[:, 2] = document_number(name)
-        return self._fit(pair)
+        element = self._fit(pair)
+        if self._chat is not None and element is not None and not _has_targets(element):
+            return self._leave_out(name, f"no answer in its first data.length={self.length} tokens")
+        return element
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        """Reports a conversation from which nothing can be learned."""
+        if name in self._left_out:
+            return
+        self._left_out.add(name)
+        if is_reported(len(self._left_out)):
+            print(f"left out {name}: {reason} ({len(self._left_out):,} so far)", file=sys.stderr)
 
     def _fit(self, pair: np.ndarray) -> Element | None:
         """Shortens or drops a document that exceeds a row, for packings of whole documents."""
@@ -567,6 +584,10 @@ class SourceRows:
             seed=config.seed,
             shuffle_bins=shuffle,
         )
+
+
+def _has_targets(element: Element) -> bool:
+    return bool((element["pair"][:, 1] >= 0).any())
 
 
 def _special(name: str, add: bool | None, token: int | None) -> int | None:

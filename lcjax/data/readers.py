@@ -261,7 +261,7 @@ class ParquetReader(OpenFileReader):
         super().__init__(files, index, cache)
         self._lock = threading.Lock()
         file = self._handle()
-        self._columns = _columns(files.fields, file.schema_arrow.names, self._path)
+        self._columns = _columns(files, file.schema_arrow.names, self._path)
         meta = file.metadata
         rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self._starts = np.cumsum([0, *rows])
@@ -307,7 +307,7 @@ class ArrowReader(OpenFileReader):
     def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
         super().__init__(files, index, cache)
         table = self._handle()
-        self._columns = _columns(files.fields, table.column_names, self._path)
+        self._columns = _columns(files, table.column_names, self._path)
         self._num_rows = table.num_rows
 
     def __len__(self) -> int:
@@ -337,13 +337,22 @@ class ArrowReader(OpenFileReader):
 
 
 def _row(table: "pyarrow.Table", index: int) -> dict[str, Any]:
-    return {name: table.column(name)[index].as_py() for name in table.column_names}
+    return {name: _dense(table.column(name)[index].as_py()) for name in table.column_names}
 
 
-def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> list[str]:
-    """Returns the columns that hold `fields` {setting: field}; a field `a.b` is in column a."""
-    columns = []
-    for setting, name in fields.items():
+def _dense(value: Any) -> Any:
+    """Removes nulls from the objects of lists: a column has each key for all objects of a list."""
+    if isinstance(value, list) and isinstance(value[0] if value else None, list | dict):
+        return [_dense(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _dense(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _columns(files: "RecordFiles", names: Sequence[str], path: Path) -> list[str]:
+    """Returns the columns that hold the fields of `files`; a field `a.b` is in column a."""
+    columns = [name for name in files.optional if name in names]
+    for setting, name in files.fields.items():
         column = name if name in names else name.split(".")[0]
         if column not in names:
             raise _no_field(str(path), name, names, setting)
@@ -505,9 +514,22 @@ _READERS = {
 class RecordFiles(SourceFiles):
     """The files of a source of records."""
 
-    def __init__(self, source: Source, config: TextConfig, fields: Mapping[str, str]):
-        """Finds the files; `fields` maps settings of `source` to the record fields they name."""
-        self.source, self.config, self.fields = source, config, fields
+    def __init__(
+        self,
+        source: Source,
+        config: TextConfig,
+        fields: Mapping[str, str],
+        optional: Sequence[str] = (),
+    ):
+        """Finds the files.
+
+        Args:
+          source: the source.
+          config: the settings of all sources.
+          fields: maps settings of `source` to the fields of records that they name.
+          optional: further fields, which records may lack.
+        """
+        self.source, self.config, self.fields, self.optional = source, config, fields, optional
         self.paths, self._num_skipped = FileList(find_files(source.path)), 0
 
     def reader_class(self, path: Path) -> type[Reader]:
@@ -530,15 +552,18 @@ class RecordFiles(SourceFiles):
         if self.config.on_bad_record == "error" or is_storage_failure(error):
             raise error
         self._num_skipped += 1
-        count = self._num_skipped
-        # Prints the first bad records, and then only those whose count is a power of 10.
-        if count <= _MAX_NAMED or str(count).strip("0") == "1":
-            name = self.source.name
+        if is_reported(self._num_skipped):
+            count, name = self._num_skipped, self.source.name
             print(f"skipped bad record {count:,} of {name}: {error}", file=sys.stderr)
 
     @abc.abstractmethod
     def _document(self, record: dict | str, location: str, name: str) -> Document:
         """Converts a record to a document; raises an InputError for a bad record."""
+
+
+def is_reported(count: int) -> bool:
+    """Whether to print the nth record that is left out: the first ones, and powers of 10."""
+    return count <= _MAX_NAMED or str(count).strip("0") == "1"
 
 
 class TextFiles(RecordFiles):

@@ -68,6 +68,7 @@ class Conversation:
         retriever: Retriever | None = None,
         k: int = 4,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_special: bool = False,
     ):
         """Creates an empty conversation.
 
@@ -82,6 +83,7 @@ class Conversation:
           retriever: finds passages for every message (`lcjax.generation.retrieval_reader`).
           k: number of passages of a search.
           chat_template_kwargs: as in `LanguageModel.chat`, for all turns.
+          allow_special: as in `LanguageModel.chat`.
         """
         if not isinstance(lm, LanguageModel):
             raise InputError(f"lm={lm!r:.40} must be a LanguageModel")
@@ -92,6 +94,7 @@ class Conversation:
             )
         self.lm = lm
         self._variables = check_template_variables(chat_template_kwargs)
+        self._allow_special = allow_special
         self.length = lm.length or lm.config.max_length if length is None else length
         check_integer("length", self.length, 1)
         check_integer("k", k, 0)
@@ -175,14 +178,16 @@ class Conversation:
             message = self._with_passages(message, hits)
         messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer = self.lm.tokenizer
-        text = tokenizer.render_chat(messages, **self._variables)
-        is_new = self._chat_text is None or not text.startswith(self._chat_text)
+        chat = tokenizer.encode_chat(messages, allow_special=self._allow_special, **self._variables)
+        text, new_ids = chat.text, None
+        if self._chat_text is not None and text.startswith(self._chat_text):
+            new_ids = chat.after(len(self._chat_text))
+        is_new = new_ids is None
         if is_new:
-            ids = list(tokenizer.encode(text, allow_special=True))
-            ids = self.context.without_bos(ids, tokenizer.bos_id)
+            ids = self.context.without_bos(chat.ids, tokenizer.bos_id)
         else:  # the template adds the end-of-turn token itself
             ids = self._ids[:-1] if self._ids[-1] in tokenizer.eos_ids else self._ids
-            ids = ids + encode_mid_text(tokenizer, text[len(self._chat_text) :], allow_special=True)
+            ids = ids + new_ids
         self._check(len(ids), sampling.max_new_tokens)
         if is_new:
             self._start_over()

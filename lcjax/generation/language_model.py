@@ -583,18 +583,20 @@ class LanguageModel(Scorer):
         *,
         context: Contexts | ContextRow | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_special: bool = False,
     ) -> str:
         """Generates the answer to a conversation, or to one question, in the model's chat format.
 
         `context` is a document or a list of passages for the model to read. `chat_template_kwargs`
         are variables of the chat template, such as `{"enable_thinking": False}` of Qwen3,
-        `{"tools": [...]}` or `{"documents": [...]}`.
+        `{"tools": [...]}` or `{"documents": [...]}`. Special tokens in messages are text, unless
+        `allow_special` is set (as in transformers).
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         variables = check_template_variables(chat_template_kwargs)
-        text = self.tokenizer.render_chat(messages, **variables)
-        ids = self.tokenizer.encode(text, allow_special=True)
+        chat = self.tokenizer.encode_chat(messages, allow_special=allow_special, **variables)
+        ids = chat.ids
         if context is not None:
             context = context if isinstance(context, Contexts) else self.encode_contexts([context])
             ids = context.without_bos(list(ids), self.tokenizer.bos_id)

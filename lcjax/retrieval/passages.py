@@ -16,7 +16,7 @@ import numpy as np
 from lcjax.checkpoints import load_tokenizer
 from lcjax.checkpoints.long_text import spans_long
 from lcjax.checkpoints.tokenizer import check_text
-from lcjax.data.chat import PromptAnswer
+from lcjax.data.chat import Conversation, PromptAnswer
 from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
 from lcjax.data.readers import Reader, RecordFiles, SourceFiles
@@ -225,8 +225,9 @@ def document_text(value: Any, name: str, tokenizer_name: str) -> str:
         return value
     if isinstance(value, PromptAnswer):
         return "".join(document_text(part, name, tokenizer_name) for part in value)
-    if isinstance(value, list):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    if isinstance(value, Conversation):
+        turns = (f"{m['role']}: {m.get('content') or ''}" for m in value.messages)
+        return "\n".join(turns)
     if not tokenizer_name:
         raise InputError(f"{name} holds token ids: give chunking.tokenizer to read them as text")
     return tokenizer(tokenizer_name).decode(value, skip_special=True)

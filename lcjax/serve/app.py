@@ -45,7 +45,9 @@ class Server:
         self._config, self._created = config, int(time.time())
         length = config.length or lm.config.max_length
         self._contexts = ContextStore(config.max_contexts, config.max_context_gb * 1e9)
-        self._reader = Reader(self._lm, config.model_name, length, self._contexts.get)
+        self._reader = Reader(
+            self._lm, config.model_name, length, self._contexts.get, config.allow_special
+        )
         self._vocabulary = Vocabulary(lm.tokenizer, lm.config.vocab_size)
         self._engine = Engine(self._lm, config.max_batch)
         self._num_running = 0  # number of requests that wait or run

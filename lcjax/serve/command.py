@@ -35,6 +35,8 @@ class ServeConfig:
     # Maximum tokens of a request, prompt and answer together. Rotations that follow the length are
     # made for it. null: the trained length, and rotations for the length of each request.
     length: int | None = None
+    # Read strings of special tokens in messages as special tokens, as transformers does
+    allow_special: bool = False
     max_batch: int = 8  # texts that are scored or generated together
     max_queue: int = 64  # requests that wait or run; further ones are refused with status 503
     max_contexts: int = 16  # stored contexts; beyond this, the least recently used is dropped

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lcjax.checkpoints.chat import read_message
 from lcjax.checkpoints.tokenizer import (
     TextStream,
     Tokenizer,
@@ -32,6 +33,7 @@ from lcjax.serve.contexts import Context, NotFoundError
 from lcjax.serve.engine import MAX_TOP
 
 MAX_ROWS = 1024  # texts of one request
+_MESSAGE = ("role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id")
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls",
@@ -143,12 +145,14 @@ class Reader:
       name: name of the model in requests.
       length: maximum number of tokens of a prompt and its answer together.
       context: returns a context by its id.
+      allow_special: whether special tokens in messages are read as special tokens.
     """
 
     lm: LanguageModel
     name: str
     length: int
     context: Callable[[str], Context]
+    allow_special: bool = False
 
     def completions(self, body: dict[str, Any]) -> Plan:
         """Reads a body of `/v1/completions`."""
@@ -168,8 +172,8 @@ class Reader:
         tokenizer = self.lm.tokenizer
         variables = check_template_variables(fields.any("chat_template_kwargs"))
         messages = [_message(message) for message in fields.get("messages", list, [])]
-        text = tokenizer.render_chat(messages, **variables)
-        ids = list(tokenizer.encode(text, allow_special=True))
+        chat = tokenizer.encode_chat(messages, allow_special=self.allow_special, **variables)
+        ids, text = chat.ids, chat.text
         if context is not None and context.precedes_text:
             ids = without_bos(ids, tokenizer.bos_id)  # BOS precedes the context instead
         prompt = self._after_context(context, ids, text, 0)
@@ -298,32 +302,25 @@ def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
     return settings if max_tokens else None
 
 
-def _message(message: Any) -> dict[str, str]:
-    """Returns the fields of a message; joins a content that is a list of text parts."""
-    message = _text_fields("messages", message, ("role", "content", "reasoning_content"))
-    if isinstance(content := message.get("content"), list):
-        parts = [_text_fields("messages: content", part, ("type", "text")) for part in content]
-        if not all(part.get("type") == "text" and "text" in part for part in parts):
-            raise InputError(f"messages: content={content!r:.80} may only have parts of type text")
-        message["content"] = "".join(part["text"] for part in parts)
-    return message
+def _message(message: Any) -> dict[str, Any]:
+    """Returns the fields of a message that have a value.
 
-
-def _text_fields(label: str, fields: Any, known: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields that are not null; those with other names than `known` must be empty.
-
-    All but `content` must be strings.
+    Raises:
+      InputError: a field is not one that chat templates read, or has a wrong type.
     """
-    if not isinstance(fields, dict):
-        raise InputError(f"{label}: {fields!r:.80} is no object with {' and '.join(known[:2])}")
+    if not isinstance(message, dict):
+        raise InputError(f"messages: {message!r:.80} is no object with role and content")
+    fields = {name: value for name, value in message.items() if value not in (None, [])}
     for name, value in fields.items():
-        if name not in known and value not in (None, []):
+        if name not in _MESSAGE:
             raise InputError(
-                f"{label}: {name}={value!r:.80} is not supported; {suggestion(name, known)}"
+                f"messages: {name}={value!r:.80} is not supported; {suggestion(name, _MESSAGE)}"
             )
-        if name in known and name != "content" and not isinstance(value, str | None):
-            raise InputError(f"{label}: {name}={value!r:.80} must be a string")
-    return {name: fields[name] for name in known if fields.get(name) is not None}
+        if name not in ("content", "tool_calls") and not isinstance(value, str):
+            raise InputError(f"messages: {name}={value!r:.80} must be a string")
+    if "tool_calls" in fields and "content" not in fields:
+        fields["content"] = None  # some templates test for it
+    return read_message(fields, "messages")
 
 
 class Vocabulary:

