@@ -32,7 +32,8 @@ from lcjax.serve.contexts import Context, ContextStore, NotFoundError, make_cont
 from lcjax.serve.engine import Call, Engine, Row, Task
 from lcjax.serve.protocol import Answer, Plan, Reader, Vocabulary, read_json, write_json
 
-MAX_BODY = 64 * 2**20  # bytes of a request; up to `max_queue` of them are in memory at once
+MAX_BODY = 64 * 2**20  # bytes of a request
+MAX_BODIES = 4 * MAX_BODY  # bytes of all requests that are not converted yet
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -51,6 +52,7 @@ class Server:
         self._vocabulary = Vocabulary(lm.tokenizer, lm.config.vocab_size)
         self._engine = Engine(self._lm, config.max_batch)
         self._num_running = 0  # number of requests that wait or run
+        self._bodies = _Bodies(config.client_timeout)
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -151,8 +153,8 @@ class Server:
                 self._contexts.add(context)
             return context
 
-        with self._running() as call:
-            source, name = self._reader.context_source(read_json(await _read_body(request)))
+        async with contextlib.AsyncExitStack() as stack:
+            (source, name), call = await self._read(self._reader.context_source, request, stack)
             self._engine.submit(Task(call, make))
             context: Context = await _unless_disconnected(request, call.get())
         request.state.note = f" {context.tokens} tokens"
@@ -162,7 +164,7 @@ class Server:
 
     @contextlib.contextmanager
     def _running(self):
-        """Yields the call of a request; raises 503 if too many run, before the body is read."""
+        """Yields the call of a request; raises 503 if too many run."""
         if self._num_running >= self._config.max_queue:
             raise HTTPException(
                 503,
@@ -178,11 +180,21 @@ class Server:
             call.is_cancelled = True
             self._num_running -= 1
 
+    async def _read(
+        self, convert: Callable[[dict], Any], request: Request, stack: contextlib.AsyncExitStack
+    ) -> tuple[Any, Call]:
+        """Returns the converted body of a request, and its call, which ends with `stack`.
+
+        A request takes its place in the queue after its body was read, however slowly.
+        """
+        async with self._bodies.read(request) as body:
+            call = stack.enter_context(self._running())
+            # In a thread, because long texts take seconds.
+            return await asyncio.to_thread(lambda: convert(read_json(body))), call
+
     async def _answer(self, read: Callable[[dict], Plan], request: Request) -> Response:
         async with contextlib.AsyncExitStack() as stack:
-            call = stack.enter_context(self._running())
-            body = read_json(await _read_body(request))
-            plan = await asyncio.to_thread(read, body)  # long texts take a second to tokenise
+            plan, call = await self._read(read, request, stack)
             answer = Answer(plan, self._config.model_name, self._vocabulary)
             pieces = self._pieces(plan, answer, call)
             await stack.enter_async_context(contextlib.aclosing(pieces))
@@ -315,19 +327,50 @@ async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
     return [piece async for piece in pieces]
 
 
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        size = int(request.headers.get("content-length", 0))
-    except ValueError:
-        size = 0
-    if size > MAX_BODY:
-        raise _too_large()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
+class _Bodies:
+    """Reads bodies of requests, each within `timeout` seconds, all within `MAX_BODIES` bytes."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._unread: dict[asyncio.Timeout, bytearray] = {}  # by their time limits
+        self._num_read = 0  # bytes of bodies that are read, but not converted
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """Yields the body of a request, which counts until the context ends."""
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                body = await self._read(request, limit)
+        except TimeoutError:
+            message = (
+                f"the body did not arrive within {self._timeout:g} s (--client_timeout), or was the"
+                f" longest of more than {MAX_BODIES // 2**20} MiB at once; send it again"
+            )
+            raise HTTPException(408, message, headers={"Connection": "close"}) from None
+        finally:
+            self._unread.pop(limit, None)
+        size = len(body)
+        self._num_read += size
+        try:
+            yield body
+        finally:
+            self._num_read -= size
+
+    async def _read(self, request: Request, limit: asyncio.Timeout) -> bytearray:
+        size = request.headers.get("content-length", "")
+        if size.isdecimal() and int(size[:20]) > MAX_BODY:
             raise _too_large()
-    return bytes(body)
+        body = self._unread[limit] = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise _too_large()
+            if self._num_read + sum(map(len, self._unread.values())) > MAX_BODIES:
+                longest = max(self._unread, key=lambda limit: len(self._unread[limit]))
+                self._unread.pop(longest)
+                longest.reschedule(asyncio.get_running_loop().time())
+        return body
 
 
 def _too_large() -> HTTPException:

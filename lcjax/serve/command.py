@@ -3,7 +3,6 @@
 It is also installed as `lcjax-serve`.
 """
 
-import contextlib
 import dataclasses
 import socket
 import sys
@@ -14,9 +13,6 @@ from lcjax.checkpoints.build import ModelSection, Settings, check_source
 from lcjax.errors import InputError, check_integer, is_finite_number, missing_extra
 from lcjax.parallel.distributed import cache_compiled_programs
 from lcjax.parallel.sharding import Mesh
-
-# Options of uvicorn. Idle connections stay open for 75 seconds, for the client's next request.
-OPTIONS = {"log_level": "warning", "access_log": False, "timeout_keep_alive": 75}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +37,9 @@ class ServeConfig:
     max_queue: int = 64  # requests that wait or run; further ones are refused with status 503
     max_contexts: int = 16  # stored contexts; beyond this, the least recently used is dropped
     max_context_gb: float = 8.0  # GB of stored contexts on the devices; a new one adds to it
+    # Seconds in which a client must send its request, and read on while its answer is sent.
+    client_timeout: float = 60.0
+    shutdown_timeout: float = 30.0  # seconds for running requests after SIGTERM or Ctrl-C
     mesh: Mesh | None = None  # devices that share the model; null: one device
 
     def __post_init__(self):
@@ -51,8 +50,10 @@ class ServeConfig:
             check_integer(name, getattr(self, name), 1)
         if self.length is not None:
             check_integer("length", self.length, 2, "null takes the trained length")
-        if not is_finite_number(self.max_context_gb) or self.max_context_gb <= 0:
-            raise InputError(f"max_context_gb={self.max_context_gb} must be above 0")
+        for name in ("max_context_gb", "client_timeout", "shutdown_timeout"):
+            value = getattr(self, name)
+            if not is_finite_number(value) or value <= 0:
+                raise InputError(f"{name}={value} must be above 0")
 
     @property
     def model_name(self) -> str:
@@ -68,9 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(config: ServeConfig) -> None:
     """Loads the model and serves until SIGINT or SIGTERM; running requests are finished."""
     try:
-        import uvicorn
-
         from lcjax.serve.app import Server
+        from lcjax.serve.connections import HttpServer
     except ImportError as error:
         raise missing_extra("lcjax.serve", "starlette and uvicorn", "serve", error) from None
     from lcjax.generation.language_model import LanguageModel
@@ -85,9 +85,9 @@ def serve(config: ServeConfig) -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
         print(f"{lm}\nat {url} as {config.model_name}", flush=True)
-        # After a signal, uvicorn finishes the requests, and may then raise the signal again.
-        with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, **OPTIONS)).run([listener])
+        HttpServer(
+            app, client_timeout=config.client_timeout, shutdown_timeout=config.shutdown_timeout
+        ).run([listener])
         print("stopped", flush=True)
 
 

@@ -34,6 +34,8 @@ from lcjax.serve.engine import MAX_TOP
 
 MAX_ROWS = 1024  # texts of one request
 _MESSAGE = ("role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id")
+MAX_VALUES = 2**22  # values of a body, which JSON's parser reads in about a second
+MAX_STOPS, MAX_STOP = 64, 1024  # stop strings of a request, and characters of each
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls",
@@ -51,8 +53,16 @@ _COMMON = (
 )  # fmt: skip
 
 
-def read_json(data: bytes) -> dict[str, Any]:
-    """Parses the JSON object of a body; raises an InputError if the body is no JSON object."""
+def read_json(data: bytes | bytearray) -> dict[str, Any]:
+    """Parses the JSON object of a body; raises an InputError if the body is no JSON object.
+
+    No other thread runs while the parser does, so the number of values is limited.
+    """
+    # Commas and brackets in strings count, too: a longer text than any model reads has as many.
+    if (count := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:
+        raise InputError(
+            f"the body has {count} commas and brackets, more than {MAX_VALUES}; send several bodies"
+        )
 
     def refuse(constant: str):
         raise InputError(f"the body has {constant}, which is not valid JSON")
@@ -171,7 +181,8 @@ class Reader:
         context, top = self._context(fields), None
         tokenizer = self.lm.tokenizer
         variables = check_template_variables(fields.any("chat_template_kwargs"))
-        messages = [_message(message) for message in fields.get("messages", list, [])]
+        messages = [_message(message) for message in self._messages(fields)]
+        self._check_length("the conversation", tokenizer.render_chat(messages, **variables))
         chat = tokenizer.encode_chat(messages, allow_special=self.allow_special, **variables)
         ids, text = chat.ids, chat.text
         if context is not None and context.precedes_text:
@@ -186,6 +197,15 @@ class Reader:
         if max_tokens is None:
             max_tokens = max(self.length - len(prompt.ids), 1)
         return self._plan(fields, (prompt,), max_tokens, context=context, top=top, is_chat=True)
+
+    def _messages(self, fields: Fields) -> list[Any]:
+        messages = fields.get("messages", list, [])
+        if len(messages) > self.length:
+            raise InputError(
+                f"messages has {len(messages)} messages, more than the {self.length} tokens that"
+                " this server takes; send fewer, or start it with a larger --length"
+            )
+        return messages
 
     def context_source(self, body: dict[str, Any]) -> tuple[Any, str | None]:
         """Reads a body of `/v1/contexts`: the source of a context, and its name."""
@@ -203,7 +223,27 @@ class Reader:
                 raise InputError("text is for strings and tokens for lists of token ids")
             if isinstance(text, str):
                 check_text(text)
+        if isinstance(source, str) and self.lm.config.memory is None:
+            self._check_length("the context", source)
         return source, name
+
+    def _check_length(self, label: str, text: str) -> None:
+        """Raises an InputError if a text has far more tokens than this server takes.
+
+        Only the beginning of such a text is tokenised, as long as a usual text of that many tokens
+        never is. The end of the beginning may have other tokens than in the whole text, so texts
+        that are a little too long pass; they are counted later.
+        """
+        most, size = self.length + self.length // 4 + 64, 8 * self.length
+        while size < len(text):
+            count = len(self.lm.tokenizer.encode(text[:size], allow_special=True))
+            if count > most:
+                raise InputError(
+                    f"{label} has {len(text)} characters, and its first {size} are {count} tokens,"
+                    f" more than the {self.length} that this server takes; shorten it, or start"
+                    " the server with a larger --length"
+                )
+            size *= 2
 
     def _plan(
         self, fields: Fields, prompts: tuple[Prompt, ...], max_tokens: int, **options: Any
@@ -261,7 +301,9 @@ class Reader:
 
     def _prompt(self, prompt: Any, context: Context | None) -> Prompt:
         tokenizer = self.lm.tokenizer
-        if not isinstance(prompt, str):  # token ids are read as they are
+        if isinstance(prompt, str):
+            self._check_length("the prompt", prompt)
+        else:  # token ids are read as they are
             if not isinstance(prompt, list):
                 raise InputError(
                     f"prompt: {prompt!r:.80} is neither a text nor a list of token ids"
@@ -283,13 +325,20 @@ class Reader:
         if not ids:
             raise InputError("prompt is empty, and this model begins no text with BOS")
         before = () if context is None else context.ids
-        text = self.lm.tokenizer.decode(ids) if text is None else text
+        if text is None:  # a prompt that is too long is refused later
+            text = self.lm.tokenizer.decode(ids) if len(ids) <= self.length else ""
         return Prompt((*before, *ids), text, len(before) + num_added)
 
 
 def _sampling(fields: Fields, max_tokens: int) -> Sampling | None:
     stop = fields.any("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if isinstance(stop, list) and (
+        len(stop) > MAX_STOPS or any(isinstance(x, str) and len(x) > MAX_STOP for x in stop)
+    ):
+        raise InputError(
+            f"stop has more than {MAX_STOPS} strings, or one of more than {MAX_STOP} characters"
+        )
     top_k = fields.integer("top_k", None, -1, 2**31 - 1)
     settings = Sampling(
         max_new_tokens=max(max_tokens, 1),

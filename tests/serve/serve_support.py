@@ -3,15 +3,15 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
-
-import uvicorn
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation.language_model import LanguageModel
 from lcjax.serve.app import Server
-from lcjax.serve.command import OPTIONS, ServeConfig, bind
+from lcjax.serve.command import ServeConfig, bind
+from lcjax.serve.connections import HttpServer
 
 
 class Client:
@@ -52,14 +52,20 @@ class Client:
 @contextlib.contextmanager
 def serving(lm: LanguageModel, **settings):
     """Yields a client of a server of `lm`."""
-    server = Server(lm, ServeConfig(ModelSection(preset="tiny"), **settings))
-    listener = bind("127.0.0.1", 0)
-    http_server = uvicorn.Server(uvicorn.Config(server.app, **OPTIONS))
+    config = ServeConfig(ModelSection(preset="tiny"), **settings)
+    server, listener = Server(lm, config), bind("127.0.0.1", 0)
+    times = {"client_timeout": config.client_timeout, "shutdown_timeout": config.shutdown_timeout}
+    with running(HttpServer(server.app, **times), listener):
+        yield Client(listener.getsockname()[1], lm, server)
+
+
+@contextlib.contextmanager
+def running(http_server: HttpServer, listener: socket.socket):
     thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
     thread.start()
     while not http_server.started:
         time.sleep(0.01)
-    yield Client(listener.getsockname()[1], lm, server)
+    yield
     http_server.should_exit = True
     thread.join(timeout=30)
     assert not thread.is_alive()
