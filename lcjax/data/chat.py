@@ -31,8 +31,9 @@ _ROLES = {
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _WEIGHTS = ("weight", "train", "loss")  # OpenAI's and Mistral's key, axolotl's, ms-swift's
 _VARIABLES = ("tools", "documents", "chat_template_kwargs")  # fields of a record beside messages
-_MARK = "\U00010740"  # a letter of Linear A around the number of a field
-_MARKED = re.compile(f"{_MARK}([0-9]+){_MARK}")
+# Marks around the number of a field: a letter of Linear A, and digits for numbers
+_MARK, _DIGITS = "\U00010740", "7319046409137"
+_MARKED = re.compile(f"(?:{_MARK}|{_DIGITS})0*([0-9]+?)(?:{_MARK}|{_DIGITS})")
 
 
 class PromptAnswer(NamedTuple):
@@ -122,6 +123,7 @@ class ChatTokenise:
         tokens = self._tokenizer.encode_chat(
             messages, False, allow_special=self._allow_special, **variables
         )
+        tokens = tokens._replace(spans=np.array(tokens.spans, np.int64).reshape(-1, 2))
         render = functools.partial(self._tokenizer.render_chat, **variables)
         size, ids = len(tokens.text), np.array(tokens.ids, np.int32)
         if self._learn_all:
@@ -142,7 +144,7 @@ class ChatTokenise:
     def _without_frame(self, spans: Sequence[Span], tokens: ChatTokens) -> list[Span]:
         """Ends answers after their last EOS: the model never generates the text after it."""
         is_eos = np.isin(tokens.ids, list(self._tokenizer.eos_ids))
-        starts, stops = np.array(tokens.spans)[is_eos].reshape(-1, 2).T
+        starts, stops = tokens.spans[is_eos].T
         ends = []
         for start, stop in spans:
             last = int(np.searchsorted(starts, stop)) - 1
@@ -249,38 +251,27 @@ def _frames(
     """Finds messages in a rendered conversation by rendering it with marks instead of fields.
 
     Returns:
-      The frames by the index of the message; none if the template changes the fields, apart from
-      blanks at their ends.
+      The frames by the index of the message; none if the template changes or omits fields, apart
+      from blanks at their ends, and ids.
     """
-    fields: list[tuple[int, str]] = []
-
-    def mark(value: Any, index: int) -> Any:
-        if isinstance(value, Mapping):
-            return {key: mark(item, index) for key, item in value.items()}
-        if not isinstance(value, str) or not value.strip():
-            return value
-        fields.append((index, value))
-        return f"{_MARK}{len(fields) - 1}{_MARK}"
-
-    marked = []
-    for index, message in enumerate(messages):
-        keys = [key for key in ("reasoning_content", "content") if key in message]
-        changes = {key: mark(message[key], index) for key in keys}
-        if "tool_calls" in message:
-            changes["tool_calls"] = [_mark_arguments(c, mark, index) for c in message["tool_calls"]]
-        marked.append({**message, **changes})
+    marked, fields = _mark_fields(messages)
     try:
         pieces = _MARKED.split(render(marked, add_generation_prompt=False))
     except InputError:  # a template may check a field
         return {}
-    if _MARK in text or [int(n) for n in pieces[1::2]] != list(range(len(fields))):
+    numbers, around = [int(number) for number in pieces[1::2]], pieces[::2]
+    needed = [n for n, field in enumerate(fields) if not field.is_id]
+    is_known = {*needed} <= {*numbers} <= {*range(len(fields))} and len(numbers) == len({*numbers})
+    if _MARK in text or not is_known or not text.startswith(around[0]):
         return {}
-    around, position = pieces[::2], len(pieces[0])
-    if not text.startswith(around[0]):
+    indices = [fields[number].index for number in numbers]
+    if indices != sorted(indices):
         return {}
     frames: dict[int, _Frame] = {}
-    for (index, value), before, after in zip(fields, around, around[1:], strict=False):
-        written = next((v for v in _variants(value) if text.startswith(v + after, position)), None)
+    position = len(around[0])
+    for number, before, after in zip(numbers, around, around[1:], strict=False):
+        index, variants = fields[number].index, _variants(fields[number].value)
+        written = next((v for v in variants if text.startswith(v + after, position)), None)
         if written is None:
             return {}
         stop = position + len(written)
@@ -291,15 +282,54 @@ def _frames(
     return frames if position == len(text) else {}
 
 
-def _mark_arguments(call: Mapping[str, Any], mark: Callable, index: int) -> dict[str, Any]:
-    """Marks the arguments of a call; its name and its id are left as they are."""
-    if isinstance(function := call.get("function"), Mapping):
-        return {**call, "function": _mark_arguments(function, mark, index)}
-    return {**call, "arguments": mark(call.get("arguments"), index)}
+class _Field(NamedTuple):
+    """A text or number in a message: the message's index, the value, and whether it is an id."""
+
+    index: int
+    value: Any
+    is_id: bool
 
 
-def _variants(value: str) -> list[str]:
+def _mark_fields(messages: Sequence[Message]) -> tuple[list[Message], list[_Field]]:
+    """Returns messages with marks instead of texts and numbers, and these."""
+    fields: list[_Field] = []
+
+    def mark(value: Any, index: int, is_id: bool = False) -> Any:
+        if isinstance(value, Mapping):
+            return {key: mark(item, index) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [mark(item, index) for item in value]
+        is_number = type(value) in (int, float)
+        if not is_number and not (isinstance(value, str) and value.strip()):
+            return value
+        fields.append(_Field(index, value, is_id))
+        number = str(len(fields) - 1)
+        if is_number:
+            return int(_DIGITS + number + _DIGITS)
+        # Of the same length, because Mistral's templates demand nine characters of an id.
+        return _MARK + number.zfill(len(value) - 2) + _MARK
+
+    def mark_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
+        keys = [key for key in ("id", "arguments") if key in call]
+        changes = {key: mark(call[key], index, key == "id") for key in keys}
+        if isinstance(function := call.get("function"), Mapping):
+            changes["function"] = mark_call(function, index)
+        return {**call, **changes}
+
+    marked = []
+    for index, message in enumerate(messages):
+        keys = [key for key in ("reasoning_content", "content", "tool_call_id") if key in message]
+        changes = {key: mark(message[key], index, key == "tool_call_id") for key in keys}
+        if message.get("tool_calls"):
+            changes["tool_calls"] = [mark_call(call, index) for call in message["tool_calls"]]
+        marked.append({**message, **changes})
+    return marked, fields
+
+
+def _variants(value: Any) -> list[str]:
     """Returns the forms of a field in a rendered conversation: stripped, or inside of JSON."""
+    if not isinstance(value, str):
+        return [json.dumps(value), str(value)]
     stripped = [value, value.rstrip(), value.lstrip(), value.strip()]
     return [*stripped, *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))]
 

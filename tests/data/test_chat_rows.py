@@ -117,8 +117,9 @@ def test_a_long_conversation_is_rendered_a_few_times(form):
 
     messages = talk(*(f"{TEXTS[i % 4]}{i}" for i in range(60)))
     if form == "chatml":
-        call = {"function": {"name": "f", "arguments": {"place": "bay"}}}
         for i in range(1, 60, 2):
+            arguments = {"place": f"bay {i}", "depth": [i, i / 2, True]}
+            call = {"id": f"{i:09}", "function": {"name": "f", "arguments": arguments}}
             messages[i] = messages[i] | {"reasoning_content": f"so {i}", "tool_calls": [call]}
     answers = list(range(1, 60, 2))
     text = tokenizer.render_chat(messages, False)
