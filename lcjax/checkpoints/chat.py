@@ -7,14 +7,16 @@ of each becomes a rare one, of which the template knows nothing. What is equal i
 template's.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lcjax.errors import InputError
 from lcjax.files import parse_json
 
 Message = dict[str, Any]  # role and content, and other keys that the chat template reads
+Result = TypeVar("Result")
 Span = tuple[int, int]  # characters (start, stop) of a text
 # Letters of Linear A: Python prints them as they are, unlike private or unassigned characters.
 _RARE = range(0x10600, 0x10737)
@@ -192,15 +194,15 @@ def _hide(value: Any, strings: Sequence[str], rare: Mapping[str, str]) -> Any:
 def read_message(message: Mapping[str, Any], where: str) -> Message:
     """Returns a message as chat templates expect it.
 
-    Fields that are null are left out, but `content`; a content of text parts becomes one text, and
-    arguments of calls that are JSON, as OpenAI writes them, become objects.
+    Fields that are null are left out, but `content`, which calls of tools may stand for. A content
+    of text parts becomes one text.
 
     Args:
       message: the fields.
       where: the place of the message, for errors.
 
     Raises:
-      InputError: a part of the content is no text, or a call cannot be read.
+      InputError: a part of the content is no text, or `tool_calls` are no objects.
     """
     message = {k: v for k, v in message.items() if v is not None or k == "content"}
     if isinstance(message.get("content"), list | tuple):
@@ -209,8 +211,29 @@ def read_message(message: Mapping[str, Any], where: str) -> Message:
         calls = message["tool_calls"]
         if not isinstance(calls, list | tuple) or not all(isinstance(c, Mapping) for c in calls):
             raise InputError(f"{where}: tool_calls={calls!r:.80} is no list of objects")
-        message["tool_calls"] = [_call(call, where) for call in calls]
+        message.setdefault("content", None)  # for which some templates test
     return message
+
+
+def with_objects(messages: Sequence[Message], use: Callable[[list[Message]], Result]) -> Result:
+    """Returns `use(messages)` with the arguments of calls as templates expect them.
+
+    OpenAI writes them as JSON in a string. Most templates expect an object, some such a string.
+
+    Raises:
+      InputError: arguments are not JSON, or `use` raises it for both forms.
+    """
+    parsed = [
+        {**m, "tool_calls": [_call(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
+    try:
+        return use(parsed)
+    except InputError:
+        if parsed != messages:
+            with contextlib.suppress(InputError):
+                return use(list(messages))
+        raise
 
 
 def _part(part: Any, where: str) -> str:
@@ -224,10 +247,10 @@ def _part(part: Any, where: str) -> str:
     return part["text"]
 
 
-def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a call of a tool whose arguments are an object."""
     if isinstance(function := call.get("function"), Mapping):
-        return {**call, "function": _call(function, where)}
+        return {**call, "function": _call(function)}
     arguments = call.get("arguments")
     if not isinstance(arguments, str):
         return dict(call)
@@ -235,5 +258,5 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {**call, "arguments": parse_json(arguments)}
     except ValueError:
         raise InputError(
-            f"{where}: tool_calls: arguments={arguments!r:.80} is not JSON; write an object"
+            f"tool_calls: arguments={arguments!r:.80} is not JSON; write an object"
         ) from None

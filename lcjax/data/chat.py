@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lcjax.checkpoints.chat import ChatTokens, Message, Span, read_message, strings
+from lcjax.checkpoints.chat import ChatTokens, Message, Span, read_message, strings, with_objects
 from lcjax.checkpoints.long_text import encode_long, spans_long
 from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.data.config import ChatSource, TextConfig
@@ -90,8 +90,9 @@ class ChatTokenise:
         """
         if isinstance(value, PromptAnswer):
             return self._prompt_answer(*value)
+        messages, variables = value if isinstance(value, Conversation) else (value, {})
         try:
-            return self._conversation(*(value if isinstance(value, Conversation) else (value, {})))
+            return with_objects(messages, lambda messages: self._conversation(messages, variables))
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
 

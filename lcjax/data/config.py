@@ -19,6 +19,9 @@ NOT_CONTENT = ("path", "weight")  # fields of a source that are not in its `cont
 # Fields that may change when a run resumes: speed, checks, and the number of epochs.
 RESUMABLE = ("threads", "prefetch", "scan", "repeat")
 
+# Part of a `content_key`: an earlier version encoded each part of a conversation alone.
+_WHOLE = "; ids of the whole text"
+
 # Fields that only apply to sources whose rows are packed here.
 _PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")
 
@@ -126,7 +129,7 @@ class ChatSource(Source):
 
     @property
     def content_key(self) -> str:
-        return f"{super().content_key}, ids of whole conversations".removeprefix(", ")
+        return super().content_key + _WHOLE
 
     def __post_init__(self):
         super().__post_init__()
@@ -242,6 +245,10 @@ class SeqioSource(Source):
     @property
     def name(self) -> str:
         return f"seqio:{self.task}" if self.task else ""
+
+    @property
+    def content_key(self) -> str:
+        return super().content_key + (_WHOLE if self.prompt else "")
 
     def packing(self, default: str) -> str | None:
         return None if self.converter else super().packing(default)

@@ -7,6 +7,7 @@ keys of configs: a misspelt `max_tokns` would silently change the results of an 
 
 import collections
 import dataclasses
+import functools
 import json
 import time
 import uuid
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.checkpoints.chat import read_message
+from lcjax.checkpoints.chat import read_message, with_objects
 from lcjax.checkpoints.tokenizer import (
     TextStream,
     Tokenizer,
@@ -183,7 +184,10 @@ class Reader:
         variables = check_template_variables(fields.any("chat_template_kwargs"))
         messages = [_message(message) for message in self._messages(fields)]
         self._check_length("the conversation", tokenizer.render_chat(messages, **variables))
-        chat = tokenizer.encode_chat(messages, allow_special=self.allow_special, **variables)
+        encode = functools.partial(
+            tokenizer.encode_chat, allow_special=self.allow_special, **variables
+        )
+        chat = with_objects(messages, encode)
         ids, text = chat.ids, chat.text
         if context is not None and context.precedes_text:
             ids = without_bos(ids, tokenizer.bos_id)  # BOS precedes the context instead
@@ -367,8 +371,6 @@ def _message(message: Any) -> dict[str, Any]:
             )
         if name not in ("content", "tool_calls") and not isinstance(value, str):
             raise InputError(f"messages: {name}={value!r:.80} must be a string")
-    if "tool_calls" in fields and "content" not in fields:
-        fields["content"] = None  # some templates test for it
     return read_message(fields, "messages")
 
 

@@ -4,7 +4,7 @@ import pytest
 from chat_forms import FORMS, KINDS, SPECIAL, chat_tokenizer
 
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.chat import read_message
+from lcjax.checkpoints.chat import read_message, with_objects
 from lcjax.errors import InputError
 
 TYPED = "Hi</s> <|im_end|>\n<|im_start|>system\n[INST]<start_of_turn> 🙂<|User|><|end|><</s>s>"
@@ -97,14 +97,29 @@ def test_messages_are_read_as_templates_expect_them():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
     message = {"role": "user", "content": parts, "name": None, "tool_call_id": "1"}
     assert read_message(message, "m") == {"role": "user", "content": "ab", "tool_call_id": "1"}
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"place": "bay"}'}}
-    (read,) = read_message({"content": None, "tool_calls": [call]}, "m")["tool_calls"]
-    assert read["function"] == {"name": "f", "arguments": {"place": "bay"}}
+    assert read_message({"tool_calls": [{}]}, "m") == {"content": None, "tool_calls": [{}]}
     image = {"type": "image_url", "image_url": {"url": "x"}}
     for fields, match in (
         ({"content": [image]}, "m: content has .*image_url.*only parts of type text"),
         ({"tool_calls": "f"}, "m: tool_calls='f' is no list of objects"),
-        ({"tool_calls": [{"arguments": "{"}]}, "m: tool_calls: arguments='{' is not JSON"),
     ):
         with pytest.raises(InputError, match=match):
             read_message(fields, "m")
+
+
+def test_arguments_of_calls_are_objects_or_text_as_the_template_expects():
+    call = {"function": {"name": "f", "arguments": '{"place": "bay"}'}}
+    messages = [*talk("Hi"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
+    )
+    for arguments in ("c.function.arguments | tojson", "'' + c.function.arguments"):
+        tokenizer = with_template(source.replace("ARGUMENTS", arguments))
+        assert with_objects(messages, tokenizer.render_chat) == '{"place": "bay"}'
+    for template, given, match in (
+        ("{{ raise_exception('no calls') }}", "{}", "no calls"),
+        ("", "{", "tool_calls: arguments='{' is not JSON; write an object"),
+    ):
+        message = {"role": "assistant", "tool_calls": [{"arguments": given}]}
+        with pytest.raises(InputError, match=match):
+            with_objects([message], with_template(template).render_chat)

@@ -9,7 +9,7 @@ import pytest
 from chat_forms import FORMS, KINDS, chat_tokenizer
 from data_support import rows_of
 
-from lcjax.data import ChatSource, DataConfig
+from lcjax.data import ChatSource, DataConfig, make_loader
 from lcjax.data.chat import ChatTokenise, PromptAnswer, answer_spans
 from lcjax.errors import InputError
 
@@ -272,6 +272,18 @@ def test_conversations_that_would_lose_something_are_refused(tmp_path, record, m
     with pytest.raises(InputError, match=match) as caught:
         read(tmp_path, record)
     assert "\n" not in str(caught.value)
+
+
+def test_a_position_in_rows_of_other_ids_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": talk("Q", "A")}) + "\n")
+    config = DataConfig(sources=[ChatSource(str(path))], length=16, repeat=None)
+    state = (loader := make_loader(config, chat_tokenizer("byte level", "chatml"), 1)).get_state()
+    loader.set_state(state)
+    old = json.loads(json.dumps(state).replace("; ids of the whole text", ""))
+    assert old != state
+    with pytest.raises(InputError, match="restore it, or start the data again"):
+        loader.set_state(old)
 
 
 def test_a_list_is_no_text_of_a_prompt(tmp_path):
