@@ -25,8 +25,8 @@ import numpy as np
 from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING
 from lcjax.checkpoints.hf_config import decoder_from_hf
 from lcjax.checkpoints.weights import TensorInfo
-from lcjax.errors import InputError, check_integer, import_package
-from lcjax.models.config import ModelConfig
+from lcjax.errors import INT32_MAX, InputError, check_integer, import_package
+from lcjax.models.config import MAX_LAYERS, ModelConfig
 from lcjax.rope import Yarn
 from lcjax.storage import map_file, to_path
 
@@ -261,12 +261,12 @@ class GGUFFile:
     def _key(self, key: str) -> str:
         return key.replace("{arch}", str(self.architecture))
 
-    def _count(self, key: str, default: Any = None) -> int:
+    def _count(self, key: str, default: Any = None, most: int = INT32_MAX) -> int:
         """Returns a positive whole number, which a file may repeat for every layer."""
         value = self.need(key) if default is None else self.get(key, default)
         values = set(value) if isinstance(value, list) else {value}
         for number in values:
-            check_integer(f"{self.path}: {self._key(key)}", number, 1)
+            check_integer(f"{self.path}: {self._key(key)}", number, 1, most=most)
         if len(values) != 1:
             raise InputError(
                 f"{self.path}: {self._key(key)} differs between layers ({sorted(values)}): such "
@@ -298,7 +298,7 @@ class GGUFFile:
             "vocab_size": embedding.shape[0],
             "hidden_size": width,
             "intermediate_size": self._count("{arch}.feed_forward_length"),
-            "num_hidden_layers": self._count("{arch}.block_count"),
+            "num_hidden_layers": self._count("{arch}.block_count", most=MAX_LAYERS),
             "num_attention_heads": heads,
             "num_key_value_heads": self._count("{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,

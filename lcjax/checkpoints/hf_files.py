@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lcjax.errors import INT32_MAX, InputError, is_finite_number
 from lcjax.files import CHECKSUMS, check_sums, read_json
+from lcjax.models.config import MAX_LAYERS
 
 HF_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_EPSILON = 0.1  # published ones lie between 1e-12 and 1e-3
@@ -21,8 +22,8 @@ class _Type(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value <= INT32_MAX
+def _is_whole(value: Any, least: int, most: int = INT32_MAX) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
@@ -50,6 +51,7 @@ def _are_tokens_by_id(value: Any) -> bool:
 
 
 _COUNT = _Type("a whole number of at least 1", lambda value: _is_whole(value, 1))
+_DEPTH = _Type(f"a whole number from 1 to {MAX_LAYERS:,}", lambda v: _is_whole(v, 1, MAX_LAYERS))
 _LAYERS = _Type("a whole number of at least 0", lambda value: _is_whole(value, 0))
 _EPSILON = _Type(f"a number from 0 to {_MAX_EPSILON}", lambda v: _is_number(v, 0, _MAX_EPSILON))
 _SHARE = _Type("a number from 0 to 1", lambda value: _is_number(value, 0, 1))
@@ -77,12 +79,13 @@ _TOKEN = _Type("a token: text, or an object with `content`", _is_token)
 _TYPES = {
     **dict.fromkeys(
         (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "vocab_size", "hidden_size", "intermediate_size",
             "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
             "lcjax_max_length", "mem_freq", "train_context_length", "no_rope_layer_interval",
         ),
         _COUNT,
     ),
+    "num_hidden_layers": _DEPTH,
     **dict.fromkeys(("sliding_window", "max_window_layers"), _LAYERS),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), _EPSILON),
     **dict.fromkeys(

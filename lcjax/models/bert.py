@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
+from lcjax.models.config import MAX_LAYERS
 from lcjax.models.layers import MLP, Linear, Norm, Projections, look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import TensorRow
@@ -103,7 +104,8 @@ class BertConfig:
             )
         sizes = {field: hf.get(key, default) for field, key, default in _SIZES}
         for field, key, _ in _SIZES:
-            check_integer(f"{where}: {key}", sizes[field], 1)
+            most = MAX_LAYERS if field == "num_layers" else INT32_MAX
+            check_integer(f"{where}: {key}", sizes[field], 1, most=most)
         if sizes["width"] % sizes["num_heads"]:
             raise InputError(
                 f"{where}: num_attention_heads={sizes['num_heads']} must divide"

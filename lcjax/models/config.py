@@ -52,6 +52,9 @@ class LayerKind:
             check_instance(f"layers.{field}", getattr(self, field), base)
 
 
+MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a decoder-only transformer.
@@ -118,6 +121,7 @@ class ModelConfig:
     def __post_init__(self):
         for field in _CHOICES:
             check_choice(field, getattr(self, field))
+        check_integer("model.num_layers", self.num_layers, 0, most=MAX_LAYERS)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model.num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"

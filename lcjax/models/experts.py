@@ -31,6 +31,9 @@ _FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than expe
 _MANY_ROWS = 512  # maximum rows of a block: larger products are no faster, and need more padding
 
 
+MAX_EXPERTS = 4_096  # of a layer; published mixtures have up to 512
+
+
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """Options of the experts that replace the MLP of each layer."""
@@ -43,7 +46,7 @@ class Experts:
     balance: float = 0.001
 
     def __post_init__(self):
-        check_integer("experts.count", self.count, 1)
+        check_integer("experts.count", self.count, 1, most=MAX_EXPERTS)
         check_integer("experts.top_k", self.top_k, 1)
         if self.width is not None:
             check_integer("experts.width", self.width, 1)

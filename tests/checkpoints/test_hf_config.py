@@ -237,6 +237,7 @@ def test_a_window_survives_the_way_out_and_back(family):
         (LLAMA2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor=0.5 .*'llama'"),
         (LLAMA2 | {"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
         (LLAMA2 | {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number"),
+        (LLAMA2 | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be .* to 2,000"),
         (LLAMA2 | {"vocab_size": 32000.5}, "vocab_size=32000.5 must be a whole number"),
     ],
 )
