@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lcjax.errors import import_package
+from lcjax.errors import InputError, import_package
 from lcjax.evaluation.statistics import (
     Correlation,
     Records,
@@ -57,6 +57,8 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lcjax",  # ids inside a file would otherwise differ from run to run
 }
+_WRITER = "lcjax, long-context language models"  # in each PNG, near its beginning
+_HEAD = 4096  # bytes
 _SVG_METADATA = ("Creator", "Date", "Format", "Type")
 
 
@@ -72,9 +74,27 @@ def canvas(path: Path, width: float, height: float):
         FigureCanvasAgg(figure)
         yield figure
         with atomic_file(path, "wb") as file:
-            figure.savefig(file, format="png", metadata={"Software": None})
+            figure.savefig(file, format="png", metadata={"Software": _WRITER})
         with atomic_file(path.with_suffix(".svg"), "wb") as file:
             figure.savefig(file, format="svg", metadata=dict.fromkeys(_SVG_METADATA))
+
+
+def check_picture(path: Path) -> Path:
+    """Returns `path`; raises an InputError unless `canvas` may write a picture there.
+
+    An existing PNG, and the SVG beside it, are replaced only if `canvas` wrote the PNG.
+    """
+    if path.suffix != ".png":
+        raise InputError(f"out={path} must end with .png; an SVG is written beside it")
+    head = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    if _WRITER.encode() not in head:
+        for file in (path, path.with_suffix(".svg")):
+            if file.exists() or file.is_symlink():
+                raise InputError(f"out={file} exists and is no picture of lcjax; name another file")
+    return path
 
 
 def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:

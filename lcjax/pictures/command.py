@@ -10,6 +10,7 @@ from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config.help import print_help
 from lcjax.errors import InputError, check_integer, suggestion
+from lcjax.evaluation.plots import check_picture
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind, preset
 from lcjax.pictures.draw import (
@@ -150,6 +151,7 @@ def _attention(config: AttentionPicture) -> None:
         if not path.is_file():
             raise InputError(f"prompt_file={path} is no file")
         prompt = path.read_text(encoding="utf-8")
+    check_picture(to_path(config.out))  # before the model is loaded
     attention = attention_picture(
         LanguageModel.load(config.model), prompt, config.out, answer=config.answer,
         layers=config.layers, head=config.head, max_new_tokens=config.max_new_tokens,

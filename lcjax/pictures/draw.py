@@ -9,7 +9,7 @@ import numpy as np
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.errors import InputError, check_integer, import_package
-from lcjax.evaluation.plots import COLOURS, GREY, canvas, series_style
+from lcjax.evaluation.plots import COLOURS, GREY, canvas, check_picture, series_style
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of
@@ -38,7 +38,7 @@ def mask_picture(
     head_groups = list(groups.values())
     name = Pattern.get_choice_name(type(pattern))
     max_distance = np.nanmax(distance) if np.isfinite(distance).any() else 1.0
-    with canvas(to_path(path), 1.2 + 4.2 * len(head_groups), 4.9) as figure:
+    with canvas(check_picture(to_path(path)), 1.2 + 4.2 * len(head_groups), 4.9) as figure:
         panels = figure.subplots(1, len(head_groups), squeeze=False)[0]
         for axes, heads in zip(panels, head_groups, strict=True):
             mask, distances = visible[heads[0]], distance[heads[0]]
@@ -75,7 +75,7 @@ def table_picture(tables: Mapping[str, BlockTable], path: str | Path) -> Path:
     """
     if not tables or not all(table.static for table in tables.values()):
         raise InputError("tables: give at least one, known outside of a compiled program")
-    with canvas(to_path(path), 0.6 + 3.2 * len(tables), 3.9) as figure:
+    with canvas(check_picture(to_path(path)), 0.6 + 3.2 * len(tables), 3.9) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False)[0]
         for axes, (name, table) in zip(panels, tables.items(), strict=True):
             listed, full = table.listed[0, 0], table.known_full[0, 0]
@@ -132,7 +132,7 @@ def rope_picture(
         raise InputError("ropes: give at least one method, such as {'PI': Linear(factor=4)}")
     plain, _ = Default(theta=theta).frequencies(head_dim, length)
     distances = np.unique(np.round(np.geomspace(1, length, 240)).astype(int))
-    with canvas(to_path(path), 13.6, 4.4) as figure:
+    with canvas(check_picture(to_path(path)), 13.6, 4.4) as figure:
         panels = figure.subplots(1, 3)
         for index, (name, rope) in enumerate(ropes.items()):
             rope = rope.resolve(theta=theta, length=trained)
@@ -218,7 +218,7 @@ def positions_picture(
     if not methods:
         raise InputError("methods: give at least one, such as {'E2-LLM': (E2Positions(), E2LLM())}")
     check_integer("rows", rows, 1)
-    with canvas(to_path(path), 1.0 + 3.6 * len(methods), 5.2) as figure:
+    with canvas(check_picture(to_path(path)), 1.0 + 3.6 * len(methods), 5.2) as figure:
         panels = figure.subplots(2, len(methods), squeeze=False, sharex="col", sharey="row")
         for (above, below), (name, (positions, rope)) in zip(panels.T, methods.items()):
             rope = rope.resolve(theta=theta, length=trained)
@@ -272,7 +272,7 @@ def draw_attention(
     colors = import_package("matplotlib.colors", to_path(path).name)
     norm = colors.PowerNorm(0.5, vmin=0, vmax=float(maps.max()) or 1.0)
     height = 0.5 + max(1.1, 0.17 * len(attention.tokens) + 0.6) * len(attention.layers)
-    with canvas(to_path(path), 9.6, min(height, 40)) as figure:
+    with canvas(check_picture(to_path(path)), 9.6, min(height, 40)) as figure:
         panels = figure.subplots(len(attention.layers), 1, squeeze=False, sharex=True)[:, 0]
         for axes, layer, weights in zip(panels, attention.layers, maps, strict=True):
             image = axes.imshow(

@@ -100,7 +100,32 @@ def check(config: TrainConfig) -> Path:
     if config.run.existing == "overwrite":
         _run_files(folder)
     _check_writable(folder)
+    _check_origin(folder)
     return folder
+
+
+def _check_origin(folder: Path) -> None:
+    """Raises an InputError if a folder without a run holds files that a run would replace."""
+    if not folder.exists() or RUN_FOLDER.has_config(folder):
+        return
+    names = (*_FILES, *_FOLDERS)
+    if others := [name for name in names if name != ERROR and _is_there(folder / name)]:
+        raise InputError(
+            f"run.folder={folder} is not the folder of a run, and its {', '.join(others)} would be"
+            " replaced; name a new folder"
+        )
+
+
+def check_kept(folder: Path, step: int | None = None) -> None:
+    """Raises an InputError if the folder of this run was removed, or its checkpoint of `step`."""
+    lost = [name for name in (CONFIG, BASE) if not (folder / name).exists()]
+    if step is not None and step not in steps_in(folder / FOLDER):
+        lost.append(f"{FOLDER}/{step}")
+    if lost:
+        raise InputError(
+            f"run.folder={folder}: {', '.join(lost)} was removed during the run, and its results"
+            " are incomplete; start the run again"
+        )
 
 
 def _check_writable(folder: Path) -> None:

@@ -167,6 +167,8 @@ class Training:
                     self._save(step)
             self._save(step)
             self.checkpoints.wait()
+        if self.is_main:
+            folder_lib.check_kept(self.folder, step)
         if stop.signal is not None and step < train.steps:
             return self._finish_early(step, stop.signal)
         return self._finish(step)
@@ -289,6 +291,8 @@ class Training:
 
     def _save(self, step: int) -> None:
         self._report()
+        if self.is_main:
+            folder_lib.check_kept(self.folder)
         self.tracker.flush()  # a checkpoint is never newer than the metrics
         self.checkpoints.save(step, self.state, self.loader.get_state())
 
@@ -347,6 +351,7 @@ class Training:
                 names = f"{folder_lib.METRICS}, checkpoints/"
             if (self.folder / folder_lib.ADAPTER).exists():
                 names += ", adapter/ (the LoRA weights alone, as PEFT reads them)"
+            folder_lib.check_kept(self.folder, step)
             names += ", model/ (a Hugging Face folder)" if export else ""
             print(f"results in {self.folder}: {names}")
         last = {key: value for row in rows for key, value in row.items()}

@@ -264,3 +264,16 @@ def test_a_picture_of_a_table_has_its_blocks(tmp_path):
     assert labels == ["keys: 15 blocks of 8 x 8, 0 whole"] * 2
     with pytest.raises(InputError, match="give at least one"):
         pictures.table_picture({}, tmp_path / "none.png")
+
+
+def test_pictures_replace_pictures_and_no_other_files(tmp_path, capsys):
+    out, words = tmp_path / "a.png", ["mask", "--length=8"]
+    for _ in range(2):
+        assert command.main([*words, f"--out={out}"]) == 0
+    for name, ending in (("thesis.txt", "must end with .png"), ("b.png", "is no picture of lcjax")):
+        (tmp_path / name).write_text("mine")
+        assert command.main([*words, f"--out={tmp_path / name}"]) == 2
+        assert ending in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
+    (tmp_path / "c.svg").write_text("mine")
+    assert command.main([*words, f"--out={tmp_path / 'c.png'}"]) == 2
+    assert not (tmp_path / "c.png").exists() and (tmp_path / "c.svg").read_text() == "mine"

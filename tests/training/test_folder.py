@@ -10,6 +10,7 @@ from training_support import tiny
 
 from lcjax.attention import Longformer, Sliding
 from lcjax.checkpoints import ByteTokenizer, load, save_hf
+from lcjax.checkpoints.orbax_io import FOLDER
 from lcjax.data import Chunks, Masking
 from lcjax.errors import InputError
 from lcjax.files import CHECKSUMS
@@ -23,6 +24,7 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default
 from lcjax.training import folder as folder_lib
 from lcjax.training import run
+from lcjax.training.loop import Training
 from lcjax.training.task import LanguageModelTask
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -256,3 +258,30 @@ def test_a_folder_in_the_place_of_a_file_raises_input_error_before_the_model_is_
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(InputError, match=r"metrics\.jsonl is a folder, and a file is needed"):
         run(short(tmp_path, corpus))
+
+
+def test_a_folder_of_other_content_is_not_the_folder_of_a_run(tmp_path, corpus):
+    for name in ("tokenizer/tokenizer.json", "model.yaml", "metrics.jsonl", "config.yaml"):
+        folder = tmp_path / name.partition(".")[0]
+        add(folder, "notes.txt")
+        assert folder_lib.check(short(folder, corpus)) == folder
+        add(folder, name)
+        with pytest.raises(InputError, match="is not the folder of a run.*name a new folder"):
+            folder_lib.check(short(folder, corpus))
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "lost"), [(Training, "_report", "."), (LanguageModelTask, "export", FOLDER)]
+)
+def test_a_folder_that_is_removed_during_the_run_is_an_error(
+    tmp_path, corpus, monkeypatch, owner, method, lost
+):
+    before = getattr(owner, method)
+
+    def remove(*args, **kwargs):
+        before(*args, **kwargs)
+        shutil.rmtree(tmp_path / "run" / lost, ignore_errors=True)
+
+    monkeypatch.setattr(owner, method, remove)
+    with pytest.raises(InputError, match=r"run.folder=.* was removed during the run"):
+        run(short(tmp_path / "run", corpus))
