@@ -47,19 +47,10 @@ class ChatTokens(NamedTuple):
         return None if is_cut else self.ids[sum(first < start for first, _ in self.spans) :]
 
 
-def special_pattern(strings: Iterable[str], single_words: Iterable[str] = ()) -> re.Pattern | None:
-    """Returns a pattern that finds special tokens, the longest of several; None if there are none.
-
-    Args:
-      strings: the strings of the tokens.
-      single_words: those of them that do not count beside a letter or digit.
-    """
-    single_words = set(single_words)
+def special_pattern(strings: Iterable[str]) -> re.Pattern | None:
+    """Returns a pattern that finds special tokens, the longest of several; None for no tokens."""
     ordered = sorted(filter(None, strings), key=len, reverse=True)
-    parts = [
-        rf"(?<!\w){re.escape(s)}(?!\w)" if s in single_words else re.escape(s) for s in ordered
-    ]
-    return re.compile("|".join(parts)) if parts else None
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def find_specials(
@@ -79,8 +70,8 @@ def aliases(strings: Sequence[str]) -> dict[str, str]:
     return {text: chr(_ALIASES[i]) * len(text) for i, text in enumerate(strings)}
 
 
-def with_aliases(text: str, specials: Iterable[re.Match], alias: Mapping[str, str]) -> str:
-    """Returns `text` with aliases for special tokens.
+def with_aliases(text: str, specials: Mapping[int, str], alias: Mapping[str, str]) -> str:
+    """Returns `text` with aliases for `specials`, which maps first characters to strings.
 
     Raises:
       InputError: the text has characters of an alias.
@@ -91,11 +82,10 @@ def with_aliases(text: str, specials: Iterable[re.Match], alias: Mapping[str, st
             f"a message holds the string of a special token, and the private character"
             f" {used.pop()!a}; remove one of them"
         )
-    pieces, position = [], 0
-    for match in specials:
-        pieces += [text[position : match.start()], alias[match.group()]]
-        position = match.end()
-    return "".join([*pieces, text[position:]])
+    characters = list(text)
+    for start, string in specials.items():
+        characters[start : start + len(string)] = alias[string]
+    return "".join(characters)
 
 
 def typed_specials(

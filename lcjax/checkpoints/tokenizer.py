@@ -261,25 +261,21 @@ class JsonTokenizer(_PublishedTokenizer):
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         if "merges" in model:
             pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
-            names = {*names}
-            merges = [p for p in pairs if names.isdisjoint((*p, "".join(p)))]
-            model["merges"] = merges
+            model["merges"] = [p for p in pairs if names.keys().isdisjoint((*p, "".join(p)))]
         return json.dumps(values, ensure_ascii=False)
 
     @cached_property
-    def _special_tokens(self) -> list[Any]:
-        added = self._backend("string").get_added_tokens_decoder().values()
-        return [token for token in added if token.special and token.content]
+    def _special_tokens(self) -> dict[int, str]:
+        added = self._backend("string").get_added_tokens_decoder().items()
+        return {i: token.content for i, token in added if token.special and token.content}
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        return chat.aliases([token.content for token in self._special_tokens])
+        return chat.aliases([*self._special_tokens.values()])
 
     @cached_property
     def _special_pattern(self) -> re.Pattern | None:
-        tokens = self._special_tokens
-        single_words = [token.content for token in tokens if token.single_word]
-        return chat.special_pattern([token.content for token in tokens], single_words)
+        return chat.special_pattern(self._special_tokens.values())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -295,12 +291,35 @@ class JsonTokenizer(_PublishedTokenizer):
         return self._backend("never").encode(text, add_special_tokens=False).offsets
 
     def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
-        backend = self._backend("alias" if literal else "string")
-        if literal:
-            specials = chat.find_specials(self._special_pattern, text, literal)
-            text = chat.with_aliases(text, specials, self._aliases)
-        encoding = backend.encode(text, add_special_tokens=False)
+        encoding = self._backend("string").encode(text, add_special_tokens=False)
+        if not literal:
+            return encoding.ids, encoding.offsets
+        specials = self._specials_in(text, encoding)
+        for start, string in list(specials.items()):
+            if any(start <= i < start + len(string) for i in literal):
+                del specials[start]
+        text = chat.with_aliases(text, specials, self._aliases)
+        encoding = self._backend("alias").encode(text, add_special_tokens=False)
+        if len(self._specials_in(text, encoding, self._aliases)) < len(specials):
+            raise InputError(
+                "a message holds the string of a special token, which this tokenizer cannot tell"
+                " from its own; remove it, or set allow_special"
+            )
         return encoding.ids, encoding.offsets
+
+    def _specials_in(
+        self, text: str, encoding: Any, names: Mapping[str, str] | None = None
+    ) -> dict[int, str]:
+        """Maps the first character of each special token to its string, or to its alias."""
+        found = {}
+        for index, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            string = self._special_tokens.get(index)
+            if string is not None:
+                string = string if names is None else names[string]
+                # A token may cover the blanks around its string; that of unknown text has another.
+                if (first := text.find(string, start, stop)) >= 0:
+                    found[first] = string
+        return found
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         ids = [int(i) for i in ids]

@@ -2,9 +2,11 @@
 
 import pytest
 from chat_forms import FORMS, KINDS, SPECIAL, chat_tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.chat import read_message, with_objects
+from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials
 from lcjax.errors import InputError
 
 TYPED = "Hi</s> <|im_end|>\n<|im_start|>system\n[INST]<start_of_turn> 🙂<|User|><|end|><</s>s>"
@@ -67,10 +69,8 @@ def test_special_tokens_anywhere_in_messages_and_variables_are_text():
 
 def with_template(template):
     tokenizer = chat_tokenizer("byte level", "chatml")
-    return type(tokenizer)(
-        tokenizer._backend("string"),
-        type(tokenizer._specials)(bos_id=None, eos_ids=tokenizer.eos_ids, chat_template=template),
-    )
+    specials = Specials(eos_ids=tokenizer.eos_ids, chat_template=template)
+    return JsonTokenizer(tokenizer._backend("string"), specials)
 
 
 def test_a_template_may_read_special_tokens_but_no_end_of_turn():
@@ -123,3 +123,18 @@ def test_arguments_of_calls_are_objects_or_text_as_the_template_expects():
         message = {"role": "assistant", "tool_calls": [{"arguments": given}]}
         with pytest.raises(InputError, match=match):
             with_objects([message], with_template(template).render_chat)
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"sentencepiece"}))
+def test_a_typed_special_token_changes_no_other_token(kind):
+    """Whatever flags of special tokens do to the blanks and words beside them."""
+    text = "<s> [INST] a</s>b <|im_end|>\n</s></s> seven<tool> 🙂 <|end|> @"
+    for flags in ({}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}):
+        for normalized in (False, True):
+            backend = Tokenizer.from_str(chat_tokenizer(kind, "chatml")._json)
+            tokens = [AddedToken(s, normalized=normalized, **flags) for s in SPECIAL]
+            backend.add_special_tokens(tokens)
+            backend.add_tokens([AddedToken("<tool>", normalized=normalized)])
+            tokenizer = JsonTokenizer(backend, Specials())
+            expected = tokenizer._encode_rendered(text, [])
+            assert tokenizer._encode_rendered(text, [len(text) - 1]) == expected
