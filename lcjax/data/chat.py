@@ -255,10 +255,10 @@ def _frames(
       The frames by the index of the message; none if the template changes or omits fields, apart
       from blanks at their ends, and ids.
     """
-    marked, fields = _mark_fields(messages)
     try:
+        marked, fields = _mark_fields(messages)
         pieces = _MARKED.split(render(marked, add_generation_prompt=False))
-    except InputError:  # a template may check a field
+    except (InputError, RecursionError):  # a template may check a field
         return {}
     numbers, around = [int(number) for number in pieces[1::2]], pieces[::2]
     needed = [n for n, field in enumerate(fields) if not field.is_id]
@@ -337,12 +337,12 @@ def _variants(value: Any) -> list[str]:
 
 def _pop_weight(message: Message, learn_all: bool) -> tuple[Message, bool]:
     """Returns a message without its weight, and whether it is learned if it is an answer."""
-    keys = [key for key in _WEIGHTS if isinstance(message.get(key), bool | int | float)]
+    keys = [key for key in _WEIGHTS if message.get(key) is not None]
     is_learned = True
     for key in keys:
         weight = message[key]
         if weight not in (0, 1):
-            raise InputError(f"{key}={weight} of a message must be 0 or 1, or false or true")
+            raise InputError(f"{key}={weight!r:.40} of a message must be 0 or 1, or false or true")
         is_learned = is_learned and bool(weight)
         if message["role"] != "assistant" and is_learned != learn_all:
             raise InputError(
@@ -393,6 +393,8 @@ def _message(message: dict[str, Any], where: str) -> Message:
             # ShareGPT with tools writes a call as the text of a message.
             calls = _json(fields["content"], f"{where}: function_call")
             calls = calls if isinstance(calls, list) else [calls]
+            if not all(isinstance(call, dict) for call in calls):
+                raise InputError(f"{where}: function_call holds {calls!r:.80}, no object")
             calls = [{"type": "function", "function": call} for call in calls]
             fields |= read_message({"content": None, "tool_calls": calls}, where)
     content = fields.get("content")

@@ -147,6 +147,7 @@ def test_weights_choose_answers_also_of_templates_that_change_earlier_turns():
     for fields, match in (
         ({"role": "user", "content": "Q", "weight": 1}, "weight=1 of a message with the role user"),
         ({"role": "assistant", "content": "A", "weight": 0.5}, "weight=0.5 .* must be 0 or 1"),
+        ({"role": "assistant", "content": "A", "train": "no"}, "train='no' .* must be 0 or 1"),
     ):
         with pytest.raises(InputError, match=match):
             ChatTokenise(tokenizer, SOURCE)("x:1", [messages[0], fields])
@@ -264,6 +265,8 @@ def test_other_ways_to_write_a_conversation_are_read(tmp_path):
         ({"messages": talk("Q", None)}, "message 2 has content, role, not role and content"),
         ({"messages": [*talk("Q"), {"from": "function_call", "value": "f(x)"}]},
          "message 2: function_call is not JSON"),
+        ({"messages": [*talk("Q"), {"from": "function_call", "value": "3"}]},
+         r"message 2: function_call holds \[3\], no object"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B"},
          "has no field 'messages'; it has chosen, prompt, rejected"),
     ],
