@@ -7,7 +7,6 @@ keys of configs: a misspelt `max_tokns` would silently change the results of an 
 
 import collections
 import dataclasses
-import functools
 import json
 import time
 import uuid
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.checkpoints.chat import read_message, with_objects
+from lcjax.checkpoints.chat import ChatTokens, Message, read_message, with_objects
 from lcjax.checkpoints.tokenizer import (
     TextStream,
     Tokenizer,
@@ -183,10 +182,11 @@ class Reader:
         tokenizer = self.lm.tokenizer
         variables = check_template_variables(fields.any("chat_template_kwargs"))
         messages = [_message(message) for message in self._messages(fields)]
-        self._check_length("the conversation", tokenizer.render_chat(messages, **variables))
-        encode = functools.partial(
-            tokenizer.encode_chat, allow_special=self.allow_special, **variables
-        )
+
+        def encode(messages: list[Message]) -> ChatTokens:
+            self._check_length("the conversation", tokenizer.render_chat(messages, **variables))
+            return tokenizer.encode_chat(messages, allow_special=self.allow_special, **variables)
+
         chat = with_objects(messages, encode)
         ids, text = chat.ids, chat.text
         if context is not None and context.precedes_text:

@@ -27,8 +27,8 @@ def talk(*contents, system=None):
 
 
 def talks():
-    """Conversations of one to six questions, of blanks, emoji and nothing."""
-    for count, system in ((1, None), (1, "Be short. "), (2, None), (6, None), (4, " kind")):
+    """Conversations of one to five questions, of blanks, emoji and nothing."""
+    for count, system in ((1, None), (5, None), (3, " kind")):
         contents = [TEXTS[(i * 3 + count) % len(TEXTS)] for i in range(2 * count)]
         yield talk(*contents, system=system)
 
