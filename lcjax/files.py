@@ -296,6 +296,23 @@ def package_path(name: str) -> Path:
     return root / inner if inner else root
 
 
+def check_outputs(files: Sequence[Path], mark: str) -> None:
+    """Raises an InputError if a command would replace files that it did not write before.
+
+    Args:
+      files: the files that the command writes.
+      mark: a text that it writes into the first one of them.
+    """
+    existing = [file for file in files if file.exists()]
+    if not existing or (
+        files[0].is_file() and mark in files[0].read_text(encoding="utf-8", errors="replace")
+    ):
+        return
+    raise InputError(
+        f"{existing[0]} would be replaced, and this command did not write it; name another folder"
+    )
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file atomically."""
     with atomic_file(path) as file:

@@ -12,9 +12,12 @@ from lcjax.evaluation.report import cell_of, differences, page
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
 from lcjax.evaluation.task import Record, Task
-from lcjax.files import write_whole
+from lcjax.files import check_outputs, write_whole
 from lcjax.storage import to_path
 from lcjax.tree import flatten
+
+_FILES = ("compare.html", "compare.md", "compare.csv", "differences.csv")
+_MARK = "· lcjax</title>"  # in every page
 
 Rows = dict[tuple[str, str], str]  # label of the row of (run, method)
 
@@ -54,8 +57,10 @@ def compare(
     _check(runs, rows, against)
     if out is None:
         out = to_path(folders[0]).parent / f"compare_{folder_name('_'.join(runs))}"
-    out = to_path(out)
-    sections = [_section(task, group, rows, against, out) for task, group in _by_task(runs)]
+    out, by_task = to_path(out), _by_task(runs)
+    figures = [out / "figures" / f"{task.label}.png" for task, _ in by_task]
+    check_outputs([*(out / name for name in _FILES), *figures], _MARK)
+    sections = [_section(task, group, rows, against, out) for task, group in by_task]
     return _write(out, runs, sections)
 
 
@@ -148,12 +153,12 @@ def _write(out: Path, runs: dict[str, Results], sections: Sequence[page.Section]
     cells = [cell for section in sections for cell in section.cells]
     gaps = [line for s in sections for line in differences.lines(s.task, s.gaps)]
     text = "\n".join(_text(section) for section in sections)
-    files = [out / name for name in ("compare.html", "compare.md", "compare.csv")]
+    files = [out / name for name in _FILES[:3]]
     write_whole(files[0], page.render("compare", _page(runs, sections)))
     write_whole(files[1], text)
     write_whole(files[2], to_csv(cells))
     if gaps:
-        files.append(out / "differences.csv")
+        files.append(out / _FILES[3])
         write_whole(files[-1], to_csv(gaps))
     return Comparison(cells, gaps, files, text)
 

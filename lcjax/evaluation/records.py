@@ -83,6 +83,19 @@ _NAMED = ("methods", "tasks", "trainings")
 Key = tuple[str, int, int]  # method, length, index of the unit
 
 
+def check_origin(folder: Path) -> None:
+    """Raises an InputError if a folder without a run holds files that a run would replace."""
+    if (folder / MARKER).exists():
+        return
+    files = [name for name in _FILES if name != ERROR and (folder / name).exists()]
+    folders = [name for name in _FOLDERS if any((folder / name).glob("*"))]
+    if others := files + folders:
+        raise InputError(
+            f"run.folder={folder} is not the folder of an evaluation, and its {', '.join(others)}"
+            " would be replaced; name a new folder"
+        )
+
+
 def fingerprint(settings: Mapping) -> str:
     """Returns a hash of the settings that determine what a run computes."""
     text = json.dumps({"format": FORMAT, **hashed_settings(settings)}, sort_keys=True, default=str)
@@ -112,6 +125,7 @@ class Store:
             raise InputError(
                 f"run.folder={self.folder} holds records of an unknown run; name another"
             )
+        check_origin(self.folder)
         if used and config.run.existing == "refuse":
             raise InputError(
                 f"run.folder={self.folder} holds a run; name another folder, or set run.existing to"
@@ -126,6 +140,14 @@ class Store:
             before = read_marker(self.folder)
             self._earlier = self._compare(before, settings)
             self._inputs = before.get(INPUTS, {})
+
+    def check_kept(self) -> None:
+        """Raises an InputError if the folder was removed during the run."""
+        if not self._marker.exists():
+            raise InputError(
+                f"run.folder={self.folder} was removed during the run, and its records are lost;"
+                " start the command again"
+            )
 
     def check_inputs(self, inputs: Mapping[str, str]) -> None:
         """Raises InputError if the records come from other checkpoints or datastores.
@@ -154,8 +176,8 @@ class Store:
             return
         if self._replaces:
             self._check_overwrite()
-            for path in [self.folder / name for name in (*_FILES, *_FOLDERS)]:
-                remove(path)
+            for name in (*_FOLDERS, *reversed(_FILES)):  # the marker last, for a killed process
+                remove(self.folder / name)
         self._replaces = False
         for name in ("records", COSTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from lcjax.evaluation.records import (
     INPUTS,
     MARKER,
     by_cell,
+    check_origin,
     costs_file,
     describe,
     fingerprint,
@@ -186,6 +187,7 @@ def score(
         raise InputError(f"--out={out} is the run itself, whose records are kept; name another")
     if (out / "records").exists():
         raise InputError(f"--out={out} holds records already; name another folder")
+    check_origin(out)
     words = [f"--config={run.folder / CONFIG}", *overrides]
     config = config_lib.parse(EvalConfig, words, is_stored=True)
     _check_same_prompts(run.config, config)

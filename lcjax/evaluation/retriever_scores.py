@@ -23,7 +23,7 @@ from lcjax.evaluation.report import tables
 from lcjax.evaluation.retrieval import RetrieverSection
 from lcjax.evaluation.task import Record, Records
 from lcjax.evaluation.tasks import local_files
-from lcjax.files import write_whole
+from lcjax.files import check_outputs, write_whole
 from lcjax.retrieval.negatives import has_answer
 from lcjax.storage import to_path
 
@@ -167,6 +167,8 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
             raise InputError(
                 f"out={config.out} cannot be a folder ({error}); name another"
             ) from None
+        outputs = [to_path(config.out) / f"retrieval.{e}" for e in ("json", "md", "csv", "png")]
+        check_outputs(outputs, '"seconds_per_question"')
     records = evaluate(config)
     names = {name for record in records for name in record}
     by_k = {

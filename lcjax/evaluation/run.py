@@ -97,6 +97,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
             ) from stop
         if not distributed.is_main_process():
             return None
+        store.check_kept()
         order = [method.name for method in config.methods]
         notes = study.table(trainings) if trainings else ""
         environment = {**report.current_environment(), "models": runner.models}

@@ -136,7 +136,7 @@ def write_questions(config: QuestionsConfig) -> list[Path]:
                 line = questions.setdefault(question, new)
                 line["answer"] = list(dict.fromkeys([*line["answer"], answer]))
                 line["relevant"] = list(dict.fromkeys([*line["relevant"], passage.id]))
-    files = []
+    texts: dict[Path, str] = {}
     for kind, questions in zip(config.kinds, rows):
         lines = [line for _, line in sorted(questions.items()) if len(line["answer"]) == 1]
         total = config.count + config.demonstrations
@@ -150,7 +150,10 @@ def write_questions(config: QuestionsConfig) -> list[Path]:
         parts = {"test": chosen[: config.count], "train": chosen[config.count :]}
         for name, part in parts.items():
             path = out / kind.name / "own" / f"{name}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in part))
-            files.append(path)
-    return files
+            texts[path] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in part)
+    for path, text in texts.items():
+        if path.exists() and path.read_bytes() != text.encode():
+            raise InputError(f"{path} exists with other content; name another folder with out")
+    for path, text in texts.items():
+        write_whole(path, text)
+    return list(texts)

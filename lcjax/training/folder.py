@@ -171,8 +171,9 @@ def begin(config: TrainConfig, folder: Path) -> None:
     """Writes the settings of this run; first removes the old run if it is to be overwritten."""
     if distributed.is_main_process():
         if config.run.existing == "overwrite":
-            for path in [folder / name for name in _run_files(folder)]:
-                remove(path)
+            # The settings last: without them the rest of a killed process is of unknown origin.
+            for name in sorted(_run_files(folder), key=lambda name: name == CONFIG):
+                remove(folder / name)
         config_lib.dump(config, folder / CONFIG)
     distributed.barrier("run folder ready")
     _check_shared(folder)

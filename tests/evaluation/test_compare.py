@@ -14,6 +14,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import LmEval, LongBench, Passkey, Perplexity, RagLm, Ruler, results
 from lcjax.evaluation.command import main
 from lcjax.evaluation.compare import _by_task, compare
+from lcjax.evaluation.records import Store
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.results import score
 from lcjax.files import seal
@@ -233,3 +234,27 @@ def test_protocols_and_selections_of_tasks_are_in_tables_of_their_own():
         assert labels(task, dataclasses.replace(task, tasks=())) == [
             f"x_{'_'.join(task.tasks)}", "x_all",
         ]  # fmt: skip
+
+
+def in_folder(config, folder):
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(folder)))
+
+
+def test_outputs_of_other_origin_are_not_replaced(config, copied, undrawn, tmp_path):
+    for name in ("compare.md", "compare.html", "figures/passkey.png"):
+        out = tmp_path / name.replace("/", "_")
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text("mine")
+        with pytest.raises(InputError, match="did not write it; name another folder"):
+            compare([config.run.folder, copied], out=out)
+        assert [f.read_text() for f in out.rglob("*") if f.is_file()] == ["mine"]
+    for name in ("summary.json", "tables/mine.md"):
+        out = tmp_path / name.replace("/", "_")
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text("mine")
+        with pytest.raises(InputError, match="is not the folder of an evaluation"):
+            score(copied, out)
+        with pytest.raises(InputError, match="is not the folder of an evaluation"):
+            Store(in_folder(config, out), {})
+    with pytest.raises(InputError, match="was removed during the run"):
+        Store(in_folder(config, tmp_path / "new"), {}).check_kept()

@@ -92,8 +92,10 @@ def test_the_command_writes_files_for_retrieval_evaluation(store, tmp_path, caps
     file = tmp_path / "questions.yaml"
     options = dict(store=f"{store}", kinds=[KIND], count=4, demonstrations=1, out=f"{tmp_path}")
     file.write_text(json.dumps(options))
-    assert main(["questions", f"--config={file}"]) == 0
-    assert f"{tmp_path}/keepers/own/test.jsonl" in capsys.readouterr().out
+    assert main(["questions", f"--config={file}"]) == main(["questions", f"--config={file}"]) == 0
+    assert main(["questions", f"--config={file}", "--seed=9"]) == 2
+    assert "exists with other content" in (captured := capsys.readouterr()).err
+    assert f"{tmp_path}/keepers/own/test.jsonl" in captured.out
     words = [f"--path={tmp_path}/keepers/own/test.jsonl", f"--retrievers=[{{folder: {store}}}]"]
     assert evaluate(["retrieval", *words, "--k=[1,9]"]) == 0
     assert "1.0000" in capsys.readouterr().out
