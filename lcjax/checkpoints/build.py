@@ -25,6 +25,7 @@ from lcjax.models import (
 from lcjax.models.config import check_choice
 from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
+from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope
 
 
@@ -215,6 +216,7 @@ def build(
       scan_layers: whether the model stacks and scans its layers; False for inference.
     """
     check_source(section)
+    mesh = device_mesh(mesh)
     if section.path is not None:
         params, config, tokenizer = checkpoints.load(
             section.path,

@@ -40,6 +40,7 @@ from lcjax.errors import InputError
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import arrange_layers
+from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope, from_hf
 from lcjax.storage import read_range
 
@@ -99,6 +100,7 @@ def load(
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
     if context is not None and context < 1:
         raise InputError(f"context={context} must be a number of tokens, 1 or more")
+    mesh = device_mesh(mesh)
     path = find_checkpoint(path_or_name, allow_pickle=allow_pickle)
     if (run := _run_of(path)) is not None:
         _refuse(path, "a run folder", base=base, context=context)

@@ -121,7 +121,7 @@ class Topology:
         if chip is None:
             raise InputError(f"--topology={text}: unknown chip; choose one of {', '.join(CHIPS)}")
         example = {0: "8", 2: "4x4", 3: "2x2x2"}[chip.dimensions]
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != max(
+        if not re.fullmatch(r"[1-9]\d{0,6}(x[1-9]\d{0,6})*", shape) or shape.count("x") + 1 != max(
             1, chip.dimensions
         ):
             raise InputError(f"--topology={text}: write the devices, as {chip.name}:{example}")

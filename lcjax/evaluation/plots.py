@@ -68,11 +68,15 @@ def canvas(path: Path, width: float, height: float):
     matplotlib = import_package("matplotlib", path.name)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
+        for text in figure.findobj(Text):  # a `$` of a name begins no formula; ticks come later
+            if "$" in text.get_text():
+                text.set_parse_math(False)
         with atomic_file(path, "wb") as file:
             figure.savefig(file, format="png", metadata={"Software": _WRITER})
         with atomic_file(path.with_suffix(".svg"), "wb") as file:
@@ -135,7 +139,8 @@ def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
             style = {**series_style(row), "linestyle": "none"}
             axes.plot(interval, [row, row], color=style["color"], linewidth=1.6, zorder=2)
             axes.plot(value, row, **style, zorder=3)
-        axes.set_yticks(range(len(cells)), [cell["method"] for cell in cells])
+        names = [cell["method"].replace("$", r"\$") for cell in cells]
+        axes.set_yticks(range(len(cells)), names)
         axes.set_ylim(len(cells) - 0.5, -0.5)
         _value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
         axes.set_xlabel(metric.name)

@@ -34,7 +34,7 @@ from lcjax.models.layers import (
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
 from lcjax.parallel.device_memory import host_shardings
-from lcjax.parallel.sharding import LENGTH, keep_tokens, param_shardings
+from lcjax.parallel.sharding import LENGTH, device_mesh, keep_tokens, param_shardings
 from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
@@ -217,7 +217,13 @@ class Decoder(nn.Module):
     """
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None  # its devices share rows, heads and tokens
+    # Its devices share rows, heads and tokens. Any mesh that `device_mesh` accepts; afterwards the
+    # mesh with all axes that it returns
+    mesh: jax.sharding.Mesh | None = None
+
+    def __post_init__(self):
+        self.mesh = device_mesh(self.mesh)
+        super().__post_init__()
 
     def setup(self):
         c = self.config
@@ -568,7 +574,7 @@ def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None
       seed: seed of the random key.
       mesh: the devices; None: the default device.
     """
-    return _initializer(config, mesh)(jax.random.key(seed))
+    return _initializer(config, device_mesh(mesh))(jax.random.key(seed))
 
 
 @functools.lru_cache(maxsize=16)

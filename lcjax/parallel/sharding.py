@@ -99,10 +99,31 @@ def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> 
 
 
 def device_mesh(mesh: Mesh | jax.sharding.Mesh | None) -> jax.sharding.Mesh | None:
-    """Returns the mesh of all devices for a `Mesh`; a `jax.sharding.Mesh` and None as they are."""
-    if not isinstance(mesh, Mesh | jax.sharding.Mesh | None):
+    """Returns a mesh with the axes `AXES`, all of type Auto; None stays None.
+
+    Args:
+      mesh: a `Mesh`, of all devices, or a `jax.sharding.Mesh` with some of the axes `AXES`, of any
+        types; the others get size 1.
+
+    Raises:
+      InputError: the mesh has an axis of another name, or is no mesh.
+    """
+    if isinstance(mesh, Mesh):
+        return make_mesh(mesh)
+    if not isinstance(mesh, jax.sharding.Mesh | None):
         raise InputError(f"mesh={mesh!r:.40} must be an lcjax.Mesh or a jax.sharding.Mesh")
-    return make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
+    kinds = (AxisType.Auto,) * len(AXES)
+    if mesh is None or (mesh.axis_names == AXES and mesh.axis_types == kinds):
+        return mesh
+    if unknown := [str(axis) for axis in mesh.axis_names if axis not in AXES]:
+        raise InputError(
+            f"mesh: the axis {unknown[0]} of {dict(mesh.shape)} is none of {', '.join(AXES)}; name"
+            " the axes so, or pass lcjax.Mesh(fsdp=..., tensor=...)"
+        )
+    order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
+    sizes = [mesh.shape.get(axis, 1) for axis in AXES]
+    devices = np.transpose(mesh.devices, order).reshape(sizes)
+    return jax.sharding.Mesh(devices, AXES, axis_types=kinds)
 
 
 def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
@@ -206,6 +227,7 @@ def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
     Optimizer states contain the parameter tree below their own names, so they match as well.
     """
+    mesh = device_mesh(mesh)
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: NamedSharding(mesh, spec_of(path_of(keys), leaf.shape, mesh)), tree
     )

@@ -140,6 +140,8 @@ def answer_attention(
 def _layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
     if layers is None:
         return tuple(sorted({0, count // 2, count - 1}))
+    if not layers:
+        raise InputError("layers is empty; name one, such as 0, or leave it out")
     for layer in layers:
         if not -count <= layer < count:
             raise InputError(f"layers: {layer} must be from {-count} to {count - 1}")

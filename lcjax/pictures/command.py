@@ -32,6 +32,7 @@ from lcjax.rope import (
 )
 from lcjax.storage import to_path
 
+_MAX_LAYER = 999
 USAGE = """\
 python -m lcjax.pictures mask --pattern.type=self_extend --pattern.window=32 --pattern.group=4
     who sees whom, and at which distance
@@ -123,7 +124,7 @@ class AttentionPicture:
 
 
 def _mask(config: MaskPicture) -> None:
-    check_integer("layer", config.layer, 0)
+    check_integer("layer", config.layer, 0, most=_MAX_LAYER)
     model = preset("tiny").replace(num_layers=config.layer + 1, layers=config.layers)
     pattern = model.replace(pattern=config.pattern).layer(config.layer).pattern
     options = {"heads": config.heads, "seed": config.seed}
@@ -150,7 +151,10 @@ def _attention(config: AttentionPicture) -> None:
         path = to_path(config.prompt_file)
         if not path.is_file():
             raise InputError(f"prompt_file={path} is no file")
-        prompt = path.read_text(encoding="utf-8")
+        try:
+            prompt = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"prompt_file={path} is not UTF-8: {error}") from None
     check_picture(to_path(config.out))  # before the model is loaded
     attention = attention_picture(
         LanguageModel.load(config.model), prompt, config.out, answer=config.answer,

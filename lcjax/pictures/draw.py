@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Landmark, Pattern
-from lcjax.errors import InputError, check_integer, import_package
+from lcjax.errors import INT32_MAX, InputError, check_integer, import_package
 from lcjax.evaluation.plots import COLOURS, GREY, canvas, check_picture, series_style
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of
-from lcjax.rope import Default, Positions, Rope
+from lcjax.rope import Default, NoRotation, Positions, Rope
 from lcjax.storage import to_path
 from pallas_kernels import BlockTable
 
+_MAX_POSITIONS = 2**26  # of all rows: 0.5 GB
 _MAX_COLUMNS = 480  # columns of a heat map; tokens of longer texts share columns
 
 
@@ -130,6 +131,7 @@ def rope_picture(
     """
     if not ropes:
         raise InputError("ropes: give at least one method, such as {'PI': Linear(factor=4)}")
+    _check_sizes(length=length, trained=trained, head_dim=head_dim)
     plain, _ = Default(theta=theta).frequencies(head_dim, length)
     distances = np.unique(np.round(np.geomspace(1, length, 240)).astype(int))
     with canvas(check_picture(to_path(path)), 13.6, 4.4) as figure:
@@ -139,6 +141,8 @@ def rope_picture(
             if rope.learned:
                 raise InputError(f"ropes: {name} is learned, and no checkpoint is drawn here")
             freq, scale = rope.frequencies(head_dim, length)
+            if not freq.size:
+                raise InputError(f"ropes: {name} rotates nothing, so it has no wavelengths to draw")
             freq = np.asarray(freq, np.float64)
             style = {k: v for k, v in series_style(index).items() if k != "marker"}
             agreement = np.cos(distances[:, None] * freq).mean(1) * scale**2
@@ -148,6 +152,11 @@ def rope_picture(
         _rope_axes(panels, trained, length)
         figure.legend(loc="outside upper left", ncols=6, fontsize=9)
     return to_path(path)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        check_integer(name, size, 1, most=2**16 if name == "head_dim" else INT32_MAX)
 
 
 def _rope_axes(panels, trained: int, length: int) -> None:
@@ -217,13 +226,20 @@ def positions_picture(
     """
     if not methods:
         raise InputError("methods: give at least one, such as {'E2-LLM': (E2Positions(), E2LLM())}")
-    check_integer("rows", rows, 1)
+    _check_sizes(rows=rows, length=length, trained=trained)
+    if rows * length > _MAX_POSITIONS:
+        raise InputError(
+            f"rows={rows} x length={length} must be at most {_MAX_POSITIONS:,} positions; draw"
+            " fewer rows, or shorter ones"
+        )
     with canvas(check_picture(to_path(path)), 1.0 + 3.6 * len(methods), 5.2) as figure:
         panels = figure.subplots(2, len(methods), squeeze=False, sharex="col", sharey="row")
         for (above, below), (name, (positions, rope)) in zip(panels.T, methods.items()):
             rope = rope.resolve(theta=theta, length=trained)
             if rope.learned:
                 raise InputError(f"methods: {name} is learned, and no checkpoint is drawn here")
+            if isinstance(rope, NoRotation):
+                raise InputError(f"methods: {name} rotates nothing, so it has no positions to draw")
             values = trained_positions(positions, rope, length=length, rows=rows)
             for row, line in enumerate(values[:40]):
                 above.plot(line, np.full(len(line), row), ",", color=COLOURS[0])

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import AttentionMetadata, Landmark, Pattern
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_integer, check_seed
 from lcjax.rope import Rotation
 from pallas_kernels import by_heads
 
+_MAX_PAIRS = 2**26  # of queries and keys: 8,192 tokens, 1.1 GB
 _KEYS = 512  # keys per call, the size of the one-hot values
 
 
@@ -81,8 +82,14 @@ def mask_of(
     where nothing is seen, or where the queries choose and the pattern lists no pass for it. Under
     Landmark attention every `block`-th token is a landmark, and one call reads `chunk` tokens.
     """
-    if length < 2:
-        raise InputError(f"length={length} must be at least 2")
+    check_integer("length", length, 2)
+    check_integer("heads", heads, 1)
+    check_seed("seed", seed)
+    if heads * length**2 > _MAX_PAIRS:
+        raise InputError(
+            f"heads={heads} x length={length} squared must be at most {_MAX_PAIRS:,}, the pairs of"
+            " tokens that are computed one by one; draw a shorter text"
+        )
     rng = np.random.default_rng(seed)
     q, k = 0.1 * rng.standard_normal((2, 1, length, heads, 16)).astype(np.float32)
     rotation = Rotation(np.zeros(8, np.float32))  # no rotation: no position has more weight

@@ -25,7 +25,9 @@ def test_a_topology_names_a_chip_and_how_many(text, devices, tpu):
 
 
 @pytest.mark.parametrize(
-    "text", ["v5e", "v5e:", "v5e:16", "v5p:2x2", "h200:2x4", "v5e:0x4", "v5e:4x"]
+    "text",
+    ["v5e", "v5e:", "v5e:16", "v5p:2x2", "h200:2x4", "v5e:0x4", "v5e:4x", "h100:" + "9" * 5000],
+    ids=lambda text: text[:9],
 )
 def test_an_unknown_topology_raises_input_error_with_a_valid_one(text):
     chip = text.partition(":")[0]

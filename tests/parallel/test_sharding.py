@@ -98,6 +98,32 @@ def test_sizes_that_do_not_fit_the_devices_are_named_with_what_does(shape, devic
     assert math.prod(dataclasses.astuple(mesh_sizes(changed, devices))) == devices
 
 
+def test_meshes_of_users_get_all_axes_and_the_type_auto():
+    devices = np.array(jax.devices()[:8])
+    mesh = device_mesh(jax.make_mesh((2, 4), ("tensor", "fsdp")))  # of type Explicit
+    assert mesh.shape == {"data": 1, "fsdp": 4, "tensor": 2, "context": 1, "expert": 1}
+    assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 5
+    mesh = device_mesh(jax.sharding.Mesh(devices.reshape(2, 4), ("tensor", "fsdp")))
+    assert (mesh.devices[0, :, :, 0, 0] == devices.reshape(2, 4).T).all()
+    assert device_mesh(mesh) is mesh and device_mesh(None) is None
+    for names in (("x", "y"), ("data", "model")):
+        with pytest.raises(InputError, match=rf"mesh: the axis {names[-1]}|axis x .* is none of"):
+            device_mesh(jax.make_mesh((2, 4), names))
+    for value in ("data", list(devices), jax.sharding.AbstractMesh((8,), ("data",)), 8):
+        with pytest.raises(InputError, match="must be an lcjax.Mesh"):
+            device_mesh(value)
+
+
+def test_a_decoder_on_an_explicit_mesh_computes_what_it_does_on_one_device(params):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    tokens = (jnp.arange(16) + jnp.arange(4)[:, None]) % 256
+    one, many = Decoder(CONFIG), Decoder(CONFIG, mesh)
+    expected, _ = one.apply({"params": params}, tokens)
+    sharded = jax.device_put(params, param_shardings(mesh, params))
+    hidden, _ = jax.jit(lambda p, x: many.apply({"params": p}, x))(sharded, tokens)
+    np.testing.assert_allclose(hidden, expected, atol=2e-5)
+
+
 def test_a_mesh_may_be_given_with_or_without_its_devices():
     shape = Mesh(data=2, fsdp=2, tensor=2)
     mesh = device_mesh(shape)

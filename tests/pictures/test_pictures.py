@@ -232,7 +232,17 @@ def test_the_attention_command_draws_dense_attention_weights(tmp_path, monkeypat
     ("words", "message"),
     [
         (["masks"], "masks is no picture; did you mean mask?"),
-        (["mask", "--length=1"], "length=1 must be at least 2"),
+        (["mask", "--length=1"], "length=1 must be a whole number of at least 2"),
+        (["mask", "--length=100000"], "heads=1 x length=100000 squared must be at most"),
+        (["mask", "--heads=0"], "heads=0 must be a whole number"),
+        (["mask", "--seed=-1"], "seed=-1 must be a whole number"),
+        (["mask", "--layer=1000000000"], "layer=1000000000 must be a whole number"),
+        (["rope", "--head_dim=0"], "head_dim=0 must be a whole number"),
+        (["rope", "--length=-1"], "length=-1 must be a whole number"),
+        (["rope", "--trained=0"], "trained=0 must be a whole number"),
+        (["rope", "--ropes=[{name: a, rope: {type: none}}]"], "a rotates nothing"),
+        (["positions", "--length=0"], "length=0 must be a whole number"),
+        (["positions", "--rows=1000000000"], "rows=1000000000 x length=4096 must be at most"),
         (["attention", "--model.preset=tiny"], "give either --prompt=TEXT or --prompt_file=FILE"),
         (["attention", "--prompt_file=absent.txt"], "prompt_file=absent.txt is no file"),
     ],
@@ -241,6 +251,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
     assert command.main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_prompt_file_that_is_not_utf_8_is_named(tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
+    assert command.main(["attention", f"--prompt_file={tmp_path / 'prompt.txt'}"]) == 2
+    assert "prompt.txt is not UTF-8" in capsys.readouterr().err
 
 
 def test_layers_and_heads_that_are_not_there_raise_input_error(lm):
