@@ -121,8 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--checksums",
-        action="store_true",
-        help="add the SHA-256 sums of all files, which are compared when DST is loaded",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="add the SHA-256 sums of all files, for python -m lcjax.check",
     )
     parser.add_argument(
         "--allow-pickle", action="store_true", help="read .bin weights with a restricted reader"

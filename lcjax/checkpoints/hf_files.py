@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lcjax.errors import INT32_MAX, InputError, is_finite_number
-from lcjax.files import CHECKSUMS, check_sums, read_json
+from lcjax.files import FolderSums, read_json
 from lcjax.models.config import MAX_LAYERS
 
 HF_DTYPES = ("float32", "float16", "bfloat16")
@@ -157,14 +157,9 @@ def read_hf_json(path: Path, default: Any = None) -> dict[str, Any]:
 
 
 def check_folder_sums(folder: Path) -> None:
-    """Raises an InputError if a file differs from its checksum; folders without sums pass."""
-    file = folder / CHECKSUMS
-    if not file.is_file():
-        return
-    try:
-        check_sums([file])
-    except InputError as error:
-        raise InputError(
-            f"{folder}: {error}; copy the folder again, or remove {CHECKSUMS} if you changed the"
-            " file yourself"
-        ) from None
+    """Raises an InputError if a small file differs from its sum; folders without sums pass."""
+    way_out = (
+        "copy the folder again, or write the sums of the files as they are with"
+        f" `python -m lcjax.check {folder} --write`"
+    )
+    FolderSums(folder, way_out).check_small()

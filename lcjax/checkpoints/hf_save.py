@@ -106,8 +106,8 @@ def save_hf(
       max_shard_bytes: size above which the weights are split into several files.
       overwrite: whether to replace a folder that this function wrote; a folder with any other file
         is never replaced.
-      checksums: whether to add the SHA-256 sums of all files, which are verified when the folder is
-        loaded (`lcjax.files.CHECKSUMS`).
+      checksums: whether to add the SHA-256 sums of all files (`lcjax.files.CHECKSUMS`). Those of
+        small files are compared whenever the folder is loaded, all by `python -m lcjax.check`.
       progress: called with the number of bytes of each tensor after it is gathered.
     """
     check_path("folder", folder)

@@ -37,6 +37,7 @@ from lcjax.checkpoints.weights import (
     text_weights,
 )
 from lcjax.errors import InputError
+from lcjax.files import FolderSums
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import arrange_layers
@@ -70,8 +71,8 @@ def load(
 ) -> tuple[dict, ModelConfig, Tokenizer]:
     """Returns the parameters, config and tokenizer of a checkpoint.
 
-    Each device's shard of each leaf is read separately. The files of a folder that was exported
-    with `checksums` are first compared with their checksums.
+    Each device's shard of each leaf is read separately. Small files of a folder with checksums are
+    first compared with them; `python -m lcjax.check` compares all.
 
     Args:
       path_or_name: a Hugging Face folder, a `.gguf` file, a run folder of train.py or a step of it
@@ -276,6 +277,8 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """Returns only the tokenizer; reads no weights. A folder of tokenizer files is enough."""
     path = find_checkpoint(path_or_name, weights=False)
     if (run := _run_of(path)) is not None:
+        sums = FolderSums(run[0], "restore it from a copy, or train again")
+        sums.check_small("tokenizer/")
         return hf_tokenizer(run[0] / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if is_gguf(path) else hf_tokenizer(path)
 

@@ -18,7 +18,7 @@ from lcjax.checkpoints.hub import trains_retriever
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError
-from lcjax.files import read_json, seal, unseal, write_whole
+from lcjax.files import FolderSums, read_sealed, seal, write_whole
 from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
@@ -56,12 +56,8 @@ class BaseModel:
         file = folder / BASE
         if not file.exists():
             raise InputError(f"{folder} is no run folder: it has no {BASE}")
-        try:
-            fields = unseal(read_json(file))
-        except InputError:
-            raise
-        except ValueError:
-            fields = {}
+        way_out = "remove it and start the command of the run again, which writes it"
+        fields = read_sealed(file, way_out)
         types = typing.get_type_hints(cls) | {"trained": list}
         required = {field.name for field in dataclasses.fields(cls) if field.default is MISSING}
         if not (
@@ -69,10 +65,7 @@ class BaseModel:
             and all(isinstance(value, types[name]) for name, value in fields.items())
             and all(isinstance(path, str) for path in fields["trained"])
         ):
-            raise InputError(
-                f"{file} is damaged, or of another version; remove it and start the command of the"
-                " run again, which writes it"
-            )
+            raise InputError(f"{file} is damaged, or of another version; {way_out}")
         return cls(**fields | {"trained": tuple(fields["trained"])})
 
     def write(self, folder: Path) -> None:
@@ -82,21 +75,19 @@ class BaseModel:
 
 def run_config(folder: Path) -> ModelConfig:
     """Returns the config of the model that a run trains, with its adapters."""
-    path = folder / MODEL_CONFIG
+    path, way_out = folder / MODEL_CONFIG, "restore it from a copy, or train again"
     if not path.is_file() and trains_retriever(folder):
         raise InputError(
             f"{folder}: this run trains an encoder, not a language model; open it with"
             " lcjax.retrieval.open_encoder"
         )
+    FolderSums(folder, way_out).check_small(MODEL_CONFIG, "tokenizer/")
     try:
         return config_lib.parse(ModelConfig, ["--config", str(path)], is_stored=True)
     except (StorageError, config_lib.UnknownTypeError):
         raise
     except InputError as error:
-        raise InputError(
-            f"{path} is not as a training wrote it ({error}); restore it from a copy, or train"
-            " again"
-        ) from None
+        raise InputError(f"{path} is not as a training wrote it ({error}); {way_out}") from None
 
 
 def load_run(

@@ -32,7 +32,7 @@ from lcjax.data.files import (
 )
 from lcjax.errors import InputError, one_line
 from lcjax.files import parse_json
-from lcjax.storage import StorageError, URLPath, is_storage_failure
+from lcjax.storage import URLPath, is_storage_failure
 
 if TYPE_CHECKING:
     import pyarrow
@@ -273,7 +273,10 @@ class ParquetReader(OpenFileReader):
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         with self._lock:  # a ParquetFile is not safe to read from two threads
             table = self._cache.blocks.get((self._path, group), lambda: self._read(group))
-        return _row(table, index - int(self._starts[group]))
+        try:
+            return _row(table, index - int(self._starts[group]))
+        except (ValueError, IndexError) as error:  # no UTF-8; fewer rows than the footer says
+            raise InputError(f"{self.location(index)} is damaged: {one_line(error)}") from None
 
     def _open(self) -> "pyarrow.parquet.ParquetFile":
         pyarrow = import_pyarrow(str(self._path))
@@ -281,19 +284,23 @@ class ParquetReader(OpenFileReader):
             if isinstance(self._path, URLPath):  # reads the footer, and then single row groups
                 return pyarrow.parquet.ParquetFile(self._path.open("rb"))
             return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
-        except StorageError:
+        except InputError:  # raised by a remote store
             raise
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{self._path} is not a readable Parquet file: {error}") from None
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            reason = one_line(error)
+            raise InputError(f"{self._path} is not a readable Parquet file: {reason}") from None
 
     def _read(self, group: int) -> "pyarrow.Table":
         pyarrow = import_pyarrow(str(self._path))
         try:
-            return self._handle().read_row_group(group, columns=self._columns)
-        except StorageError:
+            table = self._handle().read_row_group(group, columns=self._columns)
+            table.validate(full=False)
+            return table
+        except InputError:
             raise
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            reason = one_line(error)
+            raise InputError(f"{self._path}: row group {group} is damaged: {reason}") from None
 
 
 class ArrowReader(OpenFileReader):
@@ -304,36 +311,58 @@ class ArrowReader(OpenFileReader):
 
     _separator = ": row "
 
-    def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
-        super().__init__(files, index, cache)
-        table = self._handle()
-        self._columns = _columns(files, table.column_names, self._path)
-        self._num_rows = table.num_rows
-
     def __len__(self) -> int:
-        return self._num_rows
+        return self._handle().num_rows
 
     def record(self, index: int) -> dict[str, Any]:
-        return _row(self._handle().select(self._columns), index)
+        try:
+            return self._handle().row(index)
+        except ValueError as error:  # of pyarrow, and of text that is no UTF-8
+            raise InputError(f"{self.location(index)} is damaged: {one_line(error)}") from None
 
-    def _open(self) -> "pyarrow.Table":
+    def _open(self) -> "_Batches":
         pyarrow = import_pyarrow(str(self._path))
         try:
             memory_map = self._map(pyarrow)
             try:
-                return pyarrow.ipc.open_stream(memory_map).read_all()
+                table = pyarrow.ipc.open_stream(memory_map).read_all()
             except pyarrow.ArrowInvalid:
-                return pyarrow.ipc.open_file(memory_map).read_all()
-        except StorageError:
+                table = pyarrow.ipc.open_file(memory_map).read_all()
+            columns = _columns(self._files, table.column_names, self._path)
+            return _Batches(table.select(columns))
+        except InputError:  # no such column, or raised by a remote store
             raise
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{self._path} is not a readable Arrow file: {error}") from None
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            reason = one_line(error)
+            raise InputError(f"{self._path} is not a readable Arrow file: {reason}") from None
 
     def _map(self, pyarrow: ModuleType) -> "pyarrow.NativeFile":
         if not isinstance(self._path, URLPath):
             return pyarrow.memory_map(str(self._path))
         data = self._cache.map(self._path) if self._path.stat().st_size else b""
         return pyarrow.BufferReader(pyarrow.py_buffer(data))
+
+
+class _Batches:
+    """The rows of an Arrow table in a memory map.
+
+    Each batch of rows is validated before its first row is read: pyarrow would read outside of the
+    map, and end the process, where offsets are damaged.
+    """
+
+    def __init__(self, table: "pyarrow.Table"):
+        table.validate()
+        self._batches, self._valid = table.to_batches(), set()
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self.num_rows = int(self._starts[-1])
+
+    def row(self, index: int) -> dict[str, Any]:
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        batch = self._batches[number]
+        if number not in self._valid:
+            batch.validate(full=True)
+            self._valid.add(number)
+        return _row(batch, index - int(self._starts[number]))
 
 
 def _row(table: "pyarrow.Table", index: int) -> dict[str, Any]:

@@ -31,10 +31,9 @@ from lcjax.files import (
     atomic_file,
     check_replaceable,
     parse_json,
-    read_json,
+    read_sealed,
     seal,
     sums_of,
-    unseal,
     write_sums,
     write_whole,
 )
@@ -369,15 +368,8 @@ def by_cell(
 
 def read_marker(folder: Path) -> Record:
     """Reads the marker that `describe` wrote; raises an InputError if it is damaged."""
-    try:
-        marker = unseal(read_json(folder / MARKER))
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(
-            f"{folder / MARKER} is not as eval.py wrote it ({error}); restore the file, or run the"
-            " evaluation in another folder"
-        ) from None
+    way_out = "restore the file, or run the evaluation in another folder"
+    marker = read_sealed(folder / MARKER, way_out)
     for key, kind, default in (
         ("hash", str, None), ("config", dict, None), (LABELS, list, None), (INPUTS, dict, {}),
         (EARLIER, dict, {}),
@@ -385,7 +377,7 @@ def read_marker(folder: Path) -> Record:
         if not isinstance(marker.get(key, default), kind):
             raise InputError(
                 f"{folder / MARKER}: {key}={marker.get(key)!r:.40} is not what eval.py writes;"
-                " restore the file, or run the evaluation in another folder"
+                f" {way_out}"
             )
     return marker
 

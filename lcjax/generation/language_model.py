@@ -217,7 +217,7 @@ class LanguageModel(Scorer):
         *,
         dtype: str | None = None,
         overwrite: bool = False,
-        checksums: bool = False,
+        checksums: bool = True,
     ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
@@ -228,7 +228,7 @@ class LanguageModel(Scorer):
           folder: the folder to create.
           dtype: dtype of the stored weights; None: unchanged.
           overwrite: whether to replace a folder that lcjax wrote.
-          checksums: whether to add the SHA-256 sums of all files, which `load` then verifies.
+          checksums: whether to add the SHA-256 sums of all files, for `python -m lcjax.check`.
 
         Raises:
           InputError: no Hugging Face config describes this method (most patterns), or `folder`

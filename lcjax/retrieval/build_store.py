@@ -34,7 +34,7 @@ from lcjax.data.jobs import (
     worker_pool,
 )
 from lcjax.errors import InputError, check_integers, check_one_of
-from lcjax.files import atomic_file, check_path, read_json, write_json
+from lcjax.files import atomic_file, check_path, read_json, seal, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import (
@@ -371,6 +371,7 @@ def _write_indices(config: BuildConfig, jobs: list[Job], encoder: Encoder | None
         if config.faiss is not None:
             faiss = write_faiss(out, index, encoder.fingerprint, config.faiss)
             index["encoders"][encoder.fingerprint]["faiss"] = faiss
+        index = seal(index)
         write_json(out / INDEX, index)
         _remove_drafts(out)
     return index

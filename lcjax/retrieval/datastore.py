@@ -16,6 +16,7 @@ word frequencies on which all scores depend.
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -29,7 +30,17 @@ import numpy as np
 
 from lcjax.data.files import LRUCache, import_pyarrow
 from lcjax.errors import InputError, check_integers, check_one_of, one_line
-from lcjax.files import atomic_file, check_path, read_json, sha256, sync_file, write_json
+from lcjax.files import (
+    SMALL,
+    FileSum,
+    atomic_file,
+    check_path,
+    read_sealed,
+    seal,
+    sha256,
+    sync_file,
+    write_json,
+)
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -47,6 +58,8 @@ FORMAT = 1
 WHY_MAPPED = "its files are mapped from there; copy the folder"  # reason for `local_path`
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 INDEX, PLAN, _DELETED = "index.json", "plan.json", "deleted.npy"
+_NPY_HEADER = 128  # bytes of a .npy file before its numbers, for small shapes
+_WAY_OUT = "copy it again, or build the datastore again"
 _HEADER = 128  # bytes of a vector file before its vectors
 _ROW_GROUP = 1024  # passages that are read at once to return one of them
 _CACHE_BYTES = 1 << 28  # bytes of the row groups that are held in memory
@@ -130,7 +143,8 @@ def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, A
     path = out / f"{name}.parquet"
     with atomic_file(path, "wb") as file:
         table = pyarrow.table(columns, schema=schema)
-        pyarrow.parquet.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
+        options = {"compression": "zstd", "write_page_checksum": True}
+        pyarrow.parquet.write_table(table, file, row_group_size=_ROW_GROUP, **options)
     size, digest = path.stat().st_size, sha256(path)
     shard = {"name": name, "passages": len(passages), "bytes": size, "sha256": digest}
     return shard | {"vectors": {}}
@@ -175,16 +189,15 @@ def open_vectors(out: Path, fields: dict[str, Any], num_rows: int) -> np.ndarray
     )
     expected = _HEADER + num_rows * dim * dtype.itemsize
     size = path.stat().st_size if path.is_file() else 0
-    way_out = "copy it again, or build the datastore again"
     # A killed append leaves more bytes than the index counts.
     if size < expected:
         raise InputError(
             f"{path} has {size:,} bytes, and {num_rows:,} vectors of {dim} take {expected:,}:"
-            f" {way_out}"
+            f" {_WAY_OUT}"
         )
     with path.open("rb") as file:
         if file.read(_HEADER) != vector_header(fields):
-            raise InputError(f"{path} is damaged: it has another header; {way_out}")
+            raise InputError(f"{path} is damaged: it has another header; {_WAY_OUT}")
     return np.memmap(path, dtype, "r", _HEADER, (num_rows, dim))
 
 
@@ -199,7 +212,8 @@ def read_texts(out: Path, shards: Iterable[dict[str, Any]]) -> Iterator[tuple[st
 def _read_table(path: Path, group: int | None, columns: list[str]) -> "pyarrow.Table":
     pyarrow = import_pyarrow("a datastore")
     try:
-        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        options = {"memory_map": True, "page_checksum_verification": True}
+        file = pyarrow.parquet.ParquetFile(path, **options)
         return file.read(columns) if group is None else file.read_row_group(group, columns)
     except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
         raise InputError(
@@ -381,7 +395,11 @@ class Datastore:
 
     def vectors(self, encoder: Encoder | None = None) -> np.ndarray:
         """Maps the vectors [rows, dim] of an encoder into memory, float32 or bfloat16."""
-        return open_vectors(self.folder, self.encoder_entry(encoder), self.num_rows)
+        fields = self.encoder_entry(encoder)
+        vectors = open_vectors(self.folder, fields, self.num_rows)
+        if vectors.nbytes <= SMALL:
+            _compare(self._vector_sums(fields))
+        return vectors
 
     def sparse(self) -> SparseIndex:
         """Opens the index of words.
@@ -394,6 +412,7 @@ class Datastore:
                 f"{self.folder} has no index of words (sparse=null): search by vectors, or build it"
                 " again"
             )
+        _compare(sum for sum in self._sparse_sums() if sum.num_bytes <= SMALL)
         index = SparseIndex.load(self.folder / f"sparse-{self.num_rows}")
         if len(index) != self.num_rows:
             raise InputError(
@@ -417,6 +436,8 @@ class Datastore:
                 f" build it with Datastore.build_faiss({kind!r}), or search exactly"
             )
         file = _faiss_file(self.folder, fields["fingerprint"], kind, self.num_rows)
+        # Of any size, since FAISS may read outside of its memory if lists and graphs are damaged.
+        _compare([FileSum(file, fields["faiss"][kind])])
         index = FaissIndex.load(file, dim=fields["dim"], count=self.num_rows)
         return RefinedIndex(index, self.vectors(encoder)) if kind == "ivf_pq" else index
 
@@ -549,7 +570,7 @@ class Datastore:
             index = json.loads(json.dumps(self.index))
             old_rows = self.num_rows
             yield index
-            write_json(self.folder / INDEX, index)
+            write_json(self.folder / INDEX, seal(index))
             if index["passages"] != old_rows:
                 shutil.rmtree(self.folder / f"sparse-{old_rows}", ignore_errors=True)
                 for fingerprint, fields in index["encoders"].items():
@@ -584,9 +605,36 @@ class Datastore:
             if deleted.all():
                 raise InputError(f"{self.folder} would be empty: delete the folder instead")
             with atomic_file(self.folder / _DELETED, "wb") as file:
-                np.save(file, np.flatnonzero(deleted).astype("<i8"))
+                file.write(_deleted_bytes(np.flatnonzero(deleted)))
             self.valid = ~deleted
         return len(ids)
+
+    def file_sums(self) -> list[FileSum]:
+        """Returns the sums of the files that `index.json` lists; it has a sum of its own."""
+        out, index = self.folder, self.index
+        sums = [
+            FileSum(out / f"{shard['name']}.parquet", shard["sha256"]) for shard in index["shards"]
+        ]
+        for fingerprint, fields in index["encoders"].items():
+            sums += self._vector_sums(fields)
+            for kind, sum in fields["faiss"].items():
+                sums.append(FileSum(_faiss_file(out, fingerprint, kind, self.num_rows), sum))
+        return sums + self._sparse_sums()
+
+    def _vector_sums(self, fields: dict[str, Any]) -> list[FileSum]:
+        """Returns the sums of the vectors of each shard."""
+        file, sums = vector_file(self.folder, fields["fingerprint"]), []
+        row_bytes = fields["dim"] * DTYPES[fields["dtype"]].itemsize
+        for shard, start in zip(self.index["shards"], self._starts):
+            sum = shard["vectors"].get(fields["fingerprint"], "")
+            place = _HEADER + int(start) * row_bytes
+            sums.append(FileSum(file, sum, place, shard["passages"] * row_bytes))
+        return sums
+
+    def _sparse_sums(self) -> list[FileSum]:
+        folder = self.folder / f"sparse-{self.num_rows}"
+        files = self.index["sparse"]["files"] if self.index["sparse"] else {}
+        return [FileSum(folder / name, sum) for name, sum in files.items()]
 
     def check_files(self) -> int:
         """Compares the SHA-256 sums of all files with those of `index.json`.
@@ -597,33 +645,16 @@ class Datastore:
         Raises:
           InputError: a file differs; the message names the first one.
         """
-        out, num_sums = self.folder, 0
-        sums = {out / f"{s['name']}.parquet": s["sha256"] for s in self.index["shards"]}
-        if self.index["sparse"]:
-            folder = out / f"sparse-{self.num_rows}"
-            sums |= {folder / name: sum for name, sum in self.index["sparse"]["files"].items()}
-        for fingerprint, fields in self.index["encoders"].items():
-            for kind, sum in fields["faiss"].items():
-                sums[_faiss_file(out, fingerprint, kind, self.num_rows)] = sum
-            vectors = open_vectors(out, fields, self.num_rows)
-            for shard, start in zip(self.index["shards"], self._starts):
-                part = np.ascontiguousarray(vectors[start : start + shard["passages"]])
-                self._compare(
-                    f"{vector_file(out, fingerprint)} (passages {start:,} and following)",
-                    hashlib.sha256(part.view(np.uint8)).hexdigest(),
-                    shard["vectors"].get(fingerprint),
-                )
-                num_sums += 1
-        for path, sum in sums.items():
-            self._compare(path, sha256(path) if path.is_file() else "", sum)
-        return num_sums + len(sums)
+        sums = self.file_sums()
+        _compare(sums)
+        return len(sums)
 
-    def _compare(self, label: str | Path, actual: str, expected: str) -> None:
-        if actual != expected:
-            raise InputError(
-                f"{label} is not as it was written: another SHA-256 sum; copy it again, or build"
-                " the datastore again"
-            )
+
+def _compare(sums: Iterable[FileSum]) -> None:
+    """Raises an InputError for the first file that differs from its sum."""
+    for sum in sums:
+        if (damage := sum.damage()) is not None:
+            raise InputError(f"{damage}; {_WAY_OUT}")
 
 
 def _open_known_encoder(folder: Path, fields: dict[str, Any], mesh: Mesh | None = None) -> Encoder:
@@ -677,7 +708,7 @@ def _read_index(out: Path) -> dict[str, Any]:
         raise InputError(
             f"{out} holds no datastore: give a folder of `python -m lcjax.retrieval build`"
         )
-    index = read_json(out / INDEX)
+    index = read_sealed(out / INDEX, _WAY_OUT)
     if index.get("format") != FORMAT or not _is_index(index):
         raise InputError(
             f"{out / INDEX} is no index of a datastore of format {FORMAT}: build it again"
@@ -730,15 +761,26 @@ def _is_shard(shard: dict[str, Any]) -> bool:
     )
 
 
+def _deleted_bytes(rows: np.ndarray) -> bytes:
+    """Returns the content of `deleted.npy`: the rows int64 as .npy, and the SHA-256 sum of that."""
+    file = io.BytesIO()
+    np.save(file, rows.astype("<i8"))
+    return file.getvalue() + hashlib.sha256(file.getvalue()).digest()
+
+
 def _read_deleted(out: Path, num_rows: int) -> np.ndarray | None:
     """Returns bool [rows], False for deleted passages; None if no passage is deleted."""
     path = out / _DELETED
     if not path.is_file():
         return None
     try:
-        rows = np.load(path, allow_pickle=False)
+        data = path.read_bytes()
+        rows = np.load(io.BytesIO(data), allow_pickle=False)
         valid = np.ones(num_rows, bool)
         if rows.dtype.kind != "i" or rows.ndim != 1 or (rows < 0).any():
+            raise ValueError
+        # Files of older versions end after the rows.
+        if len(data) > rows.nbytes + _NPY_HEADER and data != _deleted_bytes(rows):
             raise ValueError
         valid[rows] = False
     except (OSError, ValueError, IndexError, EOFError):

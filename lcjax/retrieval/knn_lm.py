@@ -42,7 +42,15 @@ from lcjax.data.config import TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
 from lcjax.data.jobs import begin
 from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
-from lcjax.files import check_path, read_json, sha256, sync_file, write_json
+from lcjax.files import (
+    FolderSums,
+    check_path,
+    read_json,
+    sha256,
+    sync_file,
+    write_index,
+    write_json,
+)
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
@@ -163,7 +171,7 @@ def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dic
             _build_faiss(keys, config.faiss).save(folder / _FAISS)
         files = [_KEYS, _VALUES] + [_FAISS] * (config.faiss is not None)
         index["sha256"] = {name: sha256(folder / name) for name in files}
-        write_json(folder / _INDEX, index)
+        write_index(folder / _INDEX, index, index["sha256"])
         for name in (_PLAN, _PROGRESS):
             (folder / name).unlink(missing_ok=True)
     return index
@@ -279,12 +287,15 @@ class TokenStore:
             raise InputError(f"{folder} is incomplete: run the same build-tokens command again")
         if not (self.folder / _INDEX).is_file():
             raise InputError(f"{folder} is no datastore of tokens; {way_out}")
+        self._sums = FolderSums(self.folder, "copy it again, or build the datastore again")
+        self._sums.check(_INDEX)
         self.index = read_json(self.folder / _INDEX)
         if self.index.get("format") != FORMAT:
             raise InputError(f"{folder} is no datastore of tokens of this format; {way_out}")
         num_tokens, dim = self.index["tokens"], self.index["dim"]
         self.keys = _open_array(self.folder, _KEYS, DTYPES[self.index["dtype"]], (num_tokens, dim))
         self.values = _open_array(self.folder, _VALUES, np.dtype("<u4"), (num_tokens,))
+        self._sums.check_small()
 
     def __len__(self) -> int:
         return len(self.values)
@@ -332,6 +343,8 @@ class TokenStore:
                 f"index={kind}: {self.folder} has {self.index['faiss'] or 'none'}; build it with"
                 f" --faiss={kind}, or search with index=exact"
             )
+        # Of any size, since FAISS may read outside of its memory if its lists are damaged.
+        self._sums.check(_FAISS)
         faiss = FaissIndex.load(self.folder / _FAISS, dim=self.index["dim"], count=len(self))
         # As many candidates as neighbours, as in the paper: the last of 1,024 have little weight.
         return RefinedIndex(faiss, self.keys, 1)

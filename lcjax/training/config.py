@@ -168,7 +168,7 @@ class TrainSection:
     # Number of newest checkpoints to keep, beside the newest one whose next step was finite.
     keep: int = 2
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
-    checksums: bool = False  # add SHA-256 sums to <run>/model and <run>/adapter
+    checksums: bool = True  # add SHA-256 sums to <run>/model and <run>/adapter
     # Dtype of <run>/model; null: model.param_dtype, or the dtype of the checkpoint.
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     profile: Profile | None = None

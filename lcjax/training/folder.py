@@ -8,7 +8,7 @@ adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batc
 index/           vectors of passages (lcjax.retrieval)     language_model/  trained with a retriever
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
 profile/         profiler traces                error.txt    traceback of an I/O or device error
-lock.json        the process that writes here
+lock.json        the process that writes here              checksums.sha256  of these files
 """
 
 import json
@@ -30,7 +30,13 @@ from lcjax.checkpoints.tokenizer import TOKENIZER_FILES
 from lcjax.config import ERROR
 from lcjax.data.config import RESUMABLE
 from lcjax.errors import InputError
-from lcjax.files import FolderFormat, check_destination, check_replaceable
+from lcjax.files import (
+    CHECKSUMS,
+    FolderFormat,
+    check_destination,
+    check_replaceable,
+    update_sums,
+)
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
 from lcjax.storage import URLPath, check_regular, remove, to_path
@@ -42,7 +48,7 @@ TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
 LANGUAGE_MODEL, INDEX = "language_model", "index"
 _BAD_BATCHES = "bad_batch_*.npz"
-_FILES = (CONFIG, MODEL_CONFIG, METRICS, BASE, CURVE, WANDB_RUN, ERROR)
+_FILES = (CONFIG, MODEL_CONFIG, METRICS, BASE, CURVE, WANDB_RUN, ERROR, CHECKSUMS)
 _FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, LANGUAGE_MODEL, INDEX, TENSORBOARD, WANDB, PROFILE)
 RUN_FOLDER = FolderFormat(  # without the folders of models, which have formats of their own
     name="a run folder",
@@ -175,6 +181,8 @@ def begin(config: TrainConfig, folder: Path) -> None:
             for name in sorted(_run_files(folder), key=lambda name: name == CONFIG):
                 remove(folder / name)
         config_lib.dump(config, folder / CONFIG)
+        # The files of the model and the tokenizer are written once, at the start of a run.
+        update_sums(folder, [folder / CONFIG], keep=(MODEL_CONFIG, TOKENIZER))
     distributed.barrier("run folder ready")
     _check_shared(folder)
 

@@ -23,7 +23,7 @@ from lcjax.checkpoints.orbax_io import FOLDER, Checkpoints
 from lcjax.checkpoints.run_folder import check_frozen
 from lcjax.data import Loader
 from lcjax.errors import InputError
-from lcjax.files import atomic_file
+from lcjax.files import atomic_file, update_sums
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.run_lock import RunLock
@@ -352,6 +352,7 @@ class Training:
             if (self.folder / folder_lib.ADAPTER).exists():
                 names += ", adapter/ (the LoRA weights alone, as PEFT reads them)"
             folder_lib.check_kept(self.folder, step)
+            update_sums(self.folder, [metrics, self.folder / folder_lib.CURVE])
             names += ", model/ (a Hugging Face folder)" if export else ""
             print(f"results in {self.folder}: {names}")
         last = {key: value for row in rows for key, value in row.items()}

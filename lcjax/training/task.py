@@ -24,7 +24,7 @@ from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.data import Loader, check_outside_data, check_sources, scan
 from lcjax.errors import InputError
-from lcjax.files import FolderFormat
+from lcjax.files import FolderFormat, update_sums
 from lcjax.models import ModelConfig
 from lcjax.models import lora as lora_lib
 from lcjax.parallel import distributed
@@ -238,6 +238,8 @@ class LanguageModelTask(Task):
         config_lib.dump(model, folder / MODEL_CONFIG)
         (folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
         self.tokenizer.save(folder / folder_lib.TOKENIZER)
+        files = [folder / MODEL_CONFIG, *(folder / folder_lib.TOKENIZER).iterdir()]
+        update_sums(folder, sorted(files))
 
     def export(self, folder: Path, trained: dict, frozen: dict) -> None:
         """Writes the merged model, and the adapters alone if they are the only change to the base.

@@ -104,7 +104,7 @@ def test_what_the_library_exports_it_reads_again(tmp_path):
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
     edit_json(tmp_path / "lora" / "adapter_config.json", lora_alpha=3.5)
-    with pytest.raises(InputError, match=r"lora: adapter_config\.json is not as it was written"):
+    with pytest.raises(InputError, match=r"lora/adapter_config\.json is not as it was written"):
         load(tmp_path / "lora")
 
 

@@ -154,12 +154,12 @@ def test_checksums_find_every_flipped_bit_of_a_folder(tmp_path):
         file, data = folder / name, (folder / name).read_bytes()
         file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
         with pytest.raises(
-            InputError, match=rf"m: {name} is not .* remove {CHECKSUMS} if"
+            InputError, match=rf"m/{name} is not .* lcjax.check .*m --write"
         ) as error:
             load(folder)
         assert "\n" not in str(error.value)
         file.unlink()
-        with pytest.raises(InputError, match=rf"m: {name} is missing; copy the folder again"):
+        with pytest.raises(InputError, match=rf"m/{name} is missing; copy the folder again"):
             load(folder)
         file.write_bytes(data)
 

@@ -97,7 +97,9 @@ def test_a_description_of_the_base_that_is_not_as_written_is_one_line(tmp_path, 
     changed = {key: value for key, value in changed.items() if value is not ...}
     (tmp_path / BASE).write_text(json.dumps(changed))
     for read in (BaseModel.read, lambda folder: check_frozen(folder, base)):
-        with pytest.raises(InputError, match=rf"{re.escape(str(tmp_path))}/base.json is damaged"):
+        with pytest.raises(
+            InputError, match=rf"{re.escape(str(tmp_path))}/base.json is (damaged|not as)"
+        ):
             read(tmp_path)
 
 
@@ -106,7 +108,7 @@ def test_a_changed_description_of_the_base_is_found_by_its_checksum(tmp_path):
     base.write(tmp_path)
     text = (tmp_path / BASE).read_text()
     (tmp_path / BASE).write_text(text.replace("true", "false"))
-    with pytest.raises(InputError, match="is damaged"):
+    with pytest.raises(InputError, match="is not as it was written: another SHA-256 sum; remove"):
         BaseModel.read(tmp_path)
     older = {key: value for key, value in json.loads(text).items() if key != "sha256"}
     (tmp_path / BASE).write_text(json.dumps(older))

@@ -120,6 +120,27 @@ def test_damaged_arrow_files_and_missing_columns_are_named(tmp_path):
     assert_refused(r"bad.arrow is not a readable Arrow file", tmp_path / "bad.arrow")
 
 
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_a_flipped_bit_is_one_line_or_another_text_and_ends_no_process(suffix, tmp_path):
+    table, file = pa.table({"text": make_texts(20)}), tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pa.parquet.write_table(table, file)
+    else:
+        with pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+    whole, choose, num_refused = file.read_bytes(), np.random.default_rng(0), 0
+    for place in choose.integers(len(whole), size=150):
+        data = bytearray(whole)
+        data[place] ^= 1 << choose.integers(8)
+        file.write_bytes(data)
+        try:
+            assert len(list(documents(str(file)))) <= 20
+        except InputError as error:
+            assert "\n" not in str(error) and str(file) in str(error)
+            num_refused += 1
+    assert num_refused > 10
+
+
 @pytest.mark.parametrize("kind", ["text", "json", "example"])
 @pytest.mark.parametrize("suffix", ["array_record", "arrayrecord"])
 def test_records_of_every_kind_give_the_same_documents(kind, suffix, tmp_path):

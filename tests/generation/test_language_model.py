@@ -229,8 +229,8 @@ def test_a_method_that_needs_no_training_is_saved_with_the_model(alone, tmp_path
     assert lm.save(tmp_path / "model", dtype="bfloat16", overwrite=True).is_dir()
 
 
-def test_a_model_that_is_saved_with_checksums_is_compared_with_them(alone, tmp_path):
-    folder = alone.save(tmp_path / "model", checksums=True)
+def test_a_saved_model_is_compared_with_its_checksums(alone, tmp_path):
+    folder = alone.save(tmp_path / "model")
     tokens = np.array([_ids(1, 200)])
     np.testing.assert_allclose(LanguageModel.load(folder).nll(tokens), alone.nll(tokens), atol=5e-5)
     (folder / "generation_config.json").write_text("{}")

@@ -21,6 +21,7 @@ import lcjax
 from lcjax.data import TextConfig, TextSource, Upsample, jobs
 from lcjax.data.config import TeacherSource
 from lcjax.errors import InputError
+from lcjax.files import seal
 from lcjax.retrieval import BuildConfig, Chunking, Datastore, Document, Sparse, build, build_store
 
 pytest.importorskip("bm25s")
@@ -252,7 +253,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     with pytest.raises(InputError, match=r"passage 9.jsonl:1#.* exists in .*: delete it first"):
         store.append(read_documents(TextConfig(path=addition), chunking), encoder=encoder)
     assert content(tmp_path / "out").keys() == saved.keys()
-    assert Datastore(tmp_path / "out").index == json.loads(saved["index.json"])
+    assert seal(Datastore(tmp_path / "out").index) == json.loads(saved["index.json"])
 
 
 def test_an_append_that_is_killed_leaves_the_old_datastore(text, tmp_path, monkeypatch):
@@ -456,6 +457,10 @@ def test_a_changed_index_is_an_error_and_names_no_file_elsewhere(text, tmp_path,
     file = tmp_path / "out" / "index.json"
     index = json.loads(file.read_text())
     change(index)
+    file.write_text(json.dumps(index))
+    with pytest.raises(InputError, match="is not as it was written: another SHA-256 sum; copy it"):
+        Datastore(tmp_path / "out")
+    del index["sha256"]  # as in a datastore of an older version
     file.write_text(json.dumps(index))
     with pytest.raises(InputError, match="is no index of a datastore"):
         Datastore(tmp_path / "out")

@@ -17,6 +17,7 @@ from lcjax.data import TextConfig, TextSource, TokenSource
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, apply_method
 from lcjax.evaluation.run import check as check_config
+from lcjax.files import CHECKSUMS
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.models import Decoder
@@ -384,6 +385,9 @@ def test_damaged_folders(lm, corpus, tmp_path):
         with pytest.raises(InputError, match=r"keys\.bin is damaged"):
             TokenStore(out)
     (out / "keys.bin").write_bytes(b"\xff" * 4 + good[4:])
+    with pytest.raises(InputError, match="not as it was written"):
+        TokenStore(out)
+    (out / CHECKSUMS).unlink()  # as in a datastore of an older version
     with pytest.raises(InputError, match="not as it was written"):
         TokenStore(out).check_files()
     with pytest.raises(InputError, match="row 0"):

@@ -40,7 +40,7 @@ def short(folder, corpus, **sections):
 def complete(tmp_path_factory, corpus):
     """A run with a model and adapters."""
     folder = tmp_path_factory.mktemp("complete") / "run"
-    run(short(folder, corpus, checksums=True))
+    run(short(folder, corpus))
     return folder
 
 
@@ -50,13 +50,16 @@ def folder(complete, tmp_path):
 
 
 @pytest.mark.slow
-def test_exported_folders_have_checksums_on_request(folder, corpus):
+def test_a_run_folder_and_exported_folders_have_checksums(folder, corpus):
+    files = (folder / CHECKSUMS).read_text()
+    assert all(f"  {name}\n" in files for name in ("config.yaml", "model.yaml", "metrics.jsonl"))
+    assert "  tokenizer/" in files
     for name in ("model", "adapter"):
         lines = (folder / name / CHECKSUMS).read_text().splitlines()
         names = {line.split("  ")[1] for line in lines}
         assert names == set(os.listdir(folder / name)) - {CHECKSUMS}
-    run(short(folder, corpus))  # exports again, without them
-    assert not list(folder.rglob(CHECKSUMS))
+    run(short(folder, corpus, checksums=False))  # exports again, without them
+    assert list(folder.rglob(CHECKSUMS)) == [folder / CHECKSUMS]
 
 
 def snapshot(folder):
