@@ -60,9 +60,33 @@ METHOD = "lcjax_method.json"
 _PREFIX = "base_model.model."
 _WRAPPERS = ("default", "modules_to_save", "base_layer")  # parts of a name that peft adds
 _MATRIX = re.compile(r"(.+)\.lora_([AB])(?:\.weight)?")
-# These methods change the weights of the base before training; the adapters do not include them.
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Keys of `adapter_config.json` that change the result, and the values that are computed. Null and
+# empty values always are. Other ways to initialise change the weights of the base before training.
+_VALUES = {
+    "peft_type": ("LORA",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+    "bias": ("none", "all", "lora_only"),
+    "use_rslora": (True,),
+    **dict.fromkeys(
+        (
+            "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "enable_lora",
+            "layer_replication", "trainable_token_indices", "target_parameters",
+            "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+            "megatron_config", "ensure_weight_tying",
+        ),
+        (),
+    ),
+}  # fmt: skip
+# Keys that are read elsewhere, or that concern training or the file alone.
+_OTHER_KEYS = (
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "modules_to_save", "base_model_name_or_path",
+    "revision", "task_type", "peft_version", "auto_mapping", "inference_mode", "lora_dropout",
+    "merge_weights", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "velora_config", "runtime_config",
+)  # fmt: skip
 _BY_TOKEN = (EMBEDDING, HEAD, "lm_head.bias")  # tensors with a row for each token
+_OF_THE_BASE_CLASS = ("embed_tokens", "layers", "norm")
 _CHUNK = 4_096  # rows that are read at once for a mean
 _MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and give the result"
 # The hub id of the model in the installed wheel, by which `peft` finds it.
@@ -179,6 +203,13 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
             f"{folder}: {len(unknown)} tensors are not of plain LoRA ({', '.join(unknown[:5])}); "
             f"{_MERGE_FIRST}"
         )
+    for module in halves:
+        if not _is_adapted(folder, settings, module):
+            raise InputError(
+                f"{folder}: {module} has tensors, but {CONFIG} adapts other modules"
+                " (target_modules, exclude_modules, layers_to_transform); take both files from one"
+                " training"
+            )
     low_rank = {f"{m}.weight": _pair(folder, settings, m, h) for m, h in halves.items()}
     if not low_rank and not full_tensors:
         raise InputError(f"{folder}: its files hold no adapters; download them again")
@@ -190,22 +221,30 @@ def _settings(folder: Path) -> dict[str, Any]:
     """Returns `adapter_config.json`; raises an InputError unless it describes plain LoRA."""
     file = folder / CONFIG
     settings = read_json(file)
-    start = settings.get("init_lora_weights")
-    unsupported = {
-        "peft_type": settings.get("peft_type", "LORA") != "LORA",
-        "use_dora": bool(settings.get("use_dora")),
-        "fan_in_fan_out": bool(settings.get("fan_in_fan_out")),
-        "init_lora_weights": isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE),
-    }
-    for key in filter(unsupported.get, unsupported):
-        raise InputError(
-            f"{file}: {key}={settings[key]!r} is not supported, only plain LoRA is; {_MERGE_FIRST}"
+    for key, values in _VALUES.items():
+        if (value := settings.get(key)) and value not in values:
+            raise InputError(
+                f"{file}: {key}={value!r:.60} is not supported, only plain LoRA is; {_MERGE_FIRST}"
+            )
+    known = {*_VALUES, *_OTHER_KEYS}
+    if unknown := [key for key, value in settings.items() if value and key not in known]:
+        warnings.warn(
+            f"{file}: {', '.join(unknown)} not known to lcjax and left out; if this changes more"
+            f" than the training, {_MERGE_FIRST}",
+            stacklevel=5,
         )
     for key in ("r", "lora_alpha"):
         if not _is_positive(settings.get(key)):
             raise InputError(
                 f"{file}: {key}={settings.get(key)!r} must be a number above 0; restore the file "
                 "that was published with the adapters"
+            )
+    for key in ("target_modules", "exclude_modules"):
+        names = settings.get(key) or []
+        if not (isinstance(names, str | list) and all(isinstance(name, str) for name in names)):
+            raise InputError(
+                f"{file}: {key}={names!r:.60} must be a list of names or a regular expression;"
+                " restore the file that was published with the adapters"
             )
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(key) or {}
@@ -215,6 +254,37 @@ def _settings(folder: Path) -> dict[str, Any]:
                 "restore the file that was published with the adapters"
             )
     return settings
+
+
+def _is_adapted(folder: Path, settings: dict, module: str) -> bool:
+    """Returns whether `peft` adapts a module; it leaves out tensors of all others."""
+
+    def chosen(key: str) -> bool:
+        value, names = settings[key], (module, module.removeprefix("model."))
+        if isinstance(value, str):
+            return any(_matches(folder, key, value, name) for name in names)
+        return any(f".{module}".endswith(f".{name}") for name in value)
+
+    if settings.get("exclude_modules") and chosen("exclude_modules"):
+        return False
+    targets, layers = settings.get("target_modules"), settings.get("layers_to_transform")
+    if not targets or targets == "all-linear":
+        return True
+    if not chosen("target_modules"):
+        return False
+    if isinstance(targets, str) or layers is None or layers == []:
+        return True
+    index = re.search(r"\.layers\.(\d+)\.", f".{module}")
+    layers = [layers] if isinstance(layers, int) else layers
+    return index is not None and int(index[1]) in layers
+
+
+def _matches(folder: Path, key: str, pattern: str, module: str) -> bool:
+    """Returns whether a regular expression of `adapter_config.json` matches a module's name."""
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except re.error as error:
+        raise InputError(f"{folder / CONFIG}: {key}: {pattern!r}: {error}; mend it") from error
 
 
 def _is_positive(value: Any) -> bool:
@@ -234,9 +304,12 @@ def _open(folder: Path, stem: str, allow_pickle: bool) -> WeightSource | None:
 
 
 def _base_name_of(stored: str) -> str:
-    """Returns the name of a tensor in the base, without the prefix and parts that `peft` adds."""
-    parts = stored.removeprefix(_PREFIX).split(".")
-    return ".".join(part for part in parts if part not in _WRAPPERS)
+    """Returns the name of a tensor in the base, without the prefix and parts that `peft` adds.
+
+    The names of adapters of a base class (AutoModel) lack `model.`.
+    """
+    parts = [p for p in stored.removeprefix(_PREFIX).split(".") if p not in _WRAPPERS]
+    return ".".join(["model", *parts] if parts[0] in _OF_THE_BASE_CLASS else parts)
 
 
 def _pair(folder: Path, settings: dict, module: str, halves: dict[str, np.ndarray]) -> LowRank:
@@ -258,11 +331,11 @@ def _pair(folder: Path, settings: dict, module: str, halves: dict[str, np.ndarra
 def _of_module(folder: Path, settings: dict, key: str, module: str, default: float) -> float:
     """Returns the first value whose pattern matches the end of the module's name, as in `peft`."""
     for pattern, value in (settings.get(key) or {}).items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return value
-        except re.error as error:
-            raise InputError(f"{folder / CONFIG}: {key}: {pattern!r}: {error}; mend it") from error
+        # Alone first: an error then shows the pattern as the file has it.
+        if _matches(folder, key, pattern, module) or _matches(
+            folder, key, rf"(.*\.)?({pattern})", module
+        ):
+            return value
     return default
 
 

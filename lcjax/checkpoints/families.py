@@ -58,6 +58,7 @@ class Family:
     rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
     # RoPE base of layers with a window, if no key states it; None: they share the model's rope.
     local_theta: float | None = None
+    local_theta_key: str | None = None  # its key in older configs
     own_head_dim: bool = True  # whether the head size may differ from width / number of heads
     fused: bool = False  # whether projections are stored together (`hf_names.FUSED`)
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
@@ -102,7 +103,7 @@ _GEMMA = {
 }
 
 
-def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Key, ...]:
+def _gemma_keys(logit_cap: float | None) -> tuple[Key, ...]:
     def write_scale(scale: float | None, config: ModelConfig) -> int | float:
         value = config.head_dim if scale is None else round(scale**-2, 6)
         return int(value) if value == int(value) else value
@@ -116,11 +117,12 @@ def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[K
             write_scale,
         ),
         Key("final_logit_softcapping", ("logit_soft_cap",), logit_cap),
-        Key("attn_logit_softcapping", ("attention_soft_cap",), attention_cap),
         _ATTENTION_BIAS,
     )
 
 
+# transformers' Gemma 3 has the key and ignores it.
+_ATTENTION_CAP = Key("attn_logit_softcapping", ("attention_soft_cap",), 50.0)
 _OLMO = {"norm_place": "after", "qk_norm": "all"}
 _OLMO_EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)
 
@@ -215,15 +217,16 @@ FAMILIES: dict[str, Family] = {
         local_theta=500_000.0,
     ),
     "gemma2": Family(
-        *("Gemma2ForCausalLM", _GEMMA, _gemma_keys(30.0, 50.0)),
+        *("Gemma2ForCausalLM", _GEMMA, (*_gemma_keys(30.0), _ATTENTION_CAP)),
         activation_key="hidden_activation",
         head_dim=256,
         tied=True,
         windows="types",
         default_types=_every(2),
+        only={"use_bidirectional_attention": (False,)},
     ),
     "gemma3_text": Family(
-        *("Gemma3ForCausalLM", _GEMMA | {"qk_norm": "head"}, _gemma_keys(None, None)),
+        *("Gemma3ForCausalLM", _GEMMA | {"qk_norm": "head"}, _gemma_keys(None)),
         activation_key="hidden_activation",
         head_dim=256,
         tied=True,
@@ -231,7 +234,8 @@ FAMILIES: dict[str, Family] = {
         windows="types",
         default_types=lambda hf: _every(hf.get("sliding_window_pattern", 6))(hf),
         local_theta=10_000.0,
-        only={"use_bidirectional_attention": (False,)},
+        local_theta_key="rope_local_base_freq",
+        only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,), head_dim=128, **_QWEN_LAYERS

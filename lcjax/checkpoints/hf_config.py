@@ -48,6 +48,8 @@ WRAPPERS = {
         },
     )
 }
+# Keys that transformers reads for all families, and their only values that are supported.
+_ONLY = {"is_causal": (True,), "per_layer_config": (None, {})}
 # Keys of sizes, and the fields of `ModelConfig` that they set.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -124,7 +126,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
     _check_activation(hf, family, where)
-    for key, allowed in family.only.items():
+    for key, allowed in (_ONLY | family.only).items():
         _require(hf, where, key, allowed[0], allowed)
     if family.experts:
         values = {field: key.value(hf) for key in family.experts for field in key.fields}
@@ -165,7 +167,7 @@ def trained_for(config: ModelConfig, length: int) -> ModelConfig:
     is_plain = config.memory is None and config.rope.hf_limit is None
     if not is_plain or length <= announced_length(config):
         return config
-    return config.replace(max_length=length, extended_length=length)
+    return config.replace(extended_length=length)
 
 
 def _check_activation(hf: dict[str, Any], family: Family, where: str) -> None:
@@ -213,7 +215,7 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
 def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Returns `pattern`, `rope` and `layers`: which layers have a window, and how they rotate."""
     count = hf["num_hidden_layers"]
-    rope, local = _ropes(hf, family)
+    rope, local = _ropes(hf, family, where)
     window = hf.get("sliding_window", family.window)
     if family.windows == "none" or (family.window_switch and not hf.get("use_sliding_window")):
         window = None
@@ -240,21 +242,36 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
     return {"pattern": Causal(), "rope": rope, "layers": shortest_period(kinds)}
 
 
-def _ropes(hf: dict[str, Any], family: Family) -> tuple[Rope, Rope | None]:
+def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope | None]:
     """Returns the rope of the model, and that of layers with a window; None: the same rope."""
     length, theta = hf.get(_MAX_LENGTH, hf["max_position_embeddings"]), family.theta
     if family.local_theta is None:
         return from_hf(hf).resolve(theta=theta, length=length), None
-    sections = hf.get("rope_parameters") or {}
-    local = {"rope_theta": hf.get("rope_local_base_freq") or family.local_theta}
-    if FULL in sections or SLIDING in sections:
-        full, sliding = sections.get(FULL) or {}, sections.get(SLIDING) or {}
-        theta = hf.get("rope_theta") or theta
-        hf = hf | {"rope_parameters": full, "rope_scaling": None, "rope_theta": theta}
-        local = {"rope_parameters": local | sliding}
-    rope = from_hf(hf).resolve(theta=theta, length=length)
-    local = from_hf(local | {"max_position_embeddings": length})
-    return rope, local.resolve(theta=family.local_theta, length=length)
+    sections, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    full, sliding = (dict(sections.get(name) or {}) for name in (FULL, SLIDING))
+    if sections and not (full or sliding):
+        raise InputError(
+            f"{where}: rope_parameters of model_type={hf['model_type']!r} must have the sections"
+            f" {FULL} and {SLIDING}: transformers ignores keys beside them"
+        )
+    if scaling and not (scaling.get("rope_type") or full.get("type")):
+        raise InputError(
+            f"{where}: rope_scaling of model_type={hf['model_type']!r} must name its rope_type:"
+            " transformers ignores a type"
+        )
+    for section in (full | scaling, sliding):
+        if not section.get("truncate", True):
+            raise InputError(
+                f"{where}: truncate={section['truncate']} is ignored by transformers in sections of"
+                " rope_parameters; remove it"
+            )
+    theta = hf.get("rope_theta") or theta
+    top = {"rope_scaling": None, "original_max_position_embeddings": None, "rope_theta": theta}
+    rope = from_hf(hf | top | {"rope_parameters": full | scaling})
+    local_theta = hf.get(family.local_theta_key) or family.local_theta
+    stated = {"rope_theta": local_theta, "max_position_embeddings": hf["max_position_embeddings"]}
+    local = from_hf(stated | {"rope_parameters": sliding}).resolve(theta=local_theta, length=length)
+    return rope.resolve(theta=theta, length=length), local
 
 
 def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landmark:
@@ -425,7 +442,12 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         by_type[FULL if size is None else SLIDING] = config.layer(index).rope
     forms = {name: rope.to_hf(config.rotary_dim) for name, rope in by_type.items()}
     sections = {name: form["rope_parameters"] for name, form in forms.items()}
-    local = {"rope_local_base_freq": by_type[SLIDING].theta}  # for older readers of Gemma 3
+    if any("truncate" in section for section in sections.values()):
+        raise InputError(
+            "transformers reads no truncate=false in models with a rope for each type of layers;"
+            " keep the run folder instead"
+        )
+    local = {family.local_theta_key: by_type[SLIDING].theta} if family.local_theta_key else {}
     return forms[FULL] | {"rope_parameters": sections} | local
 
 

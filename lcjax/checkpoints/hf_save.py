@@ -25,8 +25,15 @@ import lcjax.models.lora
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hf_config import announced_length, decoder_to_hf
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
-from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary
-from lcjax.checkpoints.weights import DTYPES, TensorInfo
+from lcjax.checkpoints.tokenizer import (
+    GENERATION,
+    TOKENIZER_FILES,
+    Tokenizer,
+    check_vocabulary,
+    generation_config,
+    token_ids,
+)
+from lcjax.checkpoints.weights import DTYPES, TensorInfo, all_finite
 from lcjax.errors import InputError
 from lcjax.files import (
     CHECKSUMS,
@@ -49,7 +56,7 @@ _SHARD = "[0-9]" * 5
 HF_FOLDER = FolderFormat(
     name="a model folder",
     files=(
-        *("config.json", "generation_config.json", *TOKENIZER_FILES, SINGLE, INDEX),
+        *("config.json", GENERATION, *TOKENIZER_FILES, SINGLE, INDEX),
         *(f"model-{_SHARD}-of-{_SHARD}.safetensors", CHECKSUMS),
     ),
     config="config.json",
@@ -130,21 +137,34 @@ def save_hf(
     with atomic_folder(folder, HF_FOLDER, overwrite, checksums=checksums) as partial:
         if tokenizer is not None:
             tokenizer.save(partial)
-            write_hf_json(partial / "generation_config.json", token_ids(tokenizer))
+            write_hf_json(partial / GENERATION, generation_config(tokenizer))
             _announce_length(partial, config)
         weights.write(partial, max_shard_bytes)
         write_hf_json(partial / "config.json", hf)
     return folder
 
 
+def _check_finite(name: str, tensor: np.ndarray, leaf: np.ndarray) -> None:
+    """Raises an InputError if a tensor to be written holds NaN or infinity."""
+    if tensor.size == 0 or all_finite(tensor):
+        return
+    is_large = np.isfinite(np.asarray(leaf, np.float32)).all()
+    problem = f"numbers beyond {tensor.dtype}" if is_large else "NaN or infinity"
+    way_out = "save it in float32" if is_large else "save weights from before they diverged"
+    raise InputError(f"{name} holds {problem}, so the model cannot be saved; {way_out}")
+
+
 def _announce_length(folder: Path, config: ModelConfig) -> None:
-    """Raises `model_max_length` of the tokenizer to the length of an extended model."""
+    """Raises the lengths in the files of the tokenizer to that of an extended model."""
     length = announced_length(config)
     file = folder / "tokenizer_config.json"
     settings = read_json(file)
     is_extended = length > config.max_length or config.extended_length is not None
     if is_extended and settings.get("model_max_length", 0) < length:
         write_hf_json(file, settings | {"model_max_length": length})
+    defaults = read_json(folder / GENERATION)
+    if is_extended and defaults.get("max_length") == config.max_length:  # as Llama-2 has it
+        write_hf_json(folder / GENERATION, defaults | {"max_length": length})
 
 
 class WeightStream:
@@ -187,7 +207,10 @@ class WeightStream:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
             for _, entry, layer in rows:
                 leaf = distributed.gather(_leaf(params, config, entry, layer))
-                parts.append(entry.to_tensor(leaf).astype(dtype, copy=False))
+                with np.errstate(over="ignore"):  # `_check_finite` raises
+                    tensor = np.ascontiguousarray(entry.to_tensor(leaf), dtype)
+                _check_finite(names[0], tensor, leaf)
+                parts.append(tensor)
                 if progress:
                     progress(parts[-1].nbytes)
             array = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -228,16 +251,6 @@ def _warn_of_other_memory(config: ModelConfig, folder: Path) -> None:
             " trained from this folder",
             stacklevel=3,
         )
-
-
-def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the special token ids with transformers' keys."""
-    ends = list(tokenizer.eos_ids)
-    return {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": tokenizer.pad_id,
-    }
 
 
 def _in_layer_order(config: ModelConfig | BertConfig) -> list[_Row]:

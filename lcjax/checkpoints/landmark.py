@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints.tokenizer import Tokenizer
+from lcjax.checkpoints.tokenizer import GENERATION, Tokenizer, generation_config
 from lcjax.checkpoints.tokenizer_files import hf_tokenizer
 from lcjax.errors import InputError
 from lcjax.files import read_json, write_hf_json
@@ -87,7 +87,7 @@ def with_names(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
         pad = first if tokenizer.pad_id is None else tokenizer.pad_id
         ids = {"bos": tokenizer.bos_id, "eos": list(tokenizer.eos_ids), "pad": pad}
         ids = {f"{key}_token_id": value for key, value in ids.items()}
-        write_hf_json(folder / "generation_config.json", ids)
+        write_hf_json(folder / GENERATION, generation_config(tokenizer) | ids)
         return hf_tokenizer(folder)
 
 

@@ -35,6 +35,7 @@ from lcjax.checkpoints.weights import (
     resolve_names,
     stored_dtype,
     text_weights,
+    with_base_prefix,
 )
 from lcjax.errors import InputError
 from lcjax.files import FolderSums
@@ -161,7 +162,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     hf = read_hf_json(path / "config.json")
     if hf.get("model_type") in WRAPPERS:
         source = text_weights(source)
-    source, config = as_stored(source, config)
+    source, config = as_stored(with_base_prefix(source, config), config)
     if stated_dtype(text_model(hf)) is None:
         config = config.replace(param_dtype=stored_dtype(resolve_names(source, config), config))
     return source, config, tokenizer
@@ -176,7 +177,8 @@ def _open_adapters(
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
     source = resolve_names(source, config)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        tokenizer = hf_tokenizer(folder)
+        defaults, tokenizer = tokenizer.generation, hf_tokenizer(folder)
+        tokenizer.generation = defaults | tokenizer.generation
     # LongLoRA adds [PAD] to the tokenizer, so the model needs a row that plain LoRA does not train.
     rows = tokenizer.vocab_size if context is not None else 0
     config, stated, length = _method_beside(folder, config)

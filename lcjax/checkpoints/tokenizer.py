@@ -25,7 +25,9 @@ from lcjax.errors import InputError, import_package
 from lcjax.files import write_hf_json
 from lcjax.storage import to_path
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # of `save`
+GENERATION = "generation_config.json"
+# The files of `save`
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", GENERATION)
 _SPECIAL = ("<s>", "</s>", "<pad>")  # of `ByteTokenizer`
 _BYTES = 256
 # Text that pre-tokenizers split differently: digits, spaces, newlines, case, contractions, accents
@@ -193,6 +195,8 @@ class _PublishedTokenizer(_ChatTokenizer):
         self.pad_id = specials.pad_id
         self.unk_id = specials.unk_id
         self.add_bos = specials.add_bos
+        # The model's generation_config.json: sampling defaults, and its id of BOS if it states one.
+        self.generation: dict[str, Any] = {}
 
     def _render(
         self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]
@@ -212,6 +216,8 @@ class _PublishedTokenizer(_ChatTokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         write_hf_json(folder / "tokenizer_config.json", settings)
+        if self.generation or len(self.eos_ids) > 1:
+            write_hf_json(folder / GENERATION, generation_config(self))
 
 
 class JsonTokenizer(_PublishedTokenizer):
@@ -521,6 +527,23 @@ def _encode_parts(
             spans.append(match.span())
             start = match.end()
     return ids, spans
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the special token ids with transformers' keys."""
+    ends = list(tokenizer.eos_ids)
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    stated = getattr(tokenizer, "generation", {})  # may state that the model has no BOS
+    return ids | {key: stated[key] for key in ids if key in stated}
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the contents of `generation_config.json` for a model with this tokenizer."""
+    return getattr(tokenizer, "generation", {}) | token_ids(tokenizer)
 
 
 def check_text(text: str) -> None:

@@ -11,11 +11,23 @@ from typing import Any
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import read_hf_json
-from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
-from lcjax.errors import InputError, check_integer, one_line
+from lcjax.checkpoints.tokenizer import (
+    GENERATION,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Specials,
+    Tokenizer,
+)
+from lcjax.errors import InputError, check_integer, is_finite_number, one_line
 from lcjax.files import read_json
 from lcjax.storage import to_path
 
+# Keys of generation_config.json, and their names in GGUF metadata below `general.sampling`.
+_SAMPLING = {
+    **{key: key for key in ("top_k", "top_p", "min_p")},
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+}
 _BPE, _BYTE = 2, 6  # sentencepiece's model type BPE and token type BYTE
 # llama.cpp's token types
 _CONTROL, _USER_DEFINED = 3, 4
@@ -62,12 +74,31 @@ def hf_tokenizer(folder: str | Path) -> Tokenizer:
     """
     files = _Folder(to_path(folder))
     if (files.path / "tokenizer.json").is_file():
-        return _from_json(files)
-    if (files.path / "tokenizer.model").is_file():
-        return _from_sentencepiece(files)
-    raise InputError(
-        f"{folder}: no tokenizer.json and no tokenizer.model; copy the tokenizer of the model there"
-    )
+        tokenizer = _from_json(files)
+    elif (files.path / "tokenizer.model").is_file():
+        tokenizer = _from_sentencepiece(files)
+    else:
+        raise InputError(
+            f"{folder}: no tokenizer.json and no tokenizer.model; copy the tokenizer of the model"
+            " there"
+        )
+    tokenizer.generation = _generation_defaults(files.path)
+    return tokenizer
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    """Returns what an export keeps of a model's `generation_config.json`.
+
+    Ids of end and padding tokens are the tokenizer's. The id of BOS is kept if a config states it,
+    also as null, because a tokenizer may have a BOS that the model does not use.
+    """
+    values = read_hf_json(folder / GENERATION, {})
+    left_out = {"eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
+    kept = {key: value for key, value in values.items() if key not in left_out}
+    config = read_hf_json(folder / "config.json", {})
+    if kept.get("bos_token_id") is None and "bos_token_id" in config:
+        kept["bos_token_id"] = config["bos_token_id"]
+    return kept
 
 
 class _Folder:
@@ -81,7 +112,7 @@ class _Folder:
         self.settings: dict[str, Any] = settings | {key: older[key] for key in names}
         config = text_model(read_hf_json(path / "config.json", {}), str(path / "config.json"))
         self.rows: int | None = config.get("vocab_size")  # rows of the model's embedding
-        generation = read_hf_json(path / "generation_config.json", {})
+        generation = read_hf_json(path / GENERATION, {})
         stated = {key: value for key, value in generation.items() if value is not None}
         self._model_files = config | stated
 
@@ -214,10 +245,12 @@ def _from_sentencepiece(files: _Folder) -> SentencePieceTokenizer:
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     """Builds the tokenizer that a GGUF file describes."""
     kind = file.need("tokenizer.ggml.model")
-    if kind == "gpt2":
-        return _gguf_byte_level(file)
-    if kind == "llama":
-        return _gguf_sentencepiece(file)
+    read = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}.get(kind)
+    if read is not None:
+        tokenizer = read(file)
+        values = {key: file.get(f"general.sampling.{name}") for key, name in _SAMPLING.items()}
+        tokenizer.generation = {k: round(v, 6) for k, v in values.items() if is_finite_number(v)}
+        return tokenizer
     raise InputError(
         f"{file.path}: the tokenizer model {kind!r} cannot be read from GGUF; readable: gpt2, "
         "llama; load the Hugging Face folder of this model"

@@ -127,6 +127,7 @@ class Yarn(Rope):
             # transformers treats 0 as the default.
             beta_fast=hf_number(rope, "beta_fast", 32.0) or 32.0,
             beta_slow=hf_number(rope, "beta_slow", 1.0) or 1.0,
-            truncate=True if (truncate := rope.get("truncate")) is None else truncate,
+            # transformers treats null as false.
+            truncate=rope.get("truncate", True) or False,
             **{k: hf_number(rope, k) for k in optional if rope.get(k) is not None},
         )

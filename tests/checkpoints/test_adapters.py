@@ -161,7 +161,8 @@ def test_the_adapters_of_a_run_are_its_merged_model(tmp_path):
     config = tiny_config(rope=Linear(theta=5e4, factor=8.0), lora=adapters()[1].lora)
     exported(tmp_path / "run", section, config)
     model, adapter = (load(tmp_path / "run" / name) for name in ("model", "adapter"))
-    assert adapter[1] == model[1] == config.replace(lora=None)
+    # The rows of a training have data.length tokens, more than 8 times 64.
+    assert adapter[1] == model[1] == config.replace(lora=None, extended_length=1024)
     assert_same(adapter[0], model[0])
 
 
@@ -228,9 +229,31 @@ def test_a_tied_embedding_without_its_head_is_refused(tmp_path):
         ({"r": 4}, r"q_proj has lora_A \[2, 48\] .*says r=4; take both files from one training"),
         ({"r": None}, r"r=None must be a number above 0"),
         ({"lora_alpha": "16"}, r"lora_alpha='16' must be a number"),
-        ({"use_dora": True}, r"use_dora=True is not supported.*merge_and_unload"),
-        ({"peft_type": "IA3"}, r"peft_type='IA3' is not supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, r"init_lora_weights='pissa_niter_4' is not"),
+        *(
+            ({key: value}, f"{key}=.* is not supported.*merge_and_unload")
+            for key, value in (
+                ("peft_type", "IA3"),
+                ("bias", "some"),
+                *(("init_lora_weights", name) for name in ("pissa_niter_4", "olora", "corda")),
+                *(("init_lora_weights", name) for name in ("loftq", "lora_ga", "mica", "newer")),
+                *((f"use_{name}", True) for name in ("dora", "qalora")),
+                *((name, True) for name in ("lora_bias", "fan_in_fan_out", "ensure_weight_tying")),
+                ("use_bdlora", {"nblocks": 2}),
+                ("layer_replication", [[0, 2], [1, 3]]),
+                ("trainable_token_indices", {"embed_tokens": [3]}),
+                ("target_parameters", ["mlp.experts.gate_up_proj"]),
+                ("alora_invocation_tokens", [5, 6]),
+                *((f"{name}_config", {"x": 1}) for name in ("arrow", "kasa", "monteclora")),
+                ("megatron_config", {"x": 1}),
+            )
+        ),
+        ({"target_modules": ["v_proj"]}, r"q_proj has tensors, but .* adapts other modules"),
+        ({"target_modules": r".*layers\.[1-9].*"}, r"layers.0.self_attn.q_proj has tensors"),
+        ({"exclude_modules": ["q_proj"]}, "q_proj has tensors"),
+        ({"layers_to_transform": [0, 2]}, "layers.1.self_attn.q_proj has tensors"),
+        ({"layers_to_transform": 1}, "layers.0.self_attn.q_proj has tensors"),
+        ({"target_modules": "q_proj("}, r"target_modules: 'q_proj\(': .*mend it"),
+        ({"target_modules": 3}, r"target_modules=3 must be a list of names"),
         ({"rank_pattern": {"q_proj": "2"}}, r"rank_pattern=.* must give numbers above 0"),
         ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern=\['q_proj'\] must give numbers"),
         ({"alpha_pattern": {"q_proj(": 2}}, r"alpha_pattern: 'q_proj\(': .*mend it"),
@@ -242,6 +265,30 @@ def test_settings_that_cannot_be_merged_are_refused_in_one_line(tmp_path, settin
     with pytest.raises(InputError, match=words) as error:
         load(tmp_path / "lora")
     assert "\n" not in str(error.value)
+
+
+def test_settings_of_training_alone_change_nothing(tmp_path):
+    base = base_tensors(tmp_path / "base")
+    pairs = low_rank(base, ("q_proj",))
+    # Those that peft 0.21 writes, but for the base; and adapters of a base class (AutoModel).
+    usual = {
+        **dict.fromkeys(("auto_mapping", "revision", "layers_pattern", "layers_to_transform")),
+        **dict.fromkeys(("layer_replication", "megatron_config", "trainable_token_indices")),
+        **dict.fromkeys(("arrow_config", "kasa_config", "use_bdlora", "target_parameters")),
+        **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_rslora"), False),
+        "qalora_group_size": 16, "megatron_core": "megatron.core", "peft_version": "0.21.2",
+        "loftq_config": {}, "rank_pattern": {}, "alpha_pattern": {}, "lora_dropout": 0.1,
+        "target_modules": ["q_proj"], "init_lora_weights": "eva", "eva_config": {"rho": 2.0},
+        "layers_to_transform": [0, 1, 2], "exclude_modules": ["v_proj"],
+    }
+    write_peft(tmp_path / "lora", pairs, tmp_path / "base", **usual)
+    want = merged(base, pairs, 2.0)
+    assert_close(loaded_tensors(tmp_path / "lora", tmp_path), want)
+    inner = {name.replace("model.model.model", "model.model"): x for name, x in pairs.items()}
+    settings = {"target_modules": r"layers\.\d\.self_attn\.q_proj", "a_newer_key": 3}
+    write_peft(tmp_path / "inner", inner, tmp_path / "base", **settings)
+    with pytest.warns(UserWarning, match="a_newer_key not known to lcjax .*merge them with peft"):
+        assert_close(loaded_tensors(tmp_path / "inner", tmp_path), want)
 
 
 _LAYER = "base_model.model.model.layers.0.self_attn.q_proj"

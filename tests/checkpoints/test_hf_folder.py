@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_support import FAMILIES, assert_same, edit_json, random_params, saved, tiny_config
+from safetensors.numpy import load_file, save_file
 
 import lcjax.checkpoints.hf_save
 import lcjax.config
@@ -32,7 +33,7 @@ from lcjax.files import CHECKSUMS
 from lcjax.models import Decoder, LayerKind, unstack_layers
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
-from lcjax.rope import E2LLM, Default, NoRotation
+from lcjax.rope import E2LLM, Default, Linear, NoRotation
 from lcjax.rope.clex import Clex
 from lcjax.storage import to_path
 from lcjax.tree import nest
@@ -70,6 +71,15 @@ def test_weights_are_cast_on_the_way(tmp_path):
     assert info == TensorInfo((48,), "float16")
 
 
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def edit_tensors(folder, change):
+    """Replaces the tensors of a folder by `change` of their dictionary."""
+    tensors = load_file(folder / SINGLE)
+    save_file(change(tensors) or tensors, folder / SINGLE)
+
+
 def with_value(params, value):
     """`params` with a number of one matrix of layer 1 replaced."""
     params = jax.tree.map(lambda leaf: leaf, params)  # a copy of the dictionaries
@@ -81,8 +91,11 @@ def with_value(params, value):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_tensor_that_is_not_finite_is_named(tmp_path, dtype, value):
-    params, config = saved(tmp_path / "good", param_dtype=dtype)
-    save_hf(tmp_path / "bad", with_value(params, value), config, ByteTokenizer())
+    params, config = saved(tmp_path / "bad", param_dtype=dtype)
+    with pytest.raises(InputError, match=f"{NAME} holds NaN or infinity, so the model cannot be"):
+        save_hf(tmp_path / "bad", with_value(params, value), config, overwrite=True)
+    assert_same(load(tmp_path / "bad")[0], params)  # the old one is there
+    edit_tensors(tmp_path / "bad", lambda tensors: tensors[NAME].__setitem__((5, 7), value))
     for options in ({}, {"mesh": make_mesh(Mesh(1, 4, 2))}, {"param_dtype": "bfloat16"}):
         with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN or inf"):
             load(tmp_path / "bad", **options)
@@ -94,6 +107,51 @@ def test_a_number_that_the_type_of_the_weights_cannot_hold_is_refused(tmp_path):
     load(tmp_path / "large", param_dtype="bfloat16")
     with pytest.raises(InputError, match=r"up_proj\.weight holds numbers beyond float16"):
         load(tmp_path / "large", param_dtype="float16")
+    with pytest.raises(InputError, match=r"holds numbers beyond float16.* save it in float32"):
+        save_hf(tmp_path / "half", with_value(params, 1e5), config, dtype="float16")
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer.", "module.model.", "_orig_mod.model."])
+@pytest.mark.parametrize("family", ["tied", "llama", "phi"])
+def test_weights_of_a_base_class_or_a_wrapper_are_read(tmp_path, family, prefix):
+    params, _ = saved(tmp_path, family)
+    outer = prefix.removesuffix("model.") if prefix != "transformer." else ""
+
+    def rename(tensors):
+        names = {n: outer + n for n in tensors if n.startswith("lm_")}
+        names |= {n: prefix + n.removeprefix("model.") for n in tensors if n not in names}
+        return {names[n]: x for n, x in tensors.items() if prefix or not n.startswith("lm_")}
+
+    edit_tensors(tmp_path, rename)
+    if family != "tied" and not prefix:
+        with pytest.raises(InputError, match=r"no lm_head.weight, so a base class .* saved these"):
+            load(tmp_path)
+    else:
+        assert_same(load(tmp_path)[0], params)
+
+
+def test_generation_defaults_of_the_source_are_kept(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    saved(source)
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
+    defaults |= {"do_sample": True, "suppress_tokens": [3], "max_length": 64}
+    ids = {"bos_token_id": None, "eos_token_id": [257, 9], "pad_token_id": 258}
+    version = {"transformers_version": "4.51.0"}
+    (source / GENERATION).write_text(json.dumps(defaults | ids | version))
+    # The tokenizer has a BOS, which the model does not use.
+    values = json.loads((source / CONFIG).read_text())
+    (source / CONFIG).write_text(json.dumps(values | {"bos_token_id": None}))
+    params, config, tokenizer = load(source)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (256, (257, 9))
+    save_hf(out, params, config, tokenizer)
+    assert json.loads((out / GENERATION).read_text()) == defaults | ids
+    assert json.loads((out / CONFIG).read_text()) | ids == json.loads((out / CONFIG).read_text())
+    tokenizer.save(tmp_path / "run")  # as a run folder keeps it
+    again = load_tokenizer(tmp_path / "run")
+    assert (again.generation, again.eos_ids) == (tokenizer.generation, tokenizer.eos_ids)
+    longer = config.replace(rope=Linear(theta=5e4, factor=2.0))
+    save_hf(out, params, longer, again, overwrite=True)
+    assert json.loads((out / GENERATION).read_text()) == defaults | ids | {"max_length": 128}
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

@@ -57,7 +57,7 @@ def test_the_command_merges_a_published_folder_into_its_base(tmp_path, capsys):
     assert not any("mlp" in name for name in changed) and len(changed) == 3 * (4 + 2) + 3
 
     written = json.loads((tmp_path / "dst" / "config.json").read_text())
-    assert written["vocab_size"] == NEW_ROWS and written["max_position_embeddings"] == 64
+    assert written["vocab_size"] == NEW_ROWS and written["max_position_embeddings"] == 256
     assert written["rope_scaling"] == {"type": "linear", "factor": 4.0}  # ceil(200 / 64)
     assert load(tmp_path / "dst")[1].rope == Linear(theta=5e4, factor=4.0)
 
