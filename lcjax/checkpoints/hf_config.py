@@ -254,12 +254,14 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
             f"{where}: rope_parameters of model_type={hf['model_type']!r} must have the sections"
             f" {FULL} and {SLIDING}: transformers ignores keys beside them"
         )
-    if scaling and not (scaling.get("rope_type") or full.get("type")):
+    full = (full or {"rope_type": "default"}) | scaling
+    kind, stated = (x.get("rope_type") or x.get("type") for x in (full, scaling))
+    if scaling and kind != stated:
         raise InputError(
             f"{where}: rope_scaling of model_type={hf['model_type']!r} must name its rope_type:"
             " transformers ignores a type"
         )
-    for section in (full | scaling, sliding):
+    for section in (full, sliding):
         if not section.get("truncate", True):
             raise InputError(
                 f"{where}: truncate={section['truncate']} is ignored by transformers in sections of"
@@ -267,10 +269,10 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
             )
     theta = hf.get("rope_theta") or theta
     top = {"rope_scaling": None, "original_max_position_embeddings": None, "rope_theta": theta}
-    rope = from_hf(hf | top | {"rope_parameters": full | scaling})
+    rope = from_hf(hf | top | {"rope_parameters": full})
     local_theta = hf.get(family.local_theta_key) or family.local_theta
-    stated = {"rope_theta": local_theta, "max_position_embeddings": hf["max_position_embeddings"]}
-    local = from_hf(stated | {"rope_parameters": sliding}).resolve(theta=local_theta, length=length)
+    local = {"rope_theta": local_theta, "max_position_embeddings": hf["max_position_embeddings"]}
+    local = from_hf(local | {"rope_parameters": sliding}).resolve(theta=local_theta, length=length)
     return rope.resolve(theta=theta, length=length), local
 
 

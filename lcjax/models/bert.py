@@ -118,6 +118,7 @@ class BertConfig:
             ("is_decoder", (None, False)),
             ("add_cross_attention", (None, False)),
             ("projection_dim", (None, 0)),
+            ("per_layer_config", (None, {})),
         ):
             if hf.get(key) not in allowed:
                 raise InputError(

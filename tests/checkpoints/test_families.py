@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -613,3 +615,79 @@ def test_a_stored_head_of_a_tied_config_counts_as_in_transformers(tmp_path, stor
     assert config.tie_embeddings == (stored == "the head alone")
     messages = [str(one.message) for one in caught if "lm_head.weight differs" in str(one.message)]
     assert len(messages) == (not config.tie_embeddings)
+
+
+# Other values than the default of the keys that transformers' classes read.
+OTHER_VALUES = {
+    **dict.fromkeys(("hidden_act", "hidden_activation"), ("relu",)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qk_layernorm"), (True,)),
+    **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
+    **dict.fromkeys(("use_bidirectional_attention", "per_layer_config"), (True, {"0": {}})),
+    **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), (3,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (1.5,)),
+    **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), (3.0,)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar"), (3.0,)),
+    **dict.fromkeys(("router_jitter_noise", "router_aux_loss_coef"), (0.5,)),
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size"), (96,)),
+    **dict.fromkeys(("vocab_size", "num_attention_heads", "moe_intermediate_size"), (96,)),
+    **dict.fromkeys(("head_dim", "max_position_embeddings"), (64,)),
+    "num_key_value_heads": (4,),
+    "sliding_window": (5,),
+    "use_sliding_window": (False,),
+    "max_window_layers": (1,),
+    "layer_types": (["full_attention"] * 4,),
+    "is_causal": (False,),
+    "partial_rotary_factor": (0.25,),
+    "original_max_position_embeddings": (16,),
+    "rope_parameters": ({"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},),
+    "decoder_sparse_step": (2,),
+    "mlp_only_layers": ([0],),
+    "no_rope_layers": ([0, 1, 1, 0],),
+    "no_rope_layer_interval": (2,),
+}
+# Keys without effect on the logits of a text; the last ones are for images.
+NO_EFFECT = {
+    *("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "pretraining_tp"),
+    *("use_cache", "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
+    *("image_token_index", "boi_token_index", "eoi_token_index"),
+}
+# Keys that a class has and does not use, or for other values of another key.
+UNUSED = {
+    *(("olmoe", "num_local_experts"), ("olmoe", "sliding_window")),
+    ("phi3", "original_max_position_embeddings"),
+}
+SWITCHED_ON = {
+    "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2,
+    "num_hidden_layers": 4, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2,
+}
+
+
+def keys_read(kind):
+    """The keys of config.json that the installed transformers reads for a model type."""
+    import transformers
+
+    name = kind.removesuffix("_text")
+    folder = Path(transformers.__file__).parent / "models" / name
+    classes = (folder / f"modeling_{name}.py").read_text()
+    fields = (folder / f"configuration_{name}.py").read_text()
+    read = re.findall(r"config\.([a-z]\w*)", classes)
+    read += re.findall(r"getattr\((?:self\.)?config, \"([a-z]\w*)\"", classes)
+    read += re.findall(r"^    ([a-z]\w*): .*=", fields, re.MULTILINE)
+    return {*read, "is_causal", "per_layer_config"} - NO_EFFECT
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_key_that_transformers_reads_is_computed_or_refused(kind):
+    hf = SIZES | SWITCHED_ON | {"model_type": kind}
+    config, ignored = config_from_hf(hf), []
+    for key in sorted(keys_read(kind)):
+        assert key in OTHER_VALUES, f"transformers reads a new key of {kind}: {key}"
+        for value in OTHER_VALUES[key]:
+            try:
+                ignored += [key] * (config_from_hf(hf | {key: value}) == config)
+            except InputError:
+                continue
+    ignored = {key for key in ignored if ignored.count(key) == len(OTHER_VALUES[key])}
+    assert ignored == {key for name, key in UNUSED if name == kind}

@@ -1,5 +1,6 @@
 """Configs of the four families, in both spellings, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -295,6 +296,45 @@ def test_the_dual_chunk_attention_of_qwen_is_read_and_written():
         config_from_hf(QWEN_1M | {name: 3})
     with pytest.raises(InputError, match="has no qwen2 model with .*growth='square'"):
         config_to_hf(config.replace(pattern=DualChunk()))
+
+
+OLMO3 = LLAMA2 | {"model_type": "olmo3"}
+OLD_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("layers", [{}, {"layer_types": [FULL] * 32}])
+def test_forms_of_layers_with_two_ropes_that_transformers_ignores_are_refused(layers):
+    hf, yarn = OLMO3 | layers, OLD_YARN | {"rope_type": "yarn"}
+    full = {"rope_parameters": {FULL: OLD_YARN}}
+    expected = config_from_hf(hf | {"rope_scaling": yarn})
+    assert expected.rope == Yarn(theta=5e5, factor=4.0, original_length=4096)
+    assert config_from_hf(hf | full) == config_from_hf(hf | full | {"rope_scaling": yarn})
+    assert config_from_hf(hf | full | {"rope_scaling": OLD_YARN}) == expected
+    for changes, words in (
+        ({"rope_scaling": OLD_YARN}, "rope_scaling of model_type='olmo3' must name its rope_type"),
+        ({"rope_parameters": yarn}, "must have the sections full_attention and sliding_attention"),
+        ({"rope_scaling": yarn | {"truncate": False}}, "truncate=False is ignored by"),
+    ):
+        with pytest.raises(InputError, match=words):
+            config_from_hf(hf | changes)
+    exact = dataclasses.replace(expected.rope, truncate=False)
+    with pytest.raises(InputError, match="transformers reads no truncate=false in models with"):
+        config_to_hf(expected.replace(rope=exact))
+    null = config_from_hf(LLAMA2 | {"rope_scaling": yarn | {"truncate": None}})
+    assert null.rope == dataclasses.replace(exact, theta=1e4)  # as transformers reads it
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "olmoe", "gemma2", "gemma3_text"])
+def test_models_of_other_masks_are_refused(kind):
+    gemma = {"hidden_activation": "gelu_pytorch_tanh"} if "gemma" in kind else {}
+    hf = LLAMA2 | {"model_type": kind} | gemma
+    for key, value in (
+        *(("is_causal", False), ("per_layer_config", {"0": {"rms_norm_eps": 0.1}})),
+        *((("use_bidirectional_attention", True),) if gemma else ()),
+        *((("attn_logit_softcapping", 50.0),) if kind == "gemma3_text" else ()),
+    ):
+        with pytest.raises(InputError, match=f"{key}=.* is not supported for model_type='{kind}'"):
+            config_from_hf(hf | {key: value})
 
 
 GEMMA2, GRANITE = LLAMA2 | {"model_type": "gemma2"}, LLAMA2 | {"model_type": "granite"}
