@@ -276,10 +276,18 @@ def test_settings_of_training_alone_change_nothing(tmp_path):
         **dict.fromkeys(("layer_replication", "megatron_config", "trainable_token_indices")),
         **dict.fromkeys(("arrow_config", "kasa_config", "use_bdlora", "target_parameters")),
         **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_rslora"), False),
-        "qalora_group_size": 16, "megatron_core": "megatron.core", "peft_version": "0.21.2",
-        "loftq_config": {}, "rank_pattern": {}, "alpha_pattern": {}, "lora_dropout": 0.1,
-        "target_modules": ["q_proj"], "init_lora_weights": "eva", "eva_config": {"rho": 2.0},
-        "layers_to_transform": [0, 1, 2], "exclude_modules": ["v_proj"],
+        "qalora_group_size": 16,
+        "megatron_core": "megatron.core",
+        "peft_version": "0.21.2",
+        "loftq_config": {},
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "lora_dropout": 0.1,
+        "target_modules": ["q_proj"],
+        "init_lora_weights": "eva",
+        "eva_config": {"rho": 2.0},
+        "layers_to_transform": [0, 1, 2],
+        "exclude_modules": ["v_proj"],
     }
     write_peft(tmp_path / "lora", pairs, tmp_path / "base", **usual)
     want = merged(base, pairs, 2.0)

@@ -659,8 +659,13 @@ UNUSED = {
     ("phi3", "original_max_position_embeddings"),
 }
 SWITCHED_ON = {
-    "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2,
-    "num_hidden_layers": 4, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "max_window_layers": 2,
+    "num_hidden_layers": 4,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
 }
 
 
