@@ -24,6 +24,7 @@ from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.prompt import Segment, document_segments
 from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.files import parse_json
+from lcjax.storage import check_regular
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -56,6 +57,7 @@ def rows(
     Raises:
       InputError: No line has the fields.
     """
+    check_regular(path)
     has_rows = False
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):

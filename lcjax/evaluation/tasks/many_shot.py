@@ -26,6 +26,7 @@ from lcjax.evaluation.tasks import local_files, longbench
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, by_name
 from lcjax.evaluation.tasks.icl import likeliest, option_ids, option_losses
 from lcjax.evaluation.tasks.longbench import LongBench
+from lcjax.storage import check_regular
 
 SHOTS = (1, 5, 10, 25, 50, 75, 100, 200, 300, 400, 500, 625, 750, 875, 1000)
 OPTION_SCORES = ("options", "options_norm")
@@ -201,6 +202,7 @@ def _option_scores(fields: Record) -> dict[str, float]:
 
 def _label_file(path: Path) -> list[tuple[int, str, str]]:
     """Reads number, question and class of every line `CLASS:fine question` of TREC's file."""
+    check_regular(path)
     rows = []
     for number, line in enumerate(path.read_text(encoding="latin-1").splitlines(), 1):
         code, _, question = line.partition(" ")
