@@ -290,14 +290,14 @@ class JsonTokenizer(_PublishedTokenizer):
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
         backend = self._backend("string" if allow_special else "never")
-        return backend.encode(text, add_special_tokens=False).ids
+        return _encoding(backend, text).ids
 
     def spans(self, text: str) -> list[Span]:
         check_text(text)
-        return self._backend("never").encode(text, add_special_tokens=False).offsets
+        return _encoding(self._backend("never"), text).offsets
 
     def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
-        encoding = self._backend("string").encode(text, add_special_tokens=False)
+        encoding = _encoding(self._backend("string"), text)
         if not literal:
             return encoding.ids, encoding.offsets
         specials = self._specials_in(text, encoding)
@@ -305,7 +305,7 @@ class JsonTokenizer(_PublishedTokenizer):
             if any(start <= i < start + len(string) for i in literal):
                 del specials[start]
         text = chat.with_aliases(text, specials, self._aliases)
-        encoding = self._backend("alias").encode(text, add_special_tokens=False)
+        encoding = _encoding(self._backend("alias"), text)
         if len(self._specials_in(text, encoding, self._aliases)) < len(specials):
             raise InputError(
                 "a message holds the string of a special token, which this tokenizer cannot tell"
@@ -337,6 +337,13 @@ class JsonTokenizer(_PublishedTokenizer):
     def save(self, folder: str | Path) -> None:
         settings = self._settings | self._specials.settings(self.token)
         self._save(folder, "tokenizer.json", self._json.encode(), settings)
+
+
+def _encoding(backend: Any, text: str) -> Any:
+    """Encodes a text; other threads run while a long one is encoded, as `encode` prevents."""
+    if len(text) < 10_000:
+        return backend.encode(text, add_special_tokens=False)
+    return backend.encode_batch([text], add_special_tokens=False)[0]
 
 
 class SentencePieceTokenizer(_PublishedTokenizer):

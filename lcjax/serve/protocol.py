@@ -34,7 +34,7 @@ from lcjax.serve.engine import MAX_TOP
 
 MAX_ROWS = 1024  # texts of one request
 _MESSAGE = ("role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id")
-MAX_VALUES = 2**22  # values of a body, which JSON's parser reads in about a second
+MAX_VALUES = 2**21  # values of a body, which JSON's parser reads in half a second
 MAX_STOPS, MAX_STOP = 64, 1024  # stop strings of a request, and characters of each
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",

