@@ -385,7 +385,12 @@ def _read(config: dict) -> Rope:
             f"rope_parameters has a section for each of {', '.join(layers)}: models whose layers "
             "rotate differently are not supported; use a model with one position method"
         )
-    theta = rope.get("rope_theta", config.get("rope_theta", new.get("rope_theta")))
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None and (ignored := new.get("rope_theta")) is not None:
+        raise InputError(
+            f"rope_parameters.rope_theta={ignored!r:.40} is beside rope_scaling, for which"
+            " transformers reads rope_theta from the top of the config; write it there"
+        )
     kind = rope.get("rope_type") or rope.get("type")
     if kind is None and "factor" in rope:
         raise InputError(f"rope_scaling={rope!r:.60} has a factor and no rope_type; give it one")

@@ -239,6 +239,10 @@ def test_rope_parameters_that_contradict_lcjax_rope_raise_input_error():
         ),
         ({"rope_scaling": {"type": "longrope"}}, r"rope_parameters\.short_factor=None"),
         ({"rope_theta": "big"}, r"rope_parameters\.rope_theta='big'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5}},
+            r"rope_parameters\.rope_theta=5 is beside rope_scaling, .* top of the config; write it",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"full_attention"),
         ({"lcjax_rope": {"type": "nkt"}}, r"lcjax_rope\.type='nkt' .* known: .*ntk"),
         ({"lcjax_rope": {"type": "ntk", "beta": 1}}, r"lcjax_rope has unknown keys beta"),
