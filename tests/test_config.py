@@ -3,6 +3,7 @@
 import re
 import sys
 import types
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -459,6 +460,17 @@ def test_a_disk_that_fails_is_one_line_and_its_traceback_lies_in_the_run_folder(
     said = f"error: [Errno 28] No space left on device{note}\n"
     assert capsys.readouterr().err == said
     assert "in full_disk" in file.read_text()
+
+
+def test_warnings_of_a_script_are_one_line_without_a_place_in_the_source(capsys):
+    def run(_):
+        # As without pytest, which collects warnings.
+        print(warnings.formatwarning("a row\nis left out", UserWarning, "file.py", 7), end="")
+        assert "file.py:7" in warnings.formatwarning("old", DeprecationWarning, "file.py", 7)
+
+    assert config.main(Job, run, []) == 0
+    assert capsys.readouterr().out == "warning: a row is left out\n"
+    assert "file.py:7" in warnings.formatwarning("x", UserWarning, "file.py", 7)
 
 
 def broken_disk(_):

@@ -183,7 +183,8 @@ _KINDS = {
     ("_scale", "attention.scale", "_softcapping", "original_context_length"): "number",
     ("general.architecture", "scaling.type", "ggml.model", "ggml.pre", "chat_template"): "text",
     ("ggml.tokens", "ggml.merges"): "list of text",
-    ("ggml.scores", "ggml.token_type"): "list of numbers",
+    ("ggml.scores",): "list of numbers",
+    ("ggml.token_type",): "list of token types, 0 to 6",
     ("add_bos_token", "add_space_prefix"): "flag",
 }
 _HOLDS = {
@@ -191,6 +192,9 @@ _HOLDS = {
     "text": lambda v: isinstance(v, str),
     "list of text": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
     "list of numbers": lambda v: isinstance(v, list) and all(map(_is_number, v)),
+    "list of token types, 0 to 6": lambda v: (
+        isinstance(v, list) and all(type(x) is int and 0 <= x <= 6 for x in v)
+    ),
     "flag": lambda v: isinstance(v, bool),
 }
 

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -329,6 +330,15 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
     return report.code
 
 
+_default_format = warnings.formatwarning
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *place: typing.Any) -> str:
+    if category is UserWarning:
+        return f"warning: {' '.join(str(message).split())}\n"
+    return _default_format(message, category, *place)
+
+
 class ErrorReport:
     """Prints errors of a script and sets its exit code; a context manager.
 
@@ -337,7 +347,8 @@ class ErrorReport:
     - OSError during a run: exit code 1, and the traceback goes to the run folder;
     - KeyboardInterrupt during a run: exit code 130.
 
-    If nobody reads stdout any more (`| head`), it prints nothing: exit code 141, that of SIGPIPE.
+    A UserWarning is one line, too, without its place in the source. If nobody reads stdout any more
+    (`| head`), it prints nothing: exit code 141, that of SIGPIPE.
 
     Attributes:
       config: the config of the script, once it is parsed.
@@ -349,9 +360,11 @@ class ErrorReport:
         self.code = 0
 
     def __enter__(self) -> "ErrorReport":
+        warnings.formatwarning = _format_warning
         return self
 
     def __exit__(self, kind, error: BaseException | None, _) -> bool:
+        warnings.formatwarning = _default_format
         if isinstance(error, KeyboardInterrupt) and self.config is not None:
             # The training loop's message names the saved step and how to continue.
             text = one_line(error) if str(error) else "nothing to save"

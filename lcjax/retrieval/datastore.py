@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import numbers
 import re
 import shutil
 import sys
@@ -317,6 +318,7 @@ class Datastore:
 
     def passages(self, rows: Sequence[int]) -> list[Passage]:
         """Returns the passages of `rows`, in the order of `rows`."""
+        rows = _list_of(numbers.Integral, "rows", rows, "[0, 7]")
         return [self._passage(int(row)) for row in rows]
 
     def _passage(self, row: int) -> Passage:
@@ -337,7 +339,7 @@ class Datastore:
 
         Reads the ids of all passages.
         """
-        ids, rows = set(ids), {}
+        ids, rows = set(_list_of(str, "ids", ids, "['book.txt#0-97']")), {}
         for shard, start in zip(self.index["shards"], self._starts):
             table = _read_table(self.folder / f"{shard['name']}.parquet", None, ["id"])
             for i, passage in enumerate(table.column("id").to_pylist()):
@@ -591,7 +593,7 @@ class Datastore:
         Raises:
           InputError: an id does not exist, or no passage would remain. Nothing is deleted then.
         """
-        ids = list(dict.fromkeys(ids))
+        ids = list(dict.fromkeys(_list_of(str, "ids", ids, "['book.txt#0-97']")))
         with RunLock(self.folder, "folder"):
             self._open()
             rows = self.rows(ids)
@@ -788,3 +790,12 @@ def _read_deleted(out: Path, num_rows: int) -> np.ndarray | None:
             f"{path} is damaged: copy it again, or remove it to undo all deletions"
         ) from None
     return valid
+
+
+def _list_of(kind: type, name: str, values: Any, example: str) -> list:
+    """Returns an argument as a list; raises an InputError unless it holds values of a type."""
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        values = list(values)
+        if all(isinstance(value, kind) for value in values):
+            return values
+    raise InputError(f"{name}={values!r:.60} must be a list, such as {example}")

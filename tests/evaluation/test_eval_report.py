@@ -329,3 +329,10 @@ def test_a_report_that_is_stopped_leaves_no_file_half_written(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         report.write(tmp_path, {}, {}, order=(), published=(), notes="trainings", environment={})
     assert (tmp_path / name).read_text() == "of before"
+
+
+def test_columns_of_examples_vary_and_are_shown_nowhere_else():
+    shown_elsewhere = ("ids", "finish", "nan", "template", "prompt_tokens", "max_new_tokens")
+    fields = (*shown_elsewhere, "decoder", "nll", "decoder_passages", "bytes", "depth")
+    records = [dict.fromkeys(fields, value) | {"task": "same"} for value in (2, 3)]
+    assert page._columns(records) == ["depth"]

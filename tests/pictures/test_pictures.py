@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tiny_lm import ids, sharp_lm
 
@@ -251,6 +252,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
     assert command.main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_wavelengths_are_full_turns_of_the_frequencies(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: lines.extend(
+        line.get_ydata() for line in figure.axes[0].get_lines()
+    ))  # fmt: skip
+    rope = Linear(theta=100.0, factor=4.0)
+    pictures.rope_picture({"a $ b_": rope}, tmp_path / "a.png", head_dim=8, length=64, theta=100.0)
+    np.testing.assert_allclose(lines[0], 2 * np.pi / rope.frequencies(8, 64)[0], rtol=1e-6)
 
 
 def test_a_prompt_file_that_is_not_utf_8_is_named(tmp_path, capsys):

@@ -292,6 +292,10 @@ def test_deleted_passages_are_never_found_and_k_others_are(text, tmp_path):
     for unknown in (before[0], "nothing"):  # a deleted one, too
         with pytest.raises(InputError, match=f"has no passage {unknown.split('#')[0]}"):
             store.delete([before[9], unknown])
+    for wrong in (None, 7, "harbour", b"x", [None], [1.5]):
+        for method in (store.passages, store.rows, store.delete):
+            with pytest.raises(InputError, match="must be a list, such as"):
+                method(wrong)
     assert len(store) == store.num_rows - 5
     # a deleted document can come back
     (passage,) = [p for p in store.passages(range(store.num_rows)) if p.id == before[0]]

@@ -357,3 +357,7 @@ def test_a_file_that_is_not_the_official_one_raises_input_error(files, tmp_path)
     task = dataclasses.replace(Ruler(**own), squad=str(tmp_path / "bad.json"))
     with pytest.raises(InputError, match="bad.json is not dev-v2.0.json"):
         task.check(Limits((4096,)), "tasks.0")
+
+
+def test_a_task_has_a_hundred_questions_unless_the_config_says_so():
+    assert Ruler().samples == 100

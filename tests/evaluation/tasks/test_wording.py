@@ -12,6 +12,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.icl import Icl
 from lcjax.evaluation.tasks.infinitebench import InfiniteBench
+from lcjax.evaluation.tasks.local_files import template_fields
 from lcjax.evaluation.tasks.longbench import LongBench
 from lcjax.evaluation.tasks.many_shot import ManyShot
 from lcjax.evaluation.tasks.needles import KvRetrieval, Niah, Passkey
@@ -219,3 +220,8 @@ def test_cepes_prompts_are_those_of_its_code(data):
         assert texts[name].endswith(tail), name
         instruction = texts[name].removeprefix(f"{header}:\n{STORY}{gap}").removesuffix(tail)
         assert re.match("(Instruction: )?You are ", instruction) and "\n" not in instruction
+
+
+def test_records_name_a_wording_by_twelve_digits_of_its_sha_256_sum():
+    fields = template_fields("abc", "mine.yaml")
+    assert fields == {"wording": "mine.yaml", "wording_hash": "ba7816bf8f01"}
