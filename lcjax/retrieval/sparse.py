@@ -137,7 +137,13 @@ class SparseIndex:
             return np.zeros(len(self), np.float32), has_word
         starts, texts = bm25.scores["indptr"], bm25.scores["indices"]
         for i in set(ids):
-            has_word[texts[starts[i] : starts[i + 1]]] = True
+            rows = texts[starts[i] : starts[i + 1]]
+            if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+                raise InputError(
+                    "the index of words is damaged: it names a text outside of 0 ..."
+                    f" {len(self) - 1}; copy the datastore again, or build it again"
+                )
+            has_word[rows] = True
         return bm25.get_scores_from_ids(ids), has_word
 
     def search(

@@ -58,7 +58,7 @@ def test_a_damaged_file_at_a_url_is_named(tmp_path):
     write(url, checksums=True)
     data = (url / "config.json").read_bytes()
     (url / "config.json").write_bytes(data.replace(b"64", b"65"))
-    with pytest.raises(InputError, match="model: config.json is not as it was written"):
+    with pytest.raises(InputError, match="model/config.json is not as it was written"):
         load(url)
 
 
@@ -130,7 +130,8 @@ def test_convert_reads_and_writes_urls(tmp_path, capsys):
     url = memory("models")
     assert main([str(tmp_path / "src"), f"{url}/model"]) == 0
     assert main([f"{url}/model", str(tmp_path / "dst")]) == 0
-    assert content(tmp_path / "dst") == content(tmp_path / "src")
+    without_sums = {n: d for n, d in content(tmp_path / "dst").items() if n != CHECKSUMS}
+    assert without_sums == content(tmp_path / "src")
     capsys.readouterr()
     for words, message in [
         ([f"{url}/model", f"{url}/model"], "overlaps SRC="),
