@@ -210,5 +210,6 @@ def chat_tokenizer(kind, form):
         chat_template=FORMS[form],
     )
     if kind == "sentencepiece":
-        return SentencePieceTokenizer(made, specials, added=added)
+        tokens = {i: {"content": text, "special": True} for text, i in added.items()}
+        return SentencePieceTokenizer(made, specials, added=tokens)
     return JsonTokenizer(made, specials)

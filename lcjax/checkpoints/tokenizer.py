@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +30,17 @@ GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", GENERATION)
 _SPECIAL = ("<s>", "</s>", "<pad>")  # of `ByteTokenizer`
 _BYTES = 256
+# Appended to a sentencepiece model: `normalizer_spec { add_dummy_prefix: false }`.
+NO_PREFIX = b"\x1a\x02\x18\x00"
+_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of `AddedToken`
+_NO_FLAGS: dict[str, Any] = dict.fromkeys(_FLAGS, False)
+# What `clean_up_tokenization_spaces` of transformers replaces, in this order.
+_CLEAN_UP = {f" {end}": end for end in (".", "?", "!", ",")} | {" ' ": "'"}
+_CLEAN_UP |= {f" {end}": end for end in ("n't", "'m", "'s", "'ve", "'re")}
+_CLEAN_UP_KEYS = (  # the second one is needed for BPE
+    "clean_up_tokenization_spaces",
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+)
 # Text that pre-tokenizers split differently: digits, spaces, newlines, case, contractions, accents
 # in two normal forms, other scripts, characters outside a vocabulary, code.
 _PROBE = (
@@ -108,24 +119,49 @@ class Specials:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     unk_id: int | None = None
-    chat_template: str | None = None
+    # One template, or several by their names, of which transformers uses `tool_use` if there are
+    # tools, else `default`.
+    chat_template: str | dict[str, str] | None = None
     add_bos: bool = False
     max_length: int | None = None
+    # Strings of the tokens that a folder names (`bos_token`, `image_token`); None: those of the ids
+    names: dict[str, str] | None = None
 
     def strings(self, token: Callable[[int], str | None]) -> dict[str, str]:
         """Returns the tokens' strings by the names of transformers' configs: `bos_token`, ..."""
+        if self.names is not None:
+            return self.names
         eos = self.eos_ids[0] if self.eos_ids else None
         ids = {"bos": self.bos_id, "eos": eos, "pad": self.pad_id, "unk": self.unk_id}
         texts = {f"{name}_token": token(i) for name, i in ids.items() if i is not None}
         return {name: text for name, text in texts.items() if text is not None}
 
+    def template(self, tools: Any) -> str | None:
+        """Returns the template of a conversation with these `tools` (None: without tools)."""
+        if not isinstance(self.chat_template, dict):
+            return self.chat_template
+        name = "tool_use" if tools is not None and "tool_use" in self.chat_template else "default"
+        if name not in self.chat_template:
+            raise InputError(
+                f"chat_template: the tokenizer has only templates named"
+                f" {', '.join(sorted(self.chat_template))}; name one of them default"
+            )
+        return self.chat_template[name]
+
     def settings(self, token: Callable[[int], str | None]) -> dict[str, Any]:
         """Returns the keys of `tokenizer_config.json` that all kinds of tokenizers have."""
-        settings: dict[str, Any] = self.strings(token)
-        settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": self.add_bos}
+        settings: dict[str, Any] = dataclasses.replace(self, names=None).strings(token)
+        if self.names is not None:
+            if not self.add_bos:  # a folder may not name the BOS of the model's configs
+                settings.pop("bos_token", None)
+            settings |= self.names
+        settings["add_bos_token"] = self.add_bos
         if self.max_length:
             settings["model_max_length"] = self.max_length
-        if self.chat_template:
+        if isinstance(self.chat_template, dict):
+            named = [{"name": k, "template": text} for k, text in self.chat_template.items()]
+            settings["chat_template"] = named
+        elif self.chat_template:
             settings["chat_template"] = self.chat_template
         return settings
 
@@ -205,7 +241,7 @@ class _PublishedTokenizer(_ChatTokenizer):
         # As in transformers, a variable may replace the string of a special token.
         variables = self._specials.strings(self.token) | variables
         return render_template(
-            self._specials.chat_template,
+            self._specials.template(variables.get("tools")),
             messages,
             **variables | {"add_generation_prompt": add_generation_prompt},
         )
@@ -224,12 +260,24 @@ class JsonTokenizer(_PublishedTokenizer):
     """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
 
     def __init__(self, backend: Any, specials: Specials, *, settings: dict[str, Any] | None = None):
-        """Wraps `backend`; `settings` is its `tokenizer_config.json`, which `save` writes again."""
+        """Wraps `backend`.
+
+        Args:
+          backend: a `tokenizers.Tokenizer`.
+          specials: its special tokens; with `add_bos`, `save` writes a post-processor that adds
+            BOS, because transformers asks nothing else.
+          settings: its `tokenizer_config.json`, which `save` writes again.
+        """
         super().__init__(specials)
         backend.no_truncation()
         backend.no_padding()
+        if specials.add_bos and specials.bos_id is not None:
+            _add_bos(backend, specials.bos_id)
         self._json = backend.to_str()
-        self._settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
+        self._settings = settings or {}
+        self._splits_special = bool(self._settings.get("split_special_tokens"))
+        keys = _CLEAN_UP_KEYS[: 1 + (type(backend.model).__name__ == "BPE")]
+        self._cleans_up = all(self._settings.get(key) for key in keys)
         self._backends: dict[str, Any] = {}
         # Ids may have gaps: the model needs a row for the highest one.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -257,8 +305,13 @@ class JsonTokenizer(_PublishedTokenizer):
         """Returns the JSON with other names for special tokens, which no text contains."""
         values = json.loads(self._json)
         model, names = values["model"], self._aliases
+        normalizer = self._backend("string").normalizer
+        normalize = str if normalizer is None else normalizer.normalize_str
         for token in values["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
+            if alias := names.get(token["content"]):
+                token["content"] = alias
+                # Some normalizers remove its characters.
+                token["normalized"] &= alias in normalize(alias)
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(text, text): i for text, i in model["vocab"].items()}
         else:
@@ -289,6 +342,7 @@ class JsonTokenizer(_PublishedTokenizer):
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
+        allow_special = allow_special and not self._splits_special
         backend = self._backend("string" if allow_special else "never")
         return _encoding(backend, text).ids
 
@@ -297,8 +351,9 @@ class JsonTokenizer(_PublishedTokenizer):
         return _encoding(self._backend("never"), text).offsets
 
     def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
-        encoding = _encoding(self._backend("string"), text)
-        if not literal:
+        backend = self._backend("never" if self._splits_special else "string")
+        encoding = _encoding(backend, text)
+        if not literal or self._splits_special:
             return encoding.ids, encoding.offsets
         specials = self._specials_in(text, encoding)
         for start, string in list(specials.items()):
@@ -329,14 +384,37 @@ class JsonTokenizer(_PublishedTokenizer):
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         ids = [int(i) for i in ids]
-        return self._backend("string").decode(ids, skip_special_tokens=skip_special)
+        text = self._backend("string").decode(ids, skip_special_tokens=skip_special)
+        for old, new in _CLEAN_UP.items() if self._cleans_up else ():
+            text = text.replace(old, new)
+        return text
 
     def token(self, index: int) -> str | None:
         return self._backend("string").id_to_token(index)
 
     def save(self, folder: str | Path) -> None:
-        settings = self._settings | self._specials.settings(self.token)
-        self._save(folder, "tokenizer.json", self._json.encode(), settings)
+        # Of other classes, transformers 5 replaces the normalizer and pre-tokenizer of the file.
+        settings = self._settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        self._save(
+            folder,
+            "tokenizer.json",
+            self._json.encode(),
+            settings | self._specials.settings(self.token),
+        )
+
+
+def _add_bos(backend: Any, bos_id: int) -> None:
+    """Makes `backend` put BOS before a text if special tokens are asked for."""
+    from tokenizers import processors
+
+    if backend.encode("a", add_special_tokens=True).ids[:1] == [bos_id]:
+        return
+    bos = backend.id_to_token(bos_id)
+    backend.post_processor = processors.TemplateProcessing(
+        single=["$A"] if bos is None else [bos, "$A"],
+        pair=["$A", "$B"] if bos is None else [bos, "$A", bos, "$B"],
+        special_tokens=[] if bos is None else [(bos, bos_id)],
+    )
 
 
 def _encoding(backend: Any, text: str) -> Any:
@@ -349,9 +427,11 @@ def _encoding(backend: Any, text: str) -> Any:
 class SentencePieceTokenizer(_PublishedTokenizer):
     """A sentencepiece model, with tokens that were added to it (`<pad>` beyond its vocabulary).
 
-    Text is encoded as in Meta's Llama reference: the model's normaliser adds a space before the
-    text, and no control token is read from it. With `allow_special`, each part between special
-    tokens is encoded as a separate text.
+    Ordinary text is encoded by sentencepiece, with the model's normaliser, as in Meta's Llama
+    reference; no control token is read from it. Added tokens that are not special are read from
+    every text, and special ones with `allow_special`. Each part between them is encoded as a
+    separate text, which begins with sentencepiece's prefix space, or without `legacy` as a
+    continuation of the text before it.
     """
 
     def __init__(
@@ -359,84 +439,184 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         model: bytes,
         specials: Specials | None = None,
         *,
-        added: dict[str, int] | None = None,
+        added: Mapping[int, Mapping[str, Any]] | None = None,
+        settings: dict[str, Any] | None = None,
+        legacy: bool = True,
         where: str = "tokenizer.model",
     ):
+        """Opens a model.
+
+        Args:
+          model: the content of `tokenizer.model`.
+          specials: its special tokens; None: those that the model names.
+          added: tokens by their ids, as in `added_tokens_decoder` of `tokenizer_config.json`:
+            "content", and the flags of `tokenizers.AddedToken`.
+          settings: its `tokenizer_config.json`, which `save` writes again.
+          legacy: whether a prefix space precedes text after special tokens, or only at the start.
+          where: the file's name in errors.
+        """
         self._model = model
-        self._loaded = processor = _processor(model, where)
+        self._loaded: dict[Any, Any] = {}
+        processor = self._processor(where=where)
         super().__init__(specials or _specials_of(processor))
+        self._settings, self._legacy = settings, legacy
+        self._splits_special = bool((settings or {}).get("split_special_tokens"))
         pieces = range(processor.get_piece_size())
-        self.special_ids = {
-            processor.id_to_piece(i): i for i in pieces if processor.is_control(i)
-        } | (added or {})
-        self._strings = {i: text for text, i in self.special_ids.items()}
-        self.vocab_size = max([len(pieces), *(i + 1 for i in self.special_ids.values())])
+        self._tokens: dict[int, dict[str, Any]] = {
+            i: _NO_FLAGS | {"special": True, "content": processor.id_to_piece(i)}
+            for i in pieces
+            if processor.is_control(i) or i == self.unk_id
+        }
+        self._tokens |= {i: _NO_FLAGS | token for i, token in (added or {}).items()}
+        self.special_ids = {token["content"]: i for i, token in self._tokens.items()}
+        self.vocab_size = max([len(pieces), *(i + 1 for i in self._tokens)])
+        # A piece with a text: ids that follow it are decoded as the continuation of a text.
+        names = (processor.id_to_piece(i) for i in pieces if i not in self._tokens)
+        self._anchor = next((p for p in names if p.isalnum() and not p.startswith("▁")), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}
+        return self.__dict__ | {"_loaded": {}}  # worker processes open the model again
 
-    @property
-    def _processor(self) -> Any:
-        if self._loaded is None:  # unpickled in a worker process
-            self._loaded = _processor(self._model, "tokenizer.model")
-        return self._loaded
+    def _processor(self, *, prefix: bool = True, where: str = "tokenizer.model") -> Any:
+        """Returns the model; without `prefix`, it puts no space before a text."""
+        if prefix not in self._loaded:
+            # Of two normaliser messages, protocol buffers merge the fields.
+            model = self._model if prefix else self._model + NO_PREFIX
+            self._loaded[prefix] = _processor(model, where)
+        return self._loaded[prefix]
 
     @cached_property
     def fingerprint(self) -> str:
-        processor = self._processor
+        processor = self._processor()
         vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
         return fingerprint(vocab | self.special_ids, self.encode)
 
+    def _matcher(self, special: str) -> Any:
+        """Returns what finds added tokens, of special ones their string, an alias or none.
+
+        It is a `tokenizers.Tokenizer` in which other parts of a text are "", or None if there are
+        no tokens to be found.
+        """
+        if (key := f"matcher {special}") not in self._loaded:
+            tokens = [t for t in self._tokens.values() if special != "never" or not t["special"]]
+            names = self._aliases if special == "alias" else {}
+            self._loaded[key] = _matcher(
+                token | {"content": names.get(token["content"], token["content"])}
+                for token in tokens
+            )
+        return self._loaded[key]
+
+    def _encode(
+        self, text: str, special: str, aliased: str | None = None
+    ) -> tuple[list[int], list[Span]]:
+        """Returns ids and spans of a text; `aliased` is the text with aliases for tokens."""
+        ids, spans = [], []
+        matches = [(0, (0, len(text)))]
+        if (matcher := self._matcher(special)) is not None:
+            encoding = matcher.encode(text if aliased is None else aliased)
+            matches = zip(encoding.ids, encoding.offsets)
+        for match, (start, end) in matches:
+            if match:
+                name = matcher.id_to_token(match)
+                ids.append(self.special_ids[self._names.get(name, name)])
+                spans.append((start, end))
+                continue
+            part = text[start:end]
+            processor = self._processor(prefix=self._legacy or start == 0)
+            pieces = processor.encode(part, out_type="proto").pieces
+            ids += [piece.id for piece in pieces]
+            # sentencepiece counts bytes; a character's first byte does not begin with bits 10.
+            is_first = (byte & 0xC0 != 0x80 for byte in part.encode())
+            characters = list(accumulate(is_first, initial=start))  # before each byte
+            spans += [(characters[piece.begin], characters[piece.end]) for piece in pieces]
+        return ids, spans
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
-        if not allow_special or not self.special_ids:
-            return self._processor.encode(text)
-        return self._encode_rendered(text, ())[0]
+        special = "string" if allow_special and not self._splits_special else "never"
+        if not self._matcher(special):
+            return self._processor().encode(text)
+        return self._encode(text, special)[0]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern | None:
-        return chat.special_pattern(self.special_ids)
+        return chat.special_pattern(self._aliases)
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        return chat.aliases([t["content"] for t in self._tokens.values() if t["special"]])
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {alias: name for name, alias in self._aliases.items()}
 
     def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
-        specials = chat.find_specials(self._special_pattern, text, literal)
-        return _encode_parts(self, text, specials, self.special_ids)
+        if not literal or self._splits_special:
+            return self._encode(text, "never" if self._splits_special else "string")
+        matches = chat.find_specials(self._special_pattern, text, literal)
+        specials = {match.start(): match.group() for match in matches}
+        return self._encode(text, "alias", chat.with_aliases(text, specials, self._aliases))
 
     def spans(self, text: str) -> list[Span]:
         check_text(text)
-        pieces = self._processor.encode(text, out_type="proto").pieces
-        # sentencepiece counts bytes; the first byte of a character does not begin with the bits 10.
-        is_first = (byte & 0xC0 != 0x80 for byte in text.encode())
-        characters = list(accumulate(is_first, initial=0))  # before each byte
-        return [(characters[piece.begin], characters[piece.end]) for piece in pieces]
+        return self._encode(text, "never")[1]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        runs = groupby((int(i) for i in ids), key=self._strings.__contains__)
-        parts = []
-        for special, run in runs:
-            if not special:
-                # Ids of rows that only pad the embedding have no text.
-                size = self._processor.get_piece_size()
-                parts.append(self._processor.decode([i for i in run if i < size]))
-            elif not skip_special:
-                parts.extend(self._strings[i] for i in run)
-        return "".join(parts)
+        """Returns the text of `ids`; only the very first word loses its prefix space.
+
+        Special tokens are left out with `skip_special`, which joins what they separate.
+        """
+        size = self._processor().get_piece_size()
+        parts: list[str] = []
+        run: list[int] = []
+        for index in map(int, ids):
+            token = self._tokens.get(index)
+            if token is None:
+                run += [index] * (index < size)  # rows that only pad the embedding have no text
+            elif not (skip_special and token["special"]):
+                parts += [self._decode(run, bool(parts)), token["content"]]
+                run = []
+        return "".join([*parts, self._decode(run, bool(parts))])
+
+    def _decode(self, run: list[int], continues: bool) -> str:
+        processor = self._processor()
+        if not continues or self._anchor is None:
+            return processor.decode(run)
+        text = processor.decode([processor.piece_to_id(self._anchor), *run])
+        return text[len(self._anchor) :]
+
+    def find(self, piece: str) -> int | None:
+        """Returns the id of a piece of the model."""
+        processor = self._processor()
+        index = processor.piece_to_id(piece)
+        return index if processor.id_to_piece(index) == piece else None
 
     def token(self, index: int) -> str | None:
-        return self._strings.get(index) or self._processor.id_to_piece(index)
+        token = self._tokens.get(index)
+        return self._processor().id_to_piece(index) if token is None else token["content"]
 
     def save(self, folder: str | Path) -> None:
-        flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
-        added = {
-            str(i): {"content": text, "special": True} | flags
-            for text, i in self.special_ids.items()
-        }
-        settings = self._specials.settings(self.token) | {
-            "tokenizer_class": "LlamaTokenizer",
+        settings = self._settings
+        if settings is None:
+            prefix = self._processor().encode("a") != self._processor(prefix=False).encode("a")
+            settings = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": prefix}
+        settings = settings | self._specials.settings(self.token)
+        settings |= {
             "add_eos_token": False,
-            "legacy": True,  # every text after a special token starts with a space, as here
-            "added_tokens_decoder": added,
+            "legacy": self._legacy,
+            "added_tokens_decoder": {str(i): token for i, token in self._tokens.items()},
         }
         self._save(folder, "tokenizer.model", self._model, settings)
+
+
+def _matcher(tokens: Iterable[Mapping[str, Any]]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, models
+
+    if not (tokens := list(tokens)):
+        return None
+    matcher = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+    matcher.add_tokens([AddedToken(**token) for token in tokens])
+    return matcher
 
 
 def _specials_of(processor: Any) -> Specials:
@@ -655,7 +835,9 @@ class TextStream:
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         new = text[len(self._decode(self._shown)) :]
-        self._start, self._shown = self._shown, len(self._ids)
+        if new:  # a window of special tokens only would be the start of a text, without its space
+            self._start = self._shown
+        self._shown = len(self._ids)
         return new
 
     def finish(self) -> str:

@@ -13,6 +13,7 @@ from lcjax.checkpoints.hf_config import text_model
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import (
     GENERATION,
+    NO_PREFIX,
     JsonTokenizer,
     SentencePieceTokenizer,
     Specials,
@@ -65,6 +66,27 @@ _SPLITS = {
 # Llama 3 and Mistral Nemo: a word in the vocabulary is one token, and texts begin with BOS.
 _WHOLE_WORDS = ("llama-bpe", "tekken")
 
+Token = dict[str, Any]  # content and flags, as `tokenizers.AddedToken` takes them
+_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_CODE_LLAMA = "CodeLlamaTokenizer"
+# Special tokens of transformers' classes where the settings name none.
+_ENDOFTEXT = "<|endoftext|>"
+_LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_CLASS_TOKENS: dict[str | None, dict[str, str]] = {
+    "LlamaTokenizer": _LLAMA_TOKENS,
+    _CODE_LLAMA: _LLAMA_TOKENS,
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), _ENDOFTEXT),
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), _ENDOFTEXT),
+}
+# Model types for which transformers reads a tokenizer.json as it is, whatever `tokenizer_class`.
+_FILES_DECIDE = (
+    *("mistral", "ministral", "mixtral", "phi3", "granite", "olmo2", "olmo3"),
+    *("mistral3", "ministral3", "qwen2"),
+)
+# Classes that decide about prefix spaces, and the steps in tokenizer.json that they replace.
+_LLAMA = ("LlamaTokenizer", _CODE_LLAMA)
+_LLAMA_STEPS = {"Prepend", "Replace", "Metaspace"}
+
 
 def hf_tokenizer(folder: str | Path) -> Tokenizer:
     """Opens the tokenizer of a Hugging Face folder.
@@ -106,15 +128,25 @@ class _Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        settings = read_hf_json(path / "tokenizer_config.json", {})
-        older = read_hf_json(path / "special_tokens_map.json", {})
-        names = [key for key in older if key.endswith("_token") and settings.get(key) is None]
-        self.settings: dict[str, Any] = settings | {key: older[key] for key in names}
-        config = text_model(read_hf_json(path / "config.json", {}), str(path / "config.json"))
+        self.settings = _read_settings(path)
+        config = read_hf_json(path / "config.json", {})
+        # The class of transformers whose rules are in force; None: those of the files
+        self.class_name = self.settings.get("tokenizer_class") or config.get("tokenizer_class")
+        if not isinstance(self.class_name, str) or config.get("model_type") in _FILES_DECIDE:
+            self.class_name = None
+        self.class_name = self.class_name and self.class_name.removesuffix("Fast")
+        config = text_model(config, str(path / "config.json"))
         self.rows: int | None = config.get("vocab_size")  # rows of the model's embedding
         generation = read_hf_json(path / GENERATION, {})
         stated = {key: value for key, value in generation.items() if value is not None}
         self._model_files = config | stated
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether a prefix space precedes each part between special tokens, not only the text."""
+        if self.class_name == _CODE_LLAMA:
+            return False
+        return bool(self.settings.get("legacy", self.class_name != "LlamaTokenizer"))
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Returns the ids of `bos`, `eos` or `pad` in the model's configs.
@@ -128,40 +160,99 @@ class _Folder:
             if index is not None and index >= 0 and (self.rows is None or index < self.rows)
         )
 
-    def chat_template(self) -> str | None:
-        file = self.path / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        template = self.settings.get("chat_template")
-        if isinstance(template, list):  # named templates
-            template = {t["name"]: t["template"] for t in template}.get("default")
-        return template
+    def chat_template(self) -> str | dict[str, str] | None:
+        """Returns the template or named templates: those in files, else in the settings."""
+        others = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
+        files = {file.stem: file for file in others}
+        if (default := self.path / "chat_template.jinja").is_file():
+            files["default"] = default
+        templates: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        if list(templates) == ["default"]:
+            return templates["default"]
+        templates = templates or self.settings.get("chat_template")
+        if isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        return templates
+
+    def named(self) -> dict[str, Token]:
+        """Returns the special tokens with names (`bos_token`, `image_token`), by these names."""
+        names = [*_NAMES, *(key for key in self.settings if key.endswith("_token"))]
+        values = {name: self.settings.get(name) for name in names}
+        others = self.settings.get("extra_special_tokens")
+        values |= others if isinstance(others, dict) else {}
+        return {
+            name: _token(value, f"{self.path}: {name}")
+            for name, value in values.items()
+            if isinstance(value, str | dict)
+        }
+
+    def listed(self) -> dict[int, Token]:
+        """Returns tokens by the ids that `added_tokens_decoder` or `added_tokens.json` state."""
+        where = f"{self.path / 'tokenizer_config.json'}: added_tokens_decoder"
+        if (decoder := self.settings.get("added_tokens_decoder")) is not None:
+            return {int(i): _token(token, where) for i, token in decoder.items()}
+        file = self.path / "added_tokens.json"
+        added = dict(read_json(file, {}))
+        if wrong := [text for text, index in added.items() if type(index) is not int or index < 0]:
+            raise InputError(f"{file}: {wrong[0]!r} must have a token id; correct it")
+        special = {token["content"] for token in (*self.named().values(), *self.unnamed())}
+        return {
+            i: _token(text, where) | {"special": text in special, "normalized": text not in special}
+            for text, i in added.items()
+        }
+
+    def unnamed(self) -> list[Token]:
+        """Returns the special tokens without names."""
+        tokens = self.settings.get("extra_special_tokens")
+        if not isinstance(tokens, list):
+            tokens = self.settings.get("additional_special_tokens")
+        where = f"{self.path}: extra_special_tokens"
+        return [_token(token, where) for token in tokens] if isinstance(tokens, list) else []
+
+    def added(self, tokens: dict[int, Token]) -> list[Token]:
+        """Returns the tokens that transformers adds to `tokens` of the tokenizer, in its order.
+
+        Listed tokens come first; they also change the flags of tokens with the same string.
+        """
+        named, listed = self.named(), self.listed()
+        if self.settings.get("added_tokens_decoder") is None:
+            listed = tokens | listed
+        added = {token["content"]: token for _, token in sorted(listed.items())}
+        present = {token["content"]: token["special"] for token in tokens.values()}
+        for token in (*named.values(), *self.unnamed()):
+            if token["content"] not in present:
+                added.setdefault(token["content"], token)
+        special = {token["content"] for token in named.values()}
+        if self.class_name not in _LLAMA:  # which begins with the listed tokens
+            special |= {text for text, flag in present.items() if flag}
+        return [t | {"special": t["special"] or text in special} for text, t in added.items()]
 
     def specials(self, find: Callable[[str], int | None], *, add_bos: bool) -> Specials:
         """Returns the special tokens; `find` returns the id of a token's string."""
+        names = {key: token["content"] for key, token in self.named().items()}
+        names = {key: text for key, text in names.items() if find(text) is not None}
 
-        def named(name: str) -> tuple[int, ...]:
-            text = _text(self.settings.get(f"{name}_token"))
-            index = None if text is None else find(text)
-            return () if index is None else (index,)
+        def first(name: str) -> tuple[int, ...]:
+            text = names.get(f"{name}_token")
+            return () if text is None else (find(text),)
 
         length = self.settings.get("model_max_length")
-        stated = self.settings.get("add_bos_token")
         return Specials(
-            bos_id=next(iter(named("bos") + self.ids("bos")), None),
-            eos_ids=tuple(dict.fromkeys(named("eos") + self.ids("eos"))),
-            pad_id=next(iter(named("pad") + self.ids("pad")), None),
-            unk_id=next(iter(named("unk")), None),
+            bos_id=next(iter(first("bos") + self.ids("bos")), None),
+            eos_ids=tuple(dict.fromkeys(first("eos") + self.ids("eos"))),
+            pad_id=next(iter(first("pad") + self.ids("pad")), None),
+            unk_id=next(iter(first("unk")), None),
             chat_template=self.chat_template(),
-            add_bos=add_bos if stated is None else stated,
+            add_bos=add_bos,
             # transformers writes 1e30 for "no limit"
             max_length=length if isinstance(length, int) and length < 10**9 else None,
+            names=names,
         )
 
-    def drop_tokens_without_rows(self, added: dict[str, int], size: int) -> set[str]:
-        """Drops added tokens for which the model has no row from the settings, and returns them.
+    def without_rows(self, added: dict[str, int], size: int) -> set[str]:
+        """Returns the added tokens for which the model has no row; a warning names them.
 
-        None are dropped if the vocabulary without added tokens exceeds the rows, too. Copies of
+        There are none if the vocabulary without added tokens exceeds the rows, too. Copies of
         Llama-2 have `<pad>` = 32000 with 32,000 rows, and never use it.
 
         Args:
@@ -179,24 +270,67 @@ class _Folder:
             f"{self.rows} rows",
             stacklevel=5,
         )
-        self.settings = {
-            key: value
-            for key, value in self.settings.items()
-            if not (key.endswith("_token") and _text(value) in beyond)
-        }
-        if decoder := self.settings.get("added_tokens_decoder"):
-            self.settings["added_tokens_decoder"] = {
-                i: token for i, token in decoder.items() if _text(token) not in beyond
-            }
         return set(beyond)
 
+    def settings_without(self, left_out: set[str]) -> dict[str, Any]:
+        """Returns the settings for `save`, without these tokens."""
 
-def _text(token: Any) -> str | None:
-    """Returns the string of a token, which configs hold directly or in a dictionary."""
-    return token.get("content") if isinstance(token, dict) else token
+        def keeps(value: Any) -> bool:
+            text = value.get("content") if isinstance(value, dict) else value
+            return not isinstance(text, str) or text not in left_out
+
+        settings = {
+            key: value
+            for key, value in self.settings.items()
+            if not key.endswith("_token") or keeps(value)
+        }
+        for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+            if isinstance(value := settings.get(key), dict):
+                settings[key] = {k: token for k, token in value.items() if keeps(token)}
+            elif isinstance(value, list):
+                settings[key] = [token for token in value if keeps(token)]
+        return settings
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Returns `tokenizer_config.json`, with the tokens of the file that older versions wrote.
+
+    As in transformers, `special_tokens_map.json` is read only without `added_tokens_decoder`, and
+    its values come first.
+    """
+    settings = read_hf_json(path / "tokenizer_config.json", {})
+    if settings.get("added_tokens_decoder") is None:
+        settings.pop("added_tokens_decoder", None)
+        if not settings.get("extra_special_tokens") and "additional_special_tokens" in settings:
+            settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+        for key, value in read_hf_json(path / "special_tokens_map.json", {}).items():
+            if key == "extra_special_tokens" and isinstance(value, list):
+                value = [*(settings.get(key) or []), *value]
+            elif isinstance(value, dict) and "content" in value:
+                value = value | {"__type": "AddedToken", "special": True}
+            settings[key] = value
+    if not isinstance(settings.get("extra_special_tokens"), dict):  # which names tokens
+        others = settings.pop("additional_special_tokens", None)
+        if not settings.get("extra_special_tokens") and others:
+            settings["extra_special_tokens"] = others
+    return settings
+
+
+def _token(value: Any, where: str) -> Token:
+    """Returns a token, which configs hold as a string or as a dictionary with flags."""
+    token = {"content": value} if isinstance(value, str) else value
+    if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+        raise InputError(
+            f"{where}={value!r:.60} must be a token: a string, or a dictionary with its content"
+        )
+    flags = {flag: bool(token.get(flag)) for flag in ("lstrip", "rstrip", "single_word")}
+    special = bool(token.get("special", isinstance(value, str)))
+    normalized = bool(token.get("normalized", not special))
+    return {"content": token["content"], "special": special, "normalized": normalized} | flags
 
 
 def _from_json(files: _Folder) -> JsonTokenizer:
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
     path = files.path / "tokenizer.json"
@@ -205,41 +339,98 @@ def _from_json(files: _Folder) -> JsonTokenizer:
         backend = Backend.from_str(json.dumps(values))
     except Exception as error:  # the package raises nothing narrower
         raise InputError(f"{path}: not a tokenizer.json, or truncated ({error})") from error
+    if files.class_name in _LLAMA:
+        _use_llama_rules(backend, values, files)
+    for key, text in _CLASS_TOKENS.get(files.class_name, {}).items():
+        if backend.token_to_id(text) is not None:
+            files.settings.setdefault(key, text)
     size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
-    tokens = values.get("added_tokens") or []
-    added = {token["content"]: token["id"] for token in tokens}
-    if dropped := files.drop_tokens_without_rows(added, size):
-        values["added_tokens"] = [token for token in tokens if token["content"] not in dropped]
+    where = f"{path}: added_tokens"
+    tokens = {t["id"]: _token(t, where) for t in values.get("added_tokens") or []}
+    backend.add_tokens([AddedToken(**token) for token in files.added(tokens)])
+    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    if left_out := files.without_rows(added, size):
+        values = json.loads(backend.to_str())
+        values["added_tokens"] = [t for t in values["added_tokens"] if t["content"] not in left_out]
         backend = Backend.from_str(json.dumps(values))
     specials = files.specials(backend.token_to_id, add_bos=False)
-    if files.settings.get("add_bos_token") is None:
-        first = backend.encode("a", add_special_tokens=True).ids[:1]
-        specials = dataclasses.replace(specials, add_bos=first == [specials.bos_id])
-    return JsonTokenizer(backend, specials, settings=files.settings or None)
+    # The post-processor decides; transformers ignores `add_bos_token` beside a tokenizer.json.
+    first = backend.encode("a", add_special_tokens=True).ids[:1]
+    add_bos = first == [specials.bos_id] or files.class_name == _CODE_LLAMA
+    specials = dataclasses.replace(specials, add_bos=add_bos and specials.bos_id is not None)
+    return JsonTokenizer(backend, specials, settings=files.settings_without(left_out))
+
+
+def _use_llama_rules(backend: Any, values: dict[str, Any], files: _Folder) -> None:
+    """Sets what transformers' LlamaTokenizer decides about a Llama-like `backend`.
+
+    With `legacy`, a space precedes each part between special tokens, else only the whole text.
+    Byte-level tokenizers have no such spaces; transformers ignores the class for them.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    parts = [values.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+    if '"ByteLevel"' in json.dumps(parts):
+        files.class_name = None
+        return
+    steps = {step for part in parts[:2] for step in _steps(part)}
+    if values["model"].get("type") != "BPE" or not steps <= _LLAMA_STEPS:
+        return
+    prefix = files.settings.get("add_prefix_space") is not False
+    scheme = "never" if not prefix else "always" if files.is_legacy else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    decode = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix or files.class_name == _CODE_LLAMA:
+        decode.append(decoders.Strip(content=" ", left=1))
+    backend.decoder = decoders.Sequence(decode)
+
+
+def _steps(part: dict[str, Any] | None) -> list[str]:
+    """Returns the types of a part of a tokenizer.json, or of the parts of a sequence."""
+    if part is None:
+        return []
+    parts = part.get("normalizers") or part.get("pretokenizers") or [part]
+    return [step.get("type") for step in parts]
 
 
 def _from_sentencepiece(files: _Folder) -> SentencePieceTokenizer:
     path = files.path / "tokenizer.model"
     model = path.read_bytes()
+    if files.settings.get("add_prefix_space") is False:
+        if files.class_name in _LLAMA:
+            model += NO_PREFIX
+        else:  # of no effect: `save` may write where another class is in force
+            del files.settings["add_prefix_space"]
     plain = SentencePieceTokenizer(model, where=str(path))
-    added = dict(read_json(files.path / "added_tokens.json", {}))
-    if wrong := [text for text, index in added.items() if type(index) is not int or index < 0]:
-        raise InputError(
-            f"{files.path / 'added_tokens.json'}: {wrong[0]!r} must have a token id; correct it"
-        )
-    for index, token in (files.settings.get("added_tokens_decoder") or {}).items():
-        added[_text(token)] = int(index)
-    for token in files.drop_tokens_without_rows(added, plain.vocab_size):
-        del added[token]
-    ids = plain.special_ids | added
-    specials = files.specials(ids.get, add_bos=True)  # as Llama's tokenizer class
-    specials = dataclasses.replace(
+    ends = plain.eos_ids[0] if plain.eos_ids else None
+    for name, i in (("bos", plain.bos_id), ("eos", ends), ("unk", plain.unk_id)):
+        if i is not None:
+            files.settings.setdefault(f"{name}_token", plain.token(i))
+    added = dict(files.listed())
+    ids = plain.special_ids | {token["content"]: i for i, token in added.items()}
+    size = max([plain.vocab_size, *(i + 1 for i in added)])
+    for token in files.added(added):
+        if (index := ids.get(token["content"])) is None:
+            index = plain.find(token["content"])
+        if index is None:
+            index, size = size, size + 1
+        added[index] = token
+    added_ids = {token["content"]: i for i, token in added.items()}
+    left_out = files.without_rows(added_ids, plain.vocab_size)
+    added = {i: token for i, token in added.items() if token["content"] not in left_out}
+    ids = plain.special_ids | {token["content"]: i for i, token in added.items()}
+    # Llama's class puts BOS before a text by default, as Meta's reference.
+    stated = files.settings.get("add_bos_token")
+    specials = files.specials(ids.get, add_bos=True if stated is None else bool(stated))
+    return SentencePieceTokenizer(
+        model,
         specials,
-        bos_id=plain.bos_id if specials.bos_id is None else specials.bos_id,
-        eos_ids=specials.eos_ids or plain.eos_ids,
-        unk_id=plain.unk_id if specials.unk_id is None else specials.unk_id,
+        added=added,
+        settings=files.settings_without(left_out),
+        legacy=files.is_legacy,
+        where=str(path),
     )
-    return SentencePieceTokenizer(model, specials, added=added, where=str(path))
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -299,7 +490,6 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
         models,
         normalizers,
         pre_tokenizers,
-        processors,
     )
 
     pre = file.get("tokenizer.ggml.pre", "default")
@@ -330,13 +520,7 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     _add_special_tokens(backend, tokens, file.get("tokenizer.ggml.token_type") or [])
-    specials = _gguf_specials(file, add_bos=pre in _WHOLE_WORDS)
-    if specials.add_bos and specials.bos_id is not None:
-        bos = tokens[specials.bos_id]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, specials.bos_id)]
-        )
-    return JsonTokenizer(backend, specials)
+    return JsonTokenizer(backend, _gguf_specials(file, add_bos=pre in _WHOLE_WORDS))
 
 
 def _add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:

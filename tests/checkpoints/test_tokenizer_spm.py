@@ -57,14 +57,15 @@ def test_control_tokens_are_read_only_when_asked(model):
     ids = tokenizer.encode("<s>[INST] hi </s><s>", allow_special=True)
     assert ids[0] == 1 and ids[-2:] == [2, 1]
     assert ids[1:-2] == tokenizer.encode("[INST] hi ")
-    assert tokenizer.decode(ids) == "<s>[INST] hi </s><s>"
+    # As in transformers, only the first word of a text loses the prefix space.
+    assert tokenizer.decode(ids) == "<s> [INST] hi </s><s>"
     assert tokenizer.decode(ids, skip_special=True) == "[INST] hi "
 
 
 def test_transformers_opens_what_is_saved_and_agrees(tmp_path, model):
     from transformers import AutoTokenizer
 
-    ours = SentencePieceTokenizer(model, added={"<pad>": 420})
+    ours = SentencePieceTokenizer(model, added={420: {"content": "<pad>", "special": True}})
     assert ours.vocab_size == 421
     ours.save(tmp_path)
     again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -80,6 +81,35 @@ def test_transformers_opens_what_is_saved_and_agrees(tmp_path, model):
     theirs_ids = theirs(chat, add_special_tokens=False)["input_ids"]
     assert theirs_ids == again.encode(chat, allow_special=True)
     assert theirs("hi")["input_ids"] == [1, *again.encode("hi")]
+
+
+def test_words_after_a_special_token_keep_their_space(model):
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    tokenizer = SentencePieceTokenizer(model)
+    ids = [*processor.encode("The ferry"), 2, *processor.encode("leaves"), 2, 2, 0]
+    ids += processor.encode("port")
+    assert tokenizer.decode(ids, skip_special=True) == "The ferry leaves port"
+    assert tokenizer.decode(ids) == "The ferry</s> leaves</s></s><unk> port"
+    stream = TextStream(tokenizer)
+    pieces = [*map(stream.push, ids), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special=True)
+
+
+def test_added_tokens_take_spaces_away_and_read_from_ordinary_text_as_they_state(model):
+    flags = {"content": "<x>", "lstrip": True, "special": False}
+    tokenizer = SentencePieceTokenizer(model, added={420: flags})
+    assert tokenizer.encode("hi  <x>") == [*tokenizer.encode("hi"), 420]
+    assert tokenizer.spans("hi  <x>")[-1] == (2, 7)
+    assert tokenizer.decode([420], skip_special=True) == "<x>"
+
+
+def test_legacy_decides_about_the_space_after_a_special_token(tmp_path, model):
+    tokenizer = SentencePieceTokenizer(model, legacy=False)
+    tokenizer.save(tmp_path)
+    for t in (tokenizer, load_tokenizer(tmp_path)):
+        ids = t.encode("a</s>b", allow_special=True)
+        assert ids == [*t.encode("a"), 2, *encode_mid_text(t, "b")]
+        assert t.decode(ids) == "a</s>b"
 
 
 def test_tokens_added_by_older_files_are_read(tmp_path, model):

@@ -120,6 +120,66 @@ def test_a_saved_tokenizer_comes_back_the_same(tmp_path):
     assert settings["model_max_length"] == 77
 
 
+@pytest.mark.parametrize("files", ["list", "jinja"])
+def test_with_tools_the_template_named_tool_use_is_used_and_all_are_saved(tmp_path, files):
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }} tools"}
+    tokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    if files == "list":
+        settings["chat_template"] = [{"name": k, "template": t} for k, t in templates.items()]
+    else:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(templates["default"])
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(templates["tool_use"])
+    file.write_text(json.dumps(settings))
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    message = [{"role": "user", "content": "hi"}]
+    for folder in (tmp_path, tmp_path / "saved"):
+        t = load_tokenizer(folder)
+        assert t.render_chat(message) == t.render_chat(message, tools=None) == "hi"
+        assert t.render_chat(message, tools=[{}, {}]) == "2 tools"
+    t = tokenizer(chat_template={"rag": "x", "tool_use": "y"})
+    with pytest.raises(InputError, match="only templates named rag, tool_use"):
+        t.render_chat(message)
+
+
+PLACES = {
+    "added_tokens_decoder": {"added_tokens_decoder": {"261": {"content": "<new>"}}},
+    "additional_special_tokens": {"additional_special_tokens": ["<new>"]},
+    "extra_special_tokens": {"extra_special_tokens": ["<new>"]},
+    "extra_special_tokens by name": {"extra_special_tokens": {"audio_token": "<new>"}},
+    "pad_token": {"pad_token": {"content": "<new>", "__type": "AddedToken"}},
+    "image_token": {"image_token": "<new>"},
+    "added_tokens.json": {"<new>": 261},
+    "special_tokens_map.json": {"eos_token": "<new>"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_token_that_any_file_adds_is_one_token(tmp_path, place):
+    tokenizer().save(tmp_path)
+    is_file = place.endswith(".json")
+    file = tmp_path / (place if is_file else "tokenizer_config.json")
+    values = {} if is_file else json.loads(file.read_text())
+    file.write_text(json.dumps(values | PLACES[place]))
+    t = load_tokenizer(tmp_path)
+    assert t.vocab_size == 262
+    assert t.encode("a<new>", allow_special=True)[1:] == [261]
+    if place == "special_tokens_map.json":
+        assert t.eos_ids == (261,)  # it comes first, as in transformers
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 261}')
+    with pytest.warns(UserWarning, match="left out 1 added tokens"):
+        assert load_tokenizer(tmp_path).vocab_size == 261
+
+
+def test_the_post_processor_of_a_saved_tokenizer_adds_bos(tmp_path):
+    """transformers 5 ignores `add_bos_token` beside a tokenizer.json."""
+    ByteTokenizer().save(tmp_path)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids == [256, 97]
+    assert load_tokenizer(tmp_path).add_bos
+
+
 def test_settings_of_the_folder_are_kept_and_other_files_may_name_ids(tmp_path):
     t = tokenizer()
     t.save(tmp_path)
@@ -135,7 +195,8 @@ def test_settings_of_the_folder_are_kept_and_other_files_may_name_ids(tmp_path):
     assert again.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
     again.save(tmp_path)
     kept = json.loads(file.read_text())
-    assert (kept["tokenizer_class"], kept["other"]) == ("Qwen2Tokenizer", 1)
+    # transformers 5 would replace the pre-tokenizer for another class
+    assert (kept["tokenizer_class"], kept["other"]) == ("PreTrainedTokenizerFast", 1)
 
 
 def test_an_added_token_without_a_row_is_left_out_with_a_warning(tmp_path):

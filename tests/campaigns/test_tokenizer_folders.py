@@ -1,0 +1,16 @@
+"""A few folders of the campaign `tokenizer_folders.py`."""
+
+import warnings
+
+import pytest
+import tokenizer_folders
+import transformers
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_drawn_tokenizer_folders_equal_autotokenizer(tmp_path, count):
+    transformers.logging.set_verbosity(50)
+    for index in range(count):
+        with warnings.catch_warnings(action="ignore"):
+            outcome, lines = tokenizer_folders.run(2, index, tmp_path)
+        assert outcome in tokenizer_folders.EXPECTED, (index, lines[:3])
