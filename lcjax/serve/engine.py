@@ -2,7 +2,8 @@
 
 Texts wait in order of arrival. The first one runs with all others that may share its batch: texts
 that are scored alike, or sampled with the same settings (each text has its own seed), and that have
-the same context. A text has the same results as when it runs alone.
+the same context. A text is the same as when it runs alone; its log-probabilities may differ in the
+last bits, as batches of different sizes are different programs.
 """
 
 import asyncio
