@@ -138,6 +138,19 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
     return config.replace(**changes)
 
 
+def planned_config(section: ModelSection) -> ModelConfig | None:
+    """Returns the config of the model that `build` makes; None if only loading shows it."""
+    try:
+        if section.path is None:
+            return model_config(section, preset(section.preset))
+        config = checkpoints.load_config(section.path)
+        if section.param_dtype is not None:
+            config = config.replace(param_dtype=section.param_dtype)
+        return model_config(section, config)
+    except InputError:
+        return None
+
+
 def _memory(section: MemorySection, config: ModelConfig) -> Memory:
     """Returns the memory that this section adds to a decoder with `config`."""
     if config.memory is not None:

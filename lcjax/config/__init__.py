@@ -52,11 +52,12 @@ T = typing.TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The folder of the results, and the treatment of a run that it already holds."""
+    """The folder of the results, the treatment of a run that it holds, and checks at the start."""
 
     folder: str
     # What happens to a run in folder; overwrite removes the files of that run and no others.
     existing: typing.Literal["resume", "overwrite", "refuse"] = "resume"
+    ignore_memory: bool = False  # go on where the estimated memory is more than there is
 
     def __post_init__(self):
         if not self.folder.strip():

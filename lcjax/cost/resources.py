@@ -35,8 +35,11 @@ from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
 _SAMPLED_QUERIES = 256
-_LOGITS = 2**30  # bytes of float32 logits that the loss computes at once on accelerators
+# Bytes of float32 logits that the loss computes at once, by platform, as `lcjax.models.loss`
+_LOGITS = {"cpu": 2**26}
+_LOGITS_DEFAULT = 2**30
 _EXPERTS = re.compile(r"/mlp/experts/")
+_PROCESS = 600_000_000  # bytes of Python, JAX, a tokenizer and compilers on a CPU, measured
 _SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
 
 
@@ -255,6 +258,8 @@ class MemoryEstimate:
     activations: int = 0  # residuals of the backward pass, and temporaries of a layer and the loss
     cache: int = 0
     context: int = 0  # encoded contexts of a memory
+    process: int = 0  # on a CPU: Python, JAX and compilation
+    text: int = 0  # on a CPU: the text that the loader holds
     host: int = 0  # in the memory of the device's host, and not in the total
 
     @property
@@ -270,7 +275,19 @@ class MemoryEstimate:
     def __str__(self) -> str:
         named = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items() if size)
         host = f", {self.host / 1e9:.1f} GB on its host" if self.host else ""
-        return f"{self.total / 1e9:.1f} GB per device ({named}){host}"
+        place = "" if self.process else " per device"
+        return f"{self.total / 1e9:.1f} GB{place} ({named}){host}"
+
+    def on_cpu(self, devices: int, *, text: int = 0) -> "MemoryEstimate":
+        """Returns the memory of a machine whose CPU is `devices` devices, with its process.
+
+        Args:
+          devices: CPU devices that share the memory of the machine.
+          text: bytes of the text that the process holds.
+        """
+        parts = {name: devices * size for name, size in self.parts.items()}
+        parts["weights"] += devices * self.host  # offloaded arrays are in the same memory
+        return MemoryEstimate(**parts | {"process": _PROCESS, "text": text})
 
 
 def training_memory(
@@ -311,9 +328,15 @@ def training_memory(
         optimizer=_resident_bytes(config, moments, offload != "none"),
         host=sum(map(sum, (_offloadable_bytes(config, part).values() for part in offloaded))),
         activations=_backward_bytes(
-            config, sizes, rows_of_device(rows, sizes), length, context, trained
+            *(config, sizes, rows_of_device(rows, sizes), length, context, trained),
+            logits=_LOGITS.get(_platform(mesh), _LOGITS_DEFAULT),
         ),
     )
+
+
+def _platform(mesh: Mesh | jax.sharding.Mesh) -> str | None:
+    """Returns the platform of the devices; None for sizes alone."""
+    return None if isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
 
 
 def generation_memory(
@@ -454,11 +477,12 @@ def _backward_bytes(
     length: int,
     context: tuple[int, int] | None,
     trained: Callable[[str], bool],
+    logits: int,
 ) -> int:
     """Returns the bytes of the backward pass on one device, for its `rows`.
 
     They are the residuals of all layers, those of one rematerialised layer, the weights that are
-    gathered for it over fsdp, context and expert, and two chunks of logits.
+    gathered for it over fsdp, context and expert, and two chunks of at most `logits` bytes.
     """
     local, numbers = _local_config(config, sizes), np.array([rows * length, 0])
     chunk = None
@@ -481,7 +505,7 @@ def _backward_bytes(
         )
         gathered = config.compute_dtype().itemsize * weights // config.num_layers
     vocabulary = divided(config.vocab_size, sizes["tensor"])
-    logits = 2 * min(_LOGITS, 4 * int(tokens[0]) * vocabulary)
+    logits = 2 * min(logits, 4 * int(tokens[0]) * vocabulary)
     return math.ceil(tokens @ per_token) + gathered + logits
 
 

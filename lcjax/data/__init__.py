@@ -32,14 +32,22 @@ from lcjax.data.config import (
 from lcjax.data.upsample import Share, Upsample
 
 if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports these names
-    from lcjax.data.corpus import check_outside_data, check_sources, documents, scan
-    from lcjax.data.loader import Loader, make_loader
+    from lcjax.data.corpus import (
+        check_outside_data,
+        check_sources,
+        documents,
+        largest_text,
+        scan,
+    )
+    from lcjax.data.loader import Loader, loader_bytes, make_loader
 
 _NEED_GRAIN = {
     "Loader": "loader",
     "check_outside_data": "corpus",
     "check_sources": "corpus",
     "documents": "corpus",
+    "largest_text": "corpus",
+    "loader_bytes": "loader",
     "make_loader": "loader",
     "scan": "corpus",
 }
@@ -63,6 +71,8 @@ __all__ = [
     "check_outside_data",
     "check_sources",
     "documents",
+    "largest_text",
+    "loader_bytes",
     "make_loader",
     "scan",
 ]

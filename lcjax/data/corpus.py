@@ -28,12 +28,12 @@ from lcjax.data.config import (
     TokenSource,
 )
 from lcjax.data.files import FileCache
-from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles
+from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles, TextReader
 from lcjax.data.stored_rows import StoredFiles
 from lcjax.data.token_files import token_files
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
-from lcjax.storage import to_path
+from lcjax.storage import URLPath, to_path
 
 
 class Corpus:
@@ -298,6 +298,18 @@ def check_sources(config: TextConfig) -> None:
     for source in config.resolved_sources():
         if not isinstance(source, SeqioSource):
             source_files(source, config)
+
+
+def largest_text(config: TextConfig) -> int:
+    """Returns the bytes of the largest local file that is one document; 0 if there is none."""
+    largest = 0
+    for source in config.resolved_sources():
+        if isinstance(source, TextSource) and not isinstance(to_path(source.path), URLPath):
+            files = source_files(source, config)
+            sizes = zip(files.paths.sizes, files.paths, strict=True)
+            texts = [size for size, (_, path) in sizes if files.reader_class(path) is TextReader]
+            largest = max([largest, *texts])
+    return largest
 
 
 def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:

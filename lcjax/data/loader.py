@@ -39,6 +39,7 @@ from lcjax.data.corpus import (
     all_empty,
     corpus_identity,
     derived_seed,
+    largest_text,
     open_split,
 )
 from lcjax.data.files import LRUCache
@@ -48,6 +49,7 @@ from lcjax.errors import InputError
 Batch = dict[str, np.ndarray]
 Element = dict[str, np.ndarray]  # "pair"; if packed also "pair_segment_ids", "pair_positions"
 
+_BYTES_HELD = 4.5  # for each byte of a document: its text, its ids, and their targets
 _LONG_BYTES = 1 << 22  # of a tokenised document that is kept for the next epochs
 _KEPT_BYTES = 1 << 30  # of all that are kept, or one document
 _AHEAD_BYTES = 1 << 28  # of text that threads read ahead, or one document
@@ -142,6 +144,11 @@ def make_loader(
         batches, prefetch_buffer_size=config.prefetch
     )
     return Loader(iter(batches), _identity(sources, config, tokenizer, split, landmarks))
+
+
+def loader_bytes(config: DataConfig) -> int:
+    """Returns an estimate of the memory that a loader needs for the largest text file."""
+    return int(_BYTES_HELD * largest_text(config))
 
 
 def batch_rows(

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import draccus
+import jax
 from tqdm import tqdm
 
-from lcjax.checkpoints.build import ModelSection, check_source
-from lcjax.data import check_outside_data
+from lcjax import cost
+from lcjax.checkpoints.build import ModelSection, check_source, planned_config
+from lcjax.data import check_outside_data, largest_text
 from lcjax.errors import InputError, check_integers, check_seed, import_package
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
@@ -38,7 +40,10 @@ from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.scorer import Scorer
+from lcjax.generation.shared_prefix import can_share_prefix
+from lcjax.models import ModelConfig
 from lcjax.parallel import distributed
+from lcjax.parallel.device_memory import check_estimate
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, padding_rows, rows_over
 from lcjax.progress import ticking
@@ -46,6 +51,7 @@ from lcjax.storage import to_path
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
+_BYTES_HELD = 8  # for each byte of a document: its text, its ids, and the bytes of each token
 # Names of tables and figures that belong to no single task; the files of a task have its name.
 _REPORT_FILES = ("cost", "differences", "perplexity_accuracy", "published", "training")
 
@@ -69,7 +75,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     check(config)
     trainings = study.trainings(config)
     trained = study.with_trained(config)
-    load_model = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
+    mesh = make_mesh(config.mesh)
+    load_model = load or functools.partial(LanguageModel.load, mesh=mesh)
     if load is None:
         trained_paths = study.by_path(trainings)
         for i, (method, section) in enumerate(zip(config.methods, sections(trained), strict=True)):
@@ -90,6 +97,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         store.check_inputs((weights(trained) if load is None else {}) | datastores(config))
         try:
             runner = _Runner(trained, store, load_model)
+            if load is None:
+                runner.check_memory(mesh)
             records = runner.records()
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(
@@ -213,6 +222,24 @@ def _labels(config: EvalConfig) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _PlannedModel:
+    """The properties of a model that is not loaded yet, from which its memory follows."""
+
+    config: ModelConfig
+    mesh: jax.sharding.Mesh
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return can_share_prefix(self.config)
+
+    def inference_memory(
+        self, rows: int, length: int, context: tuple[int, int] | None = None
+    ) -> cost.MemoryEstimate:
+        options = {"chunk": length, "context": context}
+        return cost.generation_memory(self.config, length, rows, self.mesh, **options)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Cell:
     """One task, method and length: the units to score, and the model that scores them."""
 
@@ -235,22 +262,39 @@ class _Runner:
         self._records: dict[Task, list[Record]] = {task: [] for task in config.tasks}
         self.models: dict[str, Any] = {}  # configs of the methods, for the summary
 
+    def check_memory(self, mesh: jax.sharding.Mesh) -> None:
+        """Raises an InputError if the run does not fit into memory; nothing is loaded.
+
+        Models whose configs only loading shows are checked by `records`.
+        """
+        for section, methods in self._groups():
+            if (config := planned_config(section)) is not None:
+                config = config.for_inference().replace(scan_layers=False)
+                self._memory_lines(section, methods, _PlannedModel(config, mesh))
+
+    def _groups(self) -> list[tuple[ModelSection, list[Method]]]:
+        """Returns the methods of each checkpoint, in the order in which they are loaded."""
+        groups: list[tuple[ModelSection, list[Method]]] = []
+        for method, section in zip(self._config.methods, sections(self._config), strict=True):
+            for other, methods in groups:
+                if other == section:
+                    methods.append(method)
+                    break
+            else:
+                groups.append((section, [method]))
+        return groups
+
     def records(self) -> dict[Task, list[Record]]:
         """Returns all records by task; those of a batch are written before the next batch runs."""
         for task in self._config.tasks:
             if task.needs_data:  # a corpus without text fails before a large model is loaded
                 next(texts(corpus_of(task, self._config)))
-        model_sections = sections(self._config)
-        pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens instead of windows, whose lengths differ a hundredfold.
         quiet = not distributed.is_main_process()
         options = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True, "disable": quiet}
         with tqdm(**options) as bar, ticking(bar):
             remaining = list(self._config.methods)
-            for index, section in enumerate(model_sections):
-                if section in model_sections[:index]:
-                    continue
-                group = [method for method, other in pairs if other == section]
+            for section, group in self._groups():
                 model = self._open(section, group, remaining, bar)
                 remaining = [method for method in remaining if method not in group]
                 for cell in (cell for method in group for cell in self._cells(method, model)):
@@ -279,9 +323,9 @@ class _Runner:
         `remaining` are these methods and those of later checkpoints.
         """
         model = self._load(section)
-        line = self._memory_line(section, methods, model)
-        if line is not None and distributed.is_main_process():
-            bar.write(line, file=sys.stderr)
+        for line in self._memory_lines(section, methods, model):
+            if distributed.is_main_process():
+                bar.write(line, file=sys.stderr)
         # Later checkpoints may have other tokenizers and windows; the bar assumes the same ones.
         bar.total = bar.n + self._num_tokens(remaining, self._plan(model.tokenizer, bar))
         for method in methods:
@@ -299,10 +343,17 @@ class _Runner:
             if (method.name, length, unit.index) not in self._done[label]
         )
 
-    def _memory_line(
-        self, section: ModelSection, methods: Sequence[Method], model: LanguageModel
-    ) -> str | None:
-        """Returns a line on the memory per device of the largest batch, and on filler rows."""
+    def _memory_lines(
+        self,
+        section: ModelSection,
+        methods: Sequence[Method],
+        model: LanguageModel | _PlannedModel,
+    ) -> list[str]:
+        """Returns a line on the memory of the largest batch and on filler rows, and a warning.
+
+        Raises:
+          InputError: The memory is not sufficient, and `run.ignore_memory` is false.
+        """
         batch, length = self._config.batch_size, self._lengths[-1]
         splits = [split_of(method, model) for method in methods]
         generates = any(task.generates for task in self._config.tasks)
@@ -314,7 +365,7 @@ class _Runner:
         context = max(contexts, key=math.prod, default=None)
         memory = model.inference_memory(batch * rows, longest, context)
         if memory is None:
-            return None
+            return []
         # Choices need the cache of the prompt and a copy that each choice extends.
         caches = 2 if any(task.ranks_options for task in self._config.tasks) else int(generates)
         filler = padding_rows(model.mesh, batch)
@@ -322,12 +373,29 @@ class _Runner:
             # The shared prefix of prompts is one row on every device.
             caches += rows_over(model.mesh, batch + filler) / (batch + filler)
         memory = dataclasses.replace(memory, cache=int(caches * memory.cache))
+        devices = jax.local_devices()[:1] if model.mesh is None else model.mesh.local_devices
+        if devices[0].platform == "cpu":
+            memory = memory.on_cpu(len(devices), text=self._text_bytes)
         name = section.path or section.preset
         line = f"{name}: up to about {memory}, batch_size={batch} of {longest:,} tokens"
         line += f", {rows} rows each" * (rows > 1)
+        warning = check_estimate(
+            memory.total,
+            devices[0],
+            line,
+            f"lower batch_size={batch} or lengths, set model.param_dtype=bfloat16, or use a smaller"
+            " model or more devices",
+            ignore=self._config.run.ignore_memory,
+        )
         if filler:
             line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"
-        return line
+        return [line, *([warning] if warning else [])]
+
+    @functools.cached_property
+    def _text_bytes(self) -> int:
+        """The memory that the largest text file needs, as text, as ids and as their sizes."""
+        data = [corpus_of(task, self._config) for task in self._config.tasks if task.needs_data]
+        return int(_BYTES_HELD * max(map(largest_text, data), default=0))
 
     def _plan(self, tokenizer, bar: tqdm | None = None) -> Plan:
         """Returns all units for a tokenizer; `bar` shows the progress."""

@@ -33,7 +33,7 @@ from lcjax.models.layers import (
 )
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
-from lcjax.parallel.device_memory import host_shardings
+from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import LENGTH, device_mesh, keep_tokens, param_shardings
 from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
@@ -574,16 +574,29 @@ def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None
       seed: seed of the random key.
       mesh: the devices; None: the default device.
     """
-    return _initializer(config, device_mesh(mesh))(jax.random.key(seed))
+    init, shapes = _initializer(config, device_mesh(mesh))
+    check_fits(
+        shapes,
+        f"the random weights of a model in {config.param_dtype}",
+        "store them as bfloat16 (param_dtype), spread them over more devices (mesh), or take a"
+        " smaller model",
+    )
+    return init(jax.random.key(seed))
 
 
 @functools.lru_cache(maxsize=16)
-def _initializer(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Callable[..., dict]:
-    """Returns the compiled function from a random key to parameters."""
-    init, shardings = functools.partial(_init, config), None
-    if mesh is not None:
-        shardings = param_shardings(mesh, jax.eval_shape(init, jax.random.key(0)))
-    return jax.jit(init, out_shardings=shardings)
+def _initializer(
+    config: ModelConfig, mesh: jax.sharding.Mesh | None
+) -> tuple[Callable[..., dict], dict]:
+    """Returns the compiled function from a random key to parameters, and their shapes."""
+    init, key = functools.partial(_init, config), jax.random.key(0)
+    if mesh is None:
+        init = jax.jit(init)
+        return init, jax.eval_shape(init, key)
+    shapes = jax.eval_shape(init, key)
+    shardings = param_shardings(mesh, shapes)
+    shapes = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+    return jax.jit(init, out_shardings=shardings), shapes
 
 
 def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:

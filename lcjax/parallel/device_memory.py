@@ -102,6 +102,55 @@ def free_bytes(device: jax.Device) -> int | None:
     return min(machine, limit - used + cached)
 
 
+def usable_bytes(device: jax.Device) -> int | None:
+    """Returns the memory that this process can use on `device` in bytes: used already, or free.
+
+    None if the platform does not report it.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {} if device in jax.local_devices() else {}
+        return stats.get("bytes_limit")
+    free = free_bytes(device)
+    return None if free is None else free + _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    """Returns the bytes of this process in memory, without pages of files."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(x.split()[1]) for x in lines if x.startswith("RssAnon"))
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+def check_estimate(
+    needed: int, device: jax.Device, what: str, way_out: str, *, ignore: bool = False
+) -> str | None:
+    """Raises an InputError if a run needs more memory than it can use on `device`.
+
+    On accelerators an estimate may be a quarter too high, so up to a quarter more is a warning. A
+    CPU that runs out of memory ends the process, so nothing more is allowed.
+
+    Args:
+      needed: the estimated bytes.
+      device: a device of the run.
+      what: description of the run with its estimate, for the message.
+      way_out: settings that lower the memory, for the message.
+      ignore: `run.ignore_memory`, which turns the error into a warning.
+
+    Returns:
+      A line with a warning; None if the memory is sufficient or unknown.
+    """
+    usable = usable_bytes(device)
+    if usable is None or needed <= usable:
+        return None
+    place = "this machine" if device.platform == "cpu" else "a device"
+    message = f"{what}, and {place} has {usable / 1e9:.1f} GB for it; {way_out}"
+    if ignore or (device.platform != "cpu" and needed <= 1.25 * usable):
+        return f"warning: {message}"
+    raise InputError(f"{message}, or go on with run.ignore_memory=true")
+
+
 def check_fits(arrays: Any, what: str, way_out: str) -> None:
     """Raises an InputError if arrays are larger than the free memory of a device of this process.
 

@@ -10,13 +10,15 @@ import jax
 from lcjax import checkpoints, cost
 from lcjax import config as config_lib
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints.build import ModelSection, model_config
+from lcjax.checkpoints.build import ModelSection, model_config, planned_config
 from lcjax.checkpoints.hub import SMOLLM2
 from lcjax.cost.chips import Topology
+from lcjax.data import loader_bytes
 from lcjax.errors import InputError
 from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.config import HUB
 from lcjax.parallel import sharding
+from lcjax.parallel.device_memory import check_estimate
 from lcjax.parallel.sharding import Mesh, mesh_sizes
 from lcjax.storage import to_path
 from lcjax.training import batches
@@ -77,27 +79,59 @@ def check_language_model(config: TrainConfig) -> None:
         )
 
 
-def of_run(
-    config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh, limit: int | None = None
-) -> list[str]:
+def planned_model(config: TrainConfig) -> ModelConfig | None:
+    """Returns the model that a run on this machine trains; None if only loading shows it."""
+    model = planned_config(config.model)
+    return None if model is None else _with_adapters(_with_landmarks(model), config)
+
+
+def of_run(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> list[str]:
     """Returns the lines that a run prints at its start: its memory, and a warning if it is short.
 
-    Args:
-      config: config of the run.
-      model: config of its model.
-      mesh: its devices.
-      limit: memory of a device in bytes; None: as reported by the device, which CPUs do not.
+    Raises:
+      InputError: the run needs more memory than the devices have, without `run.ignore_memory`.
     """
-    memory = training_memory(config, model, mesh)
-    lines = [f"memory, estimated: {memory}", *replication_notes(model, mesh)]
-    limit = limit or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit and memory.total > limit:
-        lines.append(
-            f"warning: a device has {limit / 1e9:.1f} GB; if memory runs out, raise"
-            " train.accumulation or mesh.context, set model.remat=full or train.offload, or use"
-            " more devices"
-        )
-    return lines
+    device = mesh.local_devices[0]
+    memory = _on_machine(training_memory(config, model, mesh), config, mesh)
+    warning = check_estimate(
+        memory.total,
+        device,
+        f"train.batch_size={config.train.batch_size} rows of {batches.row_length(config, model):,}"
+        f" tokens need about {memory}",
+        _way_out(config, model, mesh),
+        ignore=config.run.ignore_memory,
+    )
+    notes = replication_notes(model, mesh)
+    return [f"memory, estimated: {memory}", *notes, *([warning] if warning else [])]
+
+
+def _on_machine(
+    memory: cost.MemoryEstimate, config: TrainConfig, mesh: jax.sharding.Mesh
+) -> cost.MemoryEstimate:
+    """Returns the memory of all devices of a CPU's machine with that of the process and the text.
+
+    The memory of accelerators is unchanged, as the process and the text are on their hosts.
+    """
+    if mesh.local_devices[0].platform != "cpu":
+        return memory
+    return memory.on_cpu(len(mesh.local_devices), text=loader_bytes(config.data))
+
+
+def _way_out(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> str:
+    """Returns the settings that lower the memory of a run, for an error message."""
+    train, changes = config.train, []
+    if train.accumulation < train.batch_size:
+        changes.append(f"raise train.accumulation={train.accumulation}")
+    if model.remat != "full":
+        changes.append("set model.remat=full")
+    changes.append(f"lower data.length={config.data.length}")
+    if train.lora is None:
+        changes.append("train adapters (train.lora.rank=8)")
+    if mesh.local_devices[0].platform != "cpu":
+        changes.append("raise mesh.context, set train.offload")
+    elif model.param_dtype == "float32":
+        changes.append("set model.param_dtype=bfloat16")
+    return f"{', '.join(changes)}, use a smaller model or more devices"
 
 
 def training_memory(
@@ -151,7 +185,10 @@ def replication_notes(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> lis
 
 def model_of(config: TrainConfig) -> ModelConfig:
     """Returns the model that `config` trains on an accelerator, adapters included."""
-    model = _without_adapters(config)
+    return _with_adapters(_without_adapters(config), config)
+
+
+def _with_adapters(model: ModelConfig, config: TrainConfig) -> ModelConfig:
     return model.replace(lora=config.train.lora or model.lora)
 
 
@@ -163,7 +200,10 @@ def _without_adapters(config: TrainConfig) -> ModelConfig:
     if memory is not None and memory.encoder is not None:
         memory = dataclasses.replace(memory, encoder=_local_encoder(memory.encoder))
         section = dataclasses.replace(section, memory=memory)
-    model = model_config(section, _architecture(section))
+    return _with_landmarks(model_config(section, _architecture(section)))
+
+
+def _with_landmarks(model: ModelConfig) -> ModelConfig:
     landmarks = Landmarks.read_by(model.pattern)
     if landmarks is not None and landmarks.token == model.vocab_size + 1:
         model = model.replace(vocab_size=model.vocab_size + 2)  # [PAD] and <landmark> are added

@@ -147,10 +147,14 @@ class LanguageModelTask(Task):
     export_format = HF_FOLDER
     model: ModelConfig  # with adapters; param_dtype is the dtype of exported weights
     tokenizer: Tokenizer
+    _memory: list[str] | None = None  # lines of the summary; None: its model is not known yet
 
     def check(self) -> None:
         self.check_inputs()
         estimate.check_rules(self.config)
+        model = estimate.planned_model(self.config)
+        if model is not None:
+            self._memory = estimate.of_run(self.config, model, self.mesh)
 
     def check_inputs(self) -> None:
         """Checks the model and the text, but not the rules that select trained parameters."""
@@ -169,6 +173,8 @@ class LanguageModelTask(Task):
             self._check_new_tokens(frozen)
         if self.config.train.export:
             check_exportable(self.model)
+        if self._memory is None:
+            self._memory = estimate.of_run(self.config, self.model, self.mesh)
         return trained, frozen
 
     def load_model(self) -> dict:
@@ -271,7 +277,7 @@ class LanguageModelTask(Task):
         return estimate.flops(self.config, self.model).training_flops
 
     def summary(self) -> list[str]:
-        return estimate.of_run(self.config, self.model, self.mesh)
+        return self._memory or []
 
 
 def split_trained(config: TrainConfig, params: dict) -> tuple[dict, dict]:

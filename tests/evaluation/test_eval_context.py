@@ -515,16 +515,19 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
 
     def said(task):
         runner = object.__new__(module._Runner)
-        runner._config, runner._lengths = EvalConfig(tasks=(task,), batch_size=2), [128]
-        return runner._memory_line(ModelSection(preset="tiny"), [method], model)
+        data = TextConfig(path=__file__)
+        runner._config = EvalConfig(tasks=(task,), batch_size=2, data=data)
+        runner._lengths = [128]
+        (line,) = runner._memory_lines(ModelSection(preset="tiny"), [method], model)
+        return line
 
     method = Method("replug", replug=ReplugSplit(decoder=32, chunk=16))
     config = types.SimpleNamespace(max_length=128, memory=None)
     model = types.SimpleNamespace(
         config=config, mesh=None, shares_prefixes=False, inference_memory=needed
     )
-    assert "(cache 1.0), batch_size=2 of 48 tokens, 6 rows each" in said(Passkey())
-    assert "(cache 2.0)" in said(Icl())
+    assert "(cache 1.0 + process 0.6), batch_size=2 of 48 tokens, 6 rows each" in said(Passkey())
+    assert "(cache 2.0 + " in said(Icl())
     assert "cache" not in said(Perplexity())
     assert calls == [(12, 48), (12, 48), (2, 48)]
 
