@@ -6,6 +6,7 @@ it there, so no function needs an argument for it.
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,13 @@ Offload = Literal["none", "optimizer", "parameters"]
 STACK, LAYER = re.compile(r"^(.*/)?layers/"), re.compile(r"^(.*/)?layers_\d+/")
 
 _HOST = "pinned_host"  # memory that a device reads by itself
-_LIMITS = Path("/sys/fs/cgroup")  # memory limits of a container
+_LIMITS = Path("/sys/fs/cgroup")  # memory limits of containers and of jobs
+# Files with the limit and the use, and the entry of memory.stat for pages of files that the system
+# can drop, in versions 2 and 1 of control groups; by the name of the controller
+_LIMIT_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def is_offloaded(x: jax.Array) -> bool:
@@ -80,7 +87,7 @@ def to_host(path: str, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) 
 def free_bytes(device: jax.Device) -> int | None:
     """Returns the free memory of `device` in bytes; None if the platform does not report it.
 
-    CPU devices share the memory of their machine, or the limit of its container.
+    CPU devices share the memory of their machine, or the limit of its container or job.
     """
     if device.platform != "cpu":
         if device not in jax.local_devices():  # a description of hardware, for a compiler
@@ -93,13 +100,32 @@ def free_bytes(device: jax.Device) -> int | None:
         machine = next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return None
+    return min([machine, *_group_bytes()])
+
+
+def _group_bytes() -> Iterator[int]:
+    """Yields the bytes that each control group around this process leaves to it."""
     try:
-        limit, used = (int((_LIMITS / f"memory.{x}").read_text()) for x in ("max", "current"))
-        lines = (_LIMITS / "memory.stat").read_text().splitlines()
-        cached = next(int(x.split()[1]) for x in lines if x.startswith("inactive_file"))
-    except (OSError, StopIteration, ValueError):  # no container, or one without a limit
-        return machine
-    return min(machine, limit - used + cached)
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        lines = []
+    for controller, (limit_file, use_file, dropped) in _LIMIT_FILES.items():
+        base = _LIMITS / controller
+        groups = [path.strip("/") for _, names, path in lines if controller in names.split(",")]
+        # The groups of a container lie in its base, or have no folder there.
+        folders = {base, *(base / group for group in groups)}
+        folders |= {
+            parent for folder in folders for parent in folder.parents if base in parent.parents
+        }
+        for folder in folders:
+            try:
+                limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
+                stat = (folder / "memory.stat").read_text().splitlines()
+                yield (
+                    limit - used + next(int(x.split()[1]) for x in stat if x.split()[0] == dropped)
+                )
+            except (OSError, StopIteration, ValueError):  # no such group, or one without a limit
+                continue
 
 
 def usable_bytes(device: jax.Device) -> int | None:

@@ -82,3 +82,14 @@ def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
     assert device_memory.free_bytes(device) == 9000 - 5000 + 700
     (tmp_path / "memory.max").write_text("max\n")
     assert device_memory.free_bytes(device) > 2**26
+    (tmp_path / "memory").mkdir()  # version 1
+    for name, text in (("limit_in_bytes", "7000"), ("usage_in_bytes", "5000")):
+        (tmp_path / "memory" / f"memory.{name}").write_text(text)
+    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 60\n")
+    assert device_memory.free_bytes(device) == 7000 - 5000 + 60
+
+
+def test_random_weights_that_do_not_fit_raise_input_error_before_they_are_drawn(free):
+    free(10**6)
+    with pytest.raises(InputError, match="the random weights of a model in float32 take 27.0 GB"):
+        LanguageModel.load(ModelSection(preset="llama2-7b"))
