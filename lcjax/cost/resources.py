@@ -40,6 +40,7 @@ _LOGITS = {"cpu": 2**26}
 _LOGITS_DEFAULT = 2**30
 _EXPERTS = re.compile(r"/mlp/experts/")
 _PROCESS = 600_000_000  # bytes of Python, JAX, a tokenizer and compilers on a CPU, measured
+_CPU_BUFFERS = 5  # XLA keeps as many times the activations of a layer on CPUs, measured
 _SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
 
 
@@ -347,6 +348,7 @@ def generation_memory(
     *,
     chunk: int = 4096,
     context: tuple[int, int] | None = None,
+    platform: str | None = None,
 ) -> MemoryEstimate:
     """Returns the memory of generation.
 
@@ -360,6 +362,7 @@ def generation_memory(
       mesh: sizes of the mesh axes.
       chunk: tokens of a prompt that are read at once.
       context: chunks, and tokens of each chunk, that a model with a memory has read for every row.
+      platform: platform of the devices; None: an accelerator.
     """
     sizes = mesh.shape
     local_rows = rows_of_device(rows, sizes)
@@ -375,10 +378,14 @@ def generation_memory(
         slots, _ = cache_lib.policy(layer.pattern.for_inference(), length, chunk)
         keys = 2 * size * heads * config.head_dim * slots
         cache += count * local_rows * (keys + cache_state_bytes(layer, slots, heads=state_heads))
+    activations = size * tokens * (channels + 3 * config.width)
+    logits = 4 * local_rows * config.vocab_size
+    if platform == "cpu":
+        activations *= _CPU_BUFFERS
+        logits = 2 * min(_LOGITS["cpu"], tokens * logits // local_rows)  # those of scores
     return MemoryEstimate(
         weights=sum(size for _, size in per_device(config, sizes).values()),
-        activations=size * tokens * (channels + 3 * config.width)
-        + 4 * local_rows * config.vocab_size,
+        activations=activations + logits,
         cache=cache,
         context=0 if context is None else local_rows * _encoded_bytes(config, *context),
     )

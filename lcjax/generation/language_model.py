@@ -155,7 +155,8 @@ class LanguageModel(Scorer):
         self, rows: int, length: int, context: tuple[int, int] | None = None
     ) -> cost.MemoryEstimate:
         mesh = self.mesh or Mesh(fsdp=1)
-        options = {"chunk": length, "context": context}
+        device = jax.local_devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        options = {"chunk": length, "context": context, "platform": device.platform}
         return cost.generation_memory(self.config, length, rows, mesh, **options)
 
     def with_method(

@@ -90,6 +90,6 @@ def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
 
 
 def test_random_weights_that_do_not_fit_raise_input_error_before_they_are_drawn(free):
-    free(10**6)
-    with pytest.raises(InputError, match="the random weights of a model in float32 take 27.0 GB"):
-        LanguageModel.load(ModelSection(preset="llama2-7b"))
+    free(1000)
+    with pytest.raises(InputError, match="the random weights of a model in float32 take"):
+        LanguageModel.load(ModelSection(preset="tiny"))
