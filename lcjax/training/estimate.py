@@ -18,7 +18,7 @@ from lcjax.errors import InputError
 from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.config import HUB
 from lcjax.parallel import sharding
-from lcjax.parallel.device_memory import check_estimate
+from lcjax.parallel.device_memory import check_estimate, usable_bytes
 from lcjax.parallel.sharding import Mesh, mesh_sizes
 from lcjax.storage import to_path
 from lcjax.training import batches
@@ -98,7 +98,7 @@ def of_run(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> 
         device,
         f"train.batch_size={config.train.batch_size} rows of {batches.row_length(config, model):,}"
         f" tokens need about {memory}",
-        _way_out(config, model, mesh),
+        _way_out(config, model, device, memory),
         ignore=config.run.ignore_memory,
     )
     notes = replication_notes(model, mesh)
@@ -117,21 +117,24 @@ def _on_machine(
     return memory.on_cpu(len(mesh.local_devices), text=loader_bytes(config.data))
 
 
-def _way_out(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> str:
+def _way_out(
+    config: TrainConfig, model: ModelConfig, device: jax.Device, memory: cost.MemoryEstimate
+) -> str:
     """Returns the settings that lower the memory of a run, for an error message."""
     train, changes = config.train, []
-    if train.accumulation < train.batch_size:
-        changes.append(f"raise train.accumulation={train.accumulation}")
-    if model.remat != "full":
-        changes.append("set model.remat=full")
-    changes.append(f"lower data.length={config.data.length}")
+    if memory.total - memory.activations < (usable_bytes(device) or 0):
+        if train.accumulation < train.batch_size:
+            changes.append(f"raise train.accumulation={train.accumulation}")
+        if model.remat != "full":
+            changes.append("set model.remat=full")
+        changes.append(f"lower data.length={config.data.length}")
     if train.lora is None:
         changes.append("train adapters (train.lora.rank=8)")
-    if mesh.local_devices[0].platform != "cpu":
+    if model.param_dtype == "float32":
+        changes.append("read frozen weights as bfloat16 (model.param_dtype)")
+    if device.platform != "cpu":
         changes.append("raise mesh.context, set train.offload")
-    elif model.param_dtype == "float32":
-        changes.append("set model.param_dtype=bfloat16")
-    return f"{', '.join(changes)}, use a smaller model or more devices"
+    return ", ".join([*changes, "use a smaller model or more devices"])
 
 
 def training_memory(
