@@ -66,6 +66,21 @@ _SPLITS = {
 # Llama 3 and Mistral Nemo: a word in the vocabulary is one token, and texts begin with BOS.
 _WHOLE_WORDS = ("llama-bpe", "tekken")
 
+# Other names that llama.cpp reads as one of these.
+_SAME_SPLITS = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2"),
+    **dict.fromkeys(("starcoder", "command-r", "exaone", "minerva-7b"), "smollm"),
+    **dict.fromkeys(("mpt", "exaone4", "trillion", "mellum"), "gpt-2"),
+    "llama4": "gpt-4o",
+}
+# Control tokens at which llama.cpp ends an answer, whatever the keys say.
+_ENDS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
+    *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
+    *("<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+}
+
 Token = dict[str, Any]  # content and flags, as `tokenizers.AddedToken` takes them
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _CODE_LLAMA = "CodeLlamaTokenizer"
@@ -470,7 +485,15 @@ def _gguf_specials(file: GGUFFile, *, add_bos: bool) -> Specials:
             check_integer(f"{file.path}: {key}", index, 0, "convert it again", most=most)
         return index
 
-    ends = (get("eos"), get("eot"), get("eom"))
+    tokens = file.need("tokenizer.ggml.tokens")
+    types = file.get("tokenizer.ggml.token_type") or []
+    names = {
+        t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL
+    }
+    by_name = _ENDS & names.keys()
+    if {"<|return|>", "<|call|>"} <= by_name:  # <|end|> ends a part of the answer then
+        by_name.discard("<|end|>")
+    ends = (get("eos"), get("eot"), get("eom"), *sorted(names[text] for text in by_name))
     return Specials(
         bos_id=get("bos"),
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
@@ -493,6 +516,7 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
     )
 
     pre = file.get("tokenizer.ggml.pre", "default")
+    pre = _SAME_SPLITS.get(pre, pre)
     if pre not in _SPLITS:
         raise InputError(
             f"{file.path}: the pre-tokenizer {pre!r} is not known; known: {', '.join(_SPLITS)}; "

@@ -325,7 +325,8 @@ def test_the_installed_smollm2_is_found_by_name():
     assert (config.num_layers, config.width, config.vocab_size) == (30, 576, 49_152)
     assert config.tie_embeddings and config.rope.theta == 1e5 and config.max_length == 8192
     tokenizer = load_tokenizer("smollm2-135m-instruct")
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (1, (2,), False)
+    # llama.cpp ends at <|im_end|>, as a key says, and at the control token <|endoftext|>
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (1, (2, 0), False)
     ids = tokenizer.encode("Hello 42<|im_end|>")
     assert 2 not in ids and tokenizer.decode(ids) == "Hello 42<|im_end|>"
 
