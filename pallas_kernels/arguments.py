@@ -39,6 +39,11 @@ def _check_qkv(call: str, q, k, v):
         if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
             dtype = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"{call}: {name} is {dtype}, must be a floating-point array")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{call}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they must have one dtype, so cast "
+            "with astype what should be computed in less or more bits"
+        )
     if not all(isinstance(size, int) for x in (q, k, v) for size in x.shape):
         raise TypeError(
             f"{call}: q {q.shape}, k {k.shape}, v {v.shape} have symbolic sizes, which must be "

@@ -85,8 +85,8 @@ def flash(
       out in q's dtype, and lse in float32.
 
     Raises:
-      TypeError: q, k or v not floating, indices or segments not integers, an invalid mask, bias or
-        table, a traced scale.
+      TypeError: q, k or v not floating or of different dtypes, indices or segments not integers, an
+        invalid mask, bias or table, a traced scale.
       ValueError: shapes that do not match, and invalid options.
     """
     positions = dict(q_index=q_index, k_index=k_index, q_segments=q_segments)

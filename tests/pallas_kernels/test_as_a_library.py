@@ -60,6 +60,8 @@ def exported(*x):
 WRONG = {
     "integers": (TypeError, "floating", lambda q, k, v: flash(q.astype(int), k, v)),
     "complex": (TypeError, "floating", lambda q, k, v: flash(q, k, v.astype(complex))),
+    "dtypes": (TypeError, "one dtype", lambda q, k, v: flash(q, k.astype(jnp.bfloat16), v)),
+    "a dtype of v": (TypeError, "one dtype", lambda q, k, v: flash(q, k, v.astype(jnp.float16))),
     "lists": (TypeError, "q is list", lambda q, k, v: flash([[0.0]], k, v)),
     "symbolic sizes": (TypeError, "program for each shape", exported),
     "no heads": (ValueError, "may be 0", lambda q, k, v: flash(q, k[:, :, :0], v[:, :, :0])),
