@@ -48,31 +48,22 @@ class Piece(NamedTuple):
     end: int  # number of characters of the text before the next piece
 
 
-def encode_long(
-    tokenizer: Tokenizer, text: str, *, name: str = "a text", at_least: int | None = None
-) -> tuple[np.ndarray, int]:
+def encode_long(tokenizer: Tokenizer, text: str, *, name: str = "a text") -> np.ndarray:
     """Returns `tokenizer.encode(text)`, computed in bounded memory and with a progress bar.
 
     Args:
       tokenizer: the tokenizer.
       text: the text.
       name: its name, for messages.
-      at_least: number of first tokens that are needed; None: all.
 
     Returns:
-      The ids int32 [n], and the number of characters that they cover: all of them, or with
-      `at_least` those of the first pieces.
+      The ids int32 [n].
 
     Raises:
       InputError: a part of the text is too long for the memory and has no safe place for a cut.
     """
-    parts, count, end = [], 0, 0
-    for piece in pieces(tokenizer, text, name=name):
-        parts.append(piece.ids)
-        count, end = count + len(piece.ids), piece.end
-        if at_least is not None and count >= at_least:
-            break
-    return (parts[0] if len(parts) == 1 else np.concatenate(parts)), end
+    parts = [piece.ids for piece in pieces(tokenizer, text, name=name)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def spans_long(tokenizer: Tokenizer, text: str, *, name: str = "a text") -> np.ndarray:

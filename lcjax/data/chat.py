@@ -102,7 +102,7 @@ class ChatTokenise:
         tokenizer = self._tokenizer
         if isinstance(prompt, str) and isinstance(answer, str):
             text = prompt + answer
-            ids, spans = encode_long(tokenizer, text)[0], spans_long(tokenizer, text)
+            ids, spans = encode_long(tokenizer, text), spans_long(tokenizer, text)
             is_learned = _covers(spans, len(text), [(len(prompt), len(text))])
             return ids, is_learned | self._learn_all
         parts = [tokenizer.encode(p) if isinstance(p, str) else p for p in (prompt, answer)]

@@ -513,7 +513,7 @@ class SourceRows:
         """Returns the ids of a document without BOS and EOS, which are added later."""
         if isinstance(value, str):
             is_empty = not value or value.isspace()
-            ids = [] if is_empty else encode_long(self._tokenizer, value, name=name)[0]
+            ids = [] if is_empty else encode_long(self._tokenizer, value, name=name)
             return np.asarray(ids, np.int32)
         self._check_ids(name, value)
         has_bos = self.bos is not None and len(value) > 0 and value[0] == self.bos

@@ -261,7 +261,7 @@ class Worker:
     def _ids(self, document: Document) -> np.ndarray:
         if not document.value or document.value.isspace():
             return np.zeros(0, np.int32)
-        return encode_long(self._tokenizer, document.value, name=document.name)[0]
+        return encode_long(self._tokenizer, document.value, name=document.name)
 
 
 def _finish(

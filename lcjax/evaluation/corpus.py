@@ -177,7 +177,7 @@ class TokenizedCorpus:
 
     def _tokenised(self, entry: _Entry) -> TokenizedDocument:
         if entry.document is None:
-            tokens, _ = encode_long(self.tokenizer, entry.text, name=entry.name)
+            tokens = encode_long(self.tokenizer, entry.text, name=entry.name)
             ends = self._byte_ends(tokens, entry.size)
             words = 1 + sum(1 for _ in re.finditer(r"\s+", entry.text))
             entry.document = TokenizedDocument(entry.name, tokens, ends, float(words))

@@ -143,11 +143,3 @@ def test_a_run_of_equal_characters_has_the_tokens_of_the_whole_run():
 def test_a_text_without_a_safe_place_raises_input_error():
     with pytest.raises(InputError, match="book: the tokens from character .* divide it"):
         list(long_text.pieces(word_piece(), "a" * 30_000, name="book", steps=(5003, 10007)))
-
-
-def test_the_first_tokens_need_only_the_first_pieces():
-    text = "word " * 300_000
-    ids, end = long_text.encode_long(ByteTokenizer(), text, at_least=10)
-    assert 10 <= len(ids) == end < len(text) // 2
-    whole, end = long_text.encode_long(ByteTokenizer(), text)
-    assert end == len(whole) == len(text)
