@@ -48,6 +48,7 @@ SMALL = 1 << 24  # bytes of the largest file that is compared with its sum whene
 _CHANGED = "is not as it was written: another SHA-256 sum"
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, as JSON writes it
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
 # FUSE and network file systems, such as a mounted Google Drive, may not be able to sync.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -315,6 +316,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def read_text(path: Path) -> str:
+    """Returns the text of a file; raises an InputError if it is not UTF-8."""
+    check_regular(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from None
+
+
 def read_sealed(path: Path, way_out: str) -> dict[str, Any]:
     """Returns the object in a JSON file that `seal` made; raises an InputError if it differs."""
     values = read_json(path)
@@ -330,7 +340,10 @@ def read_json(path: Path, default: Any = None) -> Any:
         return default
     check_regular(path)
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = parse_json(text)
+        if _SURROGATE.search(text):  # a pair is one character; a lone half cannot be written again
+            json.dumps(values, ensure_ascii=False).encode()
     except InputError:  # a StorageError, which is a ValueError, too
         raise
     except FileNotFoundError as error:

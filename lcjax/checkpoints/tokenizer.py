@@ -8,11 +8,12 @@ tokens.
 """
 
 import abc
+import contextlib
 import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from lcjax.checkpoints import chat
 from lcjax.checkpoints.chat import ChatTokens, Message, Span
 from lcjax.checkpoints.chat_template import Rendered, render_template
-from lcjax.errors import InputError, import_package
+from lcjax.errors import InputError, import_package, one_line
 from lcjax.files import write_hf_json
 from lcjax.storage import to_path
 
@@ -259,7 +260,14 @@ class _PublishedTokenizer(_ChatTokenizer):
 class JsonTokenizer(_PublishedTokenizer):
     """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
 
-    def __init__(self, backend: Any, specials: Specials, *, settings: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        backend: Any,
+        specials: Specials,
+        *,
+        settings: dict[str, Any] | None = None,
+        where: str = "tokenizer.json",
+    ):
         """Wraps `backend`.
 
         Args:
@@ -267,8 +275,10 @@ class JsonTokenizer(_PublishedTokenizer):
           specials: its special tokens; with `add_bos`, `save` writes a post-processor that adds
             BOS, because transformers asks nothing else.
           settings: its `tokenizer_config.json`, which `save` writes again.
+          where: the file's name in errors.
         """
         super().__init__(specials)
+        self._where = where
         backend.no_truncation()
         backend.no_padding()
         if specials.add_bos and specials.bos_id is not None:
@@ -343,16 +353,22 @@ class JsonTokenizer(_PublishedTokenizer):
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
         allow_special = allow_special and not self._splits_special
-        backend = self._backend("string" if allow_special else "never")
-        return _encoding(backend, text).ids
+        return self._encoding("string" if allow_special else "never", text).ids
 
     def spans(self, text: str) -> list[Span]:
         check_text(text)
-        return _encoding(self._backend("never"), text).offsets
+        return self._encoding("never", text).offsets
+
+    def _encoding(self, special: str, text: str) -> Any:
+        """Encodes a text; other threads run while a long one is encoded, as `encode` prevents."""
+        with backend_errors(self._where):
+            backend = self._backend(special)
+            if len(text) < 10_000:
+                return backend.encode(text, add_special_tokens=False)
+            return backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
-        backend = self._backend("never" if self._splits_special else "string")
-        encoding = _encoding(backend, text)
+        encoding = self._encoding("never" if self._splits_special else "string", text)
         if not literal or self._splits_special:
             return encoding.ids, encoding.offsets
         specials = self._specials_in(text, encoding)
@@ -360,7 +376,7 @@ class JsonTokenizer(_PublishedTokenizer):
             if any(start <= i < start + len(string) for i in literal):
                 del specials[start]
         text = chat.with_aliases(text, specials, self._aliases)
-        encoding = _encoding(self._backend("alias"), text)
+        encoding = self._encoding("alias", text)
         if len(self._specials_in(text, encoding, self._aliases)) < len(specials):
             raise InputError(
                 "a message holds the string of a special token, which this tokenizer cannot tell"
@@ -384,7 +400,8 @@ class JsonTokenizer(_PublishedTokenizer):
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         ids = [int(i) for i in ids]
-        text = self._backend("string").decode(ids, skip_special_tokens=skip_special)
+        with backend_errors(self._where):
+            text = self._backend("string").decode(ids, skip_special_tokens=skip_special)
         for old, new in _CLEAN_UP.items() if self._cleans_up else ():
             text = text.replace(old, new)
         return text
@@ -417,11 +434,21 @@ def _add_bos(backend: Any, bos_id: int) -> None:
     )
 
 
-def _encoding(backend: Any, text: str) -> Any:
-    """Encodes a text; other threads run while a long one is encoded, as `encode` prevents."""
-    if len(text) < 10_000:
-        return backend.encode(text, add_special_tokens=False)
-    return backend.encode_batch([text], add_special_tokens=False)[0]
+@contextlib.contextmanager
+def backend_errors(where: str) -> Iterator[None]:
+    """Turns errors of the package `tokenizers` into an InputError that begins with `where`.
+
+    The package raises nothing narrower than an Exception, and a BaseException when Rust panics.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(
+            f"{where}: not a readable tokenizer, truncated or damaged ({one_line(error)});"
+            " download it again"
+        ) from None
 
 
 class SentencePieceTokenizer(_PublishedTokenizer):
@@ -629,10 +656,14 @@ def _specials_of(processor: Any) -> Specials:
 
 def _processor(model: bytes, where: str) -> Any:
     sentencepiece = import_package("sentencepiece", where)
+    if not model.removesuffix(NO_PREFIX):  # which sentencepiece accepts
+        raise InputError(f"{where} is empty; download it again")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, OSError) as error:
-        raise InputError(f"{where}: not a sentencepiece model, or truncated ({error})") from error
+        raise InputError(
+            f"{where}: not a sentencepiece model, or truncated ({one_line(error)})"
+        ) from error
 
 
 class ByteTokenizer(_ChatTokenizer):

@@ -18,9 +18,10 @@ from lcjax.checkpoints.tokenizer import (
     SentencePieceTokenizer,
     Specials,
     Tokenizer,
+    backend_errors,
 )
 from lcjax.errors import InputError, check_integer, is_finite_number, one_line
-from lcjax.files import read_json
+from lcjax.files import read_json, read_text
 from lcjax.storage import to_path
 
 # Keys of generation_config.json, and their names in GGUF metadata below `general.sampling`.
@@ -110,8 +111,9 @@ def hf_tokenizer(folder: str | Path) -> Tokenizer:
     configs may add tokens that end an answer.
     """
     files = _Folder(to_path(folder))
-    if (files.path / "tokenizer.json").is_file():
-        tokenizer = _from_json(files)
+    if (path := files.path / "tokenizer.json").is_file():
+        with backend_errors(str(path)):
+            tokenizer = _from_json(path, files)
     elif (files.path / "tokenizer.model").is_file():
         tokenizer = _from_sentencepiece(files)
     else:
@@ -181,7 +183,7 @@ class _Folder:
         files = {file.stem: file for file in others}
         if (default := self.path / "chat_template.jinja").is_file():
             files["default"] = default
-        templates: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        templates: Any = {name: read_text(file) for name, file in files.items()}
         if list(templates) == ["default"]:
             return templates["default"]
         templates = templates or self.settings.get("chat_template")
@@ -344,16 +346,12 @@ def _token(value: Any, where: str) -> Token:
     return {"content": token["content"], "special": special, "normalized": normalized} | flags
 
 
-def _from_json(files: _Folder) -> JsonTokenizer:
+def _from_json(path: Path, files: _Folder) -> JsonTokenizer:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
-    path = files.path / "tokenizer.json"
     values = read_json(path)
-    try:
-        backend = Backend.from_str(json.dumps(values))
-    except Exception as error:  # the package raises nothing narrower
-        raise InputError(f"{path}: not a tokenizer.json, or truncated ({error})") from error
+    backend = Backend.from_str(json.dumps(values))
     if files.class_name in _LLAMA:
         _use_llama_rules(backend, values, files)
     for key, text in _CLASS_TOKENS.get(files.class_name, {}).items():
@@ -373,7 +371,8 @@ def _from_json(files: _Folder) -> JsonTokenizer:
     first = backend.encode("a", add_special_tokens=True).ids[:1]
     add_bos = first == [specials.bos_id] or files.class_name == _CODE_LLAMA
     specials = dataclasses.replace(specials, add_bos=add_bos and specials.bos_id is not None)
-    return JsonTokenizer(backend, specials, settings=files.settings_without(left_out))
+    settings = files.settings_without(left_out)
+    return JsonTokenizer(backend, specials, settings=settings, where=str(path))
 
 
 def _use_llama_rules(backend: Any, values: dict[str, Any], files: _Folder) -> None:
@@ -544,7 +543,8 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     _add_special_tokens(backend, tokens, file.get("tokenizer.ggml.token_type") or [])
-    return JsonTokenizer(backend, _gguf_specials(file, add_bos=pre in _WHOLE_WORDS))
+    specials = _gguf_specials(file, add_bos=pre in _WHOLE_WORDS)
+    return JsonTokenizer(backend, specials, where=str(file.path))
 
 
 def _add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:

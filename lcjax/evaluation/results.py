@@ -34,7 +34,7 @@ from lcjax.evaluation.records import (
 )
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
-from lcjax.files import FolderSums, read_json, write_whole
+from lcjax.files import FolderSums, read_json, read_text, write_whole
 from lcjax.storage import check_regular, is_url, to_path
 
 # Key of a marker: the folder of the trained models, relative to the run folder.
@@ -113,7 +113,7 @@ def read(folder: str | Path) -> Results:
     if not tasks:
         raise InputError(f"{folder} holds no records; let python eval.py run first")
     notes = folder / NOTES
-    text = notes.read_text(encoding="utf-8") if notes.exists() else ""
+    text = read_text(notes) if notes.exists() else ""
     models_folder = marker.get(TRAINED_IN, "")
     if is_url(models_folder) or is_url(folder):
         models_folder = to_path(models_folder or folder)

@@ -11,6 +11,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.config.help import print_help
 from lcjax.errors import InputError, check_integer, suggestion
 from lcjax.evaluation.plots import check_picture
+from lcjax.files import read_text
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind, preset
 from lcjax.pictures.draw import (
@@ -151,10 +152,7 @@ def _attention(config: AttentionPicture) -> None:
         path = to_path(config.prompt_file)
         if not path.is_file():
             raise InputError(f"prompt_file={path} is no file")
-        try:
-            prompt = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"prompt_file={path} is not UTF-8: {error}") from None
+        prompt = read_text(path)
     check_picture(to_path(config.out))  # before the model is loaded
     attention = attention_picture(
         LanguageModel.load(config.model), prompt, config.out, answer=config.answer,

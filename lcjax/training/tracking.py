@@ -354,7 +354,7 @@ def read(path: str | Path) -> list[dict]:
     path, rows = to_path(path), []
     if not path.exists():
         return rows
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

@@ -175,6 +175,9 @@ def test_a_truncated_model_is_named(tmp_path, model):
     (tmp_path / "tokenizer.model").write_bytes(model[:-7])
     with pytest.raises(InputError, match=r"tokenizer\.model: not a sentencepiece model"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(InputError, match=r"tokenizer\.model is empty"):
+        load_tokenizer(tmp_path)
 
 
 def test_spans_count_characters_not_bytes(model):

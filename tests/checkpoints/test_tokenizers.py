@@ -247,6 +247,40 @@ def test_a_truncated_tokenizer_file_is_named(tmp_path, name):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},  # Rust panics
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
+        {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "[UNK]"}},
+    ],
+)
+def test_errors_and_panics_of_the_tokenizers_package_name_the_file(tmp_path, changes):
+    tokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(InputError, match="tokenizer.json: not a readable tokenizer"):
+        load_tokenizer(tmp_path).encode("abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("additional_chat_templates/a.jinja", b"\xff", "a.jinja is not UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": "\xff"}', "tokenizer_config.json: not JSON"),
+        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "surrogates not allowed"),
+    ],
+)
+def test_files_that_hold_no_text_are_named(tmp_path, name, content, match):
+    tokenizer().save(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=match):
+        load_tokenizer(tmp_path)
+
+
 def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path):
     with pytest.raises(InputError, match=r"no tokenizer\.json and no tokenizer\.model"):
         load_tokenizer(tmp_path)

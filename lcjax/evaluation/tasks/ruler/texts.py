@@ -24,7 +24,7 @@ from lcjax.errors import InputError, install_command
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
-from lcjax.files import parse_json
+from lcjax.files import parse_json, read_text
 
 _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
 _SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
@@ -172,7 +172,7 @@ def _word_lists(folder: Path, key: str, source: str) -> WordList:
 
 
 def _lines(path: Path) -> tuple[str, ...]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path).splitlines()
     return tuple(sorted({line.strip() for line in lines if line.strip()}))
 
 
