@@ -2,12 +2,13 @@
 
     python tests/campaigns/fuzz.py --seed 0
     python tests/campaigns/fuzz.py --seed 0 --case "config train.lr=nan"
+    python tests/campaigns/fuzz.py --seed 0 --random 1000
 
-The cases are those of `fuzz_cases.py`. A configuration that can be parsed goes on until the first
-training step, or the first scored batch, would begin. A case fails if it ends in a traceback, takes
-more than 20 s, is accepted or refused wrongly, is refused without naming what is wrong or in
-several lines, changes files that it must not, or leaves a run folder behind a start that was
-refused. Not collected by pytest: some minutes.
+The cases are those of `fuzz_cases.py`, or with --random those that `fuzz_random.py` draws. A
+configuration that can be parsed goes on until the first training step, or the first scored batch,
+would begin. A case fails if it ends in a traceback, takes more than 20 s, is accepted or refused
+wrongly, is refused without naming what is wrong or in several lines, changes files that it must
+not, or leaves a run folder behind a start that was refused. Not collected by pytest: some minutes.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from fuzz_cases import (
     language_model,
     make_shared,
 )  # fmt: skip
+from fuzz_random import random_cases
 
 from lcjax.errors import InputError
 from lcjax.evaluation.run import _Runner
@@ -79,14 +81,17 @@ def outcome(case: Case, place: Place) -> tuple[str, str]:
     return ("lost files", f"{lost} {text}") if lost else (kind, text)
 
 
-def worker(connection, folder: Path, seed: int) -> None:
+def worker(connection, folder: Path, seed: int, count: int) -> None:
     """Runs the cases whose names come in, one after another."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     shared, number = folder / "shared", 0
     if not shared.exists():
         make_shared(shared)
     stop_before_work()
-    cases = all_cases(shared / "model")
+    if count:
+        cases = {case.name: case for case in random_cases(seed, count)}
+    else:
+        cases = all_cases(shared / "model")
     language_model(shared / "model").nll(ROWS)
     connection.send(list(cases))
     while name := connection.recv():
@@ -112,8 +117,8 @@ def stop_before_work() -> None:
 class Pool:
     """One process that runs cases; it is replaced when a case takes too long or kills it."""
 
-    def __init__(self, folder: Path, seed: int):
-        self._folder, self._seed = folder, seed
+    def __init__(self, folder: Path, seed: int, count: int):
+        self._folder, self._seed, self._count = folder, seed, count
         self._start()
 
     def _start(self) -> None:
@@ -121,7 +126,7 @@ class Pool:
         self._connection, other = context.Pipe()
         self._process = context.Process(
             target=worker,
-            args=(other, self._folder, self._seed),
+            args=(other, self._folder, self._seed, self._count),
         )
         self._process.start()
         other.close()
@@ -154,16 +159,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="only those whose names match, such as 'API: nll*'")
     parser.add_argument("--share", type=float, default=0.25, help="of the cases of configs")
+    parser.add_argument("--random", type=int, default=0, help="number of random cases instead")
     parser.add_argument("--verbose", action="store_true", help="print every outcome")
     args = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}  # of the process with the cases
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     counts, failures, begin = collections.Counter(), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lcjax_fuzz_") as folder:
-        pool = Pool(Path(folder), args.seed)
+        pool = Pool(Path(folder), args.seed, args.random)
         chance, names = random.Random(args.seed), pool.names
         if args.case:
             names = [n for n in names if n == args.case or fnmatch.fnmatch(n, args.case)]
+        elif args.random:
+            names = list(names)
         else:
             names = [n for n in names if n[:7] != "config " or chance.random() < args.share]
         try:
@@ -181,8 +189,9 @@ def main() -> int:
     )
     for kind in dict.fromkeys([*GOOD, *KINDS, *counts]):
         print(f"{counts[kind]:6}  {kind}")
+    drawn = f" --random {args.random}" if args.random else ""
     for name, _, _ in failures:
-        print(f"python tests/campaigns/fuzz.py --seed {args.seed} --case {name!r}")
+        print(f"python tests/campaigns/fuzz.py --seed {args.seed}{drawn} --case {name!r}")
     return int(bool(failures))
 
 
