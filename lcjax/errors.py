@@ -23,6 +23,10 @@ class InputError(ValueError):
     The message is one line that names the key, the value, the rule and a way to correct it.
     """
 
+    def __init__(self, message: str):
+        # A path may have line breaks, and NumPy shows a matrix in several lines.
+        super().__init__(" ".join(map(str.strip, message.splitlines())))
+
 
 def one_line(error: BaseException) -> str:
     """Returns the message of an error without line breaks; the error's type if it has none."""
@@ -68,6 +72,20 @@ def check_integers(section: str, owner: object, least: int, *names: str) -> None
             check_integer(key, value, least, "null leaves it open" if optional else "")
 
 
+def check_flags(**values: object) -> None:
+    """Raises an InputError that names the argument unless all `values` are True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool) and type(value).__name__ != "bool":  # that of NumPy
+            raise InputError(f"{name}={value!r:.60} must be True or False")
+
+
+def check_type(name: str, value: object, *types: type) -> None:
+    """Raises an InputError unless an argument is an instance of one of the `types`."""
+    if not isinstance(value, types):
+        known = " or ".join(kind.__name__ for kind in types)
+        raise InputError(f"{name} is of type {type(value).__name__}, must be {known}")
+
+
 def check_seed(key: str, value: object) -> None:
     """Raises an InputError unless `value` is a valid seed of NumPy and JAX: 0 ... 2**32 - 1."""
     check_integer(key, value, 0, "seeds have 32 bits", most=2**32 - 1)
@@ -81,8 +99,8 @@ def _shown(value: object) -> str:
 
 
 def check_one_of(key: str, value: object, known: Collection) -> None:
-    """Raises an InputError that lists the `known` values unless `value` is one of them."""
-    if value not in known:
+    """Raises an InputError that lists the `known` texts unless `value` is one of them."""
+    if not isinstance(value, str) or value not in known:
         raise InputError(f"{key}={value!r} must be one of {', '.join(known)}")
 
 

@@ -29,7 +29,7 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_flags
 from lcjax.storage import (
     StorageError,
     URLPath,
@@ -556,6 +556,7 @@ def check_destination(
       overwrite: whether an existing folder of this format may be replaced.
       way_out: the user's option for `overwrite`, for the error.
     """
+    check_flags(overwrite=overwrite)
     if folder.is_symlink():
         raise InputError(f"{folder} is a symbolic link; name the folder itself")
     if not folder.exists():
@@ -584,6 +585,7 @@ def atomic_folder(
     At a URL the block writes into `folder` itself, whose earlier files are deleted first. The block
     must write the config of `contents` last: without it the folder is not of this format.
     """
+    check_flags(overwrite=overwrite, checksums=checksums)
     if isinstance(folder, URLPath):
         yield from _folder_at_url(folder, contents, overwrite, checksums)
         return

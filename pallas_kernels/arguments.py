@@ -25,13 +25,22 @@ def check_arrays(call: str, q, k, v, scale, **positions):
             "learned or computed, and give scale=1.0"
         )
     if scale is not None and not _is_finite(scale):
-        raise ValueError(f"{call}: scale={scale!r} must be a finite number; None is H ** -0.5")
+        raise ValueError(
+            f"{call}: scale={_shown(scale)} must be a finite number; None is H ** -0.5"
+        )
 
 
 def _is_finite(value) -> bool:
     """Returns whether `value` is a finite number: of Python, of NumPy, or a 0-dimensional array."""
+    if isinstance(value, list | tuple):
+        return False
     number = np.asarray(value)
     return number.ndim == 0 and number.dtype.kind in "iuf" and bool(np.isfinite(number))
+
+
+def _shown(value) -> str:
+    """Returns the first characters of `repr(value)`, on one line."""
+    return " ".join(repr(value).split())[:60]
 
 
 def _check_qkv(call: str, q, k, v):
@@ -84,13 +93,20 @@ def _check_positions(call: str, q, k, q_index, k_index, q_segments, k_segments, 
     ):
         if x is None:
             continue
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        x = _array(call, name, x)
         if x.shape not in shapes:
             rule = " or ".join(map(str, dict.fromkeys([shapes[0], shapes[-1]])))
             raise ValueError(f"{call}: {name} has shape {x.shape}, must be {rule}")
         flags = x.dtype == bool and name.endswith("segments")
         if x.size and not (flags or jnp.issubdtype(x.dtype, jnp.integer)):
             raise TypeError(f"{call}: {name} is {x.dtype}, must be integers")
+
+
+def _array(call: str, name: str, value):
+    try:
+        return value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{call}: {name} has rows of different lengths") from None
 
 
 def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
@@ -107,8 +123,8 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
         soft_cap is not None and not (_is_finite(soft_cap) and soft_cap > 0)
     ):
         raise ValueError(
-            f"flash: soft_cap={soft_cap} must be a number above 0, known when tracing; None leaves "
-            "logits as is"
+            f"flash: soft_cap={_shown(soft_cap)} must be a number above 0, known when "
+            "tracing; None leaves logits as is"
         )
     if bias is not None and not hasattr(bias, "num_heads"):
         raise TypeError(
@@ -117,8 +133,8 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
         )
     if bias is not None and bias.num_heads != n:
         raise ValueError(f"flash: the bias is for {bias.num_heads} heads, q has {n}")
-    if sinks is not None and jnp.shape(sinks) != (n,):
-        raise ValueError(f"flash: sinks has shape {jnp.shape(sinks)}, must be ({n},)")
+    if sinks is not None and (shape := _array("flash", "sinks", sinks).shape) != (n,):
+        raise ValueError(f"flash: sinks has shape {shape}, must be ({n},)")
     if splits is not None:
         integer("flash: splits", splits, 1)
     if layout is not None and not hasattr(layout, "fitting"):
@@ -161,9 +177,13 @@ def on_any_mesh(attention: Callable) -> Callable:
 
     @functools.wraps(attention)
     def run(q, k, v, *args, **options):
+        name = options.get("implementation")
+        if name is not None and not isinstance(name, str):
+            kind = type(name).__name__
+            raise TypeError(f"{attention.__name__}: implementation is a {kind}, must be a name")
         leaves, tree = jax.tree.flatten((q, k, v, args, options))
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
-        if options.get("implementation") != REFERENCE:
+        if name != REFERENCE:
             _check_manual(attention.__name__, arrays.values())
         sharding = _explicit(arrays.values())
         if sharding is None or options.get("layout") is not None:

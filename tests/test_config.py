@@ -135,6 +135,15 @@ def test_a_tuple_of_fixed_length_can_be_given_with_or_without_brackets(file):
     assert config.parse(Job, ["--config", str(file)]).train.betas == (0.8, 0.9)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"cls": 3}, {"argv": 5}, {"argv": "--lengths=5"}, {"tree": [1]}, {"is_stored": "no"}],
+)
+def test_an_argument_of_another_type_is_named(options):
+    with pytest.raises(InputError, match=f"^{next(iter(options))}(=| is of type )"):
+        config.parse(**{"cls": Job, "argv": []} | options)
+
+
 def test_one_item_of_a_list_can_be_changed(file):
     job = config.parse(Job, [f"--config={file}", "--methods.1.rope.scale=16"])
     assert job.methods == (Method("plain"), Method("stretched", Linear(scale=16.0)))

@@ -41,6 +41,7 @@ def test_other_values_are_errors_of_one_line(value, match):
 def test_the_message_of_an_error_is_one_line_and_never_empty():
     assert one_line(ValueError("a\n\n  b ")) == "a b"
     assert one_line(TimeoutError("\n")) == "TimeoutError"
+    assert str(InputError("a/b\n c: no such file")) == "a/b c: no such file"
 
 
 def test_seeds_have_32_bits():

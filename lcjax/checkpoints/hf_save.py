@@ -34,7 +34,7 @@ from lcjax.checkpoints.tokenizer import (
     token_ids,
 )
 from lcjax.checkpoints.weights import DTYPES, TensorInfo, all_finite
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_integer, check_one_of, check_type
 from lcjax.files import (
     CHECKSUMS,
     FolderFormat,
@@ -119,9 +119,11 @@ def save_hf(
     """
     check_path("folder", folder)
     folder = to_path(folder)
-    dtype = dtype or config.param_dtype
-    if dtype not in DTYPES:
-        raise InputError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    check_type("params", params, dict)
+    check_type("config", config, ModelConfig)
+    dtype = config.param_dtype if dtype is None else dtype
+    check_one_of("dtype", dtype, DTYPES)
+    check_integer("max_shard_bytes", max_shard_bytes, 1, most=2**63)
     hf = config_to_hf(config, dtype=dtype)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, str(folder))
@@ -322,7 +324,7 @@ def _leaf(
             module = {k: _row(v, layer) for k, v in module.items()}
         module = to_device(module)
         leaf = module[last]
-    except KeyError as error:
+    except (KeyError, TypeError) as error:  # TypeError: an array in place of a subtree
         raise InputError(
             f"params lack {path}, which the config requires; save the config of this model"
         ) from error

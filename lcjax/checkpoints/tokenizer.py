@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -22,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 from lcjax.checkpoints import chat
 from lcjax.checkpoints.chat import ChatTokens, Message, Span
 from lcjax.checkpoints.chat_template import Rendered, render_template
-from lcjax.errors import InputError, import_package, one_line
+from lcjax.errors import INT32_MAX, InputError, check_flags, import_package, one_line
 from lcjax.files import write_hf_json
 from lcjax.storage import to_path
 
@@ -194,6 +195,7 @@ class _ChatTokenizer(abc.ABC):
     def render_chat(
         self, messages: list[Message], /, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
+        check_flags(add_generation_prompt=add_generation_prompt)
         return self._render(messages, add_generation_prompt, variables).text
 
     def encode_chat(
@@ -208,6 +210,7 @@ class _ChatTokenizer(abc.ABC):
         def render(values: tuple[list[Message], dict[str, Any]]) -> str:
             return self._render(values[0], add_generation_prompt, values[1] | strings).text
 
+        check_flags(add_generation_prompt=add_generation_prompt, allow_special=allow_special)
         rendered, literal = self._render(messages, add_generation_prompt, variables), []
         check_text(rendered.text)
         if not allow_special:
@@ -399,7 +402,7 @@ class JsonTokenizer(_PublishedTokenizer):
         return found
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        ids = [int(i) for i in ids]
+        ids = _id_list(ids, skip_special)
         with backend_errors(self._where):
             text = self._backend("string").decode(ids, skip_special_tokens=skip_special)
         for old, new in _CLEAN_UP.items() if self._cleans_up else ():
@@ -418,6 +421,18 @@ class JsonTokenizer(_PublishedTokenizer):
             self._json.encode(),
             settings | self._specials.settings(self.token),
         )
+
+
+def _id_list(ids: Iterable[int], skip_special: bool) -> list[int]:
+    """Returns the ids that `decode` takes; raises an InputError unless they are ids, and a flag."""
+    check_flags(skip_special=skip_special)
+    try:
+        ids = list(map(operator.index, ids))
+    except TypeError:
+        ids = [-1]
+    if ids and not 0 <= min(ids) <= max(ids) <= INT32_MAX:
+        raise InputError("ids must be token ids, whole numbers: lm.tokenizer.decode([1, 2])")
+    return ids
 
 
 def _add_bos(backend: Any, bos_id: int) -> None:
@@ -596,7 +611,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         size = self._processor().get_piece_size()
         parts: list[str] = []
         run: list[int] = []
-        for index in map(int, ids):
+        for index in _id_list(ids, skip_special):
             token = self._tokens.get(index)
             if token is None:
                 run += [index] * (index < size)  # rows that only pad the embedding have no text
@@ -699,7 +714,7 @@ class ByteTokenizer(_ChatTokenizer):
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         out = bytearray()
-        for index in map(int, ids):
+        for index in _id_list(ids, skip_special):
             if index >= self.vocab_size:
                 raise InputError(f"id={index} must be below {self.vocab_size} (bytes and specials)")
             if index < _BYTES:

@@ -35,7 +35,7 @@ from lcjax.config.decode import (
     to_data_path,
 )
 from lcjax.config.help import help_text, is_choice, is_output_closed, print_help
-from lcjax.errors import InputError, one_line, suggestion
+from lcjax.errors import InputError, check_flags, check_type, one_line, suggestion
 from lcjax.files import check_path, write_whole
 from lcjax.storage import to_path
 
@@ -117,6 +117,8 @@ def import_modules(words: Sequence[str]) -> list[str]:
     Raises:
       InputError: a module cannot be imported.
     """
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise InputError(f"argv={words!r:.60} must be a list of words")
     rest, words = [], list(words)
     while words:
         key, equals, value = words.pop(0).partition("=")
@@ -188,6 +190,9 @@ def parse(
       UnknownTypeError: a method of the user is not registered.
       InputError: a key, a value or the config file is not valid.
     """
+    check_type("cls", cls, type)
+    check_type("tree", tree, dict, type(None))
+    check_flags(is_stored=is_stored)
     words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print_help(help_text(cls))

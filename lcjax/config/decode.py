@@ -440,7 +440,9 @@ def check_instance(key: str, value: object, base: type) -> None:
         return
     known = base.get_known_choices()
     kind = value.get("type") if isinstance(value, dict) else value
-    matches = [cls for name, cls in known.items() if kind is cls or kind == name]
+    if isinstance(kind, str):
+        kind = known.get(kind, kind)
+    matches = [cls for cls in known.values() if kind is cls]
     way_out = f"pass {constructor(matches[0])}" if matches else suggestion(kind, known)
     raise InputError(f"{key}={value!r:.60} must be an instance of {base.__name__}; {way_out}")
 

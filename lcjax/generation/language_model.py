@@ -21,7 +21,7 @@ from lcjax.checkpoints import Tokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.config import check_instance
-from lcjax.errors import InputError, check_integer, suggestion
+from lcjax.errors import InputError, check_flags, check_integer, check_type, suggestion
 from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
@@ -482,6 +482,7 @@ class LanguageModel(Scorer):
         """
         self.config.check_scores()
         if prefix is not None:
+            check_type("prefix", prefix, shared_prefix.CachedPrefix)
             prefix.check(self.config, prompts, context=context, exact=False)
         if Landmarks.read_by(self.config.pattern) is not None:
             return super().continuations(prompts, continuations, context=context)
@@ -531,6 +532,9 @@ class LanguageModel(Scorer):
                 raise InputError("context and retriever both give passages to read; give one")
             reader = RetrievalReader(self, retriever, k, how, when)
             return reader.generate(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
+        check_integer("k", k, 1)
+        check_type("how", how, str)
+        check_type("when", when, str, int)
         if (k, how, when) != (4, "input", "once"):
             raise InputError("k, how and when need a retriever; give one, or leave them out")
         pieces = self.stream(
@@ -560,8 +564,10 @@ class LanguageModel(Scorer):
         if top_logprobs is not None:
             check_integer("top_logprobs", top_logprobs, 0, "None leaves them out")
         check_rows("prompts", prompts, '["a prompt"]')
+        check_flags(exact=exact)
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling={sampling!r:.60} must be a Sampling(max_new_tokens=...)")
+        check_type("mixture", mixture, Mixture, type(None))
         context, num_rows = self._encode_if_needed(context), len(prompts)
         has_context = [False] * num_rows if context is None else context.precede(num_rows)
         ids = [
@@ -570,6 +576,7 @@ class LanguageModel(Scorer):
         ]
         exact = exact and self.depends_on_length
         if prefix is not None:
+            check_type("prefix", prefix, shared_prefix.CachedPrefix)
             prefix.check(self.config, ids, context=context, exact=exact)
         return generate_pieces(
             self, ids, sampling, exact=exact, prefill_chunk=prefill_chunk,
@@ -605,5 +612,6 @@ class LanguageModel(Scorer):
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         """Encodes a text; BOS precedes it if the model expects one and it `begins` a sequence."""
+        check_flags(begins=begins)
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids] if begins and self.tokenizer.add_bos else ids

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, check_integer, check_one_of, check_type
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -53,6 +53,7 @@ class Replug(WrappedScorer):
     marginal: str = "token"
 
     def __post_init__(self):
+        check_type("lm", self.lm, LanguageModel)
         log_weights(np.zeros(1), self.temperature)
         check_integer("batch", self.batch, 1)
         check_one_of("marginal", self.marginal, MARGINALS)

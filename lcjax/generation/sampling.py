@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_seed
+from lcjax.errors import InputError, check_integer, check_seed, is_finite_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +208,9 @@ def join_pieces(pieces: Iterable, rows: int) -> list[GeneratedText]:
 
 def log_weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """Computes log softmax(scores / temperature), float64 [..., n]; a score may be -inf."""
-    if not 0 < temperature < float("inf"):
+    if not (is_finite_number(temperature) and temperature > 0):
         raise InputError(
-            f"temperature={temperature} must be above 0 and finite: scores are divided by it"
+            f"temperature={temperature!r:.60} must be above 0 and finite: scores are divided by it"
         )
     scores = np.asarray(scores, np.float64) / temperature
     top = scores.max(-1, keepdims=True)

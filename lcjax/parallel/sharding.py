@@ -68,7 +68,7 @@ class Mesh:
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]
         for axis, size in zip(AXES, sizes, strict=True):
-            if size != -1:
+            if isinstance(size, np.ndarray) or size != -1:
                 check_integer(f"mesh.{axis}", size, 1, "-1 takes the devices that are left")
         if sizes.count(-1) > 1:
             raise InputError(f"mesh={sizes} for axes {AXES}: only one size may be -1")

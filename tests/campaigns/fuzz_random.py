@@ -435,7 +435,8 @@ def _argument(rng: random.Random) -> Any:
 _FUNCTIONS = (
     "nll", "logits", "generate", "stream", "chat", "continuations", "encode", "decode",
     "with_method", "save", "load", "Sampling", "render_chat", "check", "search", "passages",
-    "Chunking", "Sparse", "save_hf", "load_tokenizer", "Yarn", "LongRope", "Replug", "Mesh", "parse",
+    "Chunking", "Sparse", "save_hf", "load_tokenizer", "Yarn", "LongRope", "Replug", "Mesh",
+    "parse",
 )  # fmt: skip
 
 

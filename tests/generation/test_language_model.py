@@ -13,7 +13,7 @@ from scipy.special import log_softmax
 from tiny_lm import sharper
 
 from lcjax.attention import InfLLM, Landmark, LMInfinite
-from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings
 from lcjax.errors import InputError
 from lcjax.generation import language_model as lm_lib
@@ -290,6 +290,7 @@ def test_invalid_token_ids_raise_input_error_in_every_method(alone, beside, toke
 def test_an_argument_of_another_type_is_named_in_one_line(alone, beside):
     sampling = Sampling(max_new_tokens=2)
     load, method = functools.partial(LanguageModel.load, "absent"), alone.with_method
+    table, decode = np.zeros((2, 3)), alone.tokenizer.decode
     for call, message in (
         (lambda: method(rope="yarn"), r"rope='yarn' .* pass lcjax\.rope\.Yarn\(factor=\.\.\.\)"),
         (lambda: method(rope="yaarn"), "rope='yaarn' .* did you mean yarn?"),
@@ -322,6 +323,27 @@ def test_an_argument_of_another_type_is_named_in_one_line(alone, beside):
         (lambda: beside.encode_contexts([None]), "a row=None must be a list"),
         (lambda: Replug(alone).generate(None, context=[[]]), "prompts=None must be a list"),
         (lambda: Replug(alone).generate(["a"], context=None), "context=None must be a list"),
+        (lambda: Replug(3), "lm is of type int, must be LanguageModel"),
+        (lambda: Replug(alone, temperature=(1, 2)), r"temperature=\(1, 2\) must be above 0"),
+        (lambda: Replug(alone, marginal=table), "marginal=.* must be one of"),
+        (lambda: method(rope=table), "rope=.* must be an instance of Rope"),
+        (lambda: alone.generate(["a"], exact=table), "exact=.* must be True or False"),
+        (lambda: alone.generate(["a"], how=table), "how is of type ndarray, must be str"),
+        (lambda: alone.stream(["a"], prefix=[]), "prefix is of type list, must be CachedPrefix"),
+        (lambda: alone.stream(["a"], mixture=2), "mixture is of type int, must be Mixture"),
+        (lambda: alone.continuations([[1]], [[[1]]], prefix="a"), "prefix is of type str"),
+        (lambda: alone.encode(table), "text=.* must be a string"),
+        (lambda: alone.encode("a", begins=table), "begins=.* must be True or False"),
+        (lambda: alone.save("absent", overwrite=table), "overwrite=.* must be True or False"),
+        (lambda: alone.save("absent", dtype=table), "dtype=.* must be one of"),
+        (lambda: save_hf("absent", [], alone.config), "params is of type list, must be dict"),
+        (lambda: save_hf("absent", {}, []), "config is of type list, must be ModelConfig"),
+        (lambda: decode("34"), "ids must be token ids"),
+        (lambda: decode([[3]]), "ids must be token ids"),
+        (lambda: decode([-1]), "ids must be token ids"),
+        (lambda: decode([3], skip_special=1), "skip_special=1 must be True or False"),
+        (lambda: Sampling(top_p=table), "top_p=.* must be a number"),
+        (lambda: Mesh(fsdp=table), "mesh.fsdp=.* must be a whole number"),
     ):
         with pytest.raises(InputError, match=message) as error:
             call()

@@ -97,7 +97,10 @@ WRONG = {
     ),
     "a scale of text": (ValueError, "scale='1'", lambda *x: flash(*x, scale="1")),
     "a scale that is not finite": (ValueError, "scale=nan", lambda *x: flash(*x, scale=np.nan)),
-    "a cap of text": (ValueError, "soft_cap=5", lambda *x: flash(*x, soft_cap="5")),
+    "an implementation of no name": (
+        TypeError, "implementation is a list", lambda *x: flash(*x, implementation=["xla"])
+    ),
+    "a cap of text": (ValueError, "soft_cap='5'", lambda *x: flash(*x, soft_cap="5")),
     "splits of text": (ValueError, "splits", lambda *x: flash(*x, splits="2")),
     "a layout of text": (TypeError, "layout is a str", lambda *x: flash(*x, layout="data")),
     "a cache of lists": (ValueError, "must be arrays", lambda q, k, v: decode(q, [1.0], [1.0])),

@@ -128,8 +128,13 @@ def test_of_no_rows_no_queries_or_no_keys_nothing_is_seen(batch, queries, keys):
         (dict(q_segments=jnp.ones((1, 4), jnp.int32)), "both q_segments and k_segments"),
         (dict(q_index=jnp.arange(3)), "q_index has shape \\(3,\\), must be \\(4,\\) or \\(1, 4\\)"),
         (dict(k_lengths=jnp.ones(2)), "k_lengths has shape \\(2,\\), must be \\(1,\\)"),
+        (dict(q_index=[[1], 2]), "q_index has rows of different lengths"),
+        (dict(sinks=[[1], 2]), "sinks has rows of different lengths"),
+        (dict(scale=[[1], 2]), r"scale=\[\[1\], 2\] must be a finite number"),
+        (dict(scale=np.ones((2, 3))), r"^[^\n]*scale=array\(.* must be a finite number[^\n]*$"),
         (dict(soft_cap=0.0), "soft_cap=0.0 must be a number above 0"),
         (dict(bias=Alibi(jnp.ones(3))), "the bias is for 3 heads, q has 2"),
+        (dict(soft_cap=np.ones((2, 3))), r"^[^\n]*soft_cap=array\(.* must be [^\n]*$"),
         (dict(sinks=jnp.ones(1)), "sinks has shape \\(1,\\), must be \\(2,\\)"),
         (dict(mask=per_head((causal(), 3))), "cover 3 query heads and are used with 2"),
         (
