@@ -148,9 +148,9 @@ def suggestion(word: object, known: Iterable[str], ending: str = "") -> str:
       known: all names.
       ending: a suffix that all names share; the similarity ignores it.
     """
-    known = sorted(known)
+    known, word = sorted(known), str(word)[:200]  # the time of `difflib` is quadratic
     names = {name.removesuffix(ending): name for name in known}
-    close = difflib.get_close_matches(str(word).removesuffix(ending), names, n=4, cutoff=_CLOSE)
+    close = difflib.get_close_matches(word.removesuffix(ending), names, n=4, cutoff=_CLOSE)
     if close and len(known) > _MAX_NAMES:
         first, *rest = (names[name] for name in close)
         others = f"or {', '.join(rest)}; " if rest else ""

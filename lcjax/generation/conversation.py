@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import check_template_variables, encode_mid_text
 from lcjax.errors import InputError, check_integer
 from lcjax.generation.contexts import ContextRow, Contexts
@@ -77,7 +78,8 @@ class Conversation:
           context: one row of `LanguageModel.encode_contexts`, or its result.
           length: maximum number of tokens of the text. The cache has as many slots (fewer if the
             pattern sees fewer keys), and rotations are made for this length. None: the length of
-            `lm` if it has one, else the trained length.
+            `lm` if it has one, else the length that the model reads with its method, as its export
+            announces it.
           projected: as in `LanguageModel.encode_contexts`.
           prefill_chunk: as in `LanguageModel.generate`.
           retriever: finds passages for every message (`lcjax.generation.retrieval_reader`).
@@ -95,7 +97,7 @@ class Conversation:
         self.lm = lm
         self._variables = check_template_variables(chat_template_kwargs)
         self._allow_special = allow_special
-        self.length = lm.length or lm.config.max_length if length is None else length
+        self.length = lm.length or announced_length(lm.config) if length is None else length
         check_integer("length", self.length, 1)
         check_integer("k", k, 0)
         if retriever is not None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, check_integer, check_integers, check_one_of
 from lcjax.generation.generate import RowText
@@ -378,7 +379,7 @@ class RetrievalReader(WrappedScorer):
           lengths: tokens of every text, without BOS before its passages.
           context: the passages of every text, each of which precedes the text separately.
         """
-        limit = max(self.length or 0, self.lm.length or 0, self.config.max_length)
+        limit = max(self.length or 0, self.lm.length or 0, announced_length(self.config))
         longest = max(
             (
                 length + max(map(len, passages), default=0)

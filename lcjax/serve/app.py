@@ -24,6 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from lcjax.checkpoints.hf_config import announced_length
 from lcjax.errors import InputError, one_line
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -44,7 +45,7 @@ class Server:
         needs_length = config.length is not None and lm.length is None
         self._lm = lm.with_method(length=config.length) if needs_length else lm
         self._config, self._created = config, int(time.time())
-        length = config.length or lm.config.max_length
+        length = config.length or announced_length(lm.config)
         self._contexts = ContextStore(config.max_contexts, config.max_context_gb * 1e9)
         self._reader = Reader(
             self._lm, config.model_name, length, self._contexts.get, config.allow_special
@@ -190,7 +191,8 @@ class Server:
         async with self._bodies.read(request) as body:
             call = stack.enter_context(self._running())
             # In a thread, because long texts take seconds.
-            return await asyncio.to_thread(lambda: convert(read_json(body))), call
+            length = self._reader.length
+            return await asyncio.to_thread(lambda: convert(read_json(body, length))), call
 
     async def _answer(self, read: Callable[[dict], Plan], request: Request) -> Response:
         async with contextlib.AsyncExitStack() as stack:

@@ -29,7 +29,8 @@ class ServeConfig:
     port: int = 8000  # 0: any free port
     api_key: str | None = None  # key that requests must send; null: none
     # Maximum tokens of a request, prompt and answer together. Rotations that follow the length are
-    # made for it. null: the trained length, and rotations for the length of each request.
+    # made for it. null: the trained length, extended by the method's factor, and rotations for the
+    # length of each request.
     length: int | None = None
     # Read strings of special tokens in messages as special tokens, as transformers does
     allow_special: bool = False
@@ -49,7 +50,7 @@ class ServeConfig:
         for name in ("max_batch", "max_queue", "max_contexts"):
             check_integer(name, getattr(self, name), 1)
         if self.length is not None:
-            check_integer("length", self.length, 2, "null takes the trained length")
+            check_integer("length", self.length, 2, "null takes that of the model with its method")
         for name in ("max_context_gb", "client_timeout", "shutdown_timeout"):
             value = getattr(self, name)
             if not is_finite_number(value) or value <= 0:

@@ -34,7 +34,9 @@ from lcjax.serve.engine import MAX_TOP
 
 MAX_ROWS = 1024  # texts of one request
 _MESSAGE = ("role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id")
-MAX_VALUES = 2**21  # values of a body, which JSON's parser reads in half a second
+MAX_VALUES = 2**20  # values and keys of a body, which JSON's parser reads in a second at most
+MAX_DIGITS = 20  # of an integer: 2**64 has as many
+MAX_NAME = 1024  # characters of the name of a context
 MAX_STOPS, MAX_STOP = 64, 1024  # stop strings of a request, and characters of each
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -53,22 +55,35 @@ _COMMON = (
 )  # fmt: skip
 
 
-def read_json(data: bytes | bytearray) -> dict[str, Any]:
+def read_json(data: bytes | bytearray, length: int) -> dict[str, Any]:
     """Parses the JSON object of a body; raises an InputError if the body is no JSON object.
 
-    No other thread runs while the parser does, so the number of values is limited.
+    No other thread runs while the parser does, so its work is limited before it starts.
+
+    Args:
+      data: the body.
+      length: tokens of the longest prompt, which the body may have as ids in any case.
     """
-    # Commas and brackets in strings count, too: a longer text than any model reads has as many.
-    if (count := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:
+    # Those in strings count, too: a longer text than any model reads has as many.
+    count, most = sum(map(data.count, (b",", b":", b"[", b"{"))), max(MAX_VALUES, 2 * length)
+    if count > most:
         raise InputError(
-            f"the body has {count} commas and brackets, more than {MAX_VALUES}; send several bodies"
+            f"the body has {count} commas, colons and brackets, more than {most}; send several"
+            " bodies"
         )
 
     def refuse(constant: str):
         raise InputError(f"the body has {constant}, which is not valid JSON")
 
+    def integer(digits: str) -> int:
+        if len(digits.lstrip("-")) > MAX_DIGITS:
+            raise InputError(
+                f"the body has an integer of {len(digits)} digits; at most {MAX_DIGITS} are read"
+            )
+        return int(digits)
+
     try:
-        body = json.loads(data, parse_constant=refuse)
+        body = json.loads(data, parse_constant=refuse, parse_int=integer)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8
@@ -222,6 +237,8 @@ class Reader:
             raise InputError("text must be a string or a list of strings, tokens a list of ids")
         if not isinstance(name, str | None):
             raise InputError(f"name={name!r:.80} must be a string")
+        if len(name or "") > MAX_NAME:
+            raise InputError(f"name has {len(name)} characters, more than {MAX_NAME}; shorten it")
         for text in [source] if isinstance(source, str) else source:
             if isinstance(text, str) != (body.get("text") is not None):
                 raise InputError("text is for strings and tokens for lists of token ids")

@@ -107,18 +107,26 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(client, 
     assert set(sizes) == {512}
 
 
-def test_numbers_of_values_messages_and_stop_strings_are_limited(client, monkeypatch):
+def test_numbers_and_sizes_of_values_messages_and_names_are_limited(client, monkeypatch):
     message = {"role": "user", "content": "a"}
     for path, body, words in (
         ("completions", {"prompt": "a", "stop": ["a"] * 65}, "stop has more than 64"),
         ("completions", {"prompt": "a", "stop": "a" * 1025}, "more than 1024 characters"),
         ("chat/completions", {"messages": [message] * 65}, "65 messages, more than the 64"),
+        ("contexts", {"text": "a", "name": "x" * 1025}, "1025 characters, more than 1024"),
+        ("completions", {"prompt": "a", "temperature" * 10**4: 0}, "is no field"),
     ):
         status, answer = client.ask("POST", f"/v1/{path}", body)
         assert status == 400 and words in answer["error"]["message"]
     monkeypatch.setattr(protocol, "MAX_VALUES", 100)
-    status, answer = client.ask("POST", "/v1/completions", {"prompt": [1] * 100})
-    assert status == 400 and "commas and brackets" in answer["error"]["message"]
+    for prompt, words in (
+        ([1] * 200, "commas, colons and brackets, more than 128"),  # twice the length
+        ([10**20], "an integer of 21 digits"),
+        ([2**64 - 1], "must lie between"),
+        ([1] * 100, "100 tokens and max_tokens is 16"),
+    ):
+        status, answer = client.ask("POST", "/v1/completions", {"prompt": prompt})
+        assert status == 400 and words in answer["error"]["message"], answer
 
 
 PROGRAM = """

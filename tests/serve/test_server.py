@@ -29,10 +29,11 @@ from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation import session
+from lcjax.generation.conversation import Conversation
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import BeaconSection, CepeSection, SharedLlmSection
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.rope import DynamicNTK
+from lcjax.rope import DynamicNTK, Yarn
 from lcjax.serve import command
 from lcjax.serve.command import ServeConfig, _expand_model_options, main
 from lcjax.serve.contexts import Context, ContextStore, NotFoundError
@@ -51,6 +52,17 @@ def lm():
 def client(lm):
     with serving(lm, length=LENGTH, max_contexts=2) as client:
         yield client
+
+
+def test_the_default_length_is_the_one_that_an_export_announces(lm):
+    trained = lm.config.max_length
+    ropes = [(None, 1), (Yarn(factor=2.0), 2), (DynamicNTK(factor=4.0), 4)]
+    for rope, factor in ropes:
+        model = lm.with_method(rope=rope)
+        with serving(model) as client:
+            (entry,) = client.ask("GET", "/v1/models")[1]["data"]
+        lengths = (entry["max_model_len"], Conversation(model).length)
+        assert lengths == (factor * trained,) * 2, rope
 
 
 # Errors
@@ -72,7 +84,7 @@ def client(lm):
         ({"prompt": ["a", 1]}, "neither a text nor a list"),
         ({"prompt": [1, "a"]}, "token='a'"),
         ({"prompt": [1, 259]}, "token=259 must lie between 0 and 258"),
-        ({"prompt": [10**30]}, "an integer of|must be a whole number"),
+        ({"prompt": [10**30]}, "an integer of 31 digits"),
         ({"prompt": [True]}, "whole number"),
         ({"prompt": {"a": 1}}, "prompt must be a text"),
         ({"prompt": "\ud800"}, "lone surrogate"),
@@ -80,7 +92,7 @@ def client(lm):
         ({"prompt": "a", "max_tokens": -1}, "max_tokens=-1"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens=1.5"),
         ({"prompt": "a", "temperature": -1}, "temperature=-1"),
-        ({"prompt": "a", "temperature": 10**400}, "temperature"),
+        ({"prompt": "a", "temperature": 10**400}, "an integer of 401 digits"),
         ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "stop": 3}, "stop"),

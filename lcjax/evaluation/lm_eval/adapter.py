@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
+from lcjax.checkpoints.hf_config import announced_length
 from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import Answer, Encoder, Request, render_chat, respond
 from lcjax.generation.scorer import Scorer
@@ -38,7 +39,8 @@ class HarnessModel(TemplateLM):
 
         Args:
           model: A `Scorer`, such as a `LanguageModel` with any method or a `SplitModel`.
-          max_length: Maximum tokens of a request; None for the trained length.
+          max_length: Maximum tokens of a request; None for the length that the model reads with its
+            method, as its export announces it.
           batch_size: Rows of every call of the model.
           max_gen_toks: New tokens of tasks that do not set a number.
           seed: Seed of sampled answers.
@@ -46,7 +48,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         config = model.config
         learned = config.position == "learned"
-        self._length = config.max_length - learned if max_length is None else max_length
+        self._length = announced_length(config) - learned if max_length is None else max_length
         self._model, self._batch, self._new = model, batch_size, max_gen_toks
         self._encoder = Encoder(model.tokenizer, self._length, max_gen_toks, seed)
 

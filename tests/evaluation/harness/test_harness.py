@@ -13,6 +13,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, ReplugSplit, RunSection, run
 from lcjax.evaluation.lm_eval import HarnessModel
 from lcjax.evaluation.lm_eval.harness import Suite
+from lcjax.rope import Yarn
 
 pytestmark = pytest.mark.slow  # importing and indexing the harness alone takes ten seconds
 
@@ -87,6 +88,17 @@ def test_answers_equal_those_of_the_harness_with_transformers(ours, theirs, name
     for key, value in theirs["results"][name].items():
         if "," in key and isinstance(value, float):
             assert ours["results"][name][key] == pytest.approx(value, rel=1e-4)
+
+
+def test_the_default_length_is_the_one_that_the_harness_reads_from_an_export(lm, tmp_path):
+    pytest.importorskip("accelerate", reason="the harness's model of transformers needs it")
+    from lm_eval.models.huggingface import HFLM
+
+    for factor in (1, 2):
+        model = lm.with_method(rope=Yarn(factor=2.0) if factor == 2 else None)
+        model.save(folder := tmp_path / str(factor))
+        theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32")
+        assert HarnessModel(model).max_length == theirs.max_length == factor * lm.config.max_length
 
 
 def test_cached_requests_are_not_computed_again(lm, tasks, ours, tmp_path):
