@@ -4,7 +4,7 @@ import dataclasses
 import json
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +212,13 @@ class _Folder:
         added = dict(read_json(file, {}))
         if wrong := [text for text, index in added.items() if type(index) is not int or index < 0]:
             raise InputError(f"{file}: {wrong[0]!r} must have a token id; correct it")
-        special = {token["content"] for token in (*self.named().values(), *self.unnamed())}
+        named = {name: token["content"] for name, token in self.named().items()}
+        others = {token["content"] for token in self.unnamed()}
+        special = others | {*named.values()}
+        verbatim = others | {text for name, text in named.items() if name in _NAMES}
         return {
-            i: _token(text, where) | {"special": text in special, "normalized": text not in special}
+            i: _token(text, where)
+            | {"special": text in special, "normalized": text not in verbatim}
             for text, i in added.items()
         }
 
@@ -226,19 +230,26 @@ class _Folder:
         where = f"{self.path}: extra_special_tokens"
         return [_token(token, where) for token in tokens] if isinstance(tokens, list) else []
 
-    def added(self, tokens: dict[int, Token]) -> list[Token]:
+    def added(self, tokens: dict[int, Token], controls: Sequence[Token] = ()) -> list[Token]:
         """Returns the tokens that transformers adds to `tokens` of the tokenizer, in its order.
 
-        Listed tokens come first; they also change the flags of tokens with the same string.
+        Listed tokens come first; they also change the flags of tokens with the same string. Of
+        other definitions of a token, the last one that differs decides about its flags.
+
+        Args:
+          tokens: the added tokens of the tokenizer's own file, by id.
+          controls: control tokens of the model, which are defined after all others.
         """
         named, listed = self.named(), self.listed()
         if self.settings.get("added_tokens_decoder") is None:
             listed = tokens | listed
         added = {token["content"]: token for _, token in sorted(listed.items())}
         present = {token["content"]: token["special"] for token in tokens.values()}
-        for token in (*named.values(), *self.unnamed()):
-            if token["content"] not in present:
-                added.setdefault(token["content"], token)
+        known, defined = present.keys() | added.keys(), []
+        for token in (*named.values(), *self.unnamed(), *controls):
+            if token["content"] not in known and token not in defined:
+                defined.append(token)
+                added[token["content"]] = token
         special = {token["content"] for token in named.values()}
         if self.class_name not in _LLAMA:  # which begins with the listed tokens
             special |= {text for text, flag in present.items() if flag}
@@ -424,7 +435,10 @@ def _from_sentencepiece(files: _Folder) -> SentencePieceTokenizer:
     added = dict(files.listed())
     ids = plain.special_ids | {token["content"]: i for i, token in added.items()}
     size = max([plain.vocab_size, *(i + 1 for i in added)])
-    for token in files.added(added):
+    controls = [text for text, i in plain.special_ids.items() if i != plain.unk_id]
+    if isinstance(files.settings.get("extra_special_tokens"), list):  # they take their place
+        controls = []
+    for token in files.added(added, [_token(text, str(path)) for text in controls]):
         if (index := ids.get(token["content"])) is None:
             index = plain.find(token["content"])
         if index is None:

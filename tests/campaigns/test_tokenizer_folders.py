@@ -13,4 +13,5 @@ def test_drawn_tokenizer_folders_equal_autotokenizer(tmp_path, count):
     for index in range(count):
         with warnings.catch_warnings(action="ignore"):
             outcome, lines = tokenizer_folders.run(2, index, tmp_path)
-        assert outcome in tokenizer_folders.EXPECTED, (index, lines[:3])
+        is_expected = outcome in tokenizer_folders.EXPECTED
+        assert is_expected or outcome.startswith(tokenizer_folders.DOCUMENTED), (index, lines[:3])
