@@ -692,8 +692,12 @@ class ByteTokenizer(_ChatTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        special = {name: _BYTES + i for i, name in enumerate(_SPECIAL)}
-        return fingerprint(_byte_vocabulary() | special, self.encode)
+        return fingerprint(self.vocabulary(), self.encode)
+
+    @staticmethod
+    def vocabulary() -> dict[str, int]:
+        """Returns the ids of the tokens' strings in the tokenizer.json that `save` writes."""
+        return _byte_vocabulary() | {name: _BYTES + i for i, name in enumerate(_SPECIAL)}
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)

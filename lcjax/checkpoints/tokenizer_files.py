@@ -14,6 +14,7 @@ from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import (
     GENERATION,
     NO_PREFIX,
+    ByteTokenizer,
     JsonTokenizer,
     SentencePieceTokenizer,
     Specials,
@@ -381,6 +382,10 @@ def _from_json(path: Path, files: _Folder) -> JsonTokenizer:
     # The post-processor decides; transformers ignores `add_bos_token` beside a tokenizer.json.
     first = backend.encode("a", add_special_tokens=True).ids[:1]
     add_bos = first == [specials.bos_id] or files.class_name == _CODE_LLAMA
+    if backend.get_vocab_size() == ByteTokenizer.vocab_size and not add_bos:
+        # Older versions of lcjax saved the byte tokenizer without a post-processor.
+        is_bytes = backend.get_vocab() == ByteTokenizer.vocabulary()
+        add_bos = is_bytes and bool(files.settings.get("add_bos_token"))
     specials = dataclasses.replace(specials, add_bos=add_bos and specials.bos_id is not None)
     settings = files.settings_without(left_out)
     return JsonTokenizer(backend, specials, settings=settings, where=str(path))

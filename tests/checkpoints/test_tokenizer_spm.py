@@ -123,6 +123,19 @@ def test_tokens_added_by_older_files_are_read(tmp_path, model):
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
 
 
+@pytest.mark.parametrize("others", [[], ["<new>"]])
+def test_control_tokens_have_the_flags_of_the_model_unless_the_folder_has_others(
+    tmp_path, model, others
+):
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    named = {"content": "</s>", "lstrip": True, "special": True, "__type": "AddedToken"}
+    settings = {"eos_token": named} | ({"extra_special_tokens": others} if others else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    t = load_tokenizer(tmp_path)
+    ids = t.encode("a" if others else "a ")
+    assert t.encode("a </s>", allow_special=True) == [*ids, 2]
+
+
 def test_an_added_token_without_a_row_is_left_out_with_a_warning(tmp_path, model):
     """Copies of Llama-2 have <pad> = 32000 beside 32,000 rows."""
     (tmp_path / "tokenizer.model").write_bytes(model)

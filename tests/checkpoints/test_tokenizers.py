@@ -180,6 +180,29 @@ def test_the_post_processor_of_a_saved_tokenizer_adds_bos(tmp_path):
     assert load_tokenizer(tmp_path).add_bos
 
 
+def test_byte_tokenizers_of_older_versions_have_bos_without_a_post_processor(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    again = load_tokenizer(tmp_path)
+    assert again.add_bos and again.fingerprint == ByteTokenizer().fingerprint
+
+
+def test_of_several_definitions_of_a_new_token_the_last_one_decides(tmp_path):
+    tokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    strips = {"content": "<new>", "lstrip": True, "__type": "AddedToken"}
+    for definitions, is_stripped in (
+        ({"pad_token": strips, "mask_token": "<new>"}, False),
+        ({"pad_token": "<new>", "mask_token": strips}, True),
+        ({"mask_token": strips, "extra_special_tokens": ["<new>"]}, False),
+    ):
+        file.write_text(json.dumps(settings | definitions))
+        ids = load_tokenizer(tmp_path).encode("a <new>", allow_special=True)
+        assert len(ids) == 3 - is_stripped
+
+
 def test_settings_of_the_folder_are_kept_and_other_files_may_name_ids(tmp_path):
     t = tokenizer()
     t.save(tmp_path)
