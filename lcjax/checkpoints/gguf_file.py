@@ -479,7 +479,9 @@ def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
     if scaling.get("finetuned") is False and file.architecture == "granite":
         raise _unreadable(file, "rope.scaling.finetuned=False, a Granite without rotation,")
     if kind == "yarn" and "factor" in scaling and not has_divisors:
-        return _yarn(file, theta, factor, scaling).to_hf(rotary_dim)
+        form = _yarn(file, theta, factor, scaling).to_hf(rotary_dim)
+        del form["rope_parameters"]  # Olmo3 reads sections for each type of layers there
+        return form
     if kind not in ("linear", "none") or (has_divisors and factor != 1):
         beside = " beside rope_freqs.weight" if has_divisors else ""
         raise _unreadable(file, f"rope.scaling.type={kind!r} with factor={factor:g}{beside}")
