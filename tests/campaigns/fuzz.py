@@ -6,9 +6,10 @@
 
 The cases are those of `fuzz_cases.py`, or with --random those that `fuzz_random.py` draws. A
 configuration that can be parsed goes on until the first training step, or the first scored batch,
-would begin. A case fails if it ends in a traceback, takes more than 20 s, is accepted or refused
-wrongly, is refused without naming what is wrong or in several lines, changes files that it must
-not, or leaves a run folder behind a start that was refused. Not collected by pytest: some minutes.
+would begin. A case fails if it ends in a traceback, takes more than --limit seconds, is accepted or
+refused wrongly, is refused without naming what is wrong or in several lines, changes files that it
+must not, or leaves a run folder behind a start that was refused. Not collected by pytest: some
+minutes.
 """
 
 import argparse
@@ -48,7 +49,6 @@ from lcjax.errors import InputError
 from lcjax.evaluation.run import _Runner
 from lcjax.training import loop
 
-LIMIT = 20  # seconds of a case
 MEMORY = 10 << 30  # bytes that a case may allocate
 
 
@@ -117,8 +117,8 @@ def stop_before_work() -> None:
 class Pool:
     """One process that runs cases; it is replaced when a case takes too long or kills it."""
 
-    def __init__(self, folder: Path, seed: int, count: int):
-        self._folder, self._seed, self._count = folder, seed, count
+    def __init__(self, folder: Path, seed: int, count: int, limit: float):
+        self._folder, self._seed, self._count, self._limit = folder, seed, count, limit
         self._start()
 
     def _start(self) -> None:
@@ -136,9 +136,9 @@ class Pool:
         begin = time.monotonic()
         self._connection.send(name)
         try:
-            if self._connection.poll(LIMIT):
+            if self._connection.poll(self._limit):
                 return *self._connection.recv(), time.monotonic() - begin
-            kind, text = f"over {LIMIT} s", ""
+            kind, text = "too long", ""
         except (EOFError, ConnectionError):
             kind, text = "tracebacks", f"the process ended with {self._process.exitcode}"
         self._process.kill()
@@ -160,13 +160,14 @@ def main() -> int:
     parser.add_argument("--case", help="only those whose names match, such as 'API: nll*'")
     parser.add_argument("--share", type=float, default=0.25, help="of the cases of configs")
     parser.add_argument("--random", type=int, default=0, help="number of random cases instead")
+    parser.add_argument("--limit", type=float, default=20, help="seconds of a case")
     parser.add_argument("--verbose", action="store_true", help="print every outcome")
     args = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}  # of the process with the cases
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     counts, failures, begin = collections.Counter(), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lcjax_fuzz_") as folder:
-        pool = Pool(Path(folder), args.seed, args.random)
+        pool = Pool(Path(folder), args.seed, args.random, args.limit)
         chance, names = random.Random(args.seed), pool.names
         if args.case:
             names = [n for n in names if n == args.case or fnmatch.fnmatch(n, args.case)]
@@ -196,7 +197,7 @@ def main() -> int:
 
 
 KINDS = (
-    "tracebacks", f"over {LIMIT} s", "wrongly accepted", "wrongly refused", "lost files",
+    "tracebacks", "too long", "wrongly accepted", "wrongly refused", "lost files",
     "not one line", "does not name it", "run folders left behind",
 )  # fmt: skip
 
