@@ -293,6 +293,9 @@ class LanguageModel(Scorer):
             call searches with its own text. `search_contexts` searches with another question.
         """
         check_rows("context", contexts, '[["a document"]], with an entry for each row')
+        for row in contexts:
+            if not isinstance(row, str):
+                check_rows("context: a row", row, '["a passage", "another"]')
         memory = self.config.memory
         if memory is None and not any(len(row) for row in contexts):
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)

@@ -107,7 +107,7 @@ class Replug(WrappedScorer):
         if self.marginal == "token" or len({len(prompt) for prompt in prompts}) < 2:
             return super().continuations(prompts, continuations, context=context, scores=scores)
         # `nll` has one `first` for all rows, and a sequence must begin where its prompt ends.
-        scores = [None] * len(prompts) if scores is None else [[row] for row in scores]
+        scores = [None] * len(prompts) if scores is None else [[row] for row in _rows_of(scores)]
         rows = zip(prompts, continuations, context, scores, strict=True)
         return [
             super(Replug, self).continuations([ids], [row], context=[passages], scores=row_scores)[
@@ -176,7 +176,7 @@ class Replug(WrappedScorer):
             )
         encode, vocab = self.lm.tokenizer.encode, self.lm.config.vocab_size
         documents = [passages(row, encode, vocab) for row in context]
-        scores = [[0.0] * len(row) for row in documents] if scores is None else scores
+        scores = [[0.0] * len(row) for row in documents] if scores is None else _rows_of(scores)
         num_scores, num_documents = ([len(row) for row in x] for x in (scores, documents))
         if num_scores != num_documents:
             raise InputError(
@@ -200,3 +200,15 @@ class Replug(WrappedScorer):
         order = sorted(sizes, key=sizes.get)
         for start in range(0, len(order), self.batch):
             yield order[start : start + self.batch]
+
+
+def _rows_of(scores: Scores) -> list[np.ndarray]:
+    """Returns the scores of each text, float64 [n]; raises an InputError if they are no numbers."""
+    check_rows("scores", scores, "[[1.4, 0.9]], with a row for each text")
+    try:
+        rows = [np.asarray(row, np.float64) for row in scores]
+    except (TypeError, ValueError):
+        rows = []
+    if len(rows) != len(scores) or any(row.ndim != 1 for row in rows):
+        raise InputError(f"scores={scores!r:.60} must be rows of numbers, one for each passage")
+    return rows

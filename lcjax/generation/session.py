@@ -40,7 +40,8 @@ MAX_PACKED_ROW = 8192
 
 def check_rows(name: str, rows: Any, example: str) -> None:
     """Raises an InputError unless `rows` is a list, a tuple or an array, with an entry per text."""
-    is_rows = isinstance(rows, Sequence | np.ndarray | jax.Array) and not isinstance(rows, str)
+    is_text = isinstance(rows, str | bytes)
+    is_rows = isinstance(rows, Sequence | np.ndarray | jax.Array) and not is_text
     if not is_rows or not getattr(rows, "ndim", 1):
         raise InputError(f"{name}={_shorten(rows)} must be a list, such as {example}")
 
@@ -91,7 +92,10 @@ def check_token_rows(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.nda
             " [B, T]; pad shorter rows to that, and give lengths"
         )
     num_rows, width = array.shape
-    lengths = np.full(num_rows, width) if lengths is None else np.asarray(lengths)
+    try:
+        lengths = np.full(num_rows, width) if lengths is None else np.asarray(lengths)
+    except ValueError:
+        lengths = np.zeros(0)
     is_valid = lengths.dtype.kind in "iu" and lengths.shape == (num_rows,)
     if not is_valid or (lengths < 0).any() or (lengths > width).any():
         raise InputError(
