@@ -1,18 +1,29 @@
 """`InputError`, which scripts print as one line with exit code 2, and checks that raise it."""
 
 import contextlib
+import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.metadata
+import inspect
 import math
 import numbers
+import os
 import re
 import shlex
-from collections.abc import Collection, Iterable
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 _CLOSE = 0.65  # difflib's ratio: `trian` suggests `train`, `nope` does not suggest `longrope_7b`
+_MAX_ITEMS = 100  # of a list whose types `check_arguments` compares
 _MAX_NAMES = 16  # most known names that an error lists; if there are more, only similar ones
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 INT32_MAX = 2**31 - 1  # counts, lengths and steps are int32 on devices
 
@@ -84,6 +95,82 @@ def check_type(name: str, value: object, *types: type) -> None:
     if not isinstance(value, types):
         known = " or ".join(kind.__name__ for kind in types)
         raise InputError(f"{name} is of type {type(value).__name__}, must be {known}")
+
+
+def check_fields(section: str, owner: object) -> None:
+    """Raises an InputError for a field of a dataclass whose value is not of the declared type.
+
+    Values of a config have been decoded to these types; a Python program may pass any. Whole
+    numbers are left to `check_integers`, whose errors also tell the range.
+
+    Args:
+      section: the fields' section of the config, for error messages; empty: the top level.
+      owner: the dataclass instance.
+    """
+    for field in dataclasses.fields(owner):
+        kind = _annotations(type(owner)).get(field.name, Any)
+        if int not in (kind, *typing.get_args(kind)):
+            _check_annotated(
+                f"{section}.{field.name}" if section else field.name,
+                getattr(owner, field.name),
+                kind,
+            )
+
+
+def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a public function: an argument of another type than annotated is an InputError.
+
+    Anything with a shape passes for an array, any iterable but a string for a sequence, and for a
+    class any object that is not of a built-in type.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        values, annotations = signature.bind(*args, **kwargs).arguments, _annotations(function)
+        for name, value in values.items():
+            if "VAR_" not in signature.parameters[name].kind.name:
+                _check_annotated(name, value, annotations.get(name, Any))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_annotated(key: str, value: object, kind: Any) -> None:
+    if not _is_of(value, kind):
+        text = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise InputError(f"{key}={_shown(value):.60} must be of type {text}")
+
+
+@functools.cache
+def _annotations(owner: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(owner)
+    except NameError:  # of a class that only type checkers import
+        return getattr(owner, "__annotations__", {})
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_of(value, part) for part in parts)
+    if kind in (float, int):
+        return isinstance(value, numbers.Real)
+    if kind in (str, Path, os.PathLike):  # a URL has the methods of a path
+        return isinstance(value, str | os.PathLike) or hasattr(value, "joinpath")
+    kind = origin if isinstance(origin, type) else kind
+    if kind is Any or not isinstance(kind, type) or kind.__module__.startswith("jaxtyping"):
+        return True
+    if kind.__module__.startswith(("numpy", "jax")):
+        return hasattr(value, "shape") or isinstance(value, list | tuple | numbers.Number)
+    if kind in (Sequence, Iterable, Collection, list, tuple):
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+            return False
+        items = value[:_MAX_ITEMS] if isinstance(value, list | tuple) and len(parts) < 3 else ()
+        return all(_is_of(item, part) for item in items for part in parts[:1])
+    if type(value).__module__ != "builtins":  # another class may have the same methods
+        return kind.__module__ != "builtins" or isinstance(value, kind)
+    return callable(value) if getattr(kind, "_is_protocol", False) else isinstance(value, kind)
 
 
 def check_seed(key: str, value: object) -> None:

@@ -1,10 +1,20 @@
 """Checks of numbers in configs, and what an error says of names near to a wrong one."""
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax import retrieval
+from lcjax.checkpoints import ByteTokenizer, Tokenizer
+from lcjax.checkpoints.build import ModelSection
+from lcjax.config import RunFolder
+from lcjax.data import DataConfig, make_loader
 from lcjax.errors import (
     InputError,
+    check_arguments,
     check_integer,
     check_seed,
     install_command,
@@ -86,3 +96,57 @@ def test_of_many_names_only_those_near_to_a_wrong_one_are_said():
     said = suggestion("tsak_1", known)
     assert said.startswith("did you mean task_1? or task_") and said.endswith("; 99 are known")
     assert "other" not in said and "other_89" in suggestion("nothing like it", known)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: DataConfig(path=5), "data.path=5 must be of type str"),
+        (lambda: DataConfig(sources="a.txt"), "data.sources='a.txt' must be of type list"),
+        (lambda: DataConfig(sources=[None]), r"data.sources=\[None\] must be"),
+        (lambda: DataConfig(chunks=5), "data.chunks=5 must be of type lcjax.data.chunks.Chunks"),
+        (lambda: DataConfig(holdout=None), "data.holdout=None must be of type float"),
+        (lambda: ModelSection(path=[]), r"model.path=\[\] must be of type str | None"),
+        (lambda: ModelSection(layers=5), "model.layers=5 must be of type tuple"),
+        (lambda: RunFolder(folder=None), "run.folder=None must be of type str"),
+    ],
+)
+def test_values_of_other_types_than_a_field_declares_are_errors_of_one_line(make, match):
+    with pytest.raises(InputError, match=match):
+        make()
+
+
+def test_paths_and_numbers_of_numpy_are_strings_and_numbers(tmp_path):
+    assert DataConfig(path=tmp_path, holdout=np.float32(0)).path == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: make_loader(None, ByteTokenizer(), 2), "config=None must be of type DataConfig"),
+        (lambda: make_loader(DataConfig(), 5, 2), "tokenizer=5 must be of type Tokenizer"),
+        (lambda: make_loader(DataConfig(), ByteTokenizer(), "2"), "batch_size='2' must be of"),
+        (lambda: retrieval.build(None), "config=None must be of type BuildConfig"),
+        (lambda: retrieval.SparseIndex.build("text"), "texts='text' must be of type"),
+        (lambda: retrieval.SparseIndex.build([1]), r"texts=\[1\] must be of type"),
+    ],
+)
+def test_arguments_of_other_types_than_a_function_declares_are_errors_of_one_line(call, match):
+    with pytest.raises(InputError, match=match):
+        call()
+
+
+def test_checked_arguments_may_be_arrays_paths_iterators_and_classes_of_the_same_methods():
+    @check_arguments
+    def function(
+        rows: Sequence[int],
+        path: str,
+        x: np.ndarray,
+        texts: Iterable[str],
+        t: Tokenizer,
+        *more: int,
+    ):
+        return 1
+
+    fake = type("Fake", (ByteTokenizer,), {})()
+    assert function(np.arange(3), Path("a"), jnp.ones(2), iter("ab"), fake, "x") == 1

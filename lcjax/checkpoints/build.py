@@ -12,7 +12,7 @@ from lcjax import checkpoints
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
-from lcjax.errors import InputError, check_seed
+from lcjax.errors import InputError, check_fields, check_seed
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import (
     PRESETS,
@@ -60,12 +60,13 @@ class ModelSection:
     def __post_init__(self):
         for field, base in (("rope", Rope), ("pattern", Pattern), ("memory", MemorySection)):
             check_instance(f"model.{field}", getattr(self, field), base)
-        for kind in self.layers or ():
+        for kind in self.layers if isinstance(self.layers, list | tuple) else ():
             if not isinstance(kind, LayerKind):
                 raise InputError(
                     f"model.layers={kind!r:.60} must hold instances of LayerKind; pass"
                     " [lcjax.models.LayerKind(repeat=5, pattern=...), lcjax.models.LayerKind()]"
                 )
+        check_fields("model", self)
         if self.path is not None and self.preset is not None:
             raise InputError(
                 f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"

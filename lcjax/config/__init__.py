@@ -35,7 +35,14 @@ from lcjax.config.decode import (
     to_data_path,
 )
 from lcjax.config.help import help_text, is_choice, is_output_closed, print_help
-from lcjax.errors import InputError, check_flags, check_type, one_line, suggestion
+from lcjax.errors import (
+    InputError,
+    check_fields,
+    check_flags,
+    check_type,
+    one_line,
+    suggestion,
+)
 from lcjax.files import check_path, write_whole
 from lcjax.storage import to_path
 
@@ -60,6 +67,7 @@ class RunFolder:
     ignore_memory: bool = False  # go on where the estimated memory is more than there is
 
     def __post_init__(self):
+        check_fields("run", self)
         if not self.folder.strip():
             raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
         check_path("run.folder", self.folder)

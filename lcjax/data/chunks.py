@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, check_fields, check_integers, check_one_of
 
 Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning", "retrieved")
@@ -30,6 +30,7 @@ class Noise:
     leave: int = 0  # tokens of a chunk that always stay visible; the released code has 1
 
     def __post_init__(self):
+        check_fields("noise", self)
         for name in ("rate", "whole"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(
@@ -60,6 +61,7 @@ class Chunks:
     stride: int | None = None
 
     def __post_init__(self):
+        check_fields("chunks", self)
         check_integers("chunks", self, 1, "count", "length", "decoder", "most", "stride")
         check_one_of("chunks.text", self.text, TEXTS)
         if self.noise is not None and self.noise.leave >= self.length:

@@ -8,7 +8,14 @@ import draccus
 
 from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
-from lcjax.errors import InputError, check_integer, check_integers, check_one_of, check_seed
+from lcjax.errors import (
+    InputError,
+    check_fields,
+    check_integer,
+    check_integers,
+    check_one_of,
+    check_seed,
+)
 from lcjax.storage import to_path
 
 OVERLONG = ("split", "truncate", "drop")
@@ -58,6 +65,7 @@ class Source(draccus.ChoiceRegistry):
     max_document_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
+        check_fields("", self)
         if self.pack is not None:
             check_one_of("pack", self.pack, PACKINGS)
         check_integers("", self, 1, "stride", "min_document_tokens", "max_document_tokens")
@@ -269,10 +277,10 @@ class Masking:
     keep: list[int] = field(default_factory=list)
 
     def __post_init__(self):
+        check_fields("masking", self)
         if not 0 < self.rate < 1:
             raise InputError(f"masking.rate={self.rate} must lie between 0 and 1, such as 0.3")
-        if self.token is not None and self.token < 0:
-            raise InputError(f"masking.token={self.token} must be the id of a token, or null")
+        check_integers("masking", self, 0, "token")
 
 
 @dataclass(frozen=True)
@@ -286,6 +294,7 @@ class TextConfig:
     on_bad_record: str = "error"  # a record without the text, or damaged: error, or skip it
 
     def __post_init__(self):
+        check_fields("data", self)
         check_one_of("data.on_bad_text", self.on_bad_text, ON_BAD_TEXT)
         check_one_of("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
         if not 0 <= self.holdout < 1:

@@ -32,7 +32,7 @@ from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles, TextRea
 from lcjax.data.stored_rows import StoredFiles
 from lcjax.data.token_files import token_files
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_arguments
 from lcjax.storage import URLPath, to_path
 
 
@@ -290,6 +290,7 @@ def source_files(
     return files
 
 
+@check_arguments
 def check_sources(config: TextConfig) -> None:
     """Raises an `InputError` for sources without files; called before a model is loaded.
 
@@ -300,6 +301,7 @@ def check_sources(config: TextConfig) -> None:
             source_files(source, config)
 
 
+@check_arguments
 def largest_text(config: TextConfig) -> int:
     """Returns the bytes of the largest local file that is one document; 0 if there is none."""
     largest = 0
@@ -312,6 +314,7 @@ def largest_text(config: TextConfig) -> int:
     return largest
 
 
+@check_arguments
 def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
     """Raises an InputError if `folder`, the destination of results, is inside a data folder.
 
@@ -375,6 +378,7 @@ def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) 
     return corpora
 
 
+@check_arguments
 def scan(config: TextConfig) -> int:
     """Reads every document of all sources, to find bad records before a training.
 
@@ -393,6 +397,7 @@ def scan(config: TextConfig) -> int:
     return count
 
 
+@check_arguments
 def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:
     """Yields (name, text) of every document that is not empty, in the order of the files.
 

@@ -19,6 +19,7 @@ import grain
 import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, insert
+from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.long_text import encode_long
 from lcjax.data.chat import ChatTokenise
 from lcjax.data.chunks import cut_context, fit_document, hide_context, segment_positions
@@ -44,7 +45,7 @@ from lcjax.data.corpus import (
 )
 from lcjax.data.files import LRUCache
 from lcjax.data.readers import is_reported, unit_hash
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_arguments
 
 Batch = dict[str, np.ndarray]
 Element = dict[str, np.ndarray]  # "pair"; if packed also "pair_segment_ids", "pair_positions"
@@ -55,9 +56,10 @@ _KEPT_BYTES = 1 << 30  # of all that are kept, or one document
 _AHEAD_BYTES = 1 << 28  # of text that threads read ahead, or one document
 
 
+@check_arguments
 def make_loader(
     config: DataConfig,
-    tokenizer,
+    tokenizer: Tokenizer,
     batch_size: int,
     *,
     rows: Sequence[int] | None = None,
@@ -146,6 +148,7 @@ def make_loader(
     return Loader(iter(batches), _identity(sources, config, tokenizer, split, landmarks))
 
 
+@check_arguments
 def loader_bytes(config: DataConfig) -> int:
     """Returns an estimate of the memory that a loader needs for the largest text file."""
     return int(_BYTES_HELD * largest_text(config))

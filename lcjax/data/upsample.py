@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lcjax.errors import InputError, check_one_of, check_seed
+from lcjax.errors import InputError, check_fields, check_one_of, check_seed, is_finite_number
 
 MODES = ("per_source", "code_arxiv_book", "global", "none")
 _DRAWS = 1 << 20  # random numbers drawn at once when a position is restored
@@ -57,11 +57,12 @@ class Upsample:
     normalise: bool = False  # divide the shares by their sum, which must be 1 otherwise
 
     def __post_init__(self):
+        check_fields("upsample", self)
         check_one_of("upsample.mode", self.mode, MODES)
         if not 0 <= self.ratio <= 1:
             raise InputError(f"upsample.ratio={self.ratio} must be a fraction in [0, 1]")
         for key in ("tokens", "below", "characters_per_token"):
-            if not getattr(self, key) > 0:
+            if not is_finite_number(getattr(self, key)) or getattr(self, key) <= 0:
                 raise InputError(f"upsample.{key}={getattr(self, key)} must be positive")
         check_seed("upsample.seed", self.seed)
         if self.shares and self.mode != "per_source":

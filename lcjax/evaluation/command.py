@@ -13,8 +13,7 @@ from lcjax.errors import InputError, one_line, suggestion
 from lcjax.evaluation import reproduce, results, retriever_scores
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
-from lcjax.evaluation.export import check_formats, export, make_data
-from lcjax.evaluation.records import write_folder_sums
+from lcjax.evaluation.export import export, make_data
 from lcjax.evaluation.run import run
 from lcjax.parallel import distributed
 
@@ -103,13 +102,9 @@ def _report(words: Sequence[str]) -> None:
     for folder in folders:
         saved = results.read(folder)
         formats = [name.strip() for name in (options["export"] or "").split(",") if name.strip()]
-        check_formats(formats)
+        exported = export(saved, formats, saved.folder / "export")
         report = results.rebuild(saved)
-        files = list(report.files)
-        if formats:
-            files += export(saved, formats, saved.folder / "export")
-            write_folder_sums(saved.folder)
-        _print(report.text, files)
+        _print(report.text, [*report.files, *exported])
 
 
 def _score(words: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from lcjax.evaluation.run import check, limits_of
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Record, Records, Task, Unit
 from lcjax.evaluation.tasks.longbench import LongBench, by_band
-from lcjax.files import write_whole
+from lcjax.files import CHECKSUMS, check_outputs, read_sums, write_whole
 from lcjax.storage import to_path
+
+_DIGEST = "digest"  # of the text of a prompt: a key of its lines
 
 
 def check_formats(names: Sequence[str]) -> None:
@@ -50,9 +52,22 @@ def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:
 
     Returns:
       The written files.
+
+    Raises:
+      InputError: a format is unknown, or a file of other origin would be replaced.
     """
     check_formats(formats)
-    return [path for name in formats for path in _FORMATS[name](run, out / name)]
+    texts: dict[Path, str] = {}
+    for name in formats:
+        texts |= _FORMATS[name](run, out / name)
+    sums = run.folder / CHECKSUMS  # with the names of earlier exports
+    own = {run.folder / name for name in read_sums(sums)} if sums.is_file() else set()
+    for path, text in texts.items():
+        if path.exists() and path not in own and path.read_bytes() != text.encode():
+            raise InputError(f"{path} would be replaced, and is not of this run; move it away")
+    for path, text in texts.items():
+        write_whole(path, text)
+    return list(texts)
 
 
 def _cells_with_answers(run: Results, name: str) -> list[tuple[str, Task, int, list[Record]]]:
@@ -78,17 +93,12 @@ def _folder(run: Results, method: str) -> str:
     return f"{names[index]}_{num_equal + 1}" if num_equal else names[index]
 
 
-def _lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    write_whole(path, to_lines(rows, ascii=False))
-    return path
-
-
 def _by_part(task: Task, records: Records) -> dict[str, list[Record]]:
     return group_by(records, lambda record: _part_of(task, record))
 
 
-def _lm_eval(run: Results, out: Path) -> list[Path]:
-    files = []
+def _lm_eval(run: Results, out: Path) -> dict[Path, str]:
+    files = {}
     for method, cells in group_by(run.cells(), itemgetter(0)).items():
         folder, results = out / _folder(run, method), _lm_eval_results(run, method)
         for _, task, length, records in cells:
@@ -107,10 +117,9 @@ def _lm_eval(run: Results, out: Path) -> list[Path]:
             results["configs"][name] = {"task": name, "metadata": {"length": length}}
             results["group_subtasks"][name] = []
             rows = [_sample(task, record, metric) for record in records]
-            files.append(_lines(folder / f"samples_{name}.jsonl", rows))
-        path = folder / "results.json"
-        write_whole(path, json.dumps(clean(results), indent=2, ensure_ascii=False) + "\n")
-        files.append(path)
+            files[folder / f"samples_{name}.jsonl"] = to_lines(rows, ascii=False)
+        text = json.dumps(clean(results), indent=2, ensure_ascii=False)
+        files[folder / "results.json"] = f"{text}\n"
     return files
 
 
@@ -155,9 +164,9 @@ def _sample(task: Task, record: Record, metric: str) -> dict[str, Any]:
     }
 
 
-def _longbench(run: Results, out: Path) -> list[Path]:
-    """Writes one folder of predictions per method and length, with scores from 0 to 100."""
-    files = []
+def _longbench(run: Results, out: Path) -> dict[Path, str]:
+    """Returns one folder of predictions per method and length, with scores from 0 to 100."""
+    files = {}
     for method, task, length, records in _cells_with_answers(run, "longbench"):
         by_length = isinstance(task, LongBench) and task.e
         parent = out / task.label / str(length) / ("pred_e" if by_length else "pred")
@@ -173,15 +182,14 @@ def _longbench(run: Results, out: Path) -> list[Path]:
                 }
                 for record in group
             )
-            files.append(_lines(folder / f"{name}.jsonl", rows))
-        files.append(folder / "result.json")
+            files[folder / f"{name}.jsonl"] = to_lines(rows, ascii=False)
         scores = {
             name: {band: _percent(task, members) for band, members in by_band(group).items()}
             if by_length
             else _percent(task, group)
             for name, group in parts.items()
         }
-        write_whole(files[-1], json.dumps(scores, ensure_ascii=False, indent=4))
+        files[folder / "result.json"] = json.dumps(scores, ensure_ascii=False, indent=4)
     return files
 
 
@@ -191,8 +199,8 @@ def _percent(task: Task, records: Records) -> float | None:
     return round(100 * float(np.mean(values)), 2) if values else None
 
 
-def _ruler(run: Results, out: Path) -> list[Path]:
-    files = []
+def _ruler(run: Results, out: Path) -> dict[Path, str]:
+    files = {}
     for method, task, length, records in _cells_with_answers(run, "ruler"):
         folder = out / task.label / _folder(run, method) / str(length)
         parts = _by_part(task, records)
@@ -211,9 +219,8 @@ def _ruler(run: Results, out: Path) -> list[Path]:
                 }
                 for record in group
             )
-            files.append(_lines(folder / f"{name}.jsonl", rows))
-        files.append(folder / "summary.csv")
-        write_whole(files[-1], _ruler_summary(task, parts))
+            files[folder / f"{name}.jsonl"] = to_lines(rows, ascii=False)
+        files[folder / "summary.csv"] = _ruler_summary(task, parts)
     return files
 
 
@@ -234,7 +241,7 @@ def _ruler_summary(task: Task, parts: Mapping[str, Records]) -> str:
     return out.getvalue()
 
 
-_FORMATS: dict[str, Callable[[Results, Path], list[Path]]] = {
+_FORMATS: dict[str, Callable[[Results, Path], dict[Path, str]]] = {
     "lm_eval": _lm_eval,
     "longbench": _longbench,
     "ruler": _ruler,
@@ -275,7 +282,9 @@ def make_data(config: EvalConfig, out: str | Path | None = None) -> list[Path]:
             for name, group in parts.items():
                 path = out / task.label / str(length) / f"{name}.jsonl"
                 rows = (_prompt_line(task, unit, corpus.tokenizer) for unit in group)
-                files.append(_lines(path, rows))
+                check_outputs([path], f'"{_DIGEST}": "')
+                write_whole(path, to_lines(rows, ascii=False))
+                files.append(path)
     return files
 
 
@@ -288,5 +297,5 @@ def _prompt_line(task: Task, unit: Unit, tokenizer) -> dict[str, Any]:
         "input": tokenizer.decode(unit.tokens.tolist()),
         "outputs": task.references(unit.fields),
         "length": unit.fields["size"],
-        "others": {"id": unit.index, "digest": unit.digest, **fields},
+        "others": {"id": unit.index, _DIGEST: unit.digest, **fields},
     }

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from lcjax import cost
 from lcjax.checkpoints.build import ModelSection, check_source, planned_config
 from lcjax.data import check_outside_data, largest_text
-from lcjax.errors import InputError, check_integers, check_seed, import_package
+from lcjax.errors import InputError, check_arguments, check_integers, check_seed, import_package
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
     EvalConfig,
@@ -56,6 +56,7 @@ _BYTES_HELD = 8  # for each byte of a document: its text, its ids, and the bytes
 _REPORT_FILES = ("cost", "differences", "perplexity_accuracy", "published", "training")
 
 
+@check_arguments
 def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | None:
     """Runs the missing trainings of a study, scores the units without a record, and reports.
 

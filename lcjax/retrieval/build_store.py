@@ -33,7 +33,7 @@ from lcjax.data.jobs import (
     read_shard,
     worker_pool,
 )
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, check_arguments, check_integers, check_one_of
 from lcjax.files import atomic_file, check_path, read_json, seal, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -116,6 +116,7 @@ def check_documents(sources: Sequence[Source]) -> None:
             raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
 
 
+@check_arguments
 def build(
     config: BuildConfig,
     *,
@@ -395,6 +396,7 @@ def _remove_drafts(out: Path) -> None:
             file.unlink(missing_ok=True)
 
 
+@check_arguments
 def read_documents(data: TextConfig, chunking: Chunking) -> Iterator[Document]:
     """Yields the documents of sources, in the order and with the names of `build`."""
     sources = _Sources(BuildConfig(data=data, chunking=chunking, out="."))

@@ -25,7 +25,7 @@ from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer
 from lcjax.data.stored_rows import RowsConfig, write_rows
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, check_arguments, check_integers, check_one_of
 from lcjax.files import check_path
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -65,6 +65,7 @@ class ChunksConfig(RowsConfig):
             )
 
 
+@check_arguments
 def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, Any] | None:
     """Writes the missing shards of a folder of rows with retrieved passages.
 

@@ -41,7 +41,15 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.data.config import TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
 from lcjax.data.jobs import begin
-from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
+from lcjax.errors import (
+    InputError,
+    check_arguments,
+    check_fields,
+    check_integer,
+    check_integers,
+    check_one_of,
+    is_finite_number,
+)
 from lcjax.files import (
     FolderSums,
     check_path,
@@ -115,6 +123,7 @@ class TokenConfig:
         check_documents(self.data.sources)
 
 
+@check_arguments
 def build_tokens(config: TokenConfig, *, lm: LanguageModel | None = None) -> dict[str, Any]:
     """Writes a datastore of tokens, or resumes an incomplete one.
 
@@ -274,6 +283,7 @@ class TokenStore:
       index: the content of `index.json`.
     """
 
+    @check_arguments
     def __init__(self, folder: str | Path):
         """Opens a folder.
 
@@ -390,6 +400,7 @@ class KnnLM(WrappedScorer):
     index: str = "exact"  # exact, or the approximate index of the datastore: ivf or ivf_pq
 
     def __post_init__(self):
+        check_fields("", self)
         check_settings("", self)
         if self.k > len(self.store):
             raise InputError(

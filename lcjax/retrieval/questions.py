@@ -19,7 +19,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from lcjax.errors import InputError, check_integer, check_seed
+from lcjax.errors import InputError, check_arguments, check_integer, check_seed
 from lcjax.files import check_path, write_whole
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.passages import Passage
@@ -108,6 +108,7 @@ class QuestionsConfig:
             raise InputError(f"kinds must be one or more with different names, not {names}")
 
 
+@check_arguments
 def write_questions(config: QuestionsConfig) -> list[Path]:
     """Writes `KIND/own/test.jsonl` and `KIND/own/train.jsonl`, which `open_qa` reads.
 

@@ -18,7 +18,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_one_of, check_seed, is_finite_number
+from lcjax.errors import (
+    InputError,
+    check_arguments,
+    check_integer,
+    check_one_of,
+    check_seed,
+    is_finite_number,
+)
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import Encoder
@@ -296,6 +303,7 @@ class SanityTest:
         return "\n".join(lines)
 
 
+@check_arguments
 def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
     """Tests a retriever: searches sentences of the passages and returns the rates of hits.
 

@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 
 from lcjax.errors import (
     InputError,
+    check_arguments,
     check_integer,
     check_one_of,
     is_finite_number,
@@ -85,6 +86,7 @@ class SparseIndex:
         self._terms = _Terms(settings)
 
     @classmethod
+    @check_arguments
     def build(
         cls, texts: Iterable[str], *, progress: bool = False, **settings: Any
     ) -> "SparseIndex":
@@ -114,6 +116,7 @@ class SparseIndex:
         return cls(settings, bm25)
 
     @staticmethod
+    @check_arguments
     def check(settings: Sparse) -> None:
         """Raises an InputError if bm25s, the stop words or the stemmer are not available."""
         _Terms(settings)
@@ -171,6 +174,7 @@ class SparseIndex:
             scores[i, : len(best)] = text_scores[candidates[best]]
         return scores, rows
 
+    @check_arguments
     def save(self, folder: str | Path) -> None:
         """Writes the index into a folder; `sparse.json` is its last file."""
         self._bm25.save(str(folder), show_progress=False)

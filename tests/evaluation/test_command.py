@@ -16,6 +16,7 @@ from lcjax.evaluation import Method, Ruler, results, run
 from lcjax.evaluation.command import main
 from lcjax.evaluation.export import export, make_data
 from lcjax.evaluation.results import score
+from lcjax.files import write_whole
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +148,17 @@ def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undraw
     assert lines[0] == lines[1] > 0
 
 
-def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
-    assert main(["report", str(copied), "--export=lm_eval,longbench,ruler"]) == 0
+def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn, capsys):
     out = copied / "export"
+    file = out / "longbench" / "passkey" / "500" / "pred" / "base" / "result.json"
+    write_whole(file, "{}")
+    words = ["report", str(copied), "--export=lm_eval,longbench,ruler"]
+    assert main(words) == 2 and file.read_text() == "{}"
+    assert "result.json would be replaced, and is not of this run" in capsys.readouterr().err
+    file.unlink()
+    assert main(words) == 0
+    file.write_text("{}")
+    assert main(words) == 0 and file.read_text() != "{}"  # which the first export wrote
     saved = json.loads((out / "lm_eval" / "base" / "results.json").read_text())
     value = saved["results"]["passkey_500"]
     assert 0 <= value["accuracy,none"] <= 1 and saved["n-samples"]["passkey_500"]["original"] == 4
@@ -210,6 +219,10 @@ def test_make_data_writes_the_prompts_of_a_run(config, tmp_path, monkeypatch):
         assert line["outputs"][0] in line["input"] and line["length"] == 1000
     with pytest.raises(InputError, match=r"model\.path is not set"):
         make_data(config, tmp_path)
+    assert make_data(with_path, tmp_path) == files
+    files[1].write_text("own text")
+    with pytest.raises(InputError, match=r"passkey\.jsonl would be replaced"):
+        make_data(with_path, tmp_path)
     only = dataclasses.replace(config, model=path, tasks=TASKS[:1])
     with pytest.raises(InputError, match="none of them generates answers"):
         make_data(only, tmp_path)
