@@ -7,7 +7,8 @@ A folder has one of five kinds of vocabulary, random settings of its normaliser,
 special tokens, and these in random places: the keys and files from which transformers reads them.
 Random texts, with special tokens inside and spaces at their ends, must have equal ids with and
 without reading special tokens, equal texts when decoded, an equal BOS, and conversations must be
-rendered equally, with tools and without. All of it holds for the folder that `save` writes, too.
+rendered equally, with tools and without. All of it holds for the folder that `save` writes, too,
+beside the config.json of the first one, as in an exported model.
 A folder that transformers cannot open may be opened or refused.
 
 lcjax does not follow transformers 5 in seven points. What differs because of one of them, and only
@@ -15,7 +16,8 @@ that, is counted under its name:
 
 - "class": of classes such as GPT2Tokenizer, transformers replaces the normalizer and the
   pre-tokenizer of tokenizer.json. Models were trained with those of the file: SmolLM2 splits
-  digits, and the class does not. The reference is the class that reads the file as it is.
+  digits, and the class does not. The reference is the class that reads the file as it is. Beside
+  a config.json of Qwen2, transformers uses Qwen2Tokenizer whatever the folder says.
 - "sentencepiece": LlamaTokenizer ignores the normaliser of a tokenizer.model, its model type and
   its user-defined pieces, and puts no prefix space before a space. The reference is sentencepiece.
 - "unigram": with `split_special_tokens`, transformers still finds special tokens of a vocabulary,
@@ -530,7 +532,10 @@ def run(seed: int, index: int, root: Path, kind: str | None = None) -> tuple[str
     ours.save(saved)
     _, again = of_lcjax(saved, reference)
     lines += [(f"saved: {key}", line) for key, line in differences(values, again)]
-    theirs, reference, _ = of_transformers(saved, texts)
+    if "config.json" in draw.files:  # as in an exported model
+        shutil.copy(folder / "config.json", saved)
+    theirs, reference, others = of_transformers(saved, texts)
+    points |= others
     _, again = of_lcjax(saved, reference)
     compare("AutoTokenizer of saved: ", saved, theirs, reference, again)
     names = ", ".join(sorted({question for question, _ in lines}))
