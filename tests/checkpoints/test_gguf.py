@@ -14,7 +14,7 @@ from gguf_support import tensors_of, write_gguf
 
 from lcjax.checkpoints import gguf_file, load, load_config, load_tokenizer
 from lcjax.checkpoints.gguf_file import GGUFFile, dequantize, read_index
-from lcjax.checkpoints.tokenizer_files import _SPLITS
+from lcjax.checkpoints.tokenizer_files import _SPLITS, gguf_tokenizer
 from lcjax.errors import InputError
 
 # Rows of 32 or 256 numbers are the blocks of quantised types.
@@ -308,6 +308,29 @@ def test_words_are_cut_at_capitals_and_endings_as_each_pre_tokenizer_does(pre, w
     )
     pieces = cut.pre_tokenize_str("HeLLoW oRLD's x/\ndon't")
     assert [text for text, _ in pieces] == words
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "adds_bos"),
+    [
+        ("llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", ["WoRD", "/\n", "123", "45"], True),
+        ("deepseek-r1-qwen megrez", ["WoRD", "/\n", *"12345"], False),
+        ("starcoder command-r exaone minerva-7b", ["WoRD", "/", "\n", *"12345"], False),
+        ("mpt exaone4 trillion mellum", ["WoRD", "/", "\n", "12345"], False),
+        ("llama4", ["Wo", "RD", "/\n", "123", "45"], False),
+    ],
+)
+def test_other_names_of_pre_tokenizers_are_those_of_llama_cpp(tmp_path, names, words, adds_bos):
+    config = tiny_config()
+    write_gguf(tmp_path / "m.gguf", random_params(config), config)
+    file = GGUFFile(tmp_path / "m.gguf")
+    for name in names.split():
+        file.metadata["tokenizer.ggml.pre"] = name
+        file.metadata.pop("tokenizer.ggml.add_bos_token", None)
+        tokenizer = gguf_tokenizer(file)
+        split = tokenizer._backend("string").pre_tokenizer.pre_tokenize_str("WoRD/\n12345")
+        assert ["WoRD/\n12345"[start:end] for _, (start, end) in split] == words
+        assert tokenizer.add_bos == adds_bos
 
 
 def test_a_mistral_nemo_is_read_with_its_tokenizer(tmp_path):
