@@ -9,7 +9,9 @@ Random texts, with special tokens inside and spaces at their ends, must have equ
 without reading special tokens, equal texts when decoded, an equal BOS, and conversations must be
 rendered equally, with tools and without. All of it holds for the folder that `save` writes, too,
 beside the config.json of the first one, as in an exported model.
-A folder that transformers cannot open may be opened or refused.
+A folder that transformers cannot open may be opened or refused. Training orders equal candidates of
+unigram and WordPiece vocabularies differently in each process, so that a repeated folder has equal
+settings, but may have a few other words.
 
 lcjax does not follow transformers 5 in seven points. What differs because of one of them, and only
 that, is counted under its name:
