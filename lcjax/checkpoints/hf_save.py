@@ -121,6 +121,7 @@ def save_hf(
     folder = to_path(folder)
     check_type("params", params, dict)
     check_type("config", config, ModelConfig)
+    check_type("progress", progress, Callable, type(None))
     dtype = config.param_dtype if dtype is None else dtype
     check_one_of("dtype", dtype, DTYPES)
     check_integer("max_shard_bytes", max_shard_bytes, 1, most=2**63)

@@ -338,6 +338,7 @@ def test_an_argument_of_another_type_is_named_in_one_line(alone, beside):
         (lambda: alone.save("absent", dtype=table), "dtype=.* must be one of"),
         (lambda: save_hf("absent", [], alone.config), "params is of type list, must be dict"),
         (lambda: save_hf("absent", {}, []), "config is of type list, must be ModelConfig"),
+        (lambda: save_hf("absent", {}, alone.config, progress=3), "progress is of type int"),
         (lambda: decode("34"), "ids must be token ids"),
         (lambda: decode([[3]]), "ids must be token ids"),
         (lambda: decode([-1]), "ids must be token ids"),
