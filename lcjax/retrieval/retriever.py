@@ -205,7 +205,7 @@ class Retriever:
 
 
 def _check_queries(queries: Sequence[str]) -> list[str]:
-    if isinstance(queries, str):
+    if isinstance(queries, str) or not isinstance(queries, Iterable):
         raise InputError("queries must be a list of texts: write search([question], k)")
     queries = list(queries)
     for i, query in enumerate(queries):

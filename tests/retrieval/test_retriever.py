@@ -190,6 +190,7 @@ def test_bad_arguments_are_one_line(store, encoder):
     retriever = Retriever.open(store, "sparse")
     for queries, k, match in [
         ("question", 3, "queries must be a list of texts"),
+        (object(), 3, "queries must be a list of texts"),
         ([3], 3, r"queries\[0\]=3 must be a text"),
         (["a"], 0, "k=0 must be a whole number"),
     ]:
