@@ -121,7 +121,7 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a public function: an argument of another type than annotated is an InputError.
 
     Anything with a shape passes for an array, any iterable but a string for a sequence, and for a
-    class any object that is not of a built-in type.
+    class any object that is not of a built-in type and no array.
     """
     signature = inspect.signature(function)
 
@@ -168,7 +168,8 @@ def _is_of(value: object, kind: Any) -> bool:
             return False
         items = value[:_MAX_ITEMS] if isinstance(value, list | tuple) and len(parts) < 3 else ()
         return all(_is_of(item, part) for item in items for part in parts[:1])
-    if type(value).__module__ != "builtins":  # another class may have the same methods
+    if type(value).__module__.partition(".")[0] not in ("builtins", "numpy", "jax", "jaxlib"):
+        # Another class may have the same methods.
         return kind.__module__ != "builtins" or isinstance(value, kind)
     return callable(value) if getattr(kind, "_is_protocol", False) else isinstance(value, kind)
 

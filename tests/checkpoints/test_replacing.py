@@ -29,9 +29,9 @@ def write_adapters(folder):
     save_peft(folder, *adapters(rank=3), base="org/new", overwrite=True)
 
 
-def convert(folder):
+def convert(folder, family="phi"):
     with tempfile.TemporaryDirectory() as place:
-        saved(Path(place) / "src", "phi")
+        saved(Path(place) / "src", family)
         if main([f"{place}/src", str(folder), "--force"]):
             raise InputError("one line was printed")
 
@@ -44,7 +44,7 @@ def outputs(tmp_path_factory):
     """What each writer left earlier."""
     folder = tmp_path_factory.mktemp("outputs")
     saved(folder / "save_hf")
-    saved(folder / "command")
+    convert(folder / "command", "llama")
     save_peft(folder / "save_peft", *adapters(rank=2), base="org/old")
     return folder
 
