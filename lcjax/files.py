@@ -343,7 +343,8 @@ def read_json(path: Path, default: Any = None) -> Any:
         text = path.read_text(encoding="utf-8")
         values = parse_json(text)
         if _SURROGATE.search(text):  # a pair is one character; a lone half cannot be written again
-            json.dumps(values, ensure_ascii=False).encode()
+            # But for names of files that are not UTF-8, in which Python has lone halves.
+            json.dumps(values, ensure_ascii=False).encode(errors="surrogateescape")
     except InputError:  # a StorageError, which is a ValueError, too
         raise
     except FileNotFoundError as error:
