@@ -66,6 +66,11 @@ class ModelSection:
                     f"model.layers={kind!r:.60} must hold instances of LayerKind; pass"
                     " [lcjax.models.LayerKind(repeat=5, pattern=...), lcjax.models.LayerKind()]"
                 )
+        # Here and not only in ModelConfig: a checkpoint takes minutes to read.
+        for field in ("dtype", "param_dtype", "remat", "context_parallel"):
+            value = getattr(self, field)
+            if value is not None or field in ("remat", "context_parallel"):
+                check_choice(field, value)
         check_fields("model", self)
         if self.path is not None and self.preset is not None:
             raise InputError(
@@ -79,11 +84,6 @@ class ModelSection:
                 " model.path, without a memory of its own; set one, leave model.memory out"
             )
         check_seed("model.seed", self.seed)
-        # Here and not only in ModelConfig: a checkpoint takes minutes to read.
-        for field in ("dtype", "param_dtype", "remat", "context_parallel"):
-            value = getattr(self, field)
-            if value is not None or field in ("remat", "context_parallel"):
-                check_choice(field, value)
 
 
 class Settings(TypedDict, total=False):

@@ -149,9 +149,7 @@ def test_a_rotation_is_computed_once_for_a_method_and_length(monkeypatch):
 )
 def test_numerics_that_do_not_exist_raise_input_error_before_anything_is_read(key, value):
     for make in (ModelSection, lambda **kw: LanguageModel.load("absent", **kw)):
-        with pytest.raises(
-            InputError, match=rf"model\.{key}={value!r} must be o(ne of|f type)"
-        ) as error:
+        with pytest.raises(InputError, match=rf"model\.{key}={value!r} must be one of") as error:
             make(**{key: value})
         assert "\n" not in str(error.value)
 
