@@ -22,7 +22,7 @@ class Client:
         self.url = f"http://127.0.0.1:{port}/v1"
 
     def open(self, method: str, path: str, body=None, headers=None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request(method, path, data, headers or {})
         return connection, connection.getresponse()
