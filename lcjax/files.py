@@ -48,7 +48,6 @@ SMALL = 1 << 24  # bytes of the largest file that is compared with its sum whene
 _CHANGED = "is not as it was written: another SHA-256 sum"
 _MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, as JSON writes it
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
 # FUSE and network file systems, such as a mounted Google Drive, may not be able to sync.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -340,11 +339,7 @@ def read_json(path: Path, default: Any = None) -> Any:
         return default
     check_regular(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        values = parse_json(text)
-        if _SURROGATE.search(text):  # a pair is one character; a lone half cannot be written again
-            # But for names of files that are not UTF-8, in which Python has lone halves.
-            json.dumps(values, ensure_ascii=False).encode(errors="surrogateescape")
+        values = parse_json(path.read_text(encoding="utf-8"))
     except InputError:  # a StorageError, which is a ValueError, too
         raise
     except FileNotFoundError as error:

@@ -5,6 +5,7 @@ so one table serves all of them; keys of single families are checked when a mode
 keys are not checked. Null is read as absent, but for a few keys (`stated`).
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +153,10 @@ def check_types(values: dict[str, Any], where: str, types: dict[str, _Type] = _T
 def read_hf_json(path: Path, default: Any = None) -> dict[str, Any]:
     """Returns a JSON file of a Hugging Face folder (`default` if absent) with checked types."""
     values = read_json(path, default)
+    try:  # an export writes the texts again
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{path}: holds half of a surrogate pair ({error}); correct it") from None
     check_types(values, str(path))
     return values
 

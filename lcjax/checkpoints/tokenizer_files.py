@@ -210,7 +210,7 @@ class _Folder:
         if (decoder := self.settings.get("added_tokens_decoder")) is not None:
             return {int(i): _token(token, where) for i, token in decoder.items()}
         file = self.path / "added_tokens.json"
-        added = dict(read_json(file, {}))
+        added = dict(read_hf_json(file, {}))
         if wrong := [text for text, index in added.items() if type(index) is not int or index < 0]:
             raise InputError(f"{file}: {wrong[0]!r} must have a token id; correct it")
         named = {name: token["content"] for name, token in self.named().items()}
