@@ -106,20 +106,20 @@ def _check(folder: Path) -> bool:
         for name in names
         if parent / name not in summed and not _has_own_sum(parent, names, name)
     ]
-    found = f"damaged: {len(damages)}" if damages else "nothing is damaged"
-    print(f"{folder}: {found}; files with checksums: {len(summed)} ({num_bytes:,} bytes)")
+    verdict = f"damaged: {len(damages)}" if damages else "nothing is damaged"
+    print(f"{folder}: {verdict}; files with checksums: {len(summed)} ({num_bytes:,} bytes)")
     if others:
-        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
+        rest = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
         listed = ", ".join(others[:_MAX_LISTED])
-        print(f"{folder}: files without checksums: {len(others)} ({listed}{more})")
+        print(f"{folder}: files without checksums: {len(others)} ({listed}{rest})")
     return not damages
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
     """Returns the names of the files in each folder below, without locks."""
-    found = folder.files() if isinstance(folder, URLPath) else sorted(folder.rglob("*"))
+    paths = folder.files() if isinstance(folder, URLPath) else sorted(folder.rglob("*"))
     names = defaultdict(list)
-    for file in found:
+    for file in paths:
         if file.is_file() and file.name not in (LOCK, GUARD):
             names[file.parent].append(file.name)
     return names
@@ -142,9 +142,9 @@ def _sums(folder: Path, names: list[str]) -> Iterator[FileSum]:
 
 def _has_own_sum(folder: Path, names: list[str], name: str) -> bool:
     """Whether a file holds its sum, or sums of others."""
-    own = {"base.json", "run.json"}
-    own |= {"index.json", "deleted.npy"} if _is_datastore(folder, names) else set()
-    return name in own or bool(_SUMS.fullmatch(name))
+    sealed = {"base.json", "run.json"}
+    sealed |= {"index.json", "deleted.npy"} if _is_datastore(folder, names) else set()
+    return name in sealed or bool(_SUMS.fullmatch(name))
 
 
 def _is_datastore(folder: Path, names: list[str]) -> bool:

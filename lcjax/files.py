@@ -173,8 +173,8 @@ def sums_of(files: Sequence[Path], folder: Path) -> dict[str, str]:
 def write_index(path: Path, value: Any, sums: Mapping[str, str]) -> None:
     """Writes the JSON file that completes a folder, after `CHECKSUMS` with its sum and `sums`."""
     text = json.dumps(value, indent=1)
-    own = {path.name: hashlib.sha256(text.encode()).hexdigest()}
-    write_sums(path.with_name(CHECKSUMS), {**sums, **own})
+    index_sum = hashlib.sha256(text.encode()).hexdigest()
+    write_sums(path.with_name(CHECKSUMS), {**sums, path.name: index_sum})
     write_whole(path, text)
 
 

@@ -391,15 +391,15 @@ class JsonTokenizer(_PublishedTokenizer):
         self, text: str, encoding: Any, names: Mapping[str, str] | None = None
     ) -> dict[int, str]:
         """Maps the first character of each special token to its string, or to its alias."""
-        found = {}
+        strings = {}
         for index, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             string = self._special_tokens.get(index)
             if string is not None:
                 string = string if names is None else names[string]
                 # A token may cover the blanks around its string; that of unknown text has another.
                 if (first := text.find(string, start, stop)) >= 0:
-                    found[first] = string
-        return found
+                    strings[first] = string
+        return strings
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         ids = _id_list(ids, skip_special)

@@ -134,11 +134,11 @@ def _generation_defaults(folder: Path) -> dict[str, Any]:
     """
     values = read_hf_json(folder / GENERATION, {})
     left_out = {"eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
-    kept = {key: value for key, value in values.items() if key not in left_out}
+    defaults = {key: value for key, value in values.items() if key not in left_out}
     config = read_hf_json(folder / "config.json", {})
-    if kept.get("bos_token_id") is None and "bos_token_id" in config:
-        kept["bos_token_id"] = config["bos_token_id"]
-    return kept
+    if defaults.get("bos_token_id") is None and "bos_token_id" in config:
+        defaults["bos_token_id"] = config["bos_token_id"]
+    return defaults
 
 
 class _Folder:

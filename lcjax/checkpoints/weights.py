@@ -178,10 +178,12 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
     Raises:
       InputError: a base class saved them, without the head that the config requires.
     """
-    found = [name for name in source.tensors if name.endswith(EMBEDDING.removeprefix("model."))]
-    if len(found) != 1 or found == [EMBEDDING]:
+    embeddings = [
+        name for name in source.tensors if name.endswith(EMBEDDING.removeprefix("model."))
+    ]
+    if len(embeddings) != 1 or embeddings == [EMBEDDING]:
         return source
-    prefix = found[0].removesuffix(EMBEDDING.removeprefix("model."))
+    prefix = embeddings[0].removesuffix(EMBEDDING.removeprefix("model."))
     outer = prefix.removesuffix("model.")
 
     def rename(name: str) -> str:
@@ -192,9 +194,9 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
     stored = {rename(name): [Rows(name)] for name in source.tensors}
     if HEAD not in stored and not config.tie_embeddings:
         raise InputError(
-            f"{source.path}: it has {found[0]} and no {HEAD}, so a base class (AutoModel) saved"
-            " these weights, without a head; set tie_word_embeddings=true in config.json if the"
-            " embedding is the head, or give the weights of the whole language model"
+            f"{source.path}: it has {embeddings[0]} and no {HEAD}, so a base class (AutoModel)"
+            " saved these weights, without a head; set tie_word_embeddings=true in config.json if"
+            " the embedding is the head, or give the weights of the whole language model"
         )
     return RenamedSource(source, stored)
 

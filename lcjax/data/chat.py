@@ -171,7 +171,7 @@ def _covers_mask(spans: Sequence[Span], mask: np.ndarray) -> np.ndarray:
 
 
 def answer_spans(
-    render: Callable[..., str], messages: Sequence[Message], text: str, wanted: Sequence[int]
+    render: Callable[..., str], messages: Sequence[Message], text: str, answers: Sequence[int]
 ) -> list[Span]:
     """Finds answers in a rendered conversation.
 
@@ -183,7 +183,7 @@ def answer_spans(
       render: the tokenizer's `render_chat`.
       messages: the conversation.
       text: all messages rendered.
-      wanted: indices of the answers, in order.
+      answers: indices of the answers, in order.
 
     Returns:
       The characters (start, stop) of each answer.
@@ -205,9 +205,9 @@ def answer_spans(
             )
         return len(before), len(after)
 
-    frames = _frames(render, messages, text) if len(wanted) > 2 else {}
+    frames = _frames(render, messages, text) if len(answers) > 2 else {}
     groups: dict[Any, list[int]] = {}
-    for index in wanted:
+    for index in answers:
         groups.setdefault(frames[index].around if index in frames else index, []).append(index)
     spans = {}
     for group in groups.values():
@@ -220,7 +220,7 @@ def answer_spans(
             frame = frames[index]
             is_like = not distances and lead is not None
             spans[index] = (frame.start - lead, frame.stop + trail) if is_like else exact(index)
-    return [spans[index] for index in wanted]
+    return [spans[index] for index in answers]
 
 
 class _Frame(NamedTuple):

@@ -61,9 +61,9 @@ def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:
     for name in formats:
         texts |= _FORMATS[name](run, out / name)
     sums = run.folder / CHECKSUMS  # with the names of earlier exports
-    own = {run.folder / name for name in read_sums(sums)} if sums.is_file() else set()
+    written = {run.folder / name for name in read_sums(sums)} if sums.is_file() else set()
     for path, text in texts.items():
-        if path.exists() and path not in own and path.read_bytes() != text.encode():
+        if path.exists() and path not in written and path.read_bytes() != text.encode():
             raise InputError(f"{path} would be replaced, and is not of this run; move it away")
     for path, text in texts.items():
         write_whole(path, text)

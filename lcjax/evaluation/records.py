@@ -180,9 +180,9 @@ class Store:
         self._replaces = False
         for name in ("records", COSTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        more = {INPUTS: self._inputs} if self._inputs else {}
-        more |= {EARLIER: self._earlier} if self._earlier else {}
-        describe(self.folder, self._config, self._settings, **more)
+        fields = {INPUTS: self._inputs} if self._inputs else {}
+        fields |= {EARLIER: self._earlier} if self._earlier else {}
+        describe(self.folder, self._config, self._settings, **fields)
 
     def _check_overwrite(self) -> None:
         """Raises InputError if the folder has files that no run wrote."""
@@ -382,12 +382,12 @@ def read_marker(folder: Path) -> Record:
     return marker
 
 
-def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:
-    """Writes the settings of a run, and the fields `more`, to its folder."""
+def describe(folder: Path, config: "EvalConfig", settings: Mapping, **fields: Any) -> None:
+    """Writes the settings of a run, and other `fields`, to its folder."""
     labels = [task.label for task in config.tasks]
     entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, LABELS: labels}
     (folder / CHECKSUMS).unlink(missing_ok=True)  # of the files before
-    write_whole(folder / MARKER, json.dumps(seal(entry | more), indent=1) + "\n")
+    write_whole(folder / MARKER, json.dumps(seal(entry | fields), indent=1) + "\n")
     dump(config, folder / CONFIG)
 
 
@@ -395,8 +395,8 @@ def write_folder_sums(folder: Path) -> None:
     """Writes the sums of all files of a complete run, for `python -m lcjax.check`."""
     names = [name for name in RUN_FOLDER.files if name not in (LOCK, GUARD, ERROR, CHECKSUMS)]
     patterns = [f"{name}/*" if name.endswith("**") else name for name in names]
-    found = (file for pattern in patterns for file in sorted(folder.glob(pattern)))
-    files = [file for file in found if file.is_file()]
+    paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    files = [path for path in paths if path.is_file()]
     write_sums(folder / CHECKSUMS, sums_of(files, folder))
 
 

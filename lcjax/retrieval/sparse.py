@@ -279,13 +279,13 @@ class _Patterns(NamedTuple):
 def _patterns() -> _Patterns:
     # Python's \w has no marks, such as the vowel signs of Hindi. Beyond 0xffff a class is slow.
     marks = "".join(c for c in map(chr, range(0x10000)) if unicodedata.category(c)[0] == "M")
-    more = rf"[{marks}]+\w*"
+    with_marks = rf"[{marks}]+\w*"
     return _Patterns(
         words=re.compile(r"\w\w+"),
         other=re.compile(f"[{_PAIRED}{marks}]"),
         run=re.compile(f"[{_PAIRED}]+"),
         character=re.compile(f".[{marks}]*"),
-        terms=re.compile(rf"\w\w+(?:{more})*|\w(?:{more})+|[{_PAIRED}]"),
+        terms=re.compile(rf"\w\w+(?:{with_marks})*|\w(?:{with_marks})+|[{_PAIRED}]"),
     )
 
 
