@@ -155,7 +155,7 @@ def _is_of(value: object, kind: Any) -> bool:
     if origin in (types.UnionType, typing.Union):
         return any(_is_of(value, part) for part in parts)
     if kind in (float, int):
-        return isinstance(value, numbers.Real)
+        return isinstance(value, numbers.Real if kind is float else numbers.Integral)
     if kind in (str, Path, os.PathLike):  # a URL has the methods of a path
         return isinstance(value, str | os.PathLike) or hasattr(value, "joinpath")
     kind = origin if isinstance(origin, type) else kind
@@ -166,6 +166,8 @@ def _is_of(value: object, kind: Any) -> bool:
     if kind in (Sequence, Iterable, Collection, list, tuple):
         if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
             return False
+        if kind is tuple and parts and parts[-1] is not ... and hasattr(value, "__len__"):
+            return len(value) == len(parts) and all(map(_is_of, value, parts))
         items = value[:_MAX_ITEMS] if isinstance(value, list | tuple) and len(parts) < 3 else ()
         return all(_is_of(item, part) for item in items for part in parts[:1])
     if type(value).__module__.partition(".")[0] not in ("builtins", "numpy", "jax", "jaxlib"):

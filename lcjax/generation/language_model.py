@@ -21,7 +21,14 @@ from lcjax.checkpoints import Tokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.config import check_instance
-from lcjax.errors import InputError, check_flags, check_integer, check_type, suggestion
+from lcjax.errors import (
+    InputError,
+    check_arguments,
+    check_flags,
+    check_integer,
+    check_type,
+    suggestion,
+)
 from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
@@ -146,14 +153,18 @@ class LanguageModel(Scorer):
         """
         return shared_prefix.can_share_prefix(self.config)
 
+    @check_arguments
     def with_shared_prefixes(self, prompts: Sequence[Sequence[int]]) -> Scorer:
-        if not prompts or not self.shares_prefixes:
+        if not len(prompts) or not self.shares_prefixes:
             return self
         return shared_prefix.PrefixReader(self, prompts)
 
+    @check_arguments
     def inference_memory(
         self, rows: int, length: int, context: tuple[int, int] | None = None
     ) -> cost.MemoryEstimate:
+        check_integer("rows", rows, 1)
+        check_integer("length", length, 1)
         mesh = self.mesh or Mesh(fsdp=1)
         device = jax.local_devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         options = {"chunk": length, "context": context, "platform": device.platform}
@@ -243,6 +254,7 @@ class LanguageModel(Scorer):
         options = {"dtype": dtype, "overwrite": overwrite, "checksums": checksums}
         return save_hf(folder, self.params, self.config, self.tokenizer, **options)
 
+    @check_arguments
     def rotation(self, length: int) -> Rotation:
         """Returns the rotation of queries and keys in a request of `length` tokens."""
         length = max(length, self.length or 0)
@@ -251,11 +263,16 @@ class LanguageModel(Scorer):
             self._rotations[length] = self.config.rotation(length, self.params.get("rope"))
         return self._rotations[length]
 
+    @check_arguments
     def rotations(self, lengths: Sequence[int]) -> Rotation:
         """Returns the rotation of a batch of requests: one for all, or stacked if they differ.
 
         Each row is rotated for its own length, so its results do not depend on the other rows.
         """
+        if not len(lengths):
+            raise InputError("lengths has no request; give one length or more")
+        for length in lengths:
+            check_integer("lengths: one", length, 0)
         lengths = [max(int(length), self.length or 0) for length in lengths]
         if not self.depends_on_length or len(set(lengths)) == 1:
             return self.rotation(max(lengths))
@@ -314,12 +331,14 @@ class LanguageModel(Scorer):
         options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
         return encode(self, chunks, after=after, query=query, **options)
 
+    @check_arguments
     def search_contexts(self, contexts: Contexts, query: Sequence[str | Sequence[int]]) -> Contexts:
         """Encodes `contexts` for other questions, one for each row.
 
         Only nodes that were not encoded before are encoded. A single row of contexts is repeated
         for all questions. Contexts that do not depend on a question are returned unchanged.
         """
+        check_type("contexts", contexts, Contexts)
         contexts.check(self)
         if not contexts.source:
             return contexts
@@ -406,6 +425,7 @@ class LanguageModel(Scorer):
         Raises:
           InputError: as `nll`.
         """
+        check_type("score", score, Callable)
         self.config.check_scores()
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         width = tokens.shape[1]

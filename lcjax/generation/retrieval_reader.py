@@ -29,7 +29,14 @@ import numpy as np
 
 from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import encode_mid_text
-from lcjax.errors import InputError, check_integer, check_integers, check_one_of
+from lcjax.errors import (
+    InputError,
+    check_fields,
+    check_integer,
+    check_integers,
+    check_one_of,
+    check_type,
+)
 from lcjax.generation.generate import RowText
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
@@ -115,8 +122,10 @@ class RetrievalReader(WrappedScorer):
 
     def __post_init__(self):
         check_retriever(self.retriever)
+        check_fields("", self)
         check_integer("k", self.k, 0)
         check_one_of("how", self.how, METHODS)
+        check_type("when", self.when, str, int)
         if self.when != "once":
             check_integer("when", self.when, 1, "or once")
         check_integers("", self, 1, "query_tokens", "passage_tokens", "length")

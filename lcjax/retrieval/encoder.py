@@ -30,6 +30,7 @@ from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
 from lcjax.checkpoints.hub import find_encoder, is_run
 from lcjax.errors import (
     InputError,
+    check_arguments,
     check_integer,
     check_one_of,
     missing_extra,
@@ -146,6 +147,7 @@ class BertEncoder(Encoder):
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     @classmethod
+    @check_arguments
     def load(
         cls,
         folder: str | Path,
@@ -313,6 +315,7 @@ def model_fingerprint(lm: LanguageModel) -> str:
 class DecoderEncoder(Encoder):
     """An encoder that pools hidden states of a language model; needs no encoder checkpoint."""
 
+    @check_arguments
     def __init__(
         self,
         lm: LanguageModel,
@@ -420,6 +423,7 @@ class StaticEncoder(Encoder):
         self.fingerprint = digest.hexdigest()[:16]
 
     @classmethod
+    @check_arguments
     def load(cls, folder: str | Path) -> "StaticEncoder":
         """Opens a folder of model2vec, which needs the extra `retrieval`.
 
@@ -449,6 +453,7 @@ class StaticEncoder(Encoder):
         return np.asarray(self._model.encode(list(texts), **options), np.float32)
 
 
+@check_arguments
 def open_encoder(
     path_or_name: str | Path, **options: Any
 ) -> Encoder | CrossEncoder | LateInteraction:

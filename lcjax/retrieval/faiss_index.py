@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_one_of, check_seed, missing_extra
+from lcjax.errors import (
+    InputError,
+    check_arguments,
+    check_integer,
+    check_one_of,
+    check_seed,
+    missing_extra,
+)
 from lcjax.files import atomic_file
 from lcjax.retrieval.search import (
     METRICS,
@@ -98,6 +105,8 @@ class FaissIndex:
             nlist = nlist or default_lists(num_rows)
             if nlist > num_rows:
                 raise InputError(f"nlist={nlist} must be at most the number of rows, {num_rows}")
+            if train_size is not None and train_size < nlist:
+                raise InputError(f"train_size={train_size} must be at least nlist={nlist}")
             size = min(train_size or max(64 * nlist, 1 << 14), num_rows)
             index = _inverted_lists(faiss, kind, metric_type, dim, nlist, m, size)
             index.cp.seed = seed
@@ -198,6 +207,7 @@ class FaissIndex:
         scores, rows = self._index.search(queries, k)
         return _best_first(-scores if self.metric == "l2" else scores, rows, k)
 
+    @check_arguments
     def save(self, file: str | os.PathLike) -> None:
         """Writes the index to a file, atomically."""
         faiss = faiss_module()
@@ -239,6 +249,7 @@ class RefinedIndex:
     missing.
     """
 
+    @check_arguments
     def __init__(self, index: FaissIndex, vectors: np.ndarray, refine_factor: int = REFINE_FACTOR):
         """Combines an index with its vectors.
 
@@ -319,7 +330,12 @@ def recall(index: Any, exact: Any, queries: np.ndarray, k: int) -> float:
       queries: [Q, D], at least one.
       k: rows for each query.
     """
-    if not len(queries):
+    for name, value in (("index", index), ("exact", exact)):
+        if not hasattr(value, "search"):
+            raise InputError(
+                f"{name} is of type {type(value).__name__}, without search(queries, k)"
+            )
+    if not np.size(queries):
         raise InputError("queries: recall needs at least one query")
     _, rows = index.search(queries, k)
     _, reference = exact.search(queries, k)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from lcjax.checkpoints.bert_folder import BertFolder
 from lcjax.checkpoints.hub import find_encoder
 from lcjax.checkpoints.tokenizer import check_text
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, check_arguments, check_integer
 from lcjax.files import read_json
 from lcjax.parallel.sharding import Mesh, device_mesh
 from lcjax.retrieval.token_batches import (
@@ -43,6 +43,7 @@ class CrossEncoder:
         self.fingerprint = bert.fingerprint(kind="cross", max=limit.max_tokens)
 
     @classmethod
+    @check_arguments
     def load(
         cls,
         folder: str | Path,
@@ -126,6 +127,7 @@ class LateInteraction:
         )
 
     @classmethod
+    @check_arguments
     def load(
         cls,
         folder: str | Path,

@@ -67,6 +67,7 @@ class Retriever:
     again after `append` or `delete`.
     """
 
+    @check_arguments
     def __init__(
         self,
         store: Datastore,
@@ -130,6 +131,7 @@ class Retriever:
           InputError: the folder is not a datastore, has no such index, or has vectors of another
             encoder.
         """
+        check_one_of("index", index, ("exact", *FAISS_KINDS))
         store = folder if isinstance(folder, Datastore) else Datastore(folder)
         if kind is None:
             has_words, has_vectors = (store.index[key] for key in ("sparse", "encoders"))
@@ -137,7 +139,6 @@ class Retriever:
             is_dense = has_vectors or encoder is not None or index != "exact"
             kind = "hybrid" if has_words and is_dense else "dense" if is_dense else "sparse"
         check_one_of("kind", kind, KINDS)
-        check_one_of("index", index, ("exact", *FAISS_KINDS))
         searches: list[SearchFunction] = []
         if kind != "dense":
             searches.append(_sparse_search(store))

@@ -17,7 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
+from lcjax.errors import (
+    INT32_MAX,
+    InputError,
+    check_integer,
+    check_one_of,
+    check_type,
+    is_finite_number,
+)
 
 METRICS = ("dot", "l2")
 
@@ -81,7 +88,7 @@ def top_k(
     """
     check_vectors(vectors)
     _check_queries(queries, vectors.shape[1])
-    _check_valid(valid, vectors.shape[0])
+    check_valid(valid, vectors.shape[0])
     check_options(k, metric, recall_target)
     if block_size is not None:
         check_integer("block_size", block_size, 1)
@@ -344,9 +351,10 @@ class ExactIndex:
           InputError: a shape, type or option is invalid.
         """
         check_vectors(vectors)
-        _check_valid(valid, len(vectors))
+        check_valid(valid, len(vectors))
         check_options(1, metric, recall_target)
         check_integer("memory", memory, 1, most=2**63 - 1)
+        check_type("mesh", mesh, jax.sharding.Mesh, type(None))
         devices = np.array(jax.devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
         self._vectors = vectors
         self._valid = np.ones(len(vectors), bool) if valid is None else np.asarray(valid)
@@ -533,21 +541,25 @@ def _check_queries(queries: Any, dim: int) -> None:
         raise InputError(f"queries: dimension {queries.shape[1]}, but the vectors have {dim}")
 
 
-def _check_valid(valid: Any, num_rows: int) -> None:
-    if valid is not None and (valid.shape != (num_rows,) or valid.dtype != bool):
-        raise InputError(
-            f"valid: {valid.dtype} of shape {valid.shape} must be bool of shape ({num_rows},)"
-        )
+def check_valid(valid: Any, num_rows: int) -> None:
+    if valid is None:
+        return
+    shape, dtype = (getattr(valid, name, type(valid).__name__) for name in ("shape", "dtype"))
+    if shape != (num_rows,) or str(dtype) != "bool":
+        raise InputError(f"valid: {dtype} of shape {shape} must be bool of shape ({num_rows},)")
 
 
 def check_options(k: Any, metric: str = "dot", recall_target: float | None = None) -> None:
     check_integer("k", k, 1)
     check_one_of("metric", metric, METRICS)
-    if recall_target is not None and not 0 < recall_target <= 1:
+    is_share = is_finite_number(recall_target) and 0 < recall_target <= 1
+    if recall_target is not None and not is_share:
         raise InputError(f"recall_target={recall_target} must be in (0, 1]; None is exact")
 
 
 def finite_queries(queries: Any, dim: int) -> np.ndarray:
+    if not hasattr(queries, "shape") and not isinstance(queries, list | tuple):
+        raise InputError(f"queries is of type {type(queries).__name__}, must be an array")
     queries = np.asarray(queries)
     _check_queries(queries, dim)
     queries = np.ascontiguousarray(queries, np.float32)

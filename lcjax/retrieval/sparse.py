@@ -34,16 +34,19 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.errors import (
+    INT32_MAX,
     InputError,
     check_arguments,
     check_integer,
     check_one_of,
+    check_type,
     is_finite_number,
     missing_extra,
     one_line,
 )
 from lcjax.files import atomic_file, read_json
 from lcjax.retrieval.passages import UNSPACED
+from lcjax.retrieval.search import check_valid
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
 _SETTINGS = "sparse.json"
@@ -101,7 +104,7 @@ class SparseIndex:
           InputError: bm25s is not installed, or no text has a word.
         """
         settings = Sparse(**settings)
-        tokens = _Terms(settings).tokenize(texts, progress)
+        tokens = _Terms(settings).tokenize(map(_check_text, texts), progress)
         if not tokens.vocab:
             raise InputError("no passage has a word to search for: choose other text or stopwords")
         is_tfidf = settings.method == "tfidf"
@@ -124,6 +127,7 @@ class SparseIndex:
     def __len__(self) -> int:
         return int(self._bm25.scores["num_docs"])
 
+    @check_arguments
     def scores(self, query: str) -> tuple[np.ndarray, np.ndarray]:
         """Scores all texts for one query.
 
@@ -140,15 +144,20 @@ class SparseIndex:
             return np.zeros(len(self), np.float32), has_word
         starts, texts = bm25.scores["indptr"], bm25.scores["indices"]
         for i in set(ids):
-            rows = texts[starts[i] : starts[i + 1]]
-            if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+            rows, values = (x[starts[i] : starts[i + 1]] for x in (texts, bm25.scores["data"]))
+            is_inside = not len(rows) or 0 <= rows.min() <= rows.max() < len(self)
+            if not is_inside or not np.isfinite(values).all():
+                what = (
+                    "holds NaN" if is_inside else f"names a text outside of 0 ... {len(self) - 1}"
+                )
                 raise InputError(
-                    "the index of words is damaged: it names a text outside of 0 ..."
-                    f" {len(self) - 1}; copy the datastore again, or build it again"
+                    f"the index of words is damaged: it {what}; copy the datastore again, or build"
+                    " it again"
                 )
             has_word[rows] = True
         return bm25.get_scores_from_ids(ids), has_word
 
+    @check_arguments
     def search(
         self, queries: Sequence[str], k: int, *, valid: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -164,6 +173,7 @@ class SparseIndex:
           order of rows. -inf and -1 fill the places if fewer than k texts have a word of the query.
         """
         check_integer("k", k, 1)
+        check_valid(valid, len(self))
         scores = np.full((len(queries), k), -np.inf, np.float32)
         rows = np.full((len(queries), k), -1, np.int64)
         for i, query in enumerate(queries):
@@ -193,23 +203,45 @@ class SparseIndex:
             if not (settings := read_json(Path(folder) / _SETTINGS, {})):
                 raise ValueError(f"{_SETTINGS} is missing")
             bm25 = library.BM25.load(str(folder), mmap=True)
-            arrays = {name: bm25.scores[name] for name in ("data", "indices", "indptr")}
-            num_entries = int(arrays["indptr"][-1])
-            is_whole = len(arrays["data"]) == len(arrays["indices"]) == num_entries
-            if not is_whole or len(bm25.vocab_dict) > len(arrays["indptr"]) - 1:
-                raise ValueError("its files do not fit together")
-            # bm25s loads a missing count as None without an error.
-            if not isinstance(bm25.scores["num_docs"], int):
-                raise ValueError("params.index.json has no num_docs")
+            _check_files(bm25)
             older = settings.pop("terms", 1) != _TERMS
             if older and not all(map(str.isascii, bm25.vocab_dict)):
                 raise ValueError("an older version, which split other terms, wrote it")
             return cls(Sparse(**settings), bm25)
-        except (OSError, ValueError, TypeError, KeyError, IndexError, EOFError) as error:
+        except (OSError, ValueError, TypeError, LookupError, EOFError, AttributeError) as error:
             raise InputError(
                 f"{folder} is no readable index of words ({one_line(error)}); build the"
                 " datastore again"
             ) from None
+
+
+def _check_files(bm25: Any) -> None:
+    """Raises a ValueError or a TypeError unless the parts of a loaded index fit together.
+
+    `bm25s` loads any arrays and settings. Rows of texts are checked when a search reads them.
+    """
+    data, texts, starts = (bm25.scores[name] for name in ("data", "indices", "indptr"))
+    for name, array, kinds in (
+        ("data", data, "f"),
+        ("indices", texts, "iu"),
+        ("indptr", starts, "iu"),
+    ):
+        if array.ndim != 1 or array.dtype.kind not in kinds:
+            raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
+    types = np.dtype(bm25.dtype), np.dtype(bm25.int_dtype)
+    if (types[0].kind, types[1].kind) != ("f", "i"):
+        raise ValueError(f"params.index.json has the types {types[0]} and {types[1]}")
+    count = bm25.scores["num_docs"]  # None if it is missing
+    if type(count) is not int or not 0 < count <= INT32_MAX:
+        raise ValueError(f"params.index.json has num_docs={count!r:.40}")
+    ids = list(bm25.vocab_dict.values())
+    if any(type(i) is not int for i in ids) or sorted(ids) != list(range(len(starts) - 1)):
+        raise ValueError("vocab.index.json does not number the words of indptr")
+    if bm25.nonoccurrence_array is not None and bm25.nonoccurrence_array.shape != (len(ids),):
+        raise ValueError("nonoccurrence_array is of another size")
+    is_sorted = starts[0] == 0 and bool((starts[:-1] <= starts[1:]).all())
+    if not is_sorted or not len(data) == len(texts) == starts[-1]:
+        raise ValueError("its files do not fit together")
 
 
 def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
@@ -248,6 +280,11 @@ class _Terms:
         return _bm25s().tokenization.Tokenizer(
             lower=False, splitter=_split, stopwords=self._stopwords, stemmer=self._stem
         )
+
+
+def _check_text(text: str) -> str:
+    check_type("texts: one", text, str)
+    return text
 
 
 def _split(text: str) -> list[str]:

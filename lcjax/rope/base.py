@@ -23,7 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lcjax.errors import INT32_MAX, InputError, is_finite_number
+from lcjax.errors import (
+    INT32_MAX,
+    InputError,
+    check_arguments,
+    check_integer,
+    is_finite_number,
+)
 from lcjax.rope.rotation import Rotation
 
 _KEY = "lcjax_rope"  # field of a Hugging Face config with the full form of a method
@@ -62,6 +68,7 @@ class Rope(draccus.ChoiceRegistry):
         """The name in the registry, `type` in a YAML section."""
         return Rope.get_choice_name(type(self))
 
+    @check_arguments
     def resolve(self, *, theta: float | None = None, length: int | None = None) -> "Rope":
         """Returns a copy in which `theta` and `original_length` are filled in if they are None.
 
@@ -75,6 +82,7 @@ class Rope(draccus.ChoiceRegistry):
             self, **{k: v for k, v in values.items() if k in unset and v is not None}
         )
 
+    @check_arguments
     def frequencies(
         self, head_dim: int, length: int, params: dict | None = None
     ) -> tuple[Float[np.ndarray, " R//2"], float]:
@@ -112,6 +120,7 @@ class Rope(draccus.ChoiceRegistry):
         """Returns float64 frequencies and the scale of cos and sin: the formula of the method."""
         raise NotImplementedError(f"{type(self).__name__} has to define `compute`")
 
+    @check_arguments
     def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
         """Returns `frequencies`, with the same arguments, as a `Rotation` for attention."""
         inv_freq, scale = self.frequencies(head_dim, length, params)
@@ -202,7 +211,7 @@ class Rope(draccus.ChoiceRegistry):
 
     def check_head_dim(self, head_dim: int) -> int:
         """Returns `head_dim`; raises an InputError unless it is even and positive."""
-        if head_dim < 2 or head_dim % 2:
+        if not is_finite_number(head_dim) or head_dim < 2 or head_dim % 2:
             raise InputError(
                 f"rotary channels={head_dim} must be even and at least 2: they turn in pairs; "
                 "change head_dim or the rotary fraction"
@@ -265,6 +274,7 @@ class Rope(draccus.ChoiceRegistry):
 
     def scaled_length(self, length: int, factor: float | None) -> int:
         """Returns `factor` times the trained length, or `length` if that is more."""
+        check_integer("length", length, 1)
         trained = getattr(self, "original_length", None) or length
         return min(max(length, round(trained * (factor or 1))), INT32_MAX)
 
@@ -340,6 +350,7 @@ def hf_number(rope: dict, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+@check_arguments
 def from_hf(config: Mapping[str, Any]) -> Rope:
     """Reads the RoPE method of a Hugging Face config.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_arguments
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 from lcjax.rope.rotation import Rotation
 
@@ -66,6 +66,7 @@ class Clex(Rope):
         steps = self.max_factor / self.time_dt
         self.require(steps <= _MAX_STEPS, "time_dt", f"give {_MAX_STEPS:,} steps or fewer")
 
+    @check_arguments
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """Returns U uniform in +-1/sqrt(m R), D = 0, and plain frequencies.
 
@@ -96,6 +97,7 @@ class Clex(Rope):
             )
         return factor
 
+    @check_arguments
     def frequencies(
         self, head_dim: int, length: int, params: dict | None = None
     ) -> tuple[Float[Array, " R//2"], float]:
@@ -105,6 +107,7 @@ class Clex(Rope):
             return jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32)), 1.0
         return self.table(params)[factor - 1], 1.0
 
+    @check_arguments
     def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
         inv_freq, scale = self.frequencies(head_dim, length, params)
         if not self.log_scale:

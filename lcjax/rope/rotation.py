@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
+from lcjax.errors import InputError, check_arguments, check_type
+
 UNITS = 2.0**32  # units of `whole` in a turn
 RADIANS = 2 * math.pi / UNITS  # radians in a unit
 FINE = 2.0**-16  # units in a unit of `fine`
@@ -51,8 +53,13 @@ def no_rotation() -> Rotation:
     return Rotation(np.zeros(0, np.float32))
 
 
+@check_arguments
 def stack_rotations(rotations: Sequence[Rotation]) -> Rotation:
     """Stacks one rotation per row to fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
+    if not len(rotations):
+        raise InputError("rotations is empty; give one for each row")
+    for rotation in rotations:
+        check_type("rotations: one", rotation, Rotation)
     inv_freq, scale, query_scale = (
         jnp.stack([jnp.asarray(x, jnp.float32) for x in field])
         for field in zip(*(rotation[:3] for rotation in rotations))

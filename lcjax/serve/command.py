@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection, Settings, check_source
-from lcjax.errors import InputError, check_integer, is_finite_number, missing_extra
+from lcjax.errors import InputError, check_integer, is_finite_number, missing_extra, one_line
 from lcjax.parallel.distributed import cache_compiled_programs
 from lcjax.parallel.sharding import Mesh
 
@@ -99,9 +99,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: a name with NUL or half of a surrogate pair
         listener.close()
-        raise InputError(f"host={host}, port={port}: {error.strerror}; choose others") from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"host={host!r:.80}, port={port}: {reason}; choose others") from None
     return listener
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from argument_types import check_other_types
 from scipy.special import log_softmax
 from tiny_lm import sharper
 
@@ -21,12 +22,14 @@ from lcjax.generation import scoring
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
+from lcjax.generation.retrieval_reader import RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import Beacon, CepeSection
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.retrieval import DecoderEncoder
 from lcjax.rope import E2LLM, NTK, Clex, DynamicNTK, Linear, Yarn
 
 SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
@@ -388,3 +391,23 @@ def test_tokens_and_lengths_that_do_not_fit_raise_input_error(alone):
     scores = alone.nll(tokens, lengths=np.array([8, 5]))
     assert np.isfinite(scores).all() and not scores[1, 5:].any()
     assert not alone.nll(tokens, lengths=np.array([8, 0]))[1].any()
+
+
+def test_arguments_of_other_types_are_input_errors(alone):
+    check_other_types(alone.inference_memory, rows=1, length=64)
+    check_other_types(alone.rotation)
+    check_other_types(alone.rotations)
+    check_other_types(alone.with_shared_prefixes)
+    check_other_types(alone.search_contexts, "contexts", query=["a"])
+    check_other_types(DecoderEncoder, lm=alone)
+    check_other_types(RetrievalReader, lm=alone, retriever=Words())
+    for score in (3, None, "x", [1]):
+        with pytest.raises(InputError, match="score is of type .* must be Callable"):
+            alone.score(score, [[3, 4]])
+
+
+class Words:
+    """A retriever without hits."""
+
+    def search(self, queries, k):
+        return [[] for _ in queries]

@@ -6,20 +6,30 @@ import sys
 
 import numpy as np
 import pytest
+from argument_types import check_other_types
 from retrieval_support import WordEncoder, content, write_corpus
 
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.retrieval import (
+    BertEncoder,
     BuildConfig,
     Chunking,
+    CrossEncoder,
     Datastore,
     Document,
+    ExactIndex,
+    LateInteraction,
     Passage,
     Retriever,
+    SparseIndex,
+    StaticEncoder,
     build,
     check,
     datastore,
+    open_encoder,
+    recall,
+    top_k,
 )
 from lcjax.retrieval import __main__ as command
 from lcjax.retrieval.retriever import _search_valid, fuse_ranks
@@ -439,3 +449,20 @@ def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(tmp_path, mo
     )
     code, _, error = run(capsys, "search", out, "x", "--kind=hybrid")
     assert code == 2 and "encoder=abc is not the one that built" in error
+
+
+def test_arguments_of_other_types_are_input_errors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vectors = np.eye(4, dtype=np.float32)
+    exact, words = ExactIndex(vectors), SparseIndex.build(["the river stone", "a quiet garden"])
+    check_other_types(ExactIndex, vectors=vectors)
+    check_other_types(exact.search, queries=vectors, k=2)
+    check_other_types(recall, index=exact, exact=exact, queries=vectors, k=2)
+    check_other_types(top_k, "queries", "valid", "k", queries=vectors, vectors=vectors, k=2)
+    check_other_types(SparseIndex.build, "texts")
+    check_other_types(words.scores)
+    check_other_types(words.search, queries=["river"], k=1)
+    check_other_types(words.save, "folder")
+    check_other_types(open_encoder, "path_or_name")
+    for kind in (BertEncoder, CrossEncoder, LateInteraction, StaticEncoder, SparseIndex):
+        check_other_types(kind.load, folder=tmp_path)

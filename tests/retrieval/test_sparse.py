@@ -1,5 +1,6 @@
 """Search by words: bm25s against the published formulas, saved and loaded."""
 
+import json
 import math
 import sys
 from collections import Counter
@@ -118,6 +119,48 @@ def test_damaged_files_are_one_line(tmp_path):
             SparseIndex.load(tmp_path / "index")
         file.write_bytes(whole)
     SparseIndex.load(tmp_path / "index")
+
+
+def _other_arrays(array):
+    yield from (-array - 1, array[None], np.array(1), array[:0], array[:-1], array + 1000)
+    for dtype in (bool, str, complex, np.float64, "M8[s]", [("a", int)]):
+        with np.errstate(invalid="ignore"):
+            yield array.astype(np.int64).astype(dtype)
+
+
+def test_files_of_another_content_are_one_line(tmp_path):
+    folder = tmp_path / "index"
+    SparseIndex.build(["the river stone", "a quiet river", "stone garden"]).save(folder)
+    changed = []
+    for name in ("data", "indices", "indptr"):
+        file = folder / f"{name}.csc.index.npy"
+        whole, array = file.read_bytes(), np.load(file)
+        for number, other in enumerate(_other_arrays(array)):
+            np.save(file, other)
+            changed.append((f"{name} {number}", _results(folder)))
+        file.write_bytes(whole)
+    others = (None, -1, 1.5, "x", [1], {}, 10**30, True)
+    for name in ("params.index.json", "vocab.index.json"):
+        file = folder / name
+        whole = file.read_bytes()
+        texts = [[1], {}, None, "x"]
+        for key in json.loads(whole):
+            texts += [json.loads(whole) | {key: value} for value in others]
+        for text in texts:
+            file.write_text(json.dumps(text))
+            changed.append((f"{name} {text}", _results(folder)))
+        file.write_bytes(whole)
+    # Finite scores of float type and settings of the building alone pass; checksums find them.
+    passed = {name.partition(" ")[0] for name, result in changed if result is not None}
+    assert passed <= {"data", "params.index.json"} and _results(folder) is not None
+    assert sum(result is None for _, result in changed) > 70
+
+
+def _results(folder):
+    try:
+        return SparseIndex.load(folder).search(["river", "garden stone"], 2)
+    except InputError as error:
+        assert "again" in str(error) and "\n" not in str(error)
 
 
 def test_stop_words_and_bad_settings(monkeypatch):

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 
 import draccus
+import jax
 import pytest
+from argument_types import check_other_types
 from draccus.utils import DraccusException
 
+from lcjax.errors import InputError
 from lcjax.rope import (
     E2LLM,
     NTK,
@@ -14,10 +17,13 @@ from lcjax.rope import (
     DynamicNTK,
     E2Positions,
     LongRope,
+    NoRotation,
     PlainPositions,
     Positions,
     Rope,
     Yarn,
+    from_hf,
+    stack_rotations,
 )
 
 
@@ -82,3 +88,26 @@ def test_positions_are_plain_unless_chosen():
 def test_misspelt_sections_are_rejected(text, message):
     with pytest.raises(DraccusException, match=message):
         draccus.decode(Section, {"rope": text})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Yarn(factor=2.0, original_length=64, theta=1e4),
+        NoRotation(),
+        Clex(max_factor=4, original_length=64, theta=1e4),
+    ],
+)
+def test_arguments_of_other_types_are_input_errors(method):
+    params = method.init(jax.random.key(0), 16)
+    check_other_types(method.init, "head_dim", key=jax.random.key(0))
+    check_other_types(method.resolve)
+    check_other_types(method.extended_length)
+    check_other_types(method.to_hf)
+    check_other_types(method.frequencies, head_dim=16, length=128, params=params)
+    check_other_types(method.rotation, head_dim=16, length=128, params=params)
+    check_other_types(stack_rotations)
+    check_other_types(from_hf)
+    if not isinstance(method, NoRotation):  # which reads no argument
+        with pytest.raises(InputError, match="length='x' must be of type int"):
+            method.rotation(16, "x")
