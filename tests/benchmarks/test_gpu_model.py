@@ -1,8 +1,6 @@
 """`benchmarks.gpu.model` at tiny sizes on a CPU: what it measures, keeps and prints."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -63,35 +61,53 @@ def test_the_attention_of_a_peer_computes_the_same():
     np.testing.assert_allclose(peer_hidden, hidden, atol=1e-5)
 
 
-def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path):
+MEASURED = {"tokens_per_second": 2.0, "range": [1.0, 3.0], "attention": {"xla": []}}
+MEASURED |= {"rows": 1, "remat": "dots", "mfu": None, "peak_gb": 1.0, "compile_s": 1.0}
+# A run whose first case takes no time, and whose second one does not end.
+WAITS = """
+import json, sys, time
+from benchmarks.gpu import model
+
+def supervise(command, jobs, **_):
+    if jobs[0]["name"] not in events:
+        time.sleep(600)
+    yield events[jobs[0]["name"]]
+
+events, model.supervise = json.loads(sys.argv[1]), supervise
+model.main(sys.argv[2:])
+"""
+
+
+def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path, capsys):
     words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
-    command = [sys.executable, "-m", "benchmarks.gpu.model", *words]
-    file, run = tmp_path / "cpu.json", subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    decoded = MEASURED | {"bandwidth_share": None, "prefill": 2.0}
+    events = {"about": {"about": ABOUT}, "decode tiny 64 lcjax": {"record": decoded}}
+    command = [sys.executable, "-c", WAITS, json.dumps(events), *words]
+    file, run = tmp_path / "cpu.json", subprocess.Popen(command, cwd=ROOT)
     try:
         while not file.exists() and run.poll() is None:
             time.sleep(0.05)
     finally:
-        os.killpg(run.pid, signal.SIGKILL)  # and its child, which measures the second case
+        run.kill()
+        run.wait()
     first = json.loads(file.read_text())["cases"]
     assert list(first) == ["decode tiny 64 lcjax"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "decode tiny 64 jax.nn xla begins, 1 cases are left" in done.stderr
+    assert model.main(words) == 0  # in processes that measure
+    printed = capsys.readouterr()
+    assert "decode tiny 64 jax.nn xla begins, 1 cases are left" in printed.err
     cases = json.loads(file.read_text())["cases"]
     assert list(cases) == ["decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"]
     assert cases["decode tiny 64 lcjax"] == first["decode tiny 64 lcjax"], "it was not done again"
     peer = cases["decode tiny 64 jax.nn xla"]
     assert peer["about"]["platform"] == "cpu" and "jax.nn xla" in peer["attention"]
-    assert "### Decoding" in done.stdout and "x as fast |" in done.stdout
+    assert "### Decoding" in printed.out and "x as fast |" in printed.out
 
 
 @pytest.fixture
 def children(monkeypatch):
     """Events that children emit by job, and the jobs that were started."""
     started = []
-    measured = {"tokens_per_second": 2.0, "range": [1.0, 3.0], "attention": {"xla": []}}
-    measured |= {"rows": 1, "remat": "dots", "mfu": None, "peak_gb": 1.0, "compile_s": 1.0}
-    events = {name: [{"record": measured}] for name in TINY} | {"about": [{"about": ABOUT}]}
+    events = {name: [{"record": MEASURED}] for name in TINY} | {"about": [{"about": ABOUT}]}
 
     def supervise(command, jobs, *, deadline, patience):
         (job,) = jobs
