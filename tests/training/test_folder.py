@@ -27,7 +27,7 @@ from lcjax.training import run
 from lcjax.training.loop import Training
 from lcjax.training.task import LanguageModelTask
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "traced_once")
 OVERWRITE = {"existing": "overwrite"}
 
 
