@@ -21,6 +21,7 @@ REFERENCE = (
 )  # fmt: skip
 # What these reach, the others reach together.
 SLOW = (
+    "causal, odd size, three queries per key", "one head per key head", "eight queries per key",
     "several blocks", "more keys than queries, from an offset", "documents of a memory",
     "far keys only", "rows at places of their own", "a table", "masks and tables per head",
     "bfloat16", "bfloat16, odd head sizes, soft cap", "bfloat16, sinks, few queries",
