@@ -432,6 +432,11 @@ def test_help_begins_with_what_the_script_is_for_and_how_it_is_called(capsys, mo
     assert help_of(TrainConfig, capsys).startswith(start)
 
 
+def test_without_words_those_behind_the_name_of_the_process_are_read(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["job.py", "--train.steps=3"])
+    assert config.parse(Job) == Job(train=Train(steps=3))
+
+
 def test_main_returns_zero_and_hands_the_config_to_the_run():
     seen = []
     assert config.main(Job, seen.append, ["--train.steps=3"]) == 0
