@@ -332,7 +332,13 @@ def test_a_report_that_is_stopped_leaves_no_file_half_written(tmp_path, monkeypa
 
 
 def test_columns_of_examples_vary_and_are_shown_nowhere_else():
-    shown_elsewhere = ("ids", "finish", "nan", "template", "prompt_tokens", "max_new_tokens")
-    fields = (*shown_elsewhere, "decoder", "nll", "decoder_passages", "bytes", "depth")
-    records = [dict.fromkeys(fields, value) | {"task": "same"} for value in (2, 3)]
-    assert page._columns(records) == ["depth"]
+    cell = ("method", "length", "trained", "tokenizer", "digest")
+    protocol = ("protocol", "wording", "stride", "bos", "template", "budget", "max_new_tokens")
+    costs = ("seconds", "compile_seconds", "read", "peak_bytes", "peak_bytes_at_most")
+    sizes = ("size", "bytes", "first", "scored", "weight", "prompt_tokens")
+    answers = ("prompt", "answer", "references", "key", "correct", "score", "finish")
+    internals = ("ids", "nan", "nll", "decoder", "decoder_passages")
+    # One at a time: five columns at most are shown, and would hide that others are not.
+    for field in (*cell, *protocol, *costs, *sizes, *answers, *internals):
+        records = [{field: value, "depth": value, "task": "same"} for value in (2, 3)]
+        assert page._columns(records) == ["depth"], field
