@@ -15,7 +15,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
 from lcjax.pictures import command
-from lcjax.rope import E2LLM, E2Positions, Linear, PlainPositions
+from lcjax.rope import E2LLM, E2Positions, Linear, PlainPositions, Yarn
 from pallas_kernels import causal, tables, window
 
 NAMES = sorted(Pattern.get_known_choices())
@@ -262,6 +262,22 @@ def test_wavelengths_are_full_turns_of_the_frequencies(tmp_path, monkeypatch):
     rope = Linear(theta=100.0, factor=4.0)
     pictures.rope_picture({"a $ b_": rope}, tmp_path / "a.png", head_dim=8, length=64, theta=100.0)
     np.testing.assert_allclose(lines[0], 2 * np.pi / rope.frequencies(8, 64)[0], rtol=1e-6)
+
+
+def test_agreement_is_the_product_of_equal_queries_and_keys_after_rotation(tmp_path, monkeypatch):
+    curves = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: curves.extend(
+        line.get_xydata().T for line in figure.axes[2].get_lines()
+    ))  # fmt: skip
+    rope = Yarn(theta=100.0, factor=4.0, original_length=16)  # which also scales cos and sin
+    pictures.rope_picture({"yarn": rope}, tmp_path / "a.png", head_dim=8, length=64, theta=100.0)
+    distances, agreement = curves[0]
+    frequencies, scale = rope.frequencies(8, 64)
+    assert scale > 1.1
+    # Pairs of channels as complex numbers, all equal in a key of length 1 at position 0.
+    key = scale * np.full(4, 4**-0.5)
+    queries = key * np.exp(1j * np.outer(distances, frequencies))
+    np.testing.assert_allclose(agreement, (queries * key).sum(-1).real, atol=1e-5)
 
 
 def test_a_prompt_file_that_is_not_utf_8_is_named(tmp_path, capsys):
