@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from benchmark_support import ESSAYS, plan, plan_at
 from benchmark_support import TOKENIZER as BYTES
+from evaluation_support import ByteTokenizer
 
 from lcjax.errors import InputError
 from lcjax.evaluation.statistics import bootstrap
@@ -20,6 +21,9 @@ from lcjax.evaluation.tasks.ruler import task as task_lib
 from lcjax.evaluation.tasks.ruler.generators import DEPTHS, median_maximum
 from lcjax.evaluation.tasks.ruler.task import TASKS, clean_answer
 from lcjax.evaluation.tasks.ruler.texts import Essays, read_templates
+
+# `tokens_to_generate` of upstream's `scripts/data/synthetic/constants.py`.
+NEW_TOKENS = dict.fromkeys(TASKS, 128) | {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,7 @@ def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
     found = Ruler(tasks=(task,), samples=3, shuffles=shuffles, template=template, **own)
     for unit in plan(found, length, texts=texts):
         assert unit.fields["size"] == len(unit.tokens) + unit.fields["max_new_tokens"] <= length
+        assert unit.fields["max_new_tokens"] == NEW_TOKENS[task]
         assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
         prompt = BYTES.decode(unit.tokens)
         for answer in unit.fields["references"]:
@@ -361,3 +366,22 @@ def test_a_file_that_is_not_the_official_one_raises_input_error(files, tmp_path)
 
 def test_a_task_has_a_hundred_questions_unless_the_config_says_so():
     assert Ruler().samples == 100
+
+
+def test_answers_have_another_length_if_the_config_says_so():
+    units = plan(Ruler(tasks=("vt", "fwe"), samples=1, max_new_tokens=7), 2000)
+    assert [unit.fields["max_new_tokens"] for unit in units] == [7, 7]
+
+
+def test_a_chat_template_that_the_tokenizer_lacks_is_named_with_the_keys_that_help():
+    class Plain(ByteTokenizer):
+        def render_chat(self, messages, add_generation_prompt=True):
+            raise InputError("this tokenizer has no chat_template")
+
+    message = (
+        r"^tasks: template=chat needs a chat template \(this tokenizer has no chat_template\); "
+        r"set tasks\.N\.template=none, or a model\.tokenizer that has one$"
+    )
+    with pytest.raises(InputError, match=message):
+        plan(Ruler(tasks=("vt",), samples=1, template="chat"), tokenizer=Plain())
+    assert plan(Ruler(tasks=("vt",), samples=1), tokenizer=Plain())
