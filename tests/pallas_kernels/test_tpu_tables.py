@@ -1,11 +1,14 @@
-"""Lists of blocks for the TPU kernels: every visit once, every output block written."""
+"""Blocks of the TPU kernels: their sizes, and lists that have every visit and output block once."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import causal, chunks, prefix, window
+from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import grid as _tpu_grid
+from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.tables import from_block_mask, from_mask
 
 
@@ -76,3 +79,79 @@ def test_tables_of_nothing_still_write_every_output_block(axis, heads):
     steps = _tpu_grid.unpack(call.steps)
     assert np.all(steps.kind == _tpu_grid.NOTHING) and np.all(steps.first & steps.last)
     assert list(steps[axis]) == list(range((5, 4)[axis])) * heads
+
+
+def window_spec(tokens: int) -> Spec:
+    return Spec(causal() & window(tokens), 0.1)
+
+
+def blocks(tokens: int, q_block: int):
+    """A table of causal blocks [q_block, 128]."""
+    q, k = np.arange(0, tokens, q_block)[:, None], np.arange(0, tokens, 128)
+    return from_block_mask((k <= q)[None, None], q_block=q_block, k_block=128)
+
+
+@pytest.mark.parametrize(
+    ("heads", "spec", "forward", "backward"),
+    [
+        (8, Spec(causal(), 0.1), (1024, 1024), (512, 1024)),
+        (8, window_spec(4096), (1024, 1024), (512, 1024)),
+        (8, window_spec(512), (512, 512), (512, 512)),
+        (2, window_spec(512), (1024, 512), (512, 512)),  # a block of rows is 256 tokens of 4 heads
+        (2, window_spec(1024), (1024, 512), (512, 1024)),
+    ],
+)
+def test_short_windows_have_smaller_blocks(heads, spec, forward, backward):
+    q, k = (jax.ShapeDtypeStruct((1, 8192, n, 128), "bfloat16") for n in (8, heads))
+    for wanted, is_backward in ((forward, False), (backward, True)):
+        tiling, _ = _tpu._plan(q, k, k, Operands(), spec, is_backward)
+        assert (tiling.rows, tiling.key_block) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "v_size", "spec", "by_head"),
+    [
+        (64, 64, Spec(causal(), 0.1), True),
+        (80, 80, window_spec(2048), True),
+        (128, 128, Spec(causal(), 0.1), False),  # whole lanes
+        (128, 64, Spec(causal(), 0.1), False),
+        (64, 128, Spec(causal(), 0.1), False),
+        (64, 64, window_spec(256), False),  # blocks of 128 or 256 tokens of 4 heads see fewer keys
+        (64, 64, Spec(causal(), 0.1, table=Constant(blocks(8192, 64))), False),  # 64 rows of a head
+        (64, 64, Spec(causal(), 0.1, table=Constant(blocks(8192, 1024))), True),
+    ],
+)
+def test_heads_that_xla_stores_along_sublanes_are_read_so_in_blocks_of_one_head(
+    size, v_size, spec, by_head, monkeypatch
+):
+    shapes = (8, size), (2, size), (2, v_size)
+    arrays = [jax.ShapeDtypeStruct((1, 8192, *shape), "bfloat16") for shape in shapes]
+    for backward in (False, True):
+        arguments = *arrays, Operands(), spec
+        plan = _tpu._plan(*arguments, backward)
+        found = _tpu._plan_by_head(*arguments, plan, backward)
+        assert (found is not None) == by_head
+        assert found is None or found[0].by_head
+        with monkeypatch.context() as patch:
+            patch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 50)  # several calls
+            assert _tpu._plan_by_head(*arguments, plan, backward) is None
+
+
+@pytest.mark.parametrize("queries", [60, 64])
+def test_the_queries_of_a_single_block_are_padded_to_whole_lanes_in_blocks_of_one_head(queries):
+    q = jax.ShapeDtypeStruct((1, queries, 8, 64), "bfloat16")
+    arguments = q, q, q, Operands(), Spec(causal(), 0.1, table=Constant(blocks(queries, 64)))
+    for backward in (False, True):
+        plan = _tpu._plan(*arguments, backward)
+        tiling, _ = _tpu._plan_by_head(*arguments, plan, backward)
+        assert tiling.rows == _tpu_grid.LANES
+
+
+def test_blocks_of_traced_indices_are_the_usual_ones():
+    q = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
+
+    def rows(index):
+        tiling, _ = _tpu._plan(q, q, q, Operands(q_index=index), window_spec(512), False)
+        return jnp.full(tiling.rows, tiling.key_block)
+
+    assert jax.eval_shape(rows, jax.ShapeDtypeStruct((1, 8192), "int32")).shape == (1024,)
