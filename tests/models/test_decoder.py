@@ -118,8 +118,8 @@ def test_padding_changes_nothing(side):
     np.testing.assert_allclose(got, _logits(model, params, tokens), atol=2e-5)
 
 
-STEPS = [("tied, biased", True), ("yarn", False)]
-STEPS += [(name, rotated) for name in ("llama", "window", "phi") for rotated in (True, False)]
+STEPS = [("tied, biased", True), ("yarn", False)]  # what "llama" reaches too
+STEPS += [(name, rotated) for name in ("window", "phi") for rotated in (True, False)]
 OTHERS = [(name, rotated) for name in CONFIGS for rotated in (True, False)]
 OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in STEPS]
 
