@@ -76,6 +76,8 @@ def test_top_k_equals_sorting_all_scores_with_ties(
     assert_equal(result, brute_force(queries, vectors, k, valid, metric))
 
 
+# Quick: every type and every metric.
+@pytest.mark.slow_except("dot-float32", "l2-float32", "dot-bfloat16", "l2-float16")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("metric", ["dot", "l2"])
 def test_top_k_of_random_numbers(dtype, metric):
@@ -358,6 +360,7 @@ def test_save_load_and_add_give_the_same_rows(kind, tmp_path):
     assert (result[1] >= 2500).any()
 
 
+@pytest.mark.slow_except("ivf-dot", "ivf_pq-l2", "hnsw-dot", "hnsw-l2")  # "ivf_pq" is an "ivf"
 @pytest.mark.parametrize("metric", ["dot", "l2"])
 @pytest.mark.parametrize("kind", ["ivf", "ivf_pq", "hnsw"])
 def test_candidates_of_an_index_are_scored_exactly(kind, metric):
