@@ -1,6 +1,7 @@
 """Tables of CEPE, SharedLLM and E2-LLM: who reads and scores what, built again from the papers."""
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -129,6 +130,14 @@ def windows_of_the_paper(table, sizes, length):
     return [windows[number * len(windows) // 128] for number in range(128)]
 
 
+@functools.cache
+def tokenized(sizes):
+    """A corpus of documents of so many tokens; BOS is one of them."""
+    text = "a" * max(sizes)
+    documents = [(str(i), text[: size - 1]) for i, size in enumerate(sizes)]
+    return TokenizedCorpus(documents, TOKENIZER)
+
+
 @pytest.mark.parametrize(
     "table",
     ["cepe/table1", "cepe/table5", "cepe/table6", "sharedllm/table1", "sharedllm/table2",
@@ -141,10 +150,7 @@ def test_perplexity_scores_the_windows_of_the_paper(table):
     else:
         sizes = [131_072 + 1_000 * (i % 3) for i in range(12)]
         sizes[2:2] = [4_000, 131_071, 102_400, 40_000]
-    text = "a" * max(sizes)
-    corpus = TokenizedCorpus(
-        [(str(i), text[: size - 1]) for i, size in enumerate(sizes)], TOKENIZER
-    )  # BOS is a token of a document
+    corpus = tokenized(tuple(sizes))
     limits = limits_of(config(table), config(table).tasks[0])
     tasks = [task for task in config(table).tasks if isinstance(task, Perplexity)]
     assert len({dataclasses.replace(task, name=None, corpus=None) for task in tasks}) == 1
