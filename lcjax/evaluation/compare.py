@@ -7,7 +7,7 @@ from typing import Any
 
 from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import plots
-from lcjax.evaluation.records import by_cell, folder_name, hashed_settings
+from lcjax.evaluation.records import by_cell, folder_name, hashed_settings, named_records
 from lcjax.evaluation.report import cell_of, differences, page
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
@@ -60,7 +60,8 @@ def compare(
     out, by_task = to_path(out), _by_task(runs)
     figures = [out / "figures" / f"{task.label}.png" for task, _ in by_task]
     check_outputs([*(out / name for name in _FILES), *figures], _MARK)
-    sections = [_section(task, group, rows, against, out) for task, group in by_task]
+    with named_records(*folders):
+        sections = [_section(task, group, rows, against, out) for task, group in by_task]
     return _write(out, runs, sections)
 
 

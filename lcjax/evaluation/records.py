@@ -8,12 +8,13 @@ is found; lines of older versions have none. A run that ends also writes the SHA
 files of its folder (`lcjax.files.CHECKSUMS`).
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from lcjax.checkpoints.run_folder import MODEL_CONFIG
 from lcjax.config import ERROR, dump
-from lcjax.errors import InputError
+from lcjax.errors import INT32_MAX, InputError, one_line
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Record, Records
 from lcjax.files import (
@@ -346,11 +347,44 @@ def _parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
         try:
             record = parse_json(_without_checksum(line))
             unit: Key = record["method"], record["length"], record["window"]
+            if not isinstance(unit[0], str) or type(unit[1]) is not int or unit[1] > INT32_MAX:
+                raise ValueError("not a method and a length")
             arrays = {key: np.asarray(record[key], np.float32) for key in COMPACT & record.keys()}
             records[unit] = record | arrays
         except (ValueError, KeyError, TypeError):
             damaged.append(number)
     return records, damaged
+
+
+@contextlib.contextmanager
+def named_records(*folders: str | Path) -> Iterator[None]:
+    """Names the records as the cause of an error if one of them may not be what eval.py wrote.
+
+    A line with its checksum is as it was written, so an error is one of the program, or of a task
+    that a user has defined. Other lines were changed by hand, or are of an older version.
+
+    Args:
+      *folders: the run folders whose records are read in the context.
+
+    Raises:
+      InputError: there was an error, and a line has no checksum.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        for folder in map(to_path, folders):
+            for path in sorted([*folder.glob("records/*.jsonl"), *folder.glob(f"{COSTS}/*.jsonl")]):
+                lines = path.read_bytes().splitlines()
+                for number, line in enumerate(lines, 1):
+                    if _without_checksum(line) == line:
+                        raise InputError(
+                            f"{path}:{number} has no checksum, and the records cannot be read"
+                            f" ({type(error).__name__}: {one_line(error):.80}): a field is missing"
+                            " or of another type; restore the file, or run the evaluation again"
+                        ) from error
+        raise
 
 
 def by_cell(

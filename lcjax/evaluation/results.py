@@ -25,6 +25,7 @@ from lcjax.evaluation.records import (
     costs_file,
     describe,
     fingerprint,
+    named_records,
     parse,
     read_marker,
     record_lines,
@@ -152,15 +153,16 @@ def _records(folder: Path, task: str) -> list[Record]:
 
 def rebuild(run: Results) -> report.Report:
     """Writes tables, figures, summary and page of a run again, from its records alone."""
-    result = report.write(
-        run.folder,
-        run.settings,
-        run.tasks,
-        order=run.order,
-        published=run.config.published,
-        notes=run.notes,
-        environment=run.environment,
-    )
+    with named_records(run.folder):
+        result = report.write(
+            run.folder,
+            run.settings,
+            run.tasks,
+            order=run.order,
+            published=run.config.published,
+            notes=run.notes,
+            environment=run.environment,
+        )
     write_folder_sums(run.folder)
     return result
 
@@ -192,11 +194,12 @@ def score(
     config = config_lib.parse(EvalConfig, words, is_stored=True)
     _check_same_prompts(run.config, config)
     tokenizer_for = _tokenizers(run)
-    tasks = {
-        new: [new.rescore(record, tokenizer_for(record)) for record in run.tasks[old]]
-        for old, new in zip(run.config.tasks, config.tasks, strict=True)
-        if old in run.tasks
-    }
+    with named_records(run.folder):
+        tasks = {
+            new: [new.rescore(record, tokenizer_for(record)) for record in run.tasks[old]]
+            for old, new in zip(run.config.tasks, config.tasks, strict=True)
+            if old in run.tasks
+        }
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(out)))
     settings = draccus.encode(config)
     if "trainings" in run.settings:  # the config has only their files' names

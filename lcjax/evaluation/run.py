@@ -33,7 +33,7 @@ from lcjax.evaluation.config import (
     weights,
 )
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.records import Store, write_folder_sums
+from lcjax.evaluation.records import Store, named_records, write_folder_sums
 from lcjax.evaluation.split import ContextSplit
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Task, Unit
@@ -111,15 +111,16 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         order = [method.name for method in config.methods]
         notes = study.table(trainings) if trainings else ""
         environment = {**report.current_environment(), "models": runner.models}
-        result = report.write(
-            store.folder,
-            settings,
-            records,
-            order=order,
-            published=config.published,
-            notes=notes,
-            environment=environment,
-        )
+        with named_records(store.folder):
+            result = report.write(
+                store.folder,
+                settings,
+                records,
+                order=order,
+                published=config.published,
+                notes=notes,
+                environment=environment,
+            )
         write_folder_sums(store.folder)
         print(f"\n{result.text}\nWritten:")
         print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))

@@ -15,6 +15,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import Method, Ruler, results, run
 from lcjax.evaluation.command import main
 from lcjax.evaluation.export import export, make_data
+from lcjax.evaluation.records import named_records
 from lcjax.evaluation.results import score
 from lcjax.files import write_whole
 
@@ -91,6 +92,32 @@ def test_a_damaged_line_is_named_and_the_others_count(copied, capsys, undrawn):
     path.write_text("".join([lines[0], "{broken\n", *lines[1:]]))
     assert main(["report", str(copied)]) == 0
     assert f"{path}:2 is not a record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("nll", "x"), ("nll", None), ("trained", {}), ("length", "x"), ("read", [])]
+)
+def test_records_with_fields_of_other_types_are_one_line_unless_they_have_checksums(
+    copied, command, key, value, capsys, undrawn
+):
+    file = copied / "records/perplexity_last_k.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        del line["crc"]
+    lines[0][key] = value
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [command, str(copied), *([f"--out={copied}_out"] if command != "report" else [])]
+    code, error = main(words), capsys.readouterr().err
+    if key == "length":
+        assert code == 0 and f"warning: {file}:1 is not a record" in error
+    else:
+        assert code == 2 and error.splitlines()[-1].startswith(f"error: {file}:1 has no checksum")
+
+
+def test_errors_of_the_program_do_not_pass_for_damaged_records(config):
+    with pytest.raises(KeyError), named_records(config.run.folder):
+        raise KeyError("answer")
 
 
 def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(
