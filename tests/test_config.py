@@ -476,6 +476,15 @@ def test_a_disk_that_fails_is_one_line_and_its_traceback_lies_in_the_run_folder(
     assert "in full_disk" in file.read_text()
 
 
+def test_a_full_disk_on_which_numpy_wrote_a_part_of_an_array_is_named(capsys):
+    def run(_):
+        raise OSError("19453 requested and 6112 written")  # as `tofile` does
+
+    assert config.main(Job, run, []) == 1
+    said = "error: No space left on device: 19453 requested and 6112 written; make room, then run"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_warnings_of_a_script_are_one_line_without_a_place_in_the_source(capsys):
     def run(_):
         # As without pytest, which collects warnings.

@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import itertools
 import os
+import re
 import sys
 import traceback
 import typing
@@ -394,10 +395,13 @@ class ErrorReport:
             print(f"error: {one_line(error)}", file=sys.stderr)
         elif isinstance(error, OSError):
             self.code = 1
-            is_full = error.errno in _FULL
+            text = one_line(error)
+            if re.fullmatch(r"\d+ requested and \d+ written", text):  # NumPy's error has no number
+                text = f"{os.strerror(errno.ENOSPC)}: {text}"
+            is_full = error.errno in _FULL or text.startswith(os.strerror(errno.ENOSPC))
             note = "; make room, then run the same command again" if is_full else ""
             note += self._keep_traceback(error, shows=not is_full)
-            print(f"error: {one_line(error)}{note}", file=sys.stderr)
+            print(f"error: {text}{note}", file=sys.stderr)
         return self.code != 0
 
     def _keep_traceback(self, error: OSError, *, shows: bool) -> str:
