@@ -411,13 +411,19 @@ def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[st
     config = TextConfig(path=data) if isinstance(data, str) else data
     corpora = open_split(config, split)
     is_empty = True
+
+    def has_text(source: Source, document: tuple[str, Any]) -> bool:
+        nonlocal is_empty
+        name, text = document
+        if not isinstance(text, str):
+            raise InputError(f"{name} is no text, {_way_out(source)}")
+        found = bool(text) and not text.isspace()
+        is_empty &= not found
+        return found
+
     for corpus in corpora:
-        for name, text in corpus:
-            if not isinstance(text, str):
-                raise InputError(f"{name} is no text, {_way_out(corpus.source)}")
-            if text.strip():
-                is_empty = False
-                yield name, text
+        # A loop variable would hold a document, which may be large, as long as its reader works.
+        yield from filter(functools.partial(has_text, corpus.source), corpus)
     if is_empty:
         raise all_empty(corpora)
 

@@ -167,6 +167,7 @@ class TokenizedCorpus:
             if not text:
                 continue
             entry = _Entry(name, text, len(text.encode()))
+            del text  # `entry` releases it once it is tokenised
             self._entries.append(entry)
             yield entry
         if not self._entries:
@@ -178,10 +179,10 @@ class TokenizedCorpus:
     def _tokenised(self, entry: _Entry) -> TokenizedDocument:
         if entry.document is None:
             tokens = encode_long(self.tokenizer, entry.text, name=entry.name)
-            ends = self._byte_ends(tokens, entry.size)
             words = 1 + sum(1 for _ in re.finditer(r"\s+", entry.text))
+            entry.text = None  # before `_byte_ends`, which needs memory of its own
+            ends = self._byte_ends(tokens, entry.size)
             entry.document = TokenizedDocument(entry.name, tokens, ends, float(words))
-            entry.text = None
         return entry.document
 
     def _byte_ends(self, tokens: np.ndarray, total: int) -> np.ndarray | None:
@@ -196,7 +197,7 @@ class TokenizedCorpus:
             table[token] = self._bytes(int(token))
         sizes = table[tokens]
         partial = np.isnan(sizes)
-        rest = total - np.nansum(sizes)
+        rest = total - np.sum(sizes, where=~partial)  # `nansum` would copy the sizes
         if partial.any() and rest >= 0:
             sizes[partial] = rest / partial.sum()
         elif not partial.any() and abs(rest) <= max(1.0, 1e-3 * total) and total != rest:
