@@ -37,9 +37,20 @@ from lcjax.data.config import TokenSource
 from lcjax.data.loader import make_loader
 from lcjax.evaluation import command as evaluation
 from lcjax.evaluation.config import EvalConfig
+from lcjax.models.loss import token_nll
 from lcjax.parallel import distributed
 from lcjax.pictures import __main__ as pictures_command
-from lcjax.retrieval import Chunking, Datastore, Retriever, Sparse
+from lcjax.retrieval import (
+    Chunking,
+    Datastore,
+    ExactIndex,
+    Retriever,
+    Sparse,
+    SparseIndex,
+    open_encoder,
+    recall,
+    top_k,
+)
 from lcjax.retrieval import __main__ as retrieval_command
 from lcjax.training import TrainConfig, run
 
@@ -433,10 +444,11 @@ def _argument(rng: random.Random) -> Any:
 
 
 _FUNCTIONS = (
-    "nll", "logits", "generate", "stream", "chat", "continuations", "encode", "decode",
-    "with_method", "save", "load", "Sampling", "render_chat", "check", "search", "passages",
-    "Chunking", "Sparse", "save_hf", "load_tokenizer", "Yarn", "LongRope", "Replug", "Mesh",
-    "parse",
+    "nll", "logits", "generate", "stream", "chat", "continuations", "encode", "decode", "score",
+    "rotation", "rotations", "memory", "with_method", "save", "load", "Sampling", "render_chat",
+    "check", "search", "passages", "SparseIndex", "words", "top_k", "recall", "exact",
+    "open_encoder", "from_hf", "yarn", "Chunking", "Sparse", "save_hf", "load_tokenizer",
+    "Yarn", "LongRope", "Replug", "Mesh", "parse",
 )  # fmt: skip
 
 
@@ -445,6 +457,8 @@ def _functions(place: Place) -> dict[str, tuple[Callable, dict[str, Any]]]:
     store = Datastore(str(place.store))
     tokens = {"tokens": tables.ROWS}
     params, model, tokenizer = checkpoints.load(place.model)
+    vectors = np.eye(4, dtype=np.float32)
+    exact, yarn = ExactIndex(vectors), lcjax.rope.Yarn(factor=2.0, original_length=64, theta=1e4)
     return {
         "nll": (lm.nll, tokens),
         "logits": (lm.logits, tokens),
@@ -454,6 +468,10 @@ def _functions(place: Place) -> dict[str, tuple[Callable, dict[str, Any]]]:
         "continuations": (lm.continuations, {"prompts": [[3]], "continuations": [[[4], [5]]]}),
         "encode": (lm.encode, {"text": "a"}),
         "decode": (lm.tokenizer.decode, {"ids": [3, 4]}),
+        "score": (lm.score, {"score": token_nll, **tokens}),
+        "rotation": (lm.rotation, {"length": 64}),
+        "rotations": (lm.rotations, {"lengths": [64, 128]}),
+        "memory": (lm.inference_memory, {"rows": 1, "length": 64}),
         "with_method": (lm.with_method, {}),
         "save": (lm.save, {"folder": str(place.folder / "saved")}),
         "load": (lcjax.LanguageModel.load, {"source": str(place.model)}),
@@ -465,6 +483,14 @@ def _functions(place: Place) -> dict[str, tuple[Callable, dict[str, Any]]]:
         "check": (lcjax.retrieval.check, {"retriever": Retriever.open(store), "n": 1}),
         "search": (Retriever.open(store).search, {"queries": ["cat"], "k": 2}),
         "passages": (store.passages, {"rows": [0, 1]}),
+        "SparseIndex": (SparseIndex.build, {"texts": ["the cat", "a dog"]}),
+        "words": (SparseIndex.build(["the cat", "a dog"]).search, {"queries": ["cat"], "k": 1}),
+        "top_k": (top_k, {"queries": vectors, "vectors": vectors, "k": 2}),
+        "recall": (recall, {"index": exact, "exact": exact, "queries": vectors, "k": 2}),
+        "exact": (exact.search, {"queries": vectors, "k": 2}),
+        "open_encoder": (open_encoder, {"path_or_name": str(place.model)}),
+        "from_hf": (lcjax.rope.from_hf, {"config": {"rope_theta": 1e4}}),
+        "yarn": (yarn.rotation, {"head_dim": 16, "length": 64}),
         "Chunking": (Chunking, {}),
         "Sparse": (Sparse, {}),
         "save_hf": (

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,9 @@ from evaluation_support import (
     token_loss,
 )
 
+from lcjax import data
 from lcjax.attention import AttentionMetadata, Causal, Streaming
+from lcjax.data import readers
 from lcjax.errors import InputError
 from lcjax.evaluation import Perplexity
 from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
@@ -360,3 +363,26 @@ def test_settings_that_a_protocol_does_not_use_raise_input_error(protocol, field
         task.check(Limits((1024,)), "tasks.0")
     task = dataclasses.replace(task, protocol="last_k")
     task.check(Limits((1024,)), "tasks.0")
+
+
+def test_a_text_is_released_before_the_bytes_of_its_tokens_are_counted(tmp_path, monkeypatch):
+    class Text(str):  # can be referred to weakly
+        pass
+
+    decode, seen, alive = readers.decode, [], []
+
+    def decoded(*args, **options):
+        text = Text(decode(*args, **options))
+        seen.append(weakref.ref(text))
+        return text
+
+    def byte_ends(*_):
+        alive.append([ref() is not None for ref in seen])
+
+    monkeypatch.setattr(readers, "decode", decoded)
+    monkeypatch.setattr(TokenizedCorpus, "_byte_ends", byte_ends)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
+    corpus = TokenizedCorpus(data.documents(str(tmp_path)), ByteTokenizer())
+    assert [document.name for document in corpus.documents()] == ["a.txt", "b.txt", "c.txt"]
+    assert alive == [[False], [False] * 2, [False] * 3]
