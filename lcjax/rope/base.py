@@ -84,7 +84,7 @@ class Rope(draccus.ChoiceRegistry):
 
     @check_arguments
     def frequencies(
-        self, head_dim: int, length: int, params: dict | None = None
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
     ) -> tuple[Float[np.ndarray, " R//2"], float]:
         """Computes the frequencies and the scale of cos and sin for a request.
 
@@ -121,7 +121,9 @@ class Rope(draccus.ChoiceRegistry):
         raise NotImplementedError(f"{type(self).__name__} has to define `compute`")
 
     @check_arguments
-    def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
+    def rotation(
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
+    ) -> Rotation:
         """Returns `frequencies`, with the same arguments, as a `Rotation` for attention."""
         inv_freq, scale = self.frequencies(head_dim, length, params)
         return Rotation(jnp.asarray(inv_freq, jnp.float32), scale)

@@ -99,7 +99,7 @@ class Clex(Rope):
 
     @check_arguments
     def frequencies(
-        self, head_dim: int, length: int, params: dict | None = None
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
     ) -> tuple[Float[Array, " R//2"], float]:
         params = self.check_params(params, self.check_head_dim(head_dim))
         factor = self.length_factor(length)
@@ -108,7 +108,9 @@ class Clex(Rope):
         return self.table(params)[factor - 1], 1.0
 
     @check_arguments
-    def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
+    def rotation(
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
+    ) -> Rotation:
         inv_freq, scale = self.frequencies(head_dim, length, params)
         if not self.log_scale:
             return Rotation(inv_freq, scale)

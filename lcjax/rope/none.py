@@ -1,6 +1,8 @@
 """No rotation of queries and keys, for layers or models without positions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -26,11 +28,13 @@ class NoRotation(Rope):
         return self
 
     def frequencies(
-        self, head_dim: int, length: int, params: dict | None = None
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
     ) -> tuple[Float[np.ndarray, " 0"], float]:
         return np.zeros(0, np.float32), 1.0
 
-    def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
+    def rotation(
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
+    ) -> Rotation:
         return no_rotation()
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
