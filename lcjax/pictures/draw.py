@@ -118,8 +118,8 @@ def rope_picture(
 
     Left: the number of positions of a full turn of each pair; training never showed a full turn of
     a pair whose wavelength is beyond the trained length. Middle: how many times slower than plain
-    RoPE a pair turns. Right: the mean of cos(distance * frequency) over all pairs, which is the
-    cosine of equal queries and keys.
+    RoPE a pair turns. Right: the mean of cos(distance * frequency) over all pairs times the square
+    of the method's scale, which is the product of equal unit queries and keys.
 
     Args:
       ropes: The methods by name.
