@@ -85,8 +85,9 @@ Key = tuple[str, int, int]  # method, length, index of the unit
 
 def check_origin(folder: Path) -> None:
     """Raises an InputError if a folder without a run holds files that a run would replace."""
-    if (folder / MARKER).exists():
-        return
+    has_records = any((folder / "records").glob("*.jsonl"))
+    if RUN_FOLDER.has_config(folder) or (has_records and (folder / MARKER).exists()):
+        return  # `read_marker` names a damaged marker
     files = [name for name in _FILES if name != ERROR and (folder / name).exists()]
     folders = [name for name in _FOLDERS if any((folder / name).glob("*"))]
     if others := files + folders:

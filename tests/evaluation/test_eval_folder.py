@@ -121,6 +121,17 @@ def test_a_run_with_files_of_other_origin_among_its_results_is_not_replaced(conf
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
 
 
+@pytest.mark.parametrize("text", ["my own text", "{}", '{"name": "my job"}'])
+@pytest.mark.parametrize("name", ["run.json", "config.yaml", "summary.json", "report.html"])
+def test_a_file_of_a_user_with_the_name_of_one_of_a_run_is_not_replaced(config, name, text):
+    folder = Path(config.run.folder)
+    folder.mkdir()
+    (folder / name).write_text(text)
+    with pytest.raises(InputError, match=rf"\b{name}\b"):
+        run(config, load=lambda _: pytest.fail("a model was read"))
+    assert {path.name: path.read_text() for path in folder.glob("*.*")} == {name: text}
+
+
 def test_the_folder_of_a_training_run_is_not_written_into(config):
     folder = Path(config.run.folder)
     folder.mkdir()
