@@ -215,7 +215,12 @@ def _read_table(path: Path, group: int | None, columns: list[str]) -> "pyarrow.T
     try:
         options = {"memory_map": True, "page_checksum_verification": True}
         file = pyarrow.parquet.ParquetFile(path, **options)
-        return file.read(columns) if group is None else file.read_row_group(group, columns)
+        table = file.read(columns) if group is None else file.read_row_group(group, columns)
+        if {field.name: str(field.type) for field in table.schema} != {
+            name: _COLUMNS[name] for name in columns
+        }:  # Parquet leaves out a column that it does not find
+            raise KeyError("its columns have other names or types")
+        return table
     except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
         raise InputError(
             f"{path} is damaged ({one_line(error)}): copy it again, or build the datastore again"
