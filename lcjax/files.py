@@ -206,7 +206,10 @@ def read_sums(path: Path) -> dict[str, str]:
     """
     sums = {}
     check_regular(path)
-    for line in path.read_bytes().decode(errors="replace").splitlines():
+    text = path.read_bytes().decode(errors="replace")
+    if text and not text.endswith("\n"):
+        raise InputError(f"{path.name} is damaged: its last line is cut")
+    for line in text.splitlines():
         entry = _SUM.fullmatch(line)
         if entry is None or Path(entry[2]).is_absolute() or ".." in Path(entry[2]).parts:
             raise InputError(f"{path.name} is damaged: {line!r:.90} is no sum of a file below it")

@@ -20,7 +20,7 @@ from lcjax.data.files import FileCache
 from lcjax.data.stored_rows import StoredFiles, row_type
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, records
-from lcjax.files import sums_of, write_index
+from lcjax.files import read_sums, sums_of, write_index, write_sums
 from lcjax.models.config import PRESETS
 from lcjax.retrieval import BuildConfig, Datastore, build
 from lcjax.tree import nest
@@ -191,3 +191,12 @@ def test_damage_of_any_file_is_found_when_a_folder_is_opened_or_by_check(
     assert "without checksums" not in capsys.readouterr().out
     for what, copy in damaged_copies(tmp_path / "whole", tmp_path / "copy", 12):
         assert outcome(copy, open_it, expected) in ("opening", "check"), what
+
+
+def test_a_file_of_checksums_that_is_cut_behind_a_name_is_damaged(tmp_path):
+    write_sums(tmp_path / "sums", {"a": "0" * 64, "state/b": "1" * 64})
+    whole = (tmp_path / "sums").read_text()
+    assert list(read_sums(tmp_path / "sums")) == ["a", "state/b"]
+    (tmp_path / "sums").write_text(whole[:-1])
+    with pytest.raises(InputError, match="sums is damaged: its last line is cut"):
+        read_sums(tmp_path / "sums")
