@@ -1,5 +1,6 @@
 """Calls functions of the Python API with arguments of other types."""
 
+import contextlib
 import inspect
 
 import numpy as np
@@ -27,10 +28,6 @@ def check_other_types(function, *names, **arguments):
         for value in OTHERS:
             values = arguments | {name: value}
             args = [values.pop(key) for key in positional if key in values]
-            try:
+            print(f"{function.__qualname__}({name}={value!r})")  # pytest shows it after a failure
+            with contextlib.suppress(InputError):
                 function(*args, **values)
-            except InputError:
-                pass
-            except Exception as error:
-                call = f"{function.__qualname__}({name}={value!r})"
-                raise AssertionError(f"{call} is no InputError: {error!r}") from error

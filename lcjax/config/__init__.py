@@ -396,9 +396,10 @@ class ErrorReport:
         elif isinstance(error, OSError):
             self.code = 1
             text = one_line(error)
-            if re.fullmatch(r"\d+ requested and \d+ written", text):  # NumPy's error has no number
+            is_cut = re.fullmatch(r"\d+ requested and \d+ written", text)  # NumPy's has no errno
+            if is_cut:
                 text = f"{os.strerror(errno.ENOSPC)}: {text}"
-            is_full = error.errno in _FULL or text.startswith(os.strerror(errno.ENOSPC))
+            is_full = is_cut or error.errno in _FULL
             note = "; make room, then run the same command again" if is_full else ""
             note += self._keep_traceback(error, shows=not is_full)
             print(f"error: {text}{note}", file=sys.stderr)

@@ -216,10 +216,10 @@ def _read_table(path: Path, group: int | None, columns: list[str]) -> "pyarrow.T
         options = {"memory_map": True, "page_checksum_verification": True}
         file = pyarrow.parquet.ParquetFile(path, **options)
         table = file.read(columns) if group is None else file.read_row_group(group, columns)
-        if {field.name: str(field.type) for field in table.schema} != {
-            name: _COLUMNS[name] for name in columns
-        }:  # Parquet leaves out a column that it does not find
-            raise KeyError("its columns have other names or types")
+        # A column that is not found is left out without an error.
+        types = {field.name: str(field.type) for field in table.schema}
+        if types != {name: _COLUMNS[name] for name in columns}:
+            raise pyarrow.ArrowInvalid("its columns have other names or types")
         return table
     except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
         raise InputError(

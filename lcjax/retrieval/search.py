@@ -558,8 +558,6 @@ def check_options(k: Any, metric: str = "dot", recall_target: float | None = Non
 
 
 def finite_queries(queries: Any, dim: int) -> np.ndarray:
-    if not hasattr(queries, "shape") and not isinstance(queries, list | tuple):
-        raise InputError(f"queries is of type {type(queries).__name__}, must be an array")
     queries = np.asarray(queries)
     _check_queries(queries, dim)
     queries = np.ascontiguousarray(queries, np.float32)

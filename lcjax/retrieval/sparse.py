@@ -26,20 +26,20 @@ import json
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
 
+from lcjax.checkpoints.tokenizer import check_text
 from lcjax.errors import (
     INT32_MAX,
     InputError,
     check_arguments,
     check_integer,
     check_one_of,
-    check_type,
     is_finite_number,
     missing_extra,
     one_line,
@@ -104,7 +104,7 @@ class SparseIndex:
           InputError: bm25s is not installed, or no text has a word.
         """
         settings = Sparse(**settings)
-        tokens = _Terms(settings).tokenize(map(_check_text, texts), progress)
+        tokens = _Terms(settings).tokenize(_checked(texts), progress)
         if not tokens.vocab:
             raise InputError("no passage has a word to search for: choose other text or stopwords")
         is_tfidf = settings.method == "tfidf"
@@ -282,9 +282,10 @@ class _Terms:
         )
 
 
-def _check_text(text: str) -> str:
-    check_type("texts: one", text, str)
-    return text
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        check_text(text)
+        yield text
 
 
 def _split(text: str) -> list[str]:

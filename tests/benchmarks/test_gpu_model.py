@@ -1,6 +1,8 @@
 """`benchmarks.gpu.model` at tiny sizes on a CPU: what it measures, keeps and prints."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -101,6 +103,27 @@ def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path, capsy
     peer = cases["decode tiny 64 jax.nn xla"]
     assert peer["about"]["platform"] == "cpu" and "jax.nn xla" in peer["attention"]
     assert "### Decoding" in printed.out and "x as fast |" in printed.out
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_with_its_child_goes_on(tmp_path):
+    words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
+    command = [sys.executable, "-m", "benchmarks.gpu.model", *words]
+    file, run = tmp_path / "cpu.json", subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        while not file.exists() and run.poll() is None:
+            time.sleep(0.05)
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # and its child, which measures the second case
+    first = json.loads(file.read_text())["cases"]
+    assert list(first) == ["decode tiny 64 lcjax"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "decode tiny 64 jax.nn xla begins, 1 cases are left" in done.stderr
+    cases = json.loads(file.read_text())["cases"]
+    assert list(cases) == ["decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"]
+    assert cases["decode tiny 64 lcjax"] == first["decode tiny 64 lcjax"], "it was not done again"
+    assert "### Decoding" in done.stdout and "x as fast |" in done.stdout
 
 
 @pytest.fixture

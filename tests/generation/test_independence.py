@@ -233,9 +233,7 @@ def test_continuations_of_a_prompt_are_scored_as_alone(case):
 @EVERY
 def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
     lm, sampling = loaded(case), Sampling(max_new_tokens=5, min_new_tokens=5)
-    # Programs of Landmark compile for seconds each: all its texts fit into caches of one size.
-    lengths = [45, 23, 23, 45] if case[0] == "landmark-all" else LENGTHS
-    prompts = [ids(row, length) for row, length in enumerate(lengths)]
+    prompts = [ids(row, length) for row, length in enumerate(LENGTHS)]
 
     def written(rows):
         return [

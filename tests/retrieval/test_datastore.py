@@ -409,19 +409,19 @@ def test_a_missing_extra_is_one_line_before_any_work(text, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["id", "text", "source", "start"])
-def test_a_damaged_name_of_a_column_is_named(text, tmp_path, name):
+def test_a_damaged_name_of_a_column_is_named(text, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     store = built(text, tmp_path / "out", WordEncoder())
     file = store.folder / "000000.parquet"
     table = parquet.read_table(file)
-    other = table.rename_columns([f"{x}x" if x == name else x for x in table.column_names])
-    parquet.write_table(other, file)
     index = json.loads((store.folder / "index.json").read_text())
-    index["shards"][0]["bytes"] = file.stat().st_size
-    (store.folder / "index.json").write_text(json.dumps(seal(index)))
-    with pytest.raises(InputError, match=r"000000\.parquet is damaged"):
-        Datastore(store.folder).passages([0])
+    for name in table.column_names:
+        other = table.rename_columns([f"{x}x" if x == name else x for x in table.column_names])
+        parquet.write_table(other, file)
+        index["shards"][0]["bytes"] = file.stat().st_size
+        (store.folder / "index.json").write_text(json.dumps(seal(index)))
+        with pytest.raises(InputError, match=r"000000\.parquet is damaged \(its columns have"):
+            Datastore(store.folder).passages([0])
 
 
 def test_damaged_files_are_found(text, tmp_path):

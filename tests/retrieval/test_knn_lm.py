@@ -124,7 +124,14 @@ def test_keys_are_the_inputs_of_the_last_feed_forward_and_values_the_next_tokens
 
 
 @pytest.mark.parametrize(
-    "change", [{"block": "parallel"}, {"norm": "layer", "tie_embeddings": True}], ids=str
+    "change",
+    [
+        {"block": "parallel"},
+        {"norm": "layer", "tie_embeddings": True},
+        pytest.param({"norm": "layer"}, marks=pytest.mark.slow),
+        pytest.param({"tie_embeddings": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_keys_of_other_architectures(lm, change):
     model = Decoder(lm.config.replace(**change))
