@@ -40,6 +40,7 @@ from lcjax.errors import (
     check_arguments,
     check_integer,
     check_one_of,
+    check_type,
     is_finite_number,
     missing_extra,
     one_line,
@@ -137,6 +138,9 @@ class SparseIndex:
         Returns:
           Scores float32 [n], and bool [n]: whether a text has one of the words of the query.
         """
+        return self._scores(query)
+
+    def _scores(self, query: str) -> tuple[np.ndarray, np.ndarray]:
         bm25, vocabulary = self._bm25, self._bm25.vocab_dict
         ids = [vocabulary[word] for word in self._terms(query) if word in vocabulary]
         has_word = np.zeros(len(self), bool)
@@ -144,18 +148,14 @@ class SparseIndex:
             return np.zeros(len(self), np.float32), has_word
         starts, texts = bm25.scores["indptr"], bm25.scores["indices"]
         for i in set(ids):
-            rows, values = (x[starts[i] : starts[i + 1]] for x in (texts, bm25.scores["data"]))
-            is_inside = not len(rows) or 0 <= rows.min() <= rows.max() < len(self)
-            if not is_inside or not np.isfinite(values).all():
-                what = (
-                    "holds NaN" if is_inside else f"names a text outside of 0 ... {len(self) - 1}"
-                )
-                raise InputError(
-                    f"the index of words is damaged: it {what}; copy the datastore again, or build"
-                    " it again"
-                )
+            rows = texts[starts[i] : starts[i + 1]]
+            if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+                raise _damaged(f"names a text outside of 0 ... {len(self) - 1}")
             has_word[rows] = True
-        return bm25.get_scores_from_ids(ids), has_word
+        scores = bm25.get_scores_from_ids(ids)
+        if not np.isfinite(scores).all():
+            raise _damaged("holds NaN or infinite scores")
+        return scores, has_word
 
     @check_arguments
     def search(
@@ -177,7 +177,8 @@ class SparseIndex:
         scores = np.full((len(queries), k), -np.inf, np.float32)
         rows = np.full((len(queries), k), -1, np.int64)
         for i, query in enumerate(queries):
-            text_scores, candidates = self.scores(query)
+            check_type("queries: one", query, str)
+            text_scores, candidates = self._scores(query)
             candidates = np.flatnonzero(candidates if valid is None else candidates & valid)
             best = top_rows(text_scores[candidates], k)
             rows[i, : len(best)] = candidates[best]
@@ -213,6 +214,12 @@ class SparseIndex:
                 f"{folder} is no readable index of words ({one_line(error)}); build the"
                 " datastore again"
             ) from None
+
+
+def _damaged(reason: str) -> InputError:
+    return InputError(
+        f"the index of words is damaged: it {reason}; copy the datastore again, or build it again"
+    )
 
 
 def _check_files(bm25: Any) -> None:
