@@ -121,7 +121,7 @@ def test_a_table_runs_at_the_scale_tiny(name, tmp_path, capsys):
     expected = {
         (table.task, row.method, column.published_length, column.field, value)
         for table in config.published
-        for row in table.rows
+        for row in (*table.rows, *table.others)
         for column, value in zip(table.columns, row.values)
         if value is not None
     }
@@ -167,6 +167,33 @@ def test_numbers_stand_beside_those_of_the_length_that_stands_for_theirs():
         ["b", "4.0 → –", ""],
         ["c", "4.0 → –", "7.0 → –"],
     ]
+
+
+def test_rows_that_no_method_of_the_run_has_are_shown_and_count_in_no_order():
+    table = dataclasses.replace(
+        TABLE,
+        rows=(Row("a", (5.0, 6.0)), Row("b", (4.0, None))),
+        others=(Row("GPT", (3.25, None)), Row("c", (9.0, 1.0))),
+    )
+    cells = [
+        {"task": "ppl", "method": name, "length": 64, "value": value}
+        for name, value in (("a", 5.5), ("b", 7.0), ("c", 8.0))
+    ]
+    records = published.comparisons(table, cells)
+    assert published.grid(table, records) == [
+        ["method", "4,096 → 64", "8,192 → –"],
+        ["a", "5.00 → 5.50", "6.00 → –"],
+        ["b", "4.00 → 7.00", ""],
+        ["GPT", "3.25", ""],
+        ["c", "9.00", "1.00"],
+    ]
+    others = [r for r in records if r["method"] in ("GPT", "c")]
+    assert [r["published"] for r in others] == [3.25, 9.0, 1.0]
+    assert {(r["length"], r["value"], r["difference"]) for r in others} == {(None, None, None)}
+    assert published.same_order(records) == (0, 1)
+    by_fields = dataclasses.replace(table, lengths=(4096,), run_lengths=(64,), fields=("x", "y"))
+    records = published.comparisons(by_fields, [cell | {"x": 1.0} for cell in cells])
+    assert [r["length"] for r in records] == [64, None, 64, None, None, None]
 
 
 def test_columns_may_be_fields_of_the_task_in_units_of_the_paper_or_of_a_method():
@@ -384,6 +411,9 @@ def test_bad_words_are_one_line(words, match, table):
         ({"rows": [{"method": "x", "values": [1.0]}]}, "published.0.rows: x is none"),
         ({"rows": [{"method": "base", "values": []}]}, "0 values for 1 lengths"),
         ({"run_lengths": [1, 2]}, "must name one length for each"),
+        ({"others": [{"method": "x", "values": [1.0, 2.0]}]}, "x has 2 values for 1 lengths"),
+        ({"others": [{"method": "x", "values": [1.0]}] * 2}, "published: x has 2 rows"),
+        ({"others": [{"method": "base", "values": [1.0]}]}, "others: base is a method"),
         ({"relative_to": "x"}, "published.0.rows: x is none"),
         ({"mean_over": ["x"]}, "published.0.mean_over=x is none of the tasks"),
     ],

@@ -18,7 +18,7 @@ from lcjax.files import write_whole
 class Row:
     """The published numbers of a method."""
 
-    method: str  # name of a method of the config
+    method: str  # name of a method of the config; in `others`, the paper's
     values: tuple[float | None, ...]  # one for each column; null: not published
 
 
@@ -39,6 +39,8 @@ class Published:
     source: str  # such as LCEG (arXiv 2409.12181), table 2
     lengths: tuple[int, ...]  # of the columns, in tokens; with `fields` only one
     rows: tuple[Row, ...]
+    # Rows of the paper whose methods the config does not run: shown without a number of the run.
+    others: tuple[Row, ...] = ()
     # Lengths of the run that correspond to `lengths`, such as twice as many tokens for a model with
     # twice the trained length; null: the column has none. Empty: the same lengths.
     run_lengths: tuple[int | None, ...] = ()
@@ -59,11 +61,18 @@ class Published:
                 f"published.lengths={list(self.lengths)} must be the one length of"
                 f" fields={list(self.fields)}"
             )
-        for row in self.rows:
+        rows = (*self.rows, *self.others)
+        for row in rows:
             if len(row.values) != len(self.columns):
                 raise InputError(
                     f"published: {row.method} has {len(row.values)} values for"
                     f" {len(self.columns)} {names}; write null for one that is not published"
+                )
+        names = [row.method for row in rows]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(
+                    f"published: {name} has {names.count(name)} rows; write one, or another entry"
                 )
         if self.run_lengths and len(self.run_lengths) != len(self.lengths):
             raise InputError(
@@ -91,6 +100,8 @@ class Published:
             raise InputError(
                 f"{key}.rows: {unknown[0]} is none of the methods {', '.join(methods)}"
             )
+        if run := [row.method for row in self.others if row.method in methods]:
+            raise InputError(f"{key}.others: {run[0]} is a method of this config; move it to rows")
 
 
 def _length_heading(published: int, run: int | None) -> str:
@@ -114,6 +125,8 @@ def _mean_cell(table: Published, cells: Records) -> Record:
 def comparisons(table: Published, cells: Records) -> list[Record]:
     """Returns one record for each published number, with that of the run if there is one.
 
+    Records of `others` have no length and no number of the run, so no order counts them.
+
     Args:
       table: The published table.
       cells: Cells (`report.cell_of`) of its task and of the tasks in `mean_over`.
@@ -121,11 +134,12 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
     groups = group_by(cells, lambda cell: (cell["method"], cell["length"]))
     by_key = {key: _mean_cell(table, group) for key, group in groups.items()}
     records = []
-    for row in table.rows:
+    for row in (*table.rows, *table.others):
+        is_run = row in table.rows
         for column, value in zip(table.columns, row.values, strict=True):
             if value is None:
                 continue
-            cell = by_key.get((row.method, column.length), {})
+            cell = by_key.get((row.method, column.length), {}) if is_run else {}
             unit = table.unit
             if table.relative_to:
                 unit = by_key.get((table.relative_to, column.length), {}).get(column.field)
@@ -133,7 +147,8 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
             run = run / unit if is_finite(run) and is_finite(unit) and unit else None
             run = 100 * run if table.percent and run is not None else run
             # A run of some data sets of a benchmark has no number for the others.
-            length = None if table.fields and column.field not in cell else column.length
+            has_number = is_run and (not table.fields or column.field in cell)
+            length = column.length if has_number else None
             records.append(
                 {
                     "task": table.task, "method": row.method, "length": length, "value": run,
@@ -163,22 +178,27 @@ def same_order(records: Records) -> tuple[int, int]:
 
 
 def grid(table: Published, records: Records) -> list[list[str]]:
-    """Returns a header and one row for each method: `published → run` in each column."""
-    numbers = [repr(value) for row in table.rows for value in row.values if value is not None]
+    """Returns a header and one row for each method: `published → run` in each column.
+
+    Rows of `others` have the published number alone.
+    """
+    rows = (*table.rows, *table.others)
+    numbers = [repr(value) for row in rows for value in row.values if value is not None]
     decimals = max((len(text.partition(".")[2]) for text in numbers), default=0)
     by_key = {(r["method"], r["published_length"], r["field"]): r for r in records}
 
-    def text(method: str, column: Column) -> str:
-        record = by_key.get((method, column.published_length, column.field))
+    def text(row: Row, column: Column) -> str:
+        record = by_key.get((row.method, column.published_length, column.field))
         if record is None:
             return ""
-        value = record["value"]
-        run = f"{value:,.{decimals}f}" if is_finite(value) else "–"
-        return f"{record['published']:,.{decimals}f} → {run}"
+        value, number = record["value"], f"{record['published']:,.{decimals}f}"
+        if row in table.others:
+            return number
+        return f"{number} → {f'{value:,.{decimals}f}' if is_finite(value) else '–'}"
 
     return [
         ["method", *(column.heading for column in table.columns)],
-        *([r.method, *(text(r.method, c) for c in table.columns)] for r in table.rows),
+        *([row.method, *(text(row, column) for column in table.columns)] for row in rows),
     ]
 
 

@@ -1,0 +1,287 @@
+"""Numbers in configs/reproduce, each compared with what its paper prints (tests/golden/published).
+
+    python tests/evaluation/test_published_values.py
+
+writes the table of coverage into docs/reproduce.md.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lcjax.evaluation import reproduce
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs/reproduce.md"
+PAPERS = {"lceg": "LCEG", "cepe": "CEPE", "sharedllm": "SharedLLM", "e2llm": "E2-LLM"}
+GOLDEN = ROOT / "tests/golden/published"
+PRINTED = {
+    f"{paper}/{table}": items
+    for paper in PAPERS
+    for table, items in json.loads((GOLDEN / f"{paper}.json").read_text()).items()
+}
+NUMBERS = {"lceg": 1249, "cepe": 726, "sharedllm": 205, "e2llm": 363}
+
+
+class Key(NamedTuple):
+    """A cell in `published` of a file of configs/reproduce."""
+
+    task: str
+    field: str
+    length: int | None  # published length; None: any
+    method: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the numbers of a paper's table are in configs/reproduce.
+
+    `names` holds parts of the `Key` of numbers whose task, row or column has this name, where they
+    differ from these names.
+    """
+
+    file: str
+    names: dict[str, dict[str, str | int]] = dataclasses.field(default_factory=dict)
+
+
+# Tables that have another file than that of their name, or other names for tasks, rows or columns.
+PLACES = {
+    # LCEG
+    # CEPE
+    # SharedLLM
+    "sharedllm/table3": Place("sharedllm/table4"),
+    "sharedllm/table4": Place("sharedllm/table3"),
+    # E2-LLM
+}
+
+# Numbers that no method, task or length of ours can have, with the reason: by table, by table and
+# row, or by table, row (None: all) and column.
+NOT_OURS: dict[tuple[str | None, ...], str] = {
+    # LCEG
+    # CEPE
+    # SharedLLM
+    # E2-LLM
+}
+
+# Files that repeat numbers of others, with parts of names of methods that the others do not have.
+REPEATS = {
+    "lceg/bf16_positions": (("lceg/table1", "lceg/table2", "lceg/table3"), "_bf16"),
+    "lceg/figure3": (("lceg/table2",), ""),
+}
+
+# Numbers that are still to be written: of a table, those that are missing and those that differ.
+MISSING = {
+    # LCEG
+    "lceg/table1": (12, 5),
+    "lceg/figure2": (6, 0),
+    "lceg/table2": (59, 0),
+    "lceg/table3": (16, 12),
+    "lceg/table4": (162, 0),
+    "lceg/table11": (17, 0),
+    "lceg/table5": (37, 0),
+    "lceg/table6": (37, 0),
+    "lceg/table9": (64, 0),
+    "lceg/table10": (15, 5),
+    "lceg/table12": (143, 0),
+    "lceg/table13": (130, 0),
+    "lceg/table14": (130, 0),
+    "lceg/table15": (130, 0),
+    "lceg/table16": (130, 0),
+    # CEPE
+    "cepe/table1": (57, 0),
+    "cepe/table2": (92, 0),
+    "cepe/table3": (44, 0),
+    "cepe/table4": (25, 0),
+    "cepe/table7": (60, 0),
+    "cepe/table12": (105, 0),
+    "cepe/table13": (168, 0),
+    "cepe/table14": (66, 0),
+    # SharedLLM
+    "sharedllm/table1": (48, 0),
+    "sharedllm/table2": (21, 12),
+    "sharedllm/table3": (6, 0),
+    "sharedllm/table4": (25, 0),
+    "sharedllm/table9": (4, 0),
+    # E2-LLM
+    "e2llm/table1_and_2": (252, 0),
+    "e2llm/table3": (30, 0),
+    "e2llm/table4": (9, 0),
+    "e2llm/table5": (11, 1),
+    "e2llm/table7": (54, 0),
+}
+# Values of files that no table of the paper has.
+UNKNOWN = {
+    # LCEG
+    "lceg/table1": 5,
+    "lceg/table10": 5,
+    "lceg/table3": 12,
+    "lceg/table4": 1,
+    # CEPE
+    "cepe/table7": 9,
+    # SharedLLM
+    "sharedllm/table2": 12,
+    # E2-LLM
+    "e2llm/table5": 1,
+}
+
+
+def key_of(table: str, item: dict) -> Key:
+    """The cell that holds a printed number."""
+    length, _, field = item["column"].rpartition(":")
+    if item["column"].isdigit():
+        length, field = item["column"], "value" if item["field"] == "main" else item["field"]
+    key = {"task": item["task"], "method": item["row"], "length": None, "field": item["column"]}
+    if length.isdigit():
+        key |= {"length": int(length), "field": field}
+    names = PLACES.get(table, Place(table)).names
+    for name in (item["task"], item["row"], item["column"]):
+        key |= names.get(name, {})
+    return Key(**key)
+
+
+@functools.cache
+def cells(file: str) -> dict[Key, list[float]]:
+    """The published values of a file at the scale `paper`."""
+    values = defaultdict(list)
+    if file in reproduce.names():
+        for table in reproduce.config_at(file, "paper").published:
+            for row in (*table.rows, *table.others):
+                for column, value in zip(table.columns, row.values, strict=True):
+                    if value is not None:
+                        length = column.published_length
+                        values[Key(table.task, column.field, length, row.method)].append(value)
+    return values
+
+
+def at(key: Key, values: dict[Key, list[float]]) -> list[float]:
+    """The values of a cell; one whose length is open must have one length."""
+    keys = [key] if key.length else [k for k in values if k._replace(length=None) == key]
+    assert len(keys) <= 1, f"{key} has several lengths: name one in PLACES"
+    return [value for k in keys for value in values.get(k, ())]
+
+
+def reason(table: str, item: dict) -> str | None:
+    """Why a number is no cell of ours."""
+    row, column = item["row"], item["column"]
+    keys = [(table,), (table, row), (table, row, column), (table, None, column)]
+    return next((NOT_OURS[key] for key in keys if key in NOT_OURS), None)
+
+
+def compare(table: str, items: list[dict], values: dict[Key, list[float]]) -> tuple[list, list]:
+    """Printed numbers of a table that a file lacks, and those that it has with another value."""
+    missing, different = [], []
+    for item in items:
+        ours = at(key_of(table, item), values)
+        if not ours:
+            missing.append(item)
+        elif set(ours) != {item["value"]}:
+            different.append(item | {"ours": ours})
+    return missing, different
+
+
+def file_of(table: str) -> str:
+    return PLACES.get(table, Place(table)).file
+
+
+def parts(table: str) -> tuple[list[dict], list[dict]]:
+    """The printed numbers of a table that are to be in its file, and those that are no cell."""
+    ours = [item for item in PRINTED[table] if reason(table, item) is None]
+    return ours, [item for item in PRINTED[table] if item not in ours]
+
+
+def unknown(file: str) -> list[tuple[Key, float]]:
+    """Values of a file that neither its tables of the paper nor the files that it repeats have."""
+    printed = defaultdict(set)
+    for table, items in PRINTED.items():
+        if file_of(table) == file:
+            for item in items:
+                printed[key_of(table, item)].add(item["value"])
+    others, suffix = REPEATS.get(file, ((), ""))
+    lines = []
+    for key, values in cells(file).items():
+        same = printed[key] | printed[key._replace(length=None)]
+        plain = key._replace(method=key.method.removesuffix(suffix) if suffix else key.method)
+        same = same.union(*(cells(other).get(plain, ()) for other in others))
+        lines += [(key, value) for value in values if value not in same]
+    return lines
+
+
+def coverage() -> str:
+    """The table of docs/reproduce.md: printed numbers, and how many of them the files have."""
+    rows = [["table", "file", "numbers", "in the file", "no cell of ours"]]
+    for table, items in PRINTED.items():
+        ours, others = parts(table)
+        missing, different = compare(table, ours, cells(file_of(table)))
+        counts = str(len(items)), str(len(ours) - len(missing) - len(different))
+        paper, _, name = table.partition("/")
+        name = re.sub(r"(table|figure)(\d+)", r"\1 \2", name).replace("_", " ")
+        reasons = dict.fromkeys(reason(table, item) for item in others)
+        rest = f"{len(others)}: {'; '.join(reasons)}" if others else ""
+        rows.append([f"{PAPERS[paper]}, {name}", f"`{file_of(table)}`", *counts, rest])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---|---|---:|---:|---|", *lines[1:]])
+
+
+def with_coverage(page: str) -> str:
+    """The page with the table of coverage as it should be."""
+    head = "| table | file | numbers |"
+    pattern = re.compile(rf"^{re.escape(head)}.*?\n(?!\|)", re.DOTALL | re.MULTILINE)
+    assert len(pattern.findall(page)) == 1
+    return pattern.sub(lambda _: coverage() + "\n", page)
+
+
+@pytest.mark.parametrize("table", PRINTED)
+def test_every_number_that_a_paper_prints_is_in_its_file(table):
+    ours, others = parts(table)
+    missing, different = compare(table, ours, cells(file_of(table)))
+    assert (len(missing), len(different)) == MISSING.get(table, (0, 0)), [*missing, *different]
+    present, _ = compare(table, others, cells(file_of(table)))
+    assert len(present) == len(others), "numbers with a reason in NOT_OURS are in the file"
+
+
+def test_no_printed_number_is_lost():
+    counts = dict.fromkeys(PAPERS, 0)
+    for table, items in PRINTED.items():
+        counts[table.partition("/")[0]] += len(items)
+        keys = [(item["task"], item["field"], item["row"], item["column"]) for item in items]
+        assert len(set(keys)) == len(keys), table
+    assert counts == NUMBERS and sum(counts.values()) == 2543
+    assert {*MISSING, *PLACES, *(key[0] for key in NOT_OURS)} <= PRINTED.keys()
+    assert {*UNKNOWN, *REPEATS} <= set(reproduce.names())
+    used = {reason(table, item) for table, items in PRINTED.items() for item in items}
+    assert used - {None} == set(NOT_OURS.values())
+
+
+@pytest.mark.parametrize("file", reproduce.names())
+def test_a_file_has_no_number_that_its_paper_does_not_print(file):
+    lines = unknown(file)
+    assert len(lines) == UNKNOWN.get(file, 0), lines
+
+
+def test_a_lost_a_changed_and_an_additional_number_are_noticed(monkeypatch):
+    table = "cepe/table6"
+    items, values = PRINTED[table], dict(cells(table))
+    assert compare(table, items, values) == ([], []) and unknown(table) == []
+    lost, changed = key_of(table, items[0]), key_of(table, items[1])
+    del values[lost]
+    values[changed] = [values[changed][0] + 0.001]
+    missing, different = compare(table, items, values)
+    assert missing == [items[0]] and [d["row"] for d in different] == [items[1]["row"]]
+    extra = Key("arxiv", "value", 8192, "stride_7")
+    monkeypatch.setitem(cells(table), extra, [1.0])
+    assert unknown(table) == [(extra, 1.0)]
+
+
+def test_the_table_of_coverage_in_the_docs_is_current():
+    page = PAGE.read_text()
+    assert page == with_coverage(page), "python tests/evaluation/test_published_values.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_coverage(PAGE.read_text()))
