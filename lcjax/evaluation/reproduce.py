@@ -185,7 +185,9 @@ def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
             "rows": [row for row in table["rows"] if row["method"] in methods],
         }
         for table in tree.get("published", ())
-        if table["task"] in tasks and table.get("relative_to", "") in {"", *methods}
+        if table["task"] in tasks
+        and table.get("relative_to", "") in {"", *methods}
+        and set(table.get("run_lengths", ())) != {None}  # this scale has one of its lengths
     ]
     return tree
 

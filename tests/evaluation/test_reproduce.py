@@ -309,6 +309,21 @@ def test_a_scale_changes_entries_by_name(table):
     assert paper.lengths == (4096,) and paper.methods[1].rope.type == "yarn"
 
 
+def test_a_published_table_is_left_out_where_a_scale_has_none_of_its_lengths(tmp_path):
+    tree = yaml.safe_load(FILE)
+    entry = {"task": "code", "source": "it", "fields": ["value"], "rows": []}
+    tree["published"] += [entry | {"lengths": [n]} for n in (8192, 4096)]
+    tree["published"][1] |= {"lengths": [4096, 8192]}
+    tree["published"][1]["rows"][0] |= {"values": [4.0, 5.0]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
+    paper, tiny = (
+        [table.lengths for table in reproduce.config_at(f"{tmp_path}/mine.yaml", scale).published]
+        for scale in ("paper", "tiny")
+    )
+    assert paper == [(4096,), (4096, 8192), (8192,), (4096,)]
+    assert tiny == [(4096, 8192), (4096,)]
+
+
 def test_the_recipe_of_a_missing_checkpoint_is_the_one_whose_run_folder_it_is(table):
     text = Path(table).read_text().replace("runs/yarn_7b_32k/model", "runs/quickstart/model")
     Path(table).write_text(text)
@@ -490,7 +505,7 @@ def test_only_some_methods_and_tasks_of_a_table_run():
     config = reproduce.parse(words)
     assert [method.name for method in config.methods] == ["base", "pi_32k"]
     assert [task.label for task in config.tasks] == ["pg19"]
-    assert {row.method for table in config.published for row in table.rows} == {"pi_32k"}
+    assert {row.method for table in config.published for row in table.rows} == {"base", "pi_32k"}
     tasks = reproduce.parse(["lceg/table2", "--scale=tiny", "--only", "proof_file"])
     assert [task.label for task in tasks.tasks] == ["proof_file"]
     assert len(tasks.methods) == len(reproduce.config_at("lceg/table2", "tiny").methods)

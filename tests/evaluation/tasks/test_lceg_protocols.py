@@ -10,10 +10,12 @@ import pytest
 from benchmark_support import TOKENIZER, plan, scored
 from evaluation_support import documents, score, texts, token_loss
 
+from lcjax import config as config_lib
 from lcjax.attention import Causal, Chunked, LMInfinite, SelfExtend
 from lcjax.evaluation import reproduce, study
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.longbench import LongBench
+from lcjax.evaluation.tasks.ruler.task import TASKS as RULER_TASKS
 from lcjax.evaluation.tasks.ruler.task import Ruler
 from lcjax.rope import NTK, DynamicNTK
 
@@ -78,9 +80,17 @@ def test_the_seven_rows_of_phi_2_are_those_of_both_of_its_tables():
     for name in ("lceg/table5", "lceg/table6"):
         assert [method.name for method in config(name).methods] == names
         assert config(name).methods == config("lceg/table5").methods
-    pattern = config("lceg/table5").methods[2].pattern
+    methods = {method.name: method for method in config("lceg/table5").methods}
+    # One value for both base models (appendix 9.2).
+    pattern, llama = methods["self_extend"].pattern, config("lceg/table2").methods
+    assert pattern in [method.pattern for method in llama]
     longest = (2048 - pattern.window) * pattern.group + pattern.window
     assert longest >= 65_536, "Self-Extend must reach the longest length"
+    clex = [
+        config_lib.read_yaml(f"lcjax:clex_{model}_32k")["model"]["rope"]["max_factor"]
+        for model in ("7b", "phi2")
+    ]
+    assert clex == [32, 32] and max(config("lceg/table5").lengths) == 32 * 2048
 
 
 def test_the_grid_of_table_9_has_the_alphas_of_its_rule():
@@ -147,9 +157,12 @@ def test_longbench_keeps_both_ends_of_a_prompt_and_averages_sixteen_sets(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "task"), tasks("ruler"), ids=str)
-def test_ruler_is_the_plain_mean_of_thirteen_tasks_of_500_questions(name, task):
-    assert task.samples == 500 and len(task.task_names) == 13 and task.template == "none"
-    assert task.tasks == () and isinstance(task, Ruler)
+def test_ruler_is_the_plain_mean_of_tasks_of_500_questions(name, task):
+    assert task.samples == 500 and task.template == "none" and isinstance(task, Ruler)
+    # Phi-2 has no QA-2 (appendix 9.1.2).
+    left_out = {"qa_2"} if name == "lceg/table6" else set()
+    assert set(task.task_names) == {*RULER_TASKS} - left_out
+    assert len(task.task_names) == 13 - len(left_out)
     rng = np.random.default_rng(0)
     records, means = [], []
     for index, part in enumerate(task.task_names):
@@ -226,6 +239,25 @@ def test_demonstrations_are_drawn_for_every_question_and_the_first_line_counts(t
         by_shots[unit.fields["shots"]].append(unit.fields["references"] == ["Date"])
         assert record["correct"] == by_shots[unit.fields["shots"]][-1]
     assert task.summarise(records)["value"] == np.mean([np.mean(v) for v in by_shots.values()])
+
+
+def test_published_means_are_those_of_the_published_tasks():
+    """Of RULER's tasks (tables 12 to 16) those of table 3, of LongBench's sets those of table 4."""
+    for name, count in (("lceg/table3", 13), ("lceg/table4", 16)):
+        means, *by_task = config(name).published
+        means = {row.method: dict(zip(means.lengths, row.values)) for row in means.rows}
+        rows = [(row, table) for table in by_task for row in table.rows]
+        for row, table in rows:
+            assert len(set(table.fields)) == len(row.values) == count
+            method, (length,) = row.method, table.lengths
+            # In table 12 the columns of YaRN and CLEX are the other way round than in table 3.
+            other = {"yarn_32k": "clex_32k", "clex_32k": "yarn_32k"}
+            if (name, length) == ("lceg/table3", 4096):
+                method = other.get(method, method)
+            assert sum(row.values) / count == pytest.approx(means[method].pop(length), abs=0.0051)
+        assert not [
+            value for mean in means.values() for value in mean.values() if value is not None
+        ]
 
 
 def test_rows_with_rounded_positions_have_the_published_values_of_their_method():
