@@ -238,6 +238,9 @@ def test_the_mean_over_tasks_is_that_of_their_numbers_and_unknown_while_one_is_m
     assert values == {("a", 4096): 5.0, ("b", 4096): None, ("c", 4096): None} | dict.fromkeys(
         [("a", 8192), ("c", 8192)]
     )
+    weighted = dataclasses.replace(table, weights=(("books", 6.0), ("ppl", 1.0), ("code", 3.0)))
+    values = {r["method"]: r["value"] for r in published.comparisons(weighted, cells)[:1]}
+    assert values == {"a": 6.3}  # (1 x 3 + 3 x 4 + 6 x 8) / 10
     # CEPE's table 5 prints the means of five sets of its table 1.
     sets, means = (
         reproduce.config_at(f"cepe/{name}", "paper").published for name in ("table1", "table5")
@@ -431,6 +434,7 @@ def test_bad_words_are_one_line(words, match, table):
         ({"others": [{"method": "base", "values": [1.0]}]}, "others: base is a method"),
         ({"relative_to": "x"}, "published.0.rows: x is none"),
         ({"mean_over": ["x"]}, "published.0.mean_over=x is none of the tasks"),
+        ({"weights": [["other", 1.0]]}, "for each task of the mean; perplexity_slide_press has"),
     ],
 )
 def test_published_numbers_name_tasks_methods_and_lengths_of_the_config(change, match):

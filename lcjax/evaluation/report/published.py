@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +46,8 @@ class Published:
     # twice the trained length; null: the column has none. Empty: the same lengths.
     run_lengths: tuple[int | None, ...] = ()
     mean_over: tuple[str, ...] = ()  # further tasks: numbers are means over these and `task`
+    # Weights of these tasks in the mean, such as numbers of data sets; empty: equal ones
+    weights: tuple[tuple[str, float], ...] = ()
     field: str = "value"  # field of the task's numbers in its CSV file
     # Fields, one per column: data sets of a benchmark such as narrativeqa, its categories, seconds,
     # or numbers over all lengths such as mean. Empty: columns are lengths.
@@ -94,6 +97,11 @@ class Published:
         for name, task in (("task", self.task), *(("mean_over", t) for t in self.mean_over)):
             if task not in labels:
                 raise InputError(f"{key}.{name}={task} is none of the tasks {', '.join(labels)}")
+            if self.weights and not dict(self.weights).get(task, 0) > 0:
+                raise InputError(
+                    f"{key}.weights={[*map(list, self.weights)]} must have a number above 0 for"
+                    f" each task of the mean; {task} has none"
+                )
         names = [row.method for row in self.rows] + [self.relative_to] * bool(self.relative_to)
         unknown = [name for name in names if name not in methods]
         if unknown:
@@ -116,10 +124,15 @@ def _mean_cell(table: Published, cells: Records) -> Record:
         return {}
     fields = {column.field for column in table.columns} & set.intersection(*map(set, cells))
     columns = {field: [cell[field] for cell in cells] for field in fields}
-    return {
-        field: math.fsum(values) / len(values) if all(map(is_finite, values)) else None
-        for field, values in columns.items()
-    }
+    by_task = dict(table.weights)
+    weights = [by_task.get(cell["task"], 1.0) for cell in cells]
+
+    def mean(values: list) -> float | None:
+        if not all(map(is_finite, values)):
+            return None
+        return math.fsum(map(operator.mul, weights, values)) / math.fsum(weights)
+
+    return {field: mean(values) for field, values in columns.items()}
 
 
 def comparisons(table: Published, cells: Records) -> list[Record]:
