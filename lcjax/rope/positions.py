@@ -116,8 +116,8 @@ class E2Positions(Positions):
     [0, L) at every density. The paper draws g and t per step in its formulas, and per sample in its
     text; here every row draws them, which includes both (sec. 4.2). The frequencies stay plain.
 
-    The ablations of table 4 are a fixed g ("without g": rows of 8K with min_scale = max_scale = 2),
-    and `offsets: false` ("without t").
+    The ablations of table 4 are a fixed g ("without g": rows of 8K with min_scale = max_scale = 2,
+    also read at 8K), and `offsets: false` ("without t").
     """
 
     min_scale: int = 1

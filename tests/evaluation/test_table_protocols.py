@@ -65,7 +65,7 @@ def context_of(table, method, length):
          [(4, 512, 2048), (24, 512, 4096), (56, 512, 4096), (192, 512, 4096)]),
         ("sharedllm/table5", "beta_1", [(28, 1024, 4096)]),
         ("sharedllm/table11_to_14", "m_8", [(4, 1024, 4096)]),
-        ("sharedllm/table4", "shared_llm", [(248, 512, 4096)]),
+        ("sharedllm/table3", "shared_llm", [(248, 512, 4096)]),
         ("sharedllm/figure3", "cepe",
          [(16, 256, 4096), (48, 256, 4096), (112, 256, 4096), (240, 256, 4096), (496, 256, 4096)]),
         ("cepe/table5", "random_encoder", [(16, 256, 4096), (112, 256, 4096)]),
@@ -317,10 +317,11 @@ def test_cepes_table_7_has_two_demonstrations_and_ten_passages_in_the_decoder(tm
 
 
 def test_sharedllms_longbench_has_five_categories_of_fourteen_sets_and_31500_tokens():
-    (task,) = config("sharedllm/table3").tasks
-    (length,) = config("sharedllm/table3").lengths
+    (task,) = config("sharedllm/table4").tasks
+    lengths = config("sharedllm/table4").lengths
     sets = task.selection()
-    assert task.cut_length(length) == 31_500 and task.template == "none" and len(sets) == 14
+    assert [task.cut_length(length) for length in lengths] == [3_500, 15_500, 31_500]
+    assert task.template == "none" and len(sets) == 14
     groups = {}
     for data in sets:
         groups.setdefault(data.group, []).append(data.name)
@@ -338,12 +339,14 @@ def test_sharedllms_longbench_has_five_categories_of_fourteen_sets_and_31500_tok
         for group, names in groups.items()
     }
     cell = task.summarise(records)
-    (table,) = config("sharedllm/table3").published
-    assert [cell[field] for field in table.fields] == pytest.approx(list(means.values()))
+    published = config("sharedllm/table4").published
+    assert [table.lengths for table in published] == [(length,) for length in lengths]
+    for table in published:
+        assert [cell[field] for field in table.fields] == pytest.approx(list(means.values()))
     assert cell["value"] == pytest.approx(np.mean(list(means.values())))
     ablations = config("sharedllm/table5_longbench").tasks[0]
     assert [data.name for data in ablations.selection()] == groups["multi_doc_qa"]
-    assert ablations.cut_length(length) == 31_500
+    assert [*map(ablations.cut_length, config("sharedllm/table5_longbench").lengths)] == [31_500]
 
 
 def test_sharedllms_passkeys_are_ten_a_length_and_compare_tokens():
@@ -359,14 +362,14 @@ def test_sharedllms_passkeys_are_ten_a_length_and_compare_tokens():
     assert not scores[task.main_score] and task.main_score == "token_ids"
 
 
-def test_sharedllms_table_4_cuts_the_middle_of_prompts_to_131072_tokens(tmp_path):
+def test_sharedllms_infinitebench_cuts_the_middle_of_prompts_to_131072_tokens(tmp_path):
     context = "".join(f"[{i}]" for i in range(40_000))
     row = {"id": 0, "context": context, "input": "What?", "options": list("abcd"), "answer": ["c"]}
     write(tmp_path / "longbook_choice_eng.jsonl", [row])
     (tmp_path / "src").mkdir()
     templates = {"longbook_choice_eng": "{context}\n{question}\n{OPTION_D}:"}
     (tmp_path / "src" / "prompt.py").write_text(f"yarn_mistral_templates = {templates!r}")
-    (task,) = config("sharedllm/table4").tasks
+    (task,) = config("sharedllm/table3").tasks
     names = ("longbook_choice_eng",)
     (unit,) = plan(dataclasses.replace(task, path=str(tmp_path), tasks=names), 131_072)
     text, whole = TOKENIZER.decode(unit.tokens), f"{context}\nWhat?\nd:"
@@ -380,8 +383,11 @@ def test_e2llms_table_7_asks_seven_tasks_without_examples_at_the_scale_of_short_
     pytest.importorskip("lm_eval", reason="pip install -e '.[eval]'")
     (task,) = config("e2llm/table7").tasks
     assert task.num_fewshot == 0 and len(task.tasks) == 7
-    base, scaled, fixed = config("e2llm/table7").methods
-    assert base.rope is None and scaled.rope.factor is None and fixed.rope.factor == 8
+    methods = {method.name: method for method in config("e2llm/table7").methods}
+    assert methods.pop("base").rope is methods.pop("base_13b").rope is None
+    assert {name: method.rope.factor for name, method in methods.items()} == {
+        "e2_llm": None, "e2_32k": 8, "e2_64k": 16, "e2_13b_32k": 8, "e2_13b_64k": 16
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -394,4 +400,5 @@ def test_e2llms_longbench_is_a_plain_mean_over_fourteen_and_four_sets(table):
     assert "synthetic" not in groups and {english.aggregate, chinese.aggregate} == {"flat"}
     if texts:
         assert (texts[0].protocol, config(table).stride) == ("slide_press", 256)
-        assert all(method.rope.factor == 8 for method in config(table).methods)
+        for method in config(table).methods:  # 32K of Llama-2's 4K, and 8K without g
+            assert method.rope.factor == (2 if method.name == "without_g" else 8)
