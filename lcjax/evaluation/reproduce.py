@@ -188,6 +188,7 @@ def _scaled(tree: dict[str, Any], name: str, scale: str) -> dict[str, Any]:
         if table["task"] in tasks
         and table.get("relative_to", "") in {"", *methods}
         and set(table.get("run_lengths", ())) != {None}  # this scale has one of its lengths
+        and (not table["rows"] or any(row["method"] in methods for row in table["rows"]))
     ]
     return tree
 

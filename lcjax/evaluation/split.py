@@ -123,7 +123,7 @@ class ContextSplit(Split):
     # Tokens per beacon (Activation Beacon), 0 for all ratios; null: the model's own.
     ratio: int | None = None
     # Retrieved passages, the best ones, that the decoder reads; all others are chunks of the
-    # context (CEPE, section 4.2: 10; the caption of its table 7 says that all are: 0).
+    # context (CEPE, section 4.2: 10; by the caption of its table 7 these are chunks as well).
     decoder_passages: int = 10
     # Chunks of up to `chunk` tokens end where sentences end, and the decoder's part of a prompt
     # begins with a sentence (CEPE's needle test); false: chunks of `chunk` tokens

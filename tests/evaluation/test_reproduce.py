@@ -327,6 +327,21 @@ def test_a_published_table_is_left_out_where_a_scale_has_none_of_its_lengths(tmp
     assert tiny == [(4096, 8192), (4096,)]
 
 
+def test_a_published_table_is_left_out_where_a_scale_has_none_of_its_rows(table):
+    row = "{method: long, values: [5.0]}"
+    more = f"""published:
+  - {{task: code, source: long, lengths: [4096], rows: [{row}]}}
+  - {{task: code, source: others, lengths: [4096], rows: [], others: [{row.replace("long", "x")}]}}
+"""
+    text = Path(table).read_text().replace("{long: {path: null,", "{long: null, base: {")
+    Path(table).write_text(text.replace("published:\n", more))
+    paper, tiny = (
+        [entry.source for entry in reproduce.config_at(table, scale).published]
+        for scale in ("paper", "tiny")
+    )
+    assert paper == ["long", "others", "it", "it"] and tiny == ["others", "it"]
+
+
 def test_the_recipe_of_a_missing_checkpoint_is_the_one_whose_run_folder_it_is(table):
     text = Path(table).read_text().replace("runs/yarn_7b_32k/model", "runs/quickstart/model")
     Path(table).write_text(text)
