@@ -1,6 +1,6 @@
 """Splits rows into chunks of context for an encoder and the tokens that the decoder reads.
 
-CEPE (Yen et al. 2024, arXiv 2402.16617, sec. 3.1) reads consecutive tokens in two parts. The
+CEPE (Yen et al. 2024, arXiv 2402.16617, sec. 2.3) reads consecutive tokens in two parts. The
 decoder reads and learns the last ones. The tokens before them are cut into chunks of equal length,
 which the encoder reads in parallel. Chunks contain only tokens of the text: BOS and EOS are where
 documents begin and end, not at the beginning of each chunk.
@@ -18,7 +18,7 @@ TEXTS = ("before", "same", "beginning", "retrieved")
 
 @dataclass(frozen=True)
 class Noise:
-    """`data.chunks.noise`: hides parts of the context in training (CEPE, sec. 3.2).
+    """`data.chunks.noise`: hides parts of the context in training (CEPE, app. A.2).
 
     Each chunk is selected with probability `rate`. A share `whole` of the selected chunks is hidden
     entirely. The others lose their last n tokens, with n uniform in 1 ... P - `leave` for chunks of

@@ -267,7 +267,7 @@ class Masking:
     """`data.masking`: masked language modelling.
 
     Every ordinary token is selected with the same probability and becomes [MASK] (CEPE's encoder,
-    Yen et al. 2024, arXiv 2402.16617, app. A). Special tokens are never selected.
+    Yen et al. 2024, arXiv 2402.16617, app. A.1). Special tokens are never selected.
     """
 
     rate: float = 0.3  # fraction of the ordinary tokens

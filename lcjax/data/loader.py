@@ -620,7 +620,7 @@ class SplitOverlong(grain.experimental.FlatMapTransform):
 class Windows(grain.experimental.FlatMapTransform):
     """Cuts all full rows from a document, `stride` apart; shorter documents yield none.
 
-    CEPE's train-filter data (Yen et al. 2024, arXiv 2402.16617, sec. 3.1), where a row contains the
+    CEPE's train-filter data (Yen et al. 2024, arXiv 2402.16617, sec. 2.2), where a row contains the
     text of the encoder and that of the decoder.
     """
 

@@ -1,6 +1,6 @@
 """`python -m lcjax.data teacher`: stores a model's next-token probabilities, to train a student.
 
-CEPED (Yen et al. 2024, arXiv 2402.16617, sec. 4): the original decoder reads the context and the
+CEPED (Yen et al. 2024, arXiv 2402.16617, sec. 2.4): the original decoder reads the context and the
 tokens of a row as one text. For each token after the context, the largest next-token probabilities
 are stored. Rows come from `data:` as in training, in the same order (`lcjax.data.stored_rows`).
 """

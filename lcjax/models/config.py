@@ -394,7 +394,7 @@ PRESETS = {
         rope=Default(theta=100_000.0),
     ),
     "tinyllama-1.1b": ModelConfig(32_000, 2_048, 5_632, 22, 32, 4, 64, 2_048),
-    # The encoder of CEPE: Llama-2's vocabulary and [MASK] (arXiv 2402.16617, sec. 2.1).
+    # The encoder of CEPE: Llama-2's vocabulary and [MASK] (arXiv 2402.16617, app. A.1).
     "cepe-encoder": _encoder(32_001, 1_024, 4_096, 24, 16, 512),
     # For SmolLM2-135M: a third of its size; two fifths of the parameters are embeddings.
     "smollm2-encoder": _encoder(49_153, 384, 1_536, 12, 6, 512),

@@ -1,4 +1,4 @@
-"""Distillation from a teacher's next-token probabilities: CEPED (arXiv 2402.16617, sec. 4).
+"""Distillation from a teacher's next-token probabilities: CEPED (arXiv 2402.16617, app. A.3).
 
 A teacher's distribution p is stored as its largest entries and the mass of all others. The loss
 adds one of these divergences of the student q, which has all logits, to the cross-entropy:

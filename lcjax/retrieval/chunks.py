@@ -2,7 +2,7 @@
 
 There are two ways to choose the passages, which a memory reads as chunks in training:
 
-- One search for a row (RetDoc in table 5 of CEPE, Yen et al. 2024, arXiv 2402.16617): the first 256
+- One search for a row (RetDoc in CEPE, Yen et al. 2024, arXiv 2402.16617, app. E.1): the first 256
   tokens of the row are the query, and all tokens of the row read the passages.
 - With `data.chunks.stride`, one search for every `stride` tokens of a document (RETRO, Borgeaud et
   al. 2022, arXiv 2112.04426): these tokens are the query, and the tokens after them read the

@@ -1,6 +1,6 @@
 """In-context learning: eleven classification sets, options ranked by their likelihood, four scores.
 
-CEPE (arXiv 2402.16617, section 4.3): k demonstrations drawn for every text, balanced over classes,
+CEPE (arXiv 2402.16617, section 5): k demonstrations drawn for every text, balanced over classes,
 and the option with the highest score:
 
     acc         sum of log p(o_i | prompt)        acc_calib       acc - sum of log p(o_i | BOS)
