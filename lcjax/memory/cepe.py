@@ -1,7 +1,7 @@
 """CEPE: cross-attention to chunks of a context that are encoded in parallel.
 
-Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2.1). A small bidirectional encoder encodes every chunk
-independently, with positions from 0. All reader layers attend to its last hidden states Phi,
+Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2.1). A small bidirectional encoder encodes every
+chunk independently, with positions from 0. All reader layers attend to its last hidden states Phi,
 between their self-attention and their MLP:
 
     h <- h + Wo softmax(Wq norm(h) (Wk Phi)^T / sqrt(H)) Wv Phi
@@ -50,7 +50,8 @@ class Cepe(CrossAttentionMemory):
     layers: int  # number of reader layers
     # Sharpens attention to longer contexts: with m > trained_context tokens, logits are multiplied
     # by (0.1 ln(m / trained_context) + 1)^2, as YaRN does for longer texts. The paper mentions this
-    # for its needle test (app. D), without a formula; the released code does not have it. None: never.
+    # for its needle test (app. D), without a formula; the released code does not have it. None:
+    # never.
     trained_context: int | None = None
 
     def check(self, config: ModelConfig) -> None:

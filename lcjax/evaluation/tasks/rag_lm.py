@@ -1,6 +1,6 @@
 """Language modelling with retrieved chunks: perplexity of a text by number of chunks.
 
-CEPE (arXiv 2402.16617, section 4.1): 2,048 tokens of text and k chunks of 256 that were retrieved for
+CEPE (arXiv 2402.16617, sec. 4.1): 2,048 tokens of text and k chunks of 256 that were retrieved for
 the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
 2,048, 4,096, 7,168 and 14,848. Tables show the mean over domains of their perplexities.
 
