@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 NEW_TOKENS = 16
 RUNS, ENOUGH = 3, 40.0  # timed runs, and seconds after which no further run begins
-# The usual setting of the paper's ablations (arXiv 2410.19318, app.).
+# The usual setting of the paper's ablations (arXiv 2410.19318, app. C).
 SHARED_LLM = {"layers": 4, "ratios": (16, 8, 4), "chunk": 1024}
 
 

@@ -8,7 +8,7 @@
 
 settings: a text of 8,192 tokens is read once, its last 4,096 tokens by the decoder and the others
     in chunks of 1,024. The number of layers M, the compression beta and the depth of the trees are
-    changed one at a time, as in tables 11-13 of the paper (arXiv 2410.19318, app.); the last row
+    changed one at a time, as in tables 11-13 of the paper (arXiv 2410.19318, app. C); the last row
     searches for the question. Beta is the number of tokens of a chunk per token that is kept.
 reading: the same text is read and continued by SharedLLM, CEPE (chunks of 256) and full attention.
     SharedLLM and CEPE both store keys and values of the context.

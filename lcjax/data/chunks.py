@@ -145,7 +145,7 @@ def cut_context(row: Row, config: Chunks, decoder_length: int) -> Row:
     were attached before any cut, so the last token of a row keeps its target.
 
     `chunks.text` "beginning" is the instruction tuning of SharedLLM ("Two are better than one:
-    context window extension with multi-grained self-injection", sec. 4.1 and its released code).
+    context window extension with multi-grained self-injection", sec. 3.3, and its released code).
     The first max(q // P - 1, 1) chunks of P tokens of a question of q tokens are context. The
     decoder reads the rest of the question and the answer, and only the answer is learned. A text
     without a question is cut in the same way, and the text after its context is learned. Chunks of

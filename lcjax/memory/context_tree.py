@@ -39,8 +39,8 @@ class Tree:
     """The static shape of a tree: the ratio of selection per level, and the noise of splits."""
 
     # alpha: tokens per selected token at each level, from level 1 (half a chunk) to the leaves. The
-    # paper doubles the ratio from level to level upwards, or has 1 or 2 everywhere (sec. 4.1,
-    # table 5).
+    # paper doubles the ratio from level to level upwards (sec. 3.2, table 6), or has 1 or 2
+    # everywhere (table 12).
     ratios: tuple[int, ...] = (16, 8, 4)
     # gamma: a node of l tokens is split at l/2 - i, where i is normally distributed with standard
     # deviation l / (2 gamma). None: in the middle.

@@ -483,7 +483,7 @@ class SharedLlmSection(MemorySection):
     ) -> dict:
         """Adds the lower model, and cross-attention to every reader layer.
 
-        The lower model is a copy of the embedding, the first M layers and the final norm (sec. 3.1;
+        The lower model is a copy of the embedding, the first M layers and the final norm (sec. 4.1;
         by mistake, the released code does not load it). The query projection and its norm are
         copies of self-attention's, whose keys the queries attend to.
         """
