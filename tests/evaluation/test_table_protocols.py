@@ -223,6 +223,12 @@ def test_cepes_table_3_has_balanced_demonstrations_of_three_seeds(tmp_path, labe
     assert len(seen) > 500, "demonstrations are drawn for every text and seed"
 
 
+def test_cepes_needle_is_kamradts_and_scored_as_fu_et_al_and_lceg_score_it():
+    (task,), (other,) = (config(table).tasks for table in ("cepe/niah", "lceg/figure1"))
+    assert task == dataclasses.replace(other, name="niah")
+    assert (task.needle, task.depths, task.trials) == ("kamradt", 10, 1)
+
+
 class Noting:
     """A model with CEPE's chunks that notes what its decoder and its encoder read."""
 
