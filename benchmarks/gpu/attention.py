@@ -10,8 +10,10 @@ installed wheel has this package as `lcjax.benchmarks.gpu`):
 The second command with `--check --minutes 9` does both in 9 minutes. `--cpu` runs all of it at tiny
 sizes without a GPU (`--interpret`: also Pallas-Triton kernels); its times are meaningless.
 
-Workloads run in the order of workloads.py until the time is up; `--group` selects some of them. The
-same command then continues with the remaining ones (`--again`: starts again with all). By default
+Workloads run in the order of workloads.py until the time is up; `--group` selects some of them, and
+`--new` those that have no results yet. The same command then continues with the remaining ones
+(`--again`: starts again with all). Results of other kernels, versions or options stay until their
+workload is measured again; the report says which run each row is of. By default
 lcjax's implementations and cuDNN are measured; `--sides .` adds the other libraries. All
 implementations of a workload are compiled, compared with a dense float32 oracle, and run twice to
 test for equal bits. They are then timed in turns, every round in another order, as medians of
@@ -37,7 +39,6 @@ import argparse
 import functools
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,7 @@ def arguments(argv=None):
     sides_doc = "a regular expression that a side must match; . for all of them"
     parser.add_argument("--sides", default="lcjax|jax.nn cudnn", help=sides_doc)
     parser.add_argument("--again", action="store_true", help="do not go on with what --out has")
+    parser.add_argument("--new", action="store_true", help="only workloads that --out lacks")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu/results"))
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
     parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
@@ -68,44 +70,70 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def about_here() -> dict:
-    """Returns `measure.describe()` of a child process, which frees the device when it ends."""
-    from .workers import ROOT, STARTING
-
-    program = (
-        f"import json; from {__package__}.measure import describe; print(json.dumps(describe()))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True,
-        timeout=STARTING, cwd=ROOT,
-    )  # fmt: skip
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 class Report:
-    """Collects events, and writes the results and their tables."""
+    """Collects events, and writes the results and their tables.
+
+    A file has the rows of all workloads, and the runs that measured them: `row["run"]` is the place
+    of a row's run, which has the device, versions, kernels, options and ceilings. A workload has
+    rows of one run, the last one that finished it.
+    """
 
     def __init__(self, args):
-        self.args, self.found = args, {"command": sys.argv[1:], "rows": [], "lost": [], "left": []}
-        self.found |= {"done": [], "options": {x: getattr(args, x) for x in ("passes", "sides")}}
+        self.args = args
+        self.found: dict = {"command": sys.argv[1:], "lost": [], "left": [], "done": []}
+        self.found["clocks"] = {}
+        self.found["options"] = {x: getattr(args, x) for x in ("passes", "sides")}
+        self.runs, self.rows = [self.found], []
         self.failures: list[dict] = []  # failed cases of the check
         self.workloads: dict | None = None
 
+    @property
+    def run(self) -> int:
+        """The place of the current run."""
+        return len(self.runs) - 1
+
     def resume(self, about: dict) -> None:
-        """Continues with the results in `--out` if device, versions and options are equal."""
+        """Adds to the results in `--out`; goes on with their last run if the setup is equal."""
         from pallas_kernels import timings
+
+        from .records import same_setup
 
         self.found["about"] = about
         file = self.args.out / timings.file_of(about["device"])
-        if self.args.again or not file.exists():
+        if not file.exists():
             return
-        before = json.loads(file.read_text())
-        if (before.get("about"), before.get("options")) != (about, self.found["options"]):
-            return
-        done = before["done"]
-        self.found |= {x: before[x] for x in ("done", "lost", "ceilings", "checked") if x in before}
-        self.found["rows"] = [row for row in before["rows"] if row["workload"] in done]
-        print(f"going on with {file}, which has {len(done)} workloads; --again begins anew")
+        runs, rows = self.read(file)
+        last = runs[-1]
+        same = same_setup(last["about"], about) and last["options"] == self.found["options"]
+        if same and not self.args.again:
+            kept = ("done", "lost", "clocks", "ceilings", "checked")
+            self.found |= {x: last[x] for x in kept if x in last}
+            runs = runs[:-1]
+        self.runs = [*runs, self.found]
+        # Of a workload that was cut off, nothing is kept.
+        self.rows = [r for r in rows if r["workload"] in self.runs[r["run"]]["done"]]
+
+    @staticmethod
+    def read(file: Path) -> tuple[list[dict], list[dict]]:
+        """Returns the runs and the rows of a file."""
+        content = json.loads(file.read_text())
+        return content["runs"], content["rows"]
+
+    def names(self) -> list[str]:
+        """Returns the jobs of this run that are left: the ceilings, then workloads."""
+        from .measure import chosen
+
+        workloads = chosen(self.args)
+        if self.args.new:
+            known = {row["workload"] for row in self.rows}
+            sparse = {w.shape for w in workloads if w.density and w.name not in known}
+            # The efficiency of sparse tables is relative to a dense one of the same run.
+            workloads = [
+                w for w in workloads
+                if w.name not in known or (w.density == 1.0 and w.shape in sparse)
+            ]  # fmt: skip
+        names = ["ceilings", *(w.name for w in workloads)]
+        return [name for name in names if name not in self.found["done"]]
 
     def take_check(self, log) -> None:
         self.failures, self.found["check"] = log.failures, log.lines()
@@ -113,50 +141,65 @@ class Report:
 
     def take(self, **event) -> None:
         if "row" in event:
-            self.found["rows"].append(event["row"])
+            self.rows.append(event["row"] | {"run": self.run})
         elif "about" in event or "ceilings" in event:
             self.found |= event
+        elif "clocks" in event:  # right after a workload
+            self.found["clocks"] |= event["clocks"]
         elif "lost" in event:
             self._lose(event)
         elif "left" in event:
             self.found["left"] = event["left"]
         if "done" in event:
-            self.found["done"].append(event["done"])
+            self._finish(event["done"])
         if "done" in event or "lost" in event:
             self.write()
             if self.args.keep:
                 self.keep()
             print(f"{time.strftime('%H:%M:%S')} {event}", file=sys.stderr, flush=True)
 
+    def _finish(self, workload: str) -> None:
+        """Marks a workload as done, and removes its rows of earlier runs."""
+        self.found["done"].append(workload)
+        self.rows = [r for r in self.rows if r["workload"] != workload or r["run"] == self.run]
+
     def _lose(self, event: dict) -> None:
         """Removes the rows of a lost workload, which is repeated or gets rows with the reason."""
         self.found["lost"].append(event)
-        rows = [r for r in self.found["rows"] if r["workload"] != event["lost"]]
-        if not event["again"]:
-            self.found["done"].append(event["lost"])
-        if not event["again"] and event["lost"] != "ceilings":
-            start = {"workload": event["lost"], "group": event["lost"][0], "side": "all"}
+        name, now = event["lost"], self.run
+        self.rows = [r for r in self.rows if r["workload"] != name or r["run"] != now]
+        if event["again"]:
+            return
+        if name != "ceilings":
+            start = {"workload": name, "group": name[0], "side": "all", "run": now}
             why = f"it ended the process: {event['why']}"
-            rows += [start | {"pass": x, "reason": why} for x in self.args.passes]
-        self.found["rows"] = rows
+            self.rows += [start | {"pass": x, "reason": why} for x in self.args.passes]
+        self._finish(name)
 
-    def rows(self) -> list[dict]:
+    def compared(self) -> list[dict]:
+        """Returns all rows with their shares of the ceiling, and ratios within their run."""
         from .report import with_ratios
 
-        peak = self.found.get("ceilings", {}).get("matmul")
-        shares = [
-            r | {"peak_share": 1e12 * r["executed_tflops"] / peak if peak else None}
-            if r.get("ms") else r
-            for r in self.found["rows"]
-        ]  # fmt: skip
-        return with_ratios(shares)
+        result = []
+        for place, run in enumerate(self.runs):
+            peak = run.get("ceilings", {}).get("matmul")
+            result += with_ratios([
+                r | {"peak_share": 1e12 * r["executed_tflops"] / peak if peak else None}
+                if r.get("ms") else r
+                for r in self.rows if r["run"] == place
+            ])  # fmt: skip
+        return result
+
+    def _ours(self) -> list[dict]:
+        """Returns the rows of this run."""
+        return [row for row in self.rows if row["run"] == self.run]
 
     def wrong(self) -> int:
         """Returns 1 if a result of lcjax is wrong, or differs between two runs; otherwise 0."""
         from .implementations import OURS
         from .report import is_right
 
-        ours = [r for r in self.found["rows"] if r.get("ms") and r["side"].startswith(OURS)]
+        ours = [r for r in self._ours() if r.get("ms") and r["side"].startswith(OURS)]
         return int(not all(map(is_right, ours)))
 
     def keep(self) -> str:
@@ -166,7 +209,7 @@ class Report:
         from .check import calls_of
         from .report import fastest, milliseconds, wrong_implementations
 
-        device, rows = self.found.get("about", {}).get("device"), self.found["rows"]
+        device, rows = self.found.get("about", {}).get("device"), self._ours()
         wrong = wrong_implementations(
             rows, self.failures, self.found["lost"], self._forms_of, functools.cache(calls_of)
         )
@@ -191,7 +234,7 @@ class Report:
 
     def tables(self) -> dict:
         """Returns ms of a static table of 128k, and a traced table's share of its call's time."""
-        timed = [r for r in self.found["rows"] if r.get("ms") and r["table_ms"] is not None]
+        timed = [r for r in self.rows if r.get("ms") and r["table_ms"] is not None]
         static = [r["table_ms"] for r in timed if r["workload"].startswith("b window 4k, 128k")]
         shares: dict = {}
         for r in timed:
@@ -206,20 +249,27 @@ class Report:
         """Writes DEVICE.json and DEVICE.md."""
         from pallas_kernels import timings
 
+        from . import records
+
         file = self.args.out / timings.file_of(self.found.get("about", {}).get("device", "unknown"))
-        self.args.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.found | {"rows": self.rows()}, indent=1)
-        part = file.with_suffix(".part")  # atomic, because `resume` reads it
-        part.write_text(text + "\n")
-        part.replace(file)
+        runs, rows = self._numbered()
+        records.write(file, {"runs": runs, "rows": rows})
         file.with_suffix(".md").write_text(self.text(short=False) + "\n")
+
+    def _numbered(self) -> tuple[list[dict], list[dict]]:
+        """Returns the runs that have rows, with the last one, and the rows, numbered anew."""
+        used = sorted({*(row["run"] for row in self.rows), self.run})
+        rows = [row | {"run": used.index(row["run"])} for row in self.compared()]
+        return [self.runs[x] for x in used], rows
 
     def text(self, short: bool = True) -> str:
         """Returns the report, with the most important figures or (short=False) with all of them."""
         from . import report
 
-        rows = self.rows()
-        head = self._head(self.found.get("about", {}))
+        runs, rows = self._numbered()
+        heads = [self._head(run, number) for number, run in enumerate(runs)]
+        device = self.runs[-1].get("about", {}).get("device")
+        head = "\n\n".join([f"# Attention on {device}", *heads])
         end = f"## Targets\n\n{report.targets(rows, self.tables())}"
         why = f"## Who did not run\n\n{report.absences(rows)}"
         parts = [head, end, f"## All figures\n\n{report.full_table(rows)}", why]
@@ -227,23 +277,34 @@ class Report:
             parts = [why, head, f"## Milliseconds\n\n{report.brief_table(rows)}", end]
         return "\n\n".join(parts)
 
-    def _head(self, about: dict) -> str:
-        """Returns the device, versions, ceilings, and what went wrong."""
-        parts = [f"# Attention on {about.get('device')}"]
-        parts.append(", ".join(f"{k} {v}" for k, v in about.items() if v and k != "device"))
-        if ceilings := self.found.get("ceilings"):
+    @staticmethod
+    def _head(run: dict, number: int) -> str:
+        """Returns the versions and ceilings of a run, and what went wrong."""
+        about = run.get("about", {})
+        versions = ", ".join(f"{k} {v}" for k, v in about.items() if v and k != "device")
+        parts = [f"Run {number}: {versions}"]
+        if ceilings := run.get("ceilings"):
             parts.append(
                 f"Ceilings: {ceilings['matmul'] / 1e12:.0f} TFLOP/s of a bfloat16 product, "
                 f"{ceilings['copy'] / 1e12:.2f} TB/s read and written."
             )
-        if "check" in self.found:
-            parts.append("Checked: " + "; ".join(self.found["check"]))
-        for lost in self.found["lost"]:
+        if "check" in run:
+            parts.append("Checked: " + "; ".join(run["check"]))
+        for lost in run["lost"]:
             side = lost["step"] or "something"
             parts.append(f"{side} ended the process in {lost['lost']}: {lost['why']}.")
-        if self.found["left"]:
-            parts.append(f"{len(self.found['left'])} workloads were not reached in time.")
+        if run["left"]:
+            parts.append(f"{len(run['left'])} workloads were not reached in time.")
         return "\n\n".join(parts)
+
+
+def left(args, about: dict) -> tuple[int, int]:
+    """Returns how many of the chosen workloads are left for a device, and how many there are."""
+    from .measure import chosen
+
+    report = Report(args)
+    report.resume(about)
+    return len({*report.names()} - {"ceilings"}), len(chosen(args))
 
 
 def reported(args) -> str:
@@ -251,7 +312,7 @@ def reported(args) -> str:
     reports = []
     for file in sorted(args.out.glob("*.json")):
         report = Report(args)
-        report.found = json.loads(file.read_text())
+        report.runs, report.rows = report.read(file)
         reports.append(report.text())
     return "\n\n".join(reports) or f"No workload has results in {args.out}."
 
@@ -263,7 +324,8 @@ def main(argv=None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from .measure import chosen, work
+    from . import records
+    from .measure import work
     from .workers import emit, jobs_of_child, supervise
 
     if args.worker:
@@ -272,7 +334,7 @@ def main(argv=None) -> int:
     if args.report:
         print(reported(args))
         return 0
-    about = about_here()
+    about = records.about_here()
     if not args.cpu and about["platform"] != "gpu":
         print(
             f"error: JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install jax"
@@ -284,6 +346,8 @@ def main(argv=None) -> int:
     jax.config.update("jax_platforms", "cpu")
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     report.resume(about)
+    if done := report.found["done"]:
+        print(f"going on with {args.out}, which has {len(done)} workloads; --again begins anew")
     if args.check or args.keep:
         from . import check
 
@@ -291,8 +355,7 @@ def main(argv=None) -> int:
         log = check.run(check.arguments(options), options, report.found.get("checked"))
         report.take_check(log)
         failed = log.failed()
-    names = ("ceilings", *(w.name for w in chosen(args)))
-    jobs = [{"name": x, "alone": False} for x in names if x not in report.found["done"]]
+    jobs = [{"name": x, "alone": False} for x in report.names()]
     if args.cpu:
         work(jobs, args, report.take, deadline)
     else:

@@ -1,6 +1,7 @@
 """Checks all GPU implementations against the tests' float64 formulas, on this machine's GPU.
 
     python -m benchmarks.gpu.check --minutes 4 [--backends triton mosaic_gpu] [--only "words"]
+    python -m benchmarks.gpu.check --keep FILE.json    # what changed since the file was written
 
 The cases of tests/pallas_kernels (masks, tables, documents, biases, sinks, shared key heads, odd
 sizes, cotangents of the log-sum-exp), and larger ones of several tiles, in bfloat16, float16 and
@@ -12,6 +13,9 @@ Prints one line per case; "skip" is followed by the reason why an implementation
 it. The exit code is 1 if a case fails, crashes or hangs, or if an implementation passes no case.
 Several processes share the GPU; one that crashes or hangs is replaced. `--cpu` checks "xla" without
 a GPU (`--interpret`: also Pallas-Triton).
+
+`--keep FILE` writes what each implementation passed into FILE, for one kind of GPU, and leaves out
+what is there for the same code and version of JAX; a check that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -24,8 +28,11 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
+
+from .records import Records, about_here, code_of, describe
 
 HERE = Path(__file__).resolve().parent
 # The formulas of the tests, of which a wheel has a copy.
@@ -219,6 +226,8 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
 
         interpret_triton()
     known = cases(args.seed)
+    if jobs and args.keep:
+        emit(about=describe())
     for i, job in enumerate(jobs):
         if time.monotonic() > deadline:
             emit(left=[x["name"] for x in jobs[i:]])
@@ -255,16 +264,48 @@ def supervised(jobs: list[dict], command: list[str], deadline: float, take) -> N
         take(**event)
 
 
+class Kept:
+    """A file with the results of each implementation, and the code that they are of."""
+
+    def __init__(self, file: Path, names: list[str]):
+        self.records, self.names, self.about = Records(file), names, None
+
+    def left(self, backends: list[str], about: dict) -> tuple[list[str], dict]:
+        """Returns the implementations with cases that are left.
+
+        The second result is the `Log.state` of all cases that were done with the same code.
+        """
+        same = ("done", "failed")
+        known = [x for x in backends if self.records.state(x, about) in same]
+        found = [self.records.by_case[x] for x in known]
+        whole = {x["case"] for x in found if {*self.names} <= {*x["done"]}}
+        return [x for x in backends if x not in whole], {
+            "counts": {x["case"]: x["counts"] for x in found},
+            "failures": [row for x in found for row in x["failures"]],
+            "done": [f"{x['case']} | {name}" for x in found for name in x["done"]],
+        }
+
+    def write(self, backend: str, log: Log) -> None:
+        start = f"{backend} | "
+        record = {"case": backend, "about": self.about, "code": code_of(backend)}
+        record["counts"] = log.counts[backend]
+        record["failures"] = [row for row in log.failures if row["backend"] == backend]
+        record["done"] = [x.removeprefix(start) for x in log.done if x.startswith(start)]
+        self.records.add(record | {"cases": len(self.names)})
+
+
 class Log:
     """Prints a line per case and counts them.
 
     Args:
       earlier: the `state` of an earlier log, which this one continues.
+      keep: where to write the result of each implementation after every case.
     """
 
-    def __init__(self, backends, earlier: dict | None = None):
+    def __init__(self, backends, earlier: dict | None = None, keep: Kept | None = None):
         self.counts = {name: {"ok": 0, "skip": 0, "FAIL": 0} for name in backends}
-        self.left, self.failures, self.done = 0, [], []
+        self.left, self.failures, self.done, self.keep = 0, [], [], keep
+        self.lock = threading.Lock()  # events come from the threads of several processes
         if earlier is not None:
             self.counts, self.failures = self.counts | earlier["counts"], earlier["failures"]
             self.done = earlier["done"]
@@ -273,7 +314,13 @@ class Log:
         return {"counts": self.counts, "failures": self.failures, "done": self.done}
 
     def take(self, **event) -> None:
+        with self.lock:
+            self._take(event)
+
+    def _take(self, event: dict) -> None:
         self.left += len(event.get("left", ()))
+        if self.keep is not None and "about" in event:
+            self.keep.about = event["about"]
         if "row" not in event:
             return
         row = event["row"]
@@ -282,6 +329,8 @@ class Log:
         if row["status"] == "FAIL":
             self.failures.append(row)
         print(self._line(row), flush=True)
+        if self.keep is not None:
+            self.keep.write(row["backend"], self)
 
     @staticmethod
     def _line(row: dict) -> str:
@@ -304,6 +353,8 @@ def arguments(argv=None):
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--backends", nargs="+", help="all for NVIDIA GPUs if left out")
     parser.add_argument("--only", default="", help="words that a case's name must have")
+    keep_doc = "a JSON file of results; what is in it for the same code is left out"
+    parser.add_argument("--keep", type=Path, metavar="FILE", help=keep_doc)
     parser.add_argument("--processes", type=int, default=3, help="for every backend")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 2**20)
     parser.add_argument("--cpu", action="store_true")
@@ -333,20 +384,37 @@ def main(argv=None) -> int:
     return log.failed()
 
 
+def left(args, about: dict) -> tuple[int, int]:
+    """Returns how many cases are left for a device in `args.keep`, and how many there are."""
+    names = chosen(args)
+    backends, earlier = Kept(args.keep, names).left(args.backends, about)
+    done = {*earlier["done"]}
+    count = sum(f"{backend} | {name}" not in done for backend in backends for name in names)
+    return count, len(args.backends) * len(names)
+
+
+def chosen(args) -> list[str]:
+    """Returns the names of the cases that `--only` selects."""
+    return [name for name in cases(args.seed) if all(x in name for x in args.only.split())]
+
+
 def run(args, options: list[str], earlier: dict | None = None) -> Log:
     """Checks all cases, in child processes with the same options; on a CPU, in this process.
 
     Args:
       earlier: the `Log.state` of a run whose cases are not repeated.
     """
-    deadline, log = time.monotonic() + 60 * args.minutes, Log(args.backends, earlier)
-    words, done = args.only.split(), {*log.done}
-    names = [name for name in cases(args.seed) if all(x in name for x in words)]
-    jobs = [[job for job in jobs if job["name"] not in done] for jobs in shards(args, names)]
+    deadline = time.monotonic() + 60 * args.minutes
+    kept, backends, names = None, args.backends, chosen(args)
+    if args.keep:
+        kept = Kept(args.keep, names)
+        backends, earlier = kept.left(args.backends, about_here())
+    log = Log(args.backends, earlier, kept)
+    jobs = [[x for x in some if x["name"] not in log.done] for some in shards(args, names)]
     jobs = [some for some in jobs if some]
     if not jobs:
         return log
-    print(f"seed {args.seed}, {len(names)} cases, {', '.join(args.backends)}", flush=True)
+    print(f"seed {args.seed}, {len(names)} cases, {', '.join(backends)}", flush=True)
     if args.cpu:
         work([job for shard in jobs for job in shard], args, log.take, deadline)
         return log

@@ -7,21 +7,18 @@ import functools
 import gc
 import math
 import os
-import platform
 import re
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tables import from_mask
-from pallas_kernels.timings import driver, sources
 
 from . import implementations
 from .implementations import Unavailable
+from .records import CLOCKS, describe, nvidia_smi
 from .runs import (
     GUESS,
     JaxRun,
@@ -35,7 +32,6 @@ from .runs import (
 )
 from .workloads import UNIT, oracle, workloads
 
-PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 COMPILING = 60.0  # seconds without a compiled program after which a compiler counts as hanging
 LONGEST_XLA = 4e12  # visited FLOP of a forward pass, above which blockwise XLA is left out
 
@@ -45,33 +41,6 @@ def chosen(args) -> list:
     known = workloads(8 if args.cpu else UNIT)
     groups = args.group or {w.group for w in known}
     return [w for w in known if w.group in groups and all(x in w.name for x in words)]
-
-
-def describe() -> dict:
-    """Returns the device, its driver, and the versions of the packages."""
-    device = jax.devices()[0]
-    about = {"device": device.device_kind, "platform": device.platform}
-    about |= {"python": platform.python_version(), "machine": platform.machine()}
-    about["kernels"] = sources()
-    for package in PACKAGES:
-        try:
-            about[package] = version(package)
-        except PackageNotFoundError:
-            about[package] = None
-    about["driver"] = driver()
-    about["max_sm_clock"] = nvidia_smi("clocks.max.sm").get("clocks.max.sm")
-    return about
-
-
-def nvidia_smi(*fields: str) -> dict[str, str]:
-    """Returns what nvidia-smi reports of the first GPU; empty if it cannot be run."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = run.stdout.splitlines()[0].split(", ") if run.stdout else []
-    return dict(zip(fields, values, strict=False))
 
 
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
@@ -108,6 +77,7 @@ def measure(w, args, job: dict, emit) -> None:
     for which in args.passes:
         ready = {s: r for s, r in runs.items() if r.ready(which) and "error" in results[s]}
         times[which] = in_turns(ready, which, args.seconds, emit)
+    emit(clocks={w.name: nvidia_smi(*CLOCKS)})
     for side, run in runs.items():
         for which in args.passes:
             timing = times[which].get(side)
@@ -245,7 +215,7 @@ def row(w, which: str, side: str, run, found: dict, result: dict, table_ms) -> d
     same = all(result["same_bits"][x] for x in made)
     return {
         "workload": w.name, "group": w.group, "pass": which, "side": side,
-        "kind": w.kind, "shape": f"{w.t} x {w.s}, {w.heads}/{w.kv_heads} of {w.size}",
+        "kind": w.kind, "shape": w.shape,
         "density": w.density, "visited_share": w.pairs[1] / (w.t * w.s * w.heads),
         "ms": 1e3 * found["seconds"], "spread": found["spread"],
         "executed_tflops": executed / found["seconds"] / 1e12,

@@ -27,27 +27,33 @@ GPU, and short enough that neither the weights nor attention dominate. Then 128K
 memories are made. Longer texts precede shorter ones. The small model, whose steps are mostly
 overhead, comes later.
 
-Each case runs in its own process, which is killed if it is silent for `--timeout` seconds while it
-compiles or runs. A case that fails, hangs or runs out of memory is recorded with the reason. The
-same command continues with the cases that have no record for this kind of GPU; with `--again`, also
-with cases that failed, or whose record is of other kernels or another version of JAX. Records are
-in DEVICE.json in `--out`, which is written after every case.
+Cases of training and of decoding that follow one another share a process, which starts once; a case
+of reading, whose peak memory is compared, has its own. A process is killed if it is silent for
+`--compiling` seconds while it compiles, or for `--running` seconds while it runs; another one goes
+on with the next case. A case that fails, hangs or runs out of memory is recorded with the reason.
+The same command continues with the cases that have no record for this kind of GPU. With
+`--outdated` it also repeats, after these, the cases whose code or version of JAX has changed since;
+with `--again` also those that failed. Records are in DEVICE.json in `--out`, which is written after
+every case. Where git does not know the commit, the environment variable LCJAX_COMMIT says it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from .records import Records, code, known_about
 from .workers import emit, jobs_of_child, supervise
 
 ABOUT = "about"  # the job that describes the device and checks the kernels
 CHECKING = 300.0  # seconds that this job may be silent
-LEAST = 60.0  # seconds that a case may need; with less time left, no case begins
+LEAST = 40.0  # seconds that a case may need; with less time left, no case begins
+CACHE_HIT = "/jax/compilation_cache/cache_hits"  # a program that was not compiled again
 
 
 def arguments(argv=None):
@@ -56,36 +62,15 @@ def arguments(argv=None):
     words = "words that a case's name must have, once or more: 'train 16k' 'decode 1.1b lcjax'"
     parser.add_argument("--cases", nargs="+", metavar="WORDS", default=[""], help=words)
     parser.add_argument("--out", type=Path, help="default: benchmarks/gpu/results/model")
+    parser.add_argument("--outdated", action="store_true", help="also cases of other code")
     parser.add_argument("--again", action="store_true", help="also failed and outdated cases")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds; see above")
-    parser.add_argument("--commit", help="of lcjax, where git does not know it")
+    parser.add_argument("--compiling", type=float, default=180.0, help="seconds; see above")
+    parser.add_argument("--running", type=float, default=60.0, help="seconds; see above")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-class Records:
-    """Records of the cases on one kind of GPU, in a file that is written atomically."""
-
-    def __init__(self, file: Path):
-        self.file = file
-        self.by_case = json.loads(file.read_text())["cases"] if file.exists() else {}
-
-    def needs(self, case: str, again: bool, about: dict) -> bool:
-        """Whether a case has no record; with `again`, also if it failed or `about` has changed."""
-        if (record := self.by_case.get(case)) is None or not again:
-            return record is None
-        versions = [[x.get(name) for name in ("kernels", "jax")] for x in (record["about"], about)]
-        return "reason" in record or versions[0] != versions[1]
-
-    def add(self, record: dict) -> None:
-        self.by_case[record["case"]] = record
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        part = self.file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"cases": self.by_case}, indent=1) + "\n")
-        part.replace(self.file)
 
 
 def chosen(args) -> list:
@@ -99,17 +84,45 @@ def chosen(args) -> list:
     ]  # fmt: skip
 
 
-def work(job: str, args) -> None:
-    """Does one job in the child process and emits its result."""
-    if job == ABOUT:  # leaves GPU memory to the processes of the self-check
+def left(args, about: dict) -> tuple[int, int]:
+    """Returns how many of the chosen cases are to be measured, and how many there are."""
+    return len(waiting(args, records_of(args, about), about)), len(chosen(args))
+
+
+def records_of(args, about: dict) -> Records:
+    from pallas_kernels import timings
+
+    return Records(args.out / timings.file_of(about["device"]))
+
+
+def waiting(args, records: Records, about: dict) -> list:
+    """Returns the chosen cases that are to be measured, those without a record first."""
+    states = ["missing", *["outdated"] * (args.outdated or args.again), *["failed"] * args.again]
+    known = [(states.index(x), case) for case in chosen(args)
+             if (x := records.state(case.name, about)) in states]  # fmt: skip
+    return [case for _, case in sorted(known, key=lambda x: x[0] > 0)]
+
+
+def processes(cases: list) -> list[list]:
+    """Returns the cases of each process."""
+    groups = itertools.groupby(
+        enumerate(cases), lambda x: (x[1].kind, x[1].kind == "read" and x[0])
+    )
+    return [[case for _, case in group] for _, group in groups]
+
+
+def work(jobs: list[dict], args) -> None:
+    """Does jobs in the child process and emits their results."""
+    if jobs[0]["name"] == ABOUT:  # leaves GPU memory to the processes of the self-check
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from . import model_runs
 
-    if job == ABOUT:
+    if jobs[0]["name"] == ABOUT:
         if missing := model_runs.missing_packages():
             emit(missing=missing)
         else:
-            emit(about=model_runs.about(args.commit))
+            emit(about=model_runs.about())
+        emit(done=ABOUT)
         return
     import jax.monitoring
 
@@ -117,31 +130,92 @@ def work(job: str, args) -> None:
         if seconds > 1.0:  # so that a case of many programs is not silent
             emit(took={event: seconds})
 
+    hits = []
     jax.monitoring.register_event_duration_secs_listener(compiled)
-    case = next(case for case in model_runs.cases(args.tiny) if case.name == job)
-    try:
-        emit(record=model_runs.measure(case, lambda what: emit(begins=what)))
-    except Exception as error:  # XLA and its libraries raise various errors
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        emit(failed=f"{type(error).__name__}: {lines[0]}"[:400])
-        raise
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+
+    def begin(what: str) -> None:
+        emit(begins=what, within=args.running if what.startswith("run") else args.compiling)
+
+    by_name, peak = {case.name: case for case in model_runs.cases(args.tiny)}, 0
+    for i, job in enumerate(jobs):
+        if time.monotonic() + LEAST > job["by"]:
+            emit(left=[x["name"] for x in jobs[i:]])
+            return
+        emit(job=job["name"])
+        emit(code=code(), within=args.compiling)
+        hits.clear()
+        try:
+            record = model_runs.measure(by_name[job["name"]], begin)
+        except Exception as error:  # XLA and its libraries raise various errors
+            lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+            emit(failed=f"{type(error).__name__}: {lines[0]}"[:400])
+            raise
+        highest = model_runs.peak_bytes()
+        # Of several cases in one process, the peak of a later one is known only if it is higher.
+        record["peak_gb"], peak = highest / 1e9 if highest > peak else None, highest
+        emit(record=record | {"cached_programs": hits.count(CACHE_HIT), "code": code()})
+        emit(done=job["name"])
+        model_runs.release()
 
 
-def child(job: str, args, deadline: float, patience: float) -> dict | None:
-    """Returns what a child emitted, with "failed" if the job failed; None if time ran out."""
+def described(args, deadline: float) -> dict | None:
+    """Returns the device and versions (`model_runs.about`); None if nothing can be measured.
+
+    The reason is printed.
+    """
+    if (known := known_about()) is not None:
+        return known
+    events = supervise(_command(args), [{"name": ABOUT}], deadline=deadline, patience=CHECKING)
+    about, why = None, "no time to find the device"
+    for event in events:
+        about = event.get("about", about)
+        if "lost" in event:
+            why = event["why"]
+        if "missing" in event:
+            why = (
+                f"missing: {', '.join(event['missing'])}; see dependencies in pyproject.toml, and "
+            )
+            why += f"`python -m {__package__}.pack` for a machine without a network"
+            break
+    if about is not None and not args.tiny and about["platform"] != "gpu":
+        about, why = None, (
+            f"JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install jax for "
+            "CUDA, or try it at tiny sizes with --tiny"
+        )  # fmt: skip
+    if about is None:
+        print(f"error: {why}", file=sys.stderr)
+    return about
+
+
+def _command(args) -> list[str]:
     command = [sys.executable, "-m", f"{__package__}.model", "--worker", *["--tiny"] * args.tiny]
-    command += ["--commit", args.commit] * bool(args.commit)
-    result, what = {}, "starting"
-    for event in supervise(command, [{"name": job}], deadline=deadline, patience=patience):
-        what = event.get("begins", what)
-        result |= {key: event[key] for key in event.keys() & {"about", "missing", "record"}}
-        if "failed" in event:
-            result["failed"] = f"{event['failed']} ({what})"
-        if "left" in event:
-            return None
-        if "lost" in event and not result:
-            result["failed"] = f"{event['why']} ({what})"
-    return result
+    return [*command, "--compiling", str(args.compiling), "--running", str(args.running)]
+
+
+def measured(cases: list, args, deadline: float) -> Iterator[tuple]:
+    """Yields (case, record) of cases in order; a record has "reason" if its case failed.
+
+    When the time is up, the others have none.
+    """
+    by_name, command = {case.name: case for case in cases}, _command(args)
+    for group in processes(cases):
+        jobs = [{"name": case.name, "by": deadline} for case in group]
+        now: dict = {}
+        for event in supervise(command, jobs, deadline=deadline, patience=args.compiling):
+            if "job" in event:
+                now = {"job": event["job"], "what": "starting"}
+                say(f"{event['job']} begins")
+            now |= {key: event[key] for key in event.keys() & {"code", "failed"}}
+            now["what"] = event.get("begins", now.get("what", "starting"))
+            if "record" in event:
+                yield by_name[now["job"]], event["record"]
+            if "lost" in event:
+                now = now if event["lost"] == now.get("job") else {"what": "starting"}
+                why = f"{now.get('failed', event['why'])} ({now['what']})"
+                yield by_name[event["lost"]], {"reason": why, "code": now.get("code", code())}
+            if "left" in event:
+                return
 
 
 def main(argv=None) -> int:
@@ -154,9 +228,7 @@ def main(argv=None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # it compiles fast
     if args.worker:
-        (job,) = jobs_of_child()
-        work(job["name"], args)
-        emit(done=job["name"])
+        work(jobs_of_child(), args)
         return 0
     if args.list:
         print(*(case.name for case in chosen(args)), sep="\n")
@@ -169,39 +241,22 @@ def main(argv=None) -> int:
 
 def run(args) -> int:
     """Measures cases until none is left or the time is up; returns the exit code."""
-    from pallas_kernels import timings
-
     deadline = time.monotonic() + 60 * args.minutes
-    result = child(ABOUT, args, deadline, CHECKING) or {"failed": "no time to find the device"}
-    about = result.get("about")
-    if about is None:
-        why = result.get("failed", "")
-        if "missing" in result:
-            why = f"missing: {', '.join(result['missing'])}; see dependencies in pyproject.toml"
-        print(f"error: {why}", file=sys.stderr)
-        return 2
-    if not args.tiny and about["platform"] != "gpu":
-        print(f"error: JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install "
-              "jax for CUDA, or try it at tiny sizes with --tiny", file=sys.stderr)  # fmt: skip
+    if (about := described(args, deadline)) is None:
         return 2
     say(f"{about}")
-    records = Records(args.out / timings.file_of(about["device"]))
-    left = [case for case in chosen(args) if records.needs(case.name, args.again, about)]
-    while left and (args.tiny or time.monotonic() + LEAST < deadline):
-        case = left[0]
-        say(f"{case.name} begins, {len(left)} cases are left")
-        result = child(case.name, args, deadline, args.timeout)
-        if result is None:
-            break
+    records = records_of(args, about)
+    cases = waiting(args, records, about)
+    say(f"{len(cases)} cases are to be measured")
+    for case, found in measured(list(cases), args, deadline):
         about_case = {"case": case.name, "kind": case.kind, "model": case.model}
         about_case |= {"tokens": case.tokens, "side": case.side, "about": about}
-        failed = {"reason": result["failed"]} if "failed" in result else {}
-        record = about_case | result.get("record", {}) | failed
-        records.add(record)
-        say(record.get("reason") or f"{record['tokens_per_second']:.4g} tokens/s")
-        left.pop(0)
-    if left:
-        say(f"{len(left)} cases are left; the same command goes on with {left[0].name}")
+        records.add(about_case | found)
+        cases.remove(case)
+        rate = found.get("tokens_per_second", 0.0)
+        say(found.get("reason") or f"{rate:.4g} tokens/s, {len(cases)} cases are left")
+    if cases:
+        say(f"{len(cases)} cases are left; the same command goes on with {cases[0].name}")
     return 0
 
 

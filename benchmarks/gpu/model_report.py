@@ -93,7 +93,7 @@ def _reading(rows: list[dict]) -> str:
         cells.append([
             r["model"], f"{r['tokens']:,}", SIDES[r["side"]], number(r["encode"]),
             number(r["prefill"]), *_rate(r), rate, number(1e3 * r["token"]), token,
-            number(r["peak_gb"]), peak, number(r["compile_s"]), _computed(r),
+            _costs(r)[0], peak, _costs(r)[1], _computed(r),
         ])  # fmt: skip
     return _table("Reading", columns, cells)
 
@@ -124,7 +124,10 @@ def _rate(record: dict) -> list[str]:
 
 
 def _costs(record: dict) -> list[str]:
-    return [number(record["peak_gb"]), number(record["compile_s"])]
+    """Returns the peak memory, if the case had its process alone or was planned, and compile s."""
+    peak = record["peak_gb"] or record.get("plan_gb")
+    cached = record.get("cached_programs", 0)
+    return [number(peak), number(record["compile_s"]) + f" ({cached} cached)" * bool(cached)]
 
 
 def _percent(share: float | None) -> str:

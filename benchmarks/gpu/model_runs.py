@@ -7,14 +7,12 @@ import importlib.util
 import math
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from .. import reading, training
-from .workers import ROOT
+from . import records
 
 OURS = "lcjax"  # the side whose attention lcjax chooses
 JAX_NN = "jax.nn "  # prefix of sides that call `jax.nn.dot_product_attention`
@@ -77,7 +75,7 @@ def cases(tiny: bool = False) -> list[Case]:
         Case("train", "1.1b", 16 * k, "cudnn"),
         *both("135m", 16 * k),
         *both("1.1b", 4 * k),
-        Case("decode", "1.1b", 16 * k, f"{JAX_NN}cudnn"),
+        *(Case("decode", "1.1b", n * k, f"{JAX_NN}cudnn") for n in (16, 64)),
         Case("train", "1.1b", 4 * k, "xla"),
         Case("decode", "1.1b", 16 * k, "xla"),
         *(Case("read", "7b", 128 * k, side) for side in (CEPE, SHARED_LLM, FULL)),
@@ -134,15 +132,11 @@ def forced(side: str):
     return Forced()
 
 
-def about(commit: str | None = None) -> dict:
-    """Returns the device, its driver, versions, and the result of the kernels' self-check."""
+def about() -> dict:
+    """Returns `records.describe`, and the result of the kernels' self-check."""
     from pallas_kernels import dispatch, self_check
 
-    from .measure import describe, nvidia_smi
-
-    device = describe() | {"commit": _commit() or commit}
-    device |= {package: version(package) for package in ("flax", "optax")}
-    device |= nvidia_smi("power.limit", "clocks.max.mem")
+    device = records.describe()
     if dispatch.platform() == "cuda":
         checked = self_check.results("bfloat16")  # runs the check if no file has its results
         failures = checked if isinstance(checked, str) else self_check.failures(checked)
@@ -163,17 +157,6 @@ def missing_packages() -> list[str]:
     return missing
 
 
-def _commit() -> str | None:
-    """Returns the commit of the sources, followed by "+" if files differ from it."""
-    try:
-        words = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
-        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **words).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], **words).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + "+" * bool(changed.strip())
-
-
 def measure(case: Case, begin: Callable[[str], None]) -> dict:
     """Returns the record of a case.
 
@@ -181,11 +164,25 @@ def measure(case: Case, begin: Callable[[str], None]) -> dict:
       case: what to measure.
       begin: called with a description before each step that may take long.
     """
-    from .measure import nvidia_smi
-
     record = _train(case, begin) if case.kind == "train" else _read(case, begin)
-    clocks = nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
-    return record | {"clocks": clocks, "peak_gb": _peak_bytes() / 1e9}
+    return record | {"clocks": records.nvidia_smi(*records.CLOCKS)}
+
+
+def peak_bytes() -> int:
+    """Returns the peak bytes in use on the device; for a CPU, the peak of the process."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return stats.get("peak_bytes_in_use", host)
+
+
+def release() -> None:
+    """Frees the arrays and programs of a case, before another one in the same process."""
+    import jax
+
+    gc.collect()
+    jax.clear_caches()
 
 
 def _train(case: Case, begin) -> dict:
@@ -393,12 +390,3 @@ def _memory_limit() -> float:
 
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", math.inf)
-
-
-def _peak_bytes() -> int:
-    """Returns the peak bytes in use on the device; for a CPU, the peak of the process."""
-    import jax
-
-    stats = jax.devices()[0].memory_stats() or {}
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return stats.get("peak_bytes_in_use", host)

@@ -145,12 +145,12 @@ def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
 def full_table(rows: list[dict]) -> str:
     """Returns a table with one line per workload, pass and side."""
     head = (
-        "| workload | pass | side | ms | +- % | executed TFLOP/s | useful | % of matmul | peak GB "
-        "| table ms | compile s | error | same bits | efficiency | times as fast as |"
+        "| workload | pass | side | run | ms | +- % | executed TFLOP/s | useful | % of matmul "
+        "| peak GB | table ms | compile s | error | same bits | efficiency | times as fast as |"
     )
-    lines = [head, "|" + "---|" * 3 + "--:|" * 11 + "---|"]
+    lines = [head, "|" + "---|" * 3 + "--:|" * 12 + "---|"]
     for row in rows:
-        start = f"| {row['workload']} | {row['pass']} | {row['side']} "
+        start = f"| {row['workload']} | {row['pass']} | {row['side']} | {row['run']} "
         if row.get("reason"):
             lines.append(f"{start}| {row['reason'].replace('|', '/')} |" + " |" * 11)
             continue

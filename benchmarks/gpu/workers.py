@@ -6,12 +6,15 @@ its other output goes to the parent's standard error. Events of a child:
 
     {"job": name}                  a job begins
     {"step": text}                 what the job does next, so that a later attempt can skip it
+    {"within": seconds}            from now on the child may be silent for so long
     {"row": ...}                   a result, as is any event without the other keys
     {"done": name}                 a job has ended
+    {"left": names}                there is no time for these
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import subprocess
@@ -38,21 +41,23 @@ def jobs_of_child() -> list[dict]:
 
 
 def supervise(
-    command: list[str], jobs: list[dict], *, deadline: float, patience: float
+    command: list[str], jobs: list[dict], *, deadline: float, patience: float, grace: float = 0.0
 ) -> Iterator[dict]:
     """Yields events of children that do the jobs, [{"name": ..., "skip": [...]}], in order.
 
-    The command is run in `ROOT`. If a child dies, or prints nothing for `patience` seconds, it
-    yields {"lost": job, "step": step, "why": text, "again": bool}, and another child repeats the
-    job with the step in its `skip`. If there was no step, a job with "alone": False is repeated
-    with True, which makes it do one thing at a time; any other job is left out. A step that was
-    lost in two jobs is skipped in all others. At `deadline` (`time.monotonic`) the child is killed,
-    and {"left": names} lists the jobs that were not finished.
+    The command is run in `ROOT`. If a child dies, or prints nothing for `patience` seconds (unless
+    it has said "within"), it yields {"lost": job, "step": step, "why": text, "again": bool}, and
+    another child repeats the job with the step in its `skip`. If there was no step, a job with
+    "alone": False is repeated with True, which makes it do one thing at a time; any other job is
+    left out. A step that was lost in two jobs is skipped in all others. At `deadline`
+    (`time.monotonic`) the child is killed, and {"left": names} lists the jobs that were not
+    finished; a child may say so itself before that, and ends. With `grace` a child gets SIGTERM and
+    so many seconds to end before it is killed.
     """
     jobs, lost = [{"skip": []} | job for job in jobs], []
     while jobs and time.monotonic() < deadline:
         at, step, ended = None, None, None
-        for event in _events(command, jobs, deadline, patience):
+        for event in _events(command, jobs, deadline, patience, grace):
             at, step = event.get("job", at), event.get("step", None if "job" in event else step)
             if "done" in event:
                 jobs = [job for job in jobs if job["name"] != event["done"]]
@@ -61,6 +66,8 @@ def supervise(
                 ended = event["ended"]
                 break
             yield event
+            if "left" in event:
+                return
         if not jobs or ended == "time":
             break
         at = at or jobs[0]["name"]
@@ -87,7 +94,7 @@ def _without(jobs: list[dict], name: str, step: str | None) -> list[dict]:
     return remaining
 
 
-def _events(command, jobs, deadline, patience) -> Iterator[dict]:
+def _events(command, jobs, deadline, patience, grace) -> Iterator[dict]:
     """Yields the events of one child; the last event is {"ended": why}."""
     child = subprocess.Popen(
         command,
@@ -112,6 +119,10 @@ def _events(command, jobs, deadline, patience) -> Iterator[dict]:
     except BrokenPipeError:
         yield {"ended": _end_of(child)}
     finally:
+        if child.poll() is None and grace:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(grace)
         if child.poll() is None:
             child.kill()
             _end_of(child)
@@ -138,6 +149,8 @@ def _read(child, lines: queue.Queue, deadline: float, patience: float) -> Iterat
             yield {"ended": _end_of(child)}
             return
         if line.startswith(MARK):
-            yield json.loads(line.removeprefix(MARK))
+            event = json.loads(line.removeprefix(MARK))
+            patience = event.get("within", patience)
+            yield event
         else:
             print(line, end="", file=sys.stderr)

@@ -65,6 +65,10 @@ class Workload:
         heads = f"{self.heads}/{self.kv_heads} heads of {self.size}"
         return f"{self.group} {self.what}, {short(self.t)} x {short(self.s)}, {heads}"
 
+    @property
+    def shape(self) -> str:
+        return f"{self.t} x {self.s}, {self.heads}/{self.kv_heads} of {self.size}"
+
     @functools.cached_property
     def segments(self) -> np.ndarray | None:
         """Numbers of random documents, int32 [1, T]."""

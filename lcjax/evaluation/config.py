@@ -68,11 +68,12 @@ class Study:
 
     base: str | None = None  # config of train.py that makes the model; null: use model.path
     # Config of train.py for methods with `train`. They begin with the model of this evaluation;
-    # without `base`, with the model.path that the config or `train` names.
+    # without `base`, with the model.path that the config or `train` names. Keys may follow, as on a
+    # command line: mine.yaml --train.steps=9
     extend: str | None = None
     # Configs of train.py that run first, in this order, each in its own run folder. They train
     # parts of models, such as an encoder, that later configs and model.path load from there. Keys
-    # may follow, as on a command line: mine.yaml --train.steps=9 --run.folder=runs/nine
+    # may follow here, too.
     stages: tuple[str, ...] = ()
     # Folder of the trainings of methods, by name; null: `trained` of run.folder. Evaluations with
     # the same folder share them.

@@ -45,9 +45,7 @@ def trainings(config: EvalConfig) -> Trainings:
     stems = [Path(stage.split(" ")[0]).stem for stage in study.stages]
     for index, (stage, stem) in enumerate(zip(study.stages, stems, strict=True)):
         key, name = f"study.stages.{index}", stem if stems.count(stem) == 1 else stage
-        file, *words = shlex.split(stage)
-        overrides = tuple(word.removeprefix("--") for word in words)
-        _add(trainings, f"{_STAGE}{name}", _parse(file, overrides, key, None), f"{key}={stage}")
+        _add(trainings, f"{_STAGE}{name}", _parse(stage, (), key, None), f"{key}={stage}")
     if study.base is not None:
         if config.model.path is not None or config.model.preset is not None:
             raise InputError(
@@ -84,9 +82,18 @@ def _add(trainings: dict[str, TrainConfig], name: str, training: TrainConfig, ke
     trainings[name] = training
 
 
-def _parse(file: str, overrides: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
+def _parse(text: str, overrides: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
+    """Returns the config of a training.
+
+    Args:
+      text: A file, and keys that change it, as on a command line.
+      overrides: Further keys, without dashes.
+      key: Place of the training in the config, for errors.
+      folder: Its run folder; None: the one of the file.
+    """
     try:
-        words = ["--config", file, *(f"--{override}" for override in overrides)]
+        file, *words = shlex.split(text)
+        words = ["--config", file, *words, *(f"--{override}" for override in overrides)]
         training = config_lib.parse(TrainConfig, words)
     except InputError as error:
         raise InputError(f"{key}: {error}") from error

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import attention, check, implementations, measure, report
+from benchmarks.gpu import attention, check, implementations, measure, records, report
 from benchmarks.gpu.runs import JaxRun
 from benchmarks.gpu.workers import ROOT, supervise
 from benchmarks.gpu.workloads import workloads
@@ -27,9 +27,10 @@ EVERY = pytest.mark.parametrize("w", SMALL.values(), ids=list(SMALL))
 @pytest.fixture(scope="module", autouse=True)
 def device_described_once():
     """Every run asks a new process for the device. Here the first one does so for all runs."""
-    describe = functools.cache(attention.about_here)
+    describe = functools.cache(records.about_here)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "about_here", lambda: copy.deepcopy(describe()))
+        for module in (records, check):
+            patch.setattr(module, "about_here", lambda: copy.deepcopy(describe()))
         yield
 
 
@@ -79,7 +80,9 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     printed = capsys.readouterr().out
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
-    assert found["about"]["platform"] == "cpu" and found["ceilings"]["matmul"] > 0
+    (run,) = found["runs"]
+    assert run["about"]["platform"] == "cpu" and run["ceilings"]["matmul"] > 0
+    assert run["clocks"] == {found["rows"][0]["workload"]: {}}, "nvidia-smi is asked after it"
     rows = {(row["side"], row["pass"]): row for row in found["rows"]}
     assert len(rows) == len(found["rows"]) == 2 * len({side for side, _ in rows})
     for which in ("fwd", "bwd"):
@@ -104,6 +107,36 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables if "lcjax xla" in line}) == 1
     assert printed.rindex("## Targets") > printed.rindex("## Milliseconds")
+
+
+def test_results_of_other_kernels_stay_until_their_workload_is_measured_again(tmp_path, capsys):
+    def name(length):
+        return f"a causal, {length} x {length}, 2/2 heads of 16"
+
+    def measured(length, *options):
+        common = ["--cpu", "--seconds", "0", "--sides", "lcjax xla", "--passes", "fwd"]
+        words = ["--only", name(length), "--out", str(tmp_path)]
+        assert attention.main([*common, *words, *options]) == 0
+
+    (file,) = [tmp_path / "cpu.json"]
+    measured(32)
+    content = json.loads(file.read_text())
+    content["runs"][0]["about"]["kernels"] = "others"
+    file.write_text(json.dumps(content))
+    measured(128)
+    content = json.loads(file.read_text())
+    assert [r["about"]["kernels"] == "others" for r in content["runs"]] == [True, False]
+    assert [(r["workload"], r["run"]) for r in content["rows"]] == [(name(32), 0), (name(128), 1)]
+    capsys.readouterr()
+    args = attention.arguments(["--cpu", "--new", "--only", "a causal", "--out", str(tmp_path)])
+    left = attention.left(args, content["runs"][1]["about"])
+    assert left == (left[1] - 2, left[1])
+    measured(32, "--new")
+    assert json.loads(file.read_text())["rows"] == content["rows"], "both have results"
+    measured(32)
+    content = json.loads(file.read_text())
+    assert len(content["runs"]) == 1, "the first run has no rows any more"
+    assert {(r["workload"], r["run"]) for r in content["rows"]} == {(name(32), 0), (name(128), 0)}
 
 
 def test_without_a_gpu_nothing_is_begun_and_the_way_out_is_said(tmp_path, capsys):
@@ -256,6 +289,29 @@ def test_a_run_that_checks_first_reports_failures(tmp_path, monkeypatch, capsys)
     assert attention.main(options) == 1
     report = capsys.readouterr().out
     assert "FAIL some       this one: it is wrong; some: 0 ok, 0 skip, 1 FAIL" in report
+
+
+def test_a_check_is_not_repeated_until_the_code_of_an_implementation_changes(
+    tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "cpu.json"
+    words = ["--cpu", "--only", "small, float32: causal, odd", "--keep", str(file)]
+    about = records.describe()
+    assert check.left(check.arguments(words), about) == (1, 1)
+    assert check.main(words) == 0 and "ok   xla" in capsys.readouterr().out
+    assert check.left(check.arguments(words), about) == (0, 1)
+    assert check.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "xla: 1 ok, 0 skip, 0 FAIL" in printed and "ok   xla" not in printed
+    # A case more, as if the check had been cut off before it: only this one is checked.
+    more = ["--cpu", "--only", "small, float32: odd", "--keep", str(file)]
+    missing, count = check.left(check.arguments(more), about)
+    assert (missing, count) == (1, 2)
+    record = json.loads(file.read_text())["cases"]["xla"]
+    assert "pallas_kernels/backends/xla" in record["code"]
+    assert "pallas_kernels/backends/tpu" not in record["code"]
+    monkeypatch.setattr(records, "_hash", lambda part: "changed" * part.endswith("masks.py"))
+    assert check.left(check.arguments(words), about) == (1, 1)
 
 
 def test_the_check_fails_where_nothing_could_run(capsys):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import reading
-from benchmarks.gpu import model, model_report, model_runs
+from benchmarks.gpu import model, model_report, model_runs, records
 from benchmarks.gpu.workers import ROOT
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -30,7 +30,7 @@ def test_a_case_has_its_rate_its_spread_and_what_computed_its_attention(name):
     record = model_runs.measure(case, began.append)
     low, high = record["range"]
     assert 0 < low <= record["tokens_per_second"] <= high
-    assert record["compile_s"] > 0 and record["peak_gb"] > 0
+    assert record["compile_s"] > 0 and model_runs.peak_bytes() > 0
     assert began[-1] == f"run {len(record['seconds'])}"
     computed = {*record["attention"]}
     side = "xla" if case.side == "lcjax" else case.side  # what it chooses on a CPU
@@ -71,9 +71,11 @@ import json, sys, time
 from benchmarks.gpu import model
 
 def supervise(command, jobs, **_):
-    if jobs[0]["name"] not in events:
-        time.sleep(600)
-    yield events[jobs[0]["name"]]
+    for job in jobs:
+        if job["name"] not in events:
+            time.sleep(600)
+        yield {"job": job["name"]}
+        yield events[job["name"]]
 
 events, model.supervise = json.loads(sys.argv[1]), supervise
 model.main(sys.argv[2:])
@@ -96,7 +98,7 @@ def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path, capsy
     assert list(first) == ["decode tiny 64 lcjax"]
     assert model.main(words) == 0  # in processes that measure
     printed = capsys.readouterr()
-    assert "decode tiny 64 jax.nn xla begins, 1 cases are left" in printed.err
+    assert "1 cases are to be measured" in printed.err
     cases = json.loads(file.read_text())["cases"]
     assert list(cases) == ["decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"]
     assert cases["decode tiny 64 lcjax"] == first["decode tiny 64 lcjax"], "it was not done again"
@@ -119,7 +121,7 @@ def test_a_run_that_is_killed_with_its_child_goes_on(tmp_path):
     assert list(first) == ["decode tiny 64 lcjax"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "decode tiny 64 jax.nn xla begins, 1 cases are left" in done.stderr
+    assert "1 cases are to be measured" in done.stderr
     cases = json.loads(file.read_text())["cases"]
     assert list(cases) == ["decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"]
     assert cases["decode tiny 64 lcjax"] == first["decode tiny 64 lcjax"], "it was not done again"
@@ -130,12 +132,18 @@ def test_a_run_that_is_killed_with_its_child_goes_on(tmp_path):
 def children(monkeypatch):
     """Events that children emit by job, and the jobs that were started."""
     started = []
-    events = {name: [{"record": MEASURED}] for name in TINY} | {"about": [{"about": ABOUT}]}
+    code = records.code_of("xla")
+    events = {name: [{"record": MEASURED | {"code": code}}] for name in TINY}
+    events |= {"about": [{"about": ABOUT}]}
 
     def supervise(command, jobs, *, deadline, patience):
-        (job,) = jobs
-        started.append(job["name"])
-        yield from events[job["name"]]
+        for job in jobs:
+            started.append(job["name"])
+            yield {"job": job["name"], "code": code}
+            for event in events[job["name"]]:
+                yield event | ({"lost": job["name"]} if "lost" in event else {})
+                if "left" in event:
+                    return
 
     monkeypatch.setattr(model, "supervise", supervise)
     return events, started
@@ -154,23 +162,46 @@ def test_failed_and_outdated_cases_are_done_again_only_if_asked(children, tmp_pa
     words = ["--tiny", "--out", str(tmp_path), "--cases", "train"]
     events |= {"train tiny 64 lcjax": HANGS}
     assert model.main(words) == 0
-    records = json.loads((tmp_path / "cpu.json").read_text())["cases"]
-    assert records["train tiny 64 lcjax"]["reason"] == "silent for 180 s (compiling)"
-    assert records["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0, "others go on"
+    found = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+    assert found["train tiny 64 lcjax"]["reason"] == "silent for 180 s (compiling)"
+    assert found["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0, "others go on"
     assert "- train tiny 64 lcjax: silent for 180 s (compiling)" in capsys.readouterr().out
     started.clear()
     assert model.main(words) == 0 and started == ["about"]
     events |= {"train tiny 64 lcjax": FAILS}
+    started.clear()
+    assert model.main([*words, "--outdated"]) == 0 and started == ["about"], "no code has changed"
     assert model.main([*words, "--again"]) == 0 and started[2:] == ["train tiny 64 lcjax"]
-    records = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+    found = json.loads((tmp_path / "cpu.json").read_text())["cases"]
     reason = "JaxRuntimeError: RESOURCE_EXHAUSTED (run 1)"
-    assert records["train tiny 64 lcjax"]["reason"] == reason
-    for version in ("0", "of another JAX"):  # the first one is that of now
-        records["train tiny 64 jax.nn xla"]["about"]["jax"] = version
-        (tmp_path / "cpu.json").write_text(json.dumps({"cases": records}))
+    assert found["train tiny 64 lcjax"]["reason"] == reason
+    peer = found["train tiny 64 jax.nn xla"]
+    unchanged = peer["about"]["jax"], peer["code"]
+    for jax, code in (unchanged, ("of another JAX", peer["code"]), ("0", {"lcjax/models": "old"})):
+        peer["about"]["jax"], peer["code"] = jax, code
+        (tmp_path / "cpu.json").write_text(json.dumps({"cases": found}))
         started.clear()
-        assert model.main([*words, "--again"]) == 0
-        assert ("train tiny 64 jax.nn xla" in started) == (version != "0")
+        assert model.main([*words, "--outdated"]) == 0
+        assert ("train tiny 64 jax.nn xla" in started) == ((jax, code) != unchanged)
+    now = json.loads((tmp_path / "cpu.json").read_text())["cases"]["train tiny 64 jax.nn xla"]
+    assert now["before"] == {"tokens_per_second": 2.0, "peak_gb": 1.0, "commit": "abc"}
+
+
+def test_cases_share_processes_unless_their_peak_memory_is_compared():
+    def names(cases):
+        return [[case.side for case in group] for group in model.processes(cases)]
+
+    tiny = model_runs.cases(tiny=True)
+    assert names(tiny) == [["lcjax", "jax.nn xla"]] * 2 + [["full"], ["cepe"], ["shared_llm"]]
+
+
+def test_a_case_that_fails_does_not_cost_the_others_of_its_process(children, tmp_path):
+    events, _ = children
+    events |= {"train tiny 64 lcjax": FAILS}
+    assert model.main(["--tiny", "--out", str(tmp_path), "--cases", "train"]) == 0
+    found = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+    assert "RESOURCE_EXHAUSTED" in found["train tiny 64 lcjax"]["reason"]
+    assert found["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0
 
 
 def test_a_case_that_the_time_cuts_off_has_no_record(children, tmp_path, capsys):

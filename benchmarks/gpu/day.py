@@ -1,0 +1,366 @@
+"""Runs what a few minutes on an NVIDIA GPU can answer, the most telling first, and prints a table.
+
+    python -m benchmarks.gpu.day --plan               # the order, the time limits, what is done
+    python -m benchmarks.gpu.day --minutes 8          # repeat to go on
+    python -m benchmarks.gpu.day --parts rows         # one part alone
+    python -m benchmarks.gpu.day --report             # the table of what is stored
+    python -m benchmarks.gpu.day --tiny               # every part at tiny sizes, on a CPU
+
+The parts are commands of their own (`--plan` prints them):
+
+check      the kernels against float64 formulas, where their code has changed
+decode     TinyLlama-1.1B continues texts of 16K and 64K, beside jax.nn by XLA and by cuDNN
+read       CEPE and SharedLLM read 128K beside full attention of the same decoder
+train      TinyLlama-1.1B trains on 64K, beside jax.nn by cuDNN
+attention  tables, cross-attention, masks per head and lengths that have no timings yet
+rows       LCEG's table 1 with SmolLM2-135M at 32K, one method at a time
+shapes     attention with other heads that has no timings yet
+
+Each part is a process with a time limit for all of it, and limits for the silence of a process that
+compiles or runs, which is then ended and replaced. A part that hangs, crashes or runs out of memory
+does not stop the next one. Results are written into `--out` after every case, with device, driver,
+clocks, versions and commit; a case is not repeated until code that it ran changes. What is left
+when the time is up is done by the next call.
+
+Without a network, first run `pack.py` elsewhere and pass its folder as `--pack`. Where git does not
+know the commit, set LCJAX_COMMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import records
+from .report import number
+from .workers import ROOT
+
+GRACE = 25.0  # seconds after its limit in which a part must end by itself
+LEAST = 30.0  # seconds; with less time left, no part begins
+COMPILING, RUNNING = 100, 45  # seconds of silence of a model's process
+PARTS_FILE = "day"  # folder in `--out` with the outcome of each part
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of this package with the words that select its cases."""
+
+    name: str
+    seconds: float  # at most, in one call; what it does not need is left to the next parts
+    module: str
+    folder: str  # of its results, in `--out`
+    words: tuple[str, ...] = ()
+    tiny: tuple[str, ...] = ()  # instead of `words`
+
+    def command(self, args, device: str) -> list[str]:
+        """Returns the words of the part's command, without its minutes."""
+        from pallas_kernels import timings
+
+        place = args.out / self.folder
+        if self.module == "check":
+            return [*self._words(args), "--keep", str(place / timings.file_of(device))]
+        words = [*self._words(args), "--out", str(place)]
+        if self.module == "rows":
+            words += ["--work", str(args.work / "rows")]
+            tokens = args.pack / "site" / "tokens" if args.pack else None
+            words += ["--data", str(tokens)] if tokens and tokens.exists() else []
+        return words
+
+    def _words(self, args) -> Sequence[str]:
+        return self.tiny if args.tiny else self.words
+
+    def left(self, args, about: dict) -> tuple[int, int]:
+        """Returns how many of its cases are left, and how many there are."""
+        module = importlib.import_module(f"{__package__}.{self.module}")
+        return module.left(module.arguments(self.command(args, about["device"])), about)
+
+
+def _models(*cases: str) -> tuple[str, ...]:
+    limits = ("--compiling", str(COMPILING), "--running", str(RUNNING))
+    return ("--outdated", *limits, "--cases", *cases)
+
+
+NEW = ("--new", "--passes", "fwd", "bwd")
+
+# What a part is expected to need on an H100 once all of its cases are left: a case of decoding
+# compiles for 16 to 29 s and reading for 56 s (benchmarks/gpu/results/model), and a process starts
+# in about 12 s.
+PARTS = (
+    Part(
+        "check", 60, "check", "check", ("--seed", "1"),
+        ("--cpu", "--only", "small, float32: causal, odd"),
+    ),
+    Part(
+        "decode", 120, "model", "model", _models("decode 1.1b 16k", "decode 1.1b 64k"),
+        ("--tiny", "--outdated", "--cases", "decode lcjax"),
+    ),
+    Part(
+        "read", 150, "model", "model", _models("read 1.1b 128k"),
+        ("--tiny", "--outdated", "--cases", "read shared_llm"),
+    ),
+    Part(
+        "train", 90, "model", "model", _models("train 1.1b 64k"),
+        ("--tiny", "--outdated", "--cases", "train tiny 64 lcjax"),
+    ),
+    Part(
+        "attention", 90, "attention", "", (*NEW, "--group", "fgda", "--only", "16/16 heads of 128"),
+        ("--cpu", "--seconds", "0", "--passes", "fwd", "--only", "f blocks 12.5 128 2/2 of 32"),
+    ),
+    Part("rows", 600, "rows", "rows", (), ("--tiny",)),
+    Part(
+        "shapes", 600, "attention", "", NEW,
+        ("--cpu", "--seconds", "0", "--passes", "fwd", "--only", "f blocks 12.5 128 2/2 of 32"),
+    ),
+)  # fmt: skip
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=8.0)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/gpu/results")
+    parser.add_argument("--work", type=Path, default=Path("runs/gpu_day"), help="for what resumes")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="of pack.py")
+    parser.add_argument("--plan", action="store_true", help="only print what would run")
+    parser.add_argument("--report", action="store_true", help="only print the table")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, without a GPU")
+    args = parser.parse_args(argv)
+    if args.out is None:  # times of tiny sizes are not results
+        args.out = Path("runs/gpu_day_tiny" if args.tiny else "benchmarks/gpu/results")
+    if args.tiny and args.work == parser.get_default("work"):
+        args.work = args.out / "work"
+    if args.pack and not args.pack.is_dir():
+        parser.error(f"--pack {args.pack} is no folder; python -m {__package__}.pack makes it")
+    return args
+
+
+def environment(args) -> dict[str, str]:
+    """Returns the variables of the parts: packed packages, and a cache of compiled programs."""
+    found = {"JAX_COMPILATION_CACHE_DIR": str((args.work / "compiled").resolve())}
+    if args.pack:
+        from .pack import unpack
+
+        paths = [str(unpack(args.pack).resolve()), *os.environ.get("PYTHONPATH", "").split(":")]
+        found["PYTHONPATH"] = ":".join(filter(None, paths))
+    if args.tiny:
+        found |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return found
+
+
+def ended(command: list[str], limit: float, log: Path) -> str:
+    """Runs a command for at most `limit` seconds; returns how it ended, "" for exit code 0.
+
+    It has a process group of its own, all of which is ended. What it prints is in `log`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as lines:
+        child = subprocess.Popen(command, stdout=lines, cwd=ROOT, start_new_session=True)
+    try:
+        code = child.wait(limit)
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        return f"it was ended after {limit:.0f} s"
+    finally:
+        kill(child)
+
+
+def kill(child) -> None:
+    """Ends the processes that a child has left behind, and waits for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def run(args, about: dict, deadline: float, parts: Sequence[Part] = PARTS) -> None:
+    """Runs the parts that have cases left, one after the other, until the time is up."""
+    outcomes = outcomes_of(args, about)
+    for part in parts:
+        count, _ = part.left(args, about)
+        if part.name not in args.parts or not count:
+            continue
+        seconds = min(part.seconds, deadline - time.monotonic())
+        if seconds < LEAST and not args.tiny:
+            say("the time is up; the same command goes on")
+            break
+        say(f"{part.name} begins, {count} cases are left, at most {seconds:.0f} s")
+        start = time.monotonic()
+        words = part.command(args, about["device"])
+        command = [sys.executable, "-m", f"{__package__}.{part.module}", *words]
+        log = args.work / f"{part.name}.log"
+        why = ended([*command, "--minutes", str(seconds / 60)], seconds + GRACE, log)
+        now_left, _ = part.left(args, about)
+        spent = time.monotonic() - start
+        said = f"; {why}, see {log}" * bool(why)
+        say(f"{part.name} took {spent:.0f} s, {now_left} cases are left{said}")
+        outcomes.add({
+            "case": part.name, "about": about, "date": time.strftime("%Y-%m-%d %H:%M"),
+            "seconds": round(spent, 1), "left": now_left, "ended": why,
+        })  # fmt: skip
+
+
+def outcomes_of(args, about: dict) -> records.Records:
+    from pallas_kernels import timings
+
+    return records.Records(args.out / PARTS_FILE / timings.file_of(about["device"]))
+
+
+def plan(args, about: dict) -> str:
+    """Returns the parts in their order with limits, what is left, and how they ended last."""
+    outcomes = outcomes_of(args, about).by_case
+    head = ("part", "at most, s", "silence, s", "left", "last call", "command")
+    lines = ["| " + " | ".join(head) + " |", "|---|--:|---|--:|---|---|"]
+    for part in (part for part in PARTS if part.name in args.parts):
+        left, count = part.left(args, about)
+        last = outcomes.get(part.name)
+        said = "never" if last is None else f"{last['date']}, {last['seconds']:.0f} s"
+        said += f", {last['ended']}" if last and last["ended"] else ""
+        words = shlex.join([part.module, *part.command(args, about["device"])])
+        cells = [part.name, f"{part.seconds:.0f}", silence(part.module), f"{left} of {count}", said]
+        lines.append(f"| {' | '.join([*cells, f'`{words}`'])} |")
+    return "\n".join([f"Device: {about['device']}\n", *lines])
+
+
+def silence(module: str) -> str:
+    """Returns how long a process of a part may be silent before it is ended and replaced."""
+    from . import attention, check, measure, rows
+
+    limits = {
+        "check": f"{check.WATCHED:.0f}",
+        "model": f"{COMPILING} compiling, {RUNNING} running",
+        "attention": f"{measure.COMPILING:.0f} compiling, {attention.WATCHED:.0f} running",
+        "rows": f"{rows.SILENT:.0f}",
+    }
+    return limits[module]
+
+
+def stored(out: Path) -> list[dict]:
+    """Returns the descriptions of the devices that have results of attention."""
+    found = (json.loads(file.read_text())["runs"][-1] for file in sorted(out.glob("*.json")))
+    return [run["about"] for run in found]
+
+
+def table(out: Path) -> str:
+    """Returns the results of all devices and parts as one table."""
+    lines = ["| part | case | result | beside | before | commit |", "|---|---|---|---|---|---|"]
+    folders = dict.fromkeys(part.folder for part in PARTS)
+    files = {file.stem for folder in folders for file in (out / folder).glob("*.json")}
+    for device in sorted(files):
+        lines.append(f"| **{device.replace('_', ' ')}** |" + " |" * 5)
+        for folder in folders:
+            if (file := out / folder / f"{device}.json").exists():
+                content = json.loads(file.read_text())
+                rows = _attention(content) if "runs" in content else _rows(folder, content["cases"])
+                lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _rows(folder: str, found: dict[str, dict]) -> list[list[str]]:
+    return [_row(folder, record, found) for record in found.values()]
+
+
+def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:
+    """Returns a line of the table for a record of a part's folder."""
+    part, commit = record.get("kind", part), str(record["about"].get("commit"))
+    if "reason" in record:
+        return [part, record["case"], record["reason"], "", "", commit]
+    if part == "check":
+        counts = ", ".join(f"{n} {what}" for what, n in record["counts"].items())
+        return [part, record["case"], f"{counts} of {record['cases']}", "", "", commit]
+    if part == "rows":
+        cells = (f"{task} {number(x)} at {int(length):,}"
+                 for task, of in record["cells"].items() for length, x in of.items())  # fmt: skip
+        return [part, record["case"], ", ".join(cells), "", "", commit]
+    low, high = record["range"]
+    result = f"{number(record['tokens_per_second'])} tokens/s ({number(low)} - {number(high)})"
+    for key, unit in (("mfu", "MFU"), ("bandwidth_share", "of bandwidth")):
+        result += f", {record[key]:.0%} {unit}" if record.get(key) else ""
+    peak = record["peak_gb"] or record.get("plan_gb")
+    result += f", {number(peak)} GB" if peak else ""
+    before = record.get("before", {})
+    said = f"{number(before['tokens_per_second'])} tokens/s, {before['commit']}" if before else ""
+    return [part, record["case"], result, _beside(record, records), said, commit]
+
+
+def _beside(record: dict, records: dict[str, dict]) -> str:
+    """Returns the speed (and memory, of reading) relative to the peers of the same task."""
+    task = record["kind"], record["model"], record["tokens"]
+    peers = [
+        r for r in records.values()
+        if (r["kind"], r["model"], r["tokens"]) == task and "reason" not in r
+        and r["side"] != record["side"] and r["about"] == record["about"]
+    ]  # fmt: skip
+    if record["kind"] == "read":
+        peers = [r for r in peers if r["side"] == "full"]
+    elif record["side"] != "lcjax":
+        return ""
+    ratios = []
+    for peer in peers:
+        speed = record["tokens_per_second"] / peer["tokens_per_second"]
+        ratio = f"{speed:.2f}x as fast as {peer['side']}"
+        if record["kind"] == "read" and record["peak_gb"] and peer["peak_gb"]:
+            ratio += f", {record['peak_gb'] / peer['peak_gb']:.2f} of its memory"
+        ratios.append(ratio)
+    return "; ".join(ratios)
+
+
+def _attention(content: dict) -> Iterator[list[str]]:
+    """Yields a line for each workload and pass of the last run: lcjax's fastest implementation."""
+    last = len(content["runs"]) - 1
+    best: dict = {}
+    for row in content["rows"]:
+        if row["run"] == last and row.get("ms") and row["side"].startswith("lcjax"):
+            key = row["workload"], row["pass"]
+            if key not in best or row["ms"] < best[key]["ms"]:
+                best[key] = row
+    commit = str(content["runs"][last]["about"].get("commit"))
+    for (workload, which), row in best.items():
+        rate = f"{number(row['ms'])} ms, {number(row['executed_tflops'])} TFLOP/s, {row['side']}"
+        ratios = (f"{x:.2f}x as fast as {side}" for side, x in row.get("speed_to", {}).items())
+        yield ["attention", f"{workload}, {which}", rate, "; ".join(ratios), "", commit]
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    os.environ |= environment(args)
+    import jax
+
+    from . import model
+
+    # This process only reads results, and leaves the GPU to its children.
+    jax.config.update("jax_platforms", "cpu")
+    if args.plan:
+        devices = stored(args.out) or [records.describe()]
+        print("\n\n".join(plan(args, device) for device in devices))
+        return 0
+    if not args.report:
+        say("describing the device and checking its kernels")
+        deadline = time.monotonic() + 60 * args.minutes
+        about = model.described(model.arguments(["--tiny"] * args.tiny), deadline)
+        if about is None:
+            return 2
+        os.environ[records.ABOUT] = json.dumps(about)  # for the parts
+        run(args, about, deadline)
+    print(table(args.out))
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
