@@ -7,7 +7,7 @@
 
 reading: a text of each length is read and continued. CEPE's decoder reads its last 4,096 tokens
     (2,048 at a length of 4,096), and its encoder the rest in chunks of 256 (arXiv 2402.16617,
-    sec. 3.2); full attention reads all tokens. Each measurement runs in its own process, whose peak
+    sec. 3); full attention reads all tokens. Each measurement runs in its own process, whose peak
     memory includes the weights; times are the shortest of up to three runs. Weights are random,
     which does not change times.
 context: cross-attention over a context of 131,072 slots of which only some hold text, forward and
