@@ -38,12 +38,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import records
-from .report import number
 from .workers import ROOT
 
 GRACE = 25.0  # seconds after its limit in which a part must end by itself
@@ -253,86 +252,6 @@ def stored(out: Path) -> list[dict]:
     return [run["about"] for run in found]
 
 
-def table(out: Path) -> str:
-    """Returns the results of all devices and parts as one table."""
-    lines = ["| part | case | result | beside | before | commit |", "|---|---|---|---|---|---|"]
-    folders = dict.fromkeys(part.folder for part in PARTS)
-    files = {file.stem for folder in folders for file in (out / folder).glob("*.json")}
-    for device in sorted(files):
-        lines.append(f"| **{device.replace('_', ' ')}** |" + " |" * 5)
-        for folder in folders:
-            if (file := out / folder / f"{device}.json").exists():
-                content = json.loads(file.read_text())
-                rows = _attention(content) if "runs" in content else _rows(folder, content["cases"])
-                lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def _rows(folder: str, found: dict[str, dict]) -> list[list[str]]:
-    return [_row(folder, record, found) for record in found.values()]
-
-
-def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:
-    """Returns a line of the table for a record of a part's folder."""
-    part, commit = record.get("kind", part), str(record["about"].get("commit"))
-    if "reason" in record:
-        return [part, record["case"], record["reason"], "", "", commit]
-    if part == "check":
-        counts = ", ".join(f"{n} {what}" for what, n in record["counts"].items())
-        return [part, record["case"], f"{counts} of {record['cases']}", "", "", commit]
-    if part == "rows":
-        cells = (f"{task} {number(x)} at {int(length):,}"
-                 for task, of in record["cells"].items() for length, x in of.items())  # fmt: skip
-        return [part, record["case"], ", ".join(cells), "", "", commit]
-    low, high = record["range"]
-    result = f"{number(record['tokens_per_second'])} tokens/s ({number(low)} - {number(high)})"
-    for key, unit in (("mfu", "MFU"), ("bandwidth_share", "of bandwidth")):
-        result += f", {record[key]:.0%} {unit}" if record.get(key) else ""
-    peak = record["peak_gb"] or record.get("plan_gb")
-    result += f", {number(peak)} GB" if peak else ""
-    before = record.get("before", {})
-    said = f"{number(before['tokens_per_second'])} tokens/s, {before['commit']}" if before else ""
-    return [part, record["case"], result, _beside(record, records), said, commit]
-
-
-def _beside(record: dict, records: dict[str, dict]) -> str:
-    """Returns the speed (and memory, of reading) relative to the peers of the same task."""
-    task = record["kind"], record["model"], record["tokens"]
-    peers = [
-        r for r in records.values()
-        if (r["kind"], r["model"], r["tokens"]) == task and "reason" not in r
-        and r["side"] != record["side"] and r["about"] == record["about"]
-    ]  # fmt: skip
-    if record["kind"] == "read":
-        peers = [r for r in peers if r["side"] == "full"]
-    elif record["side"] != "lcjax":
-        return ""
-    ratios = []
-    for peer in peers:
-        speed = record["tokens_per_second"] / peer["tokens_per_second"]
-        ratio = f"{speed:.2f}x as fast as {peer['side']}"
-        if record["kind"] == "read" and record["peak_gb"] and peer["peak_gb"]:
-            ratio += f", {record['peak_gb'] / peer['peak_gb']:.2f} of its memory"
-        ratios.append(ratio)
-    return "; ".join(ratios)
-
-
-def _attention(content: dict) -> Iterator[list[str]]:
-    """Yields a line for each workload and pass of the last run: lcjax's fastest implementation."""
-    last = len(content["runs"]) - 1
-    best: dict = {}
-    for row in content["rows"]:
-        if row["run"] == last and row.get("ms") and row["side"].startswith("lcjax"):
-            key = row["workload"], row["pass"]
-            if key not in best or row["ms"] < best[key]["ms"]:
-                best[key] = row
-    commit = str(content["runs"][last]["about"].get("commit"))
-    for (workload, which), row in best.items():
-        rate = f"{number(row['ms'])} ms, {number(row['executed_tflops'])} TFLOP/s, {row['side']}"
-        ratios = (f"{x:.2f}x as fast as {side}" for side, x in row.get("speed_to", {}).items())
-        yield ["attention", f"{workload}, {which}", rate, "; ".join(ratios), "", commit]
-
-
 def main(argv=None) -> int:
     args = arguments(argv)
     os.environ |= environment(args)
@@ -354,6 +273,8 @@ def main(argv=None) -> int:
             return 2
         os.environ[records.ABOUT] = json.dumps(about)  # for the parts
         run(args, about, deadline)
+    from .summary import table
+
     print(table(args.out))
     return 0
 

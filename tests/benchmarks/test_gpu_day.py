@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ import zipfile
 
 import pytest
 
-from benchmarks.gpu import day, model, pack, records, rows
+from benchmarks.gpu import day, model, pack, records, rows, summary
 from benchmarks.gpu.workers import ROOT
 
 ABOUT = {"device": "a GPU", "platform": "gpu", "jax": "0", "commit": "abc"}
@@ -85,7 +86,7 @@ def test_a_part_that_fails_does_not_stop_the_next_one(fake, tmp_path, capsys):
     assert record["limit"] == pytest.approx(20 / 60)
     said = capsys.readouterr().err
     assert "crashes begins, 1 cases are left, at most 20 s" in said
-    assert f"signal SIGABRT, see {tmp_path}/work/crashes.log" in said
+    assert f"signal SIGABRT, see {tmp_path / 'work' / 'crashes.log'}" in said
     # The next call leaves out what is done.
     fake("crashes", "works")
     said = capsys.readouterr().err
@@ -174,7 +175,7 @@ def test_the_table_has_ratios_to_the_peers_and_the_figures_before(tmp_path):
     counts = {"ok": 3, "skip": 1, "FAIL": 0}
     checked = {"case": "triton", "about": ABOUT, "code": {}, "counts": counts, "cases": 119}
     records.Records(tmp_path / "check/a_GPU.json").add(checked)
-    lines = day.table(tmp_path).splitlines()
+    lines = summary.table(tmp_path).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     by_case = {line.split(" | ")[1]: line for line in lines[3:]}
     assert "400 tokens/s (399 - 401), 31% of bandwidth, 2.00 GB" in by_case["decode 1.1b 16k lcjax"]
@@ -186,6 +187,14 @@ def test_the_table_has_ratios_to_the_peers_and_the_figures_before(tmp_path):
     assert "RESOURCE_EXHAUSTED" in by_case["train 1.1b 64k lcjax"]
     assert "pg19 5.25 at 32,768" in by_case["ntk_32k"]
     assert "3 ok, 1 skip, 0 FAIL of 119" in by_case["triton"]
+
+
+@pytest.mark.parametrize("page", summary.PAGES)
+def test_the_tables_of_the_docs_are_those_of_the_results(page):
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"<!-- gpu: (.*?) -->", text)
+    assert blocks and {*blocks} <= summary.BLOCKS.keys()
+    assert summary.filled(text) == text, "python -m benchmarks.gpu.summary --write"
 
 
 def test_a_record_is_outdated_when_code_changes_that_its_process_imported(tmp_path, monkeypatch):
