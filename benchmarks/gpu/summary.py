@@ -20,7 +20,7 @@ from .report import number
 from .workers import ROOT
 
 FOLDERS = ("check", "model", "", "rows")  # of the results of check, model, attention and rows
-RESULTS = ROOT / "benchmarks/gpu/results"
+RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = ("README.md", "docs/benchmarks.md")
 SIDES = ("lcjax mosaic_gpu", "lcjax triton", "lcjax cudnn", "jax.nn cudnn")
 PASSES = {"fwd": "forward", "bwd": "backward"}
