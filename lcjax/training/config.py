@@ -164,7 +164,10 @@ class TrainSection:
     seed: int = 0  # of new weights and of sampled positions
     loss_chunk: int | None = None  # positions per chunk of logits; null: chosen by size
     log_every: int = 10
-    save_every: int = 500
+    save_every: int = 500  # steps between checkpoints
+    # Also saves when so many minutes have passed since the last checkpoint, such as 10 on machines
+    # that may be taken away; null: never. Several processes check it at steps of log_every.
+    save_minutes: float | None = None
     # Number of newest checkpoints to keep, beside the newest one whose next step was finite.
     keep: int = 2
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
@@ -182,7 +185,7 @@ class TrainSection:
                 f"train.profile.start={self.profile.start} with steps={self.profile.steps} ends"
                 f" after train.steps={self.steps}; lower them"
             )
-        for name in ("lr", "eps", "clip"):
+        for name in ("lr", "eps", "clip", "save_minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"train.{name}={value} must be above 0")

@@ -72,8 +72,8 @@ _FREE = (
     *("data.path", "data.sources", "retriever.pairs.path"),
     *(f"data.{name}" for name in RESUMABLE),
     *("train.accumulation", "train.on_nan", "train.loss_chunk", "train.offload"),
-    *("train.log_every", "train.save_every", "train.keep", "train.export", "train.checksums"),
-    "train.profile",
+    *("train.log_every", "train.save_every", "train.save_minutes", "train.keep", "train.export"),
+    *("train.checksums", "train.profile"),
 )
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 import jax
@@ -124,6 +125,7 @@ class Training:
         self.trace = Trace(profile, folder / folder_lib.PROFILE)
         self.validation = Validation(config, task)
         self.pending: collections.deque[PendingStep] = collections.deque()
+        self.saved_at = monotonic()
         self.halt_after = 1 if config.train.on_nan == "stop" else _MAX_SKIPS
         self.num_nonfinite = jax.device_put(
             np.int32(0), replicated(self.mesh)
@@ -163,7 +165,7 @@ class Training:
                 self._report(max_pending=1)
                 if eval_every and (step % eval_every == 0 or step == train.steps):
                     self._validate(step)
-                if step % train.save_every == 0:
+                if step % train.save_every == 0 or self._is_save_due(step):
                     self._save(step)
             self._save(step)
             self.checkpoints.wait()
@@ -289,7 +291,20 @@ class Training:
             f" {move}resume with {lower}"
         )
 
+    def _is_save_due(self, step: int) -> bool:
+        """Returns whether train.save_minutes have passed; the result is equal on all processes."""
+        minutes = self.config.train.save_minutes
+        if minutes is None:
+            return False
+        is_due = monotonic() - self.saved_at >= 60 * minutes
+        if jax.process_count() == 1:
+            return is_due
+        # Clocks differ, and agreeing waits for the devices, so not at every step.
+        is_checked = step % self.config.train.log_every == 0
+        return is_checked and bool(multihost_utils.broadcast_one_to_all(np.array(is_due)))
+
     def _save(self, step: int) -> None:
+        self.saved_at = monotonic()
         self._report()
         if self.is_main:
             folder_lib.check_kept(self.folder)

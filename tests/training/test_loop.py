@@ -1,6 +1,7 @@
 """Whole runs: results on disk, resuming after any end, refusals."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -39,6 +40,21 @@ def reference(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("reference") / "run"
     metrics = run(tiny(folder, corpus))
     return folder, metrics, losses(folder)
+
+
+def test_checkpoints_are_also_saved_by_time(corpus, tmp_path, monkeypatch, reference):
+    """Every look at the clock takes 30 s, and each step looks once, as does each checkpoint."""
+    clock, saved, save = itertools.count(0.0, 30.0), [], loop.Checkpoints.save
+    monkeypatch.setattr(loop, "monotonic", lambda: next(clock))
+
+    def noted(checkpoints, step, *args):
+        saved.append(step)
+        save(checkpoints, step, *args)
+
+    monkeypatch.setattr(loop.Checkpoints, "save", noted)
+    run(tiny(tmp_path / "run", corpus, save_every=STEPS, save_minutes=1.5, export=False))
+    assert saved[:3] == [3, 6, 9] and saved[-1] == STEPS
+    assert losses(tmp_path / "run") == reference[2], "saving changes nothing"
 
 
 @pytest.mark.slow

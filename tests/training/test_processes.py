@@ -103,6 +103,12 @@ def test_sigterm_to_one_process_makes_both_save_the_same_step_and_end_well(place
     assert list(losses(place / "stopped")) == list(range(1, int(saved) + 1))
 
 
+def test_processes_agree_when_a_checkpoint_is_due_by_time(place):
+    config = {"save_every": 100, "save_minutes": 1e-9, "log_every": 2, "steps": 5, "keep": 9}
+    assert_ended_well(train(place, "timed", config=config))
+    assert sorted(os.listdir(place / "timed" / "checkpoints")) == ["2", "4", "5"]
+
+
 def test_adapters_are_exported_from_two_processes(place):
     assert_ended_well(
         train(place, "lora", config={"export": True, "lora": LoRA(rank=2), "steps": 2})
