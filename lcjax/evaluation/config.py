@@ -166,6 +166,20 @@ def datastores(config: EvalConfig) -> dict[str, str]:
     return {f"datastore of {name}": x.fingerprint for name, x in users.items() if x is not None}
 
 
+def encoders(config: EvalConfig) -> dict[str, str]:
+    """Returns the fingerprint of the encoder of each REPLUG method, for `Store.check_inputs`.
+
+    Raises:
+      InputError: An encoder does not exist; raised before models are loaded and trained.
+    """
+    opened = {m.name: m.replug.open_encoder() for m in config.methods if m.replug is not None}
+    return {
+        f"encoder of method {name}": encoder.fingerprint
+        for name, encoder in opened.items()
+        if encoder is not None
+    }
+
+
 def _weights_of(section: ModelSection) -> str:
     encoder = section.memory and section.memory.encoder
     parts = [] if section.path is None else [identity(section.path, section.base)]

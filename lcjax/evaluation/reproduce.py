@@ -221,18 +221,23 @@ def _merge(tree: Any, changes: Any) -> Any:
 
 
 def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:
-    """Returns methods whose checkpoint is missing and not trained first, with the reason."""
+    """Returns methods whose checkpoint is missing and not trained first, with the reason.
+
+    An encoder of chunks (`replug.encoder`) is missing, too, if it does not exist.
+    """
     missing, trained = {}, study.by_path(study.trainings(config))
-    for method, section in zip(config.methods, sections(config), strict=True):
-        if method.path is None or method.path in trained:
-            continue
+    for index, (method, section) in enumerate(zip(config.methods, sections(config), strict=True)):
+        is_own = method.path is not None and method.path not in trained
         try:
-            check_source(section, f"methods.{config.methods.index(method)}")
+            if is_own:
+                check_source(section, f"methods.{index}")
+            if method.replug is not None:
+                method.replug.open_encoder()
         except InputError as error:
             if is_storage_failure(error):  # the checkpoint may exist
                 raise
-            reason = _training_of(method) or error
-            if method.name in needs:
+            reason = (_training_of(method) if is_own else None) or error
+            if is_own and method.name in needs:
                 reason = f"path={method.path} does not exist; {needs[method.name]}"
             missing[method.name] = f"method {method.name}: {reason}"
     return missing

@@ -26,6 +26,7 @@ from lcjax.evaluation.config import (
     corpora,
     corpus_of,
     datastores,
+    encoders,
     method_settings,
     sections,
     split_of,
@@ -85,6 +86,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
                 check_source(section, "model" if method.path is None else f"methods.{i}")
             if method.retriever is None and study.has_memory(section, trainings):
                 _check_splits(config, [method])
+    inputs = encoders(config)
     settings = draccus.encode(config)
     if trainings:
         settings["trainings"] = study.settings(trainings)
@@ -95,7 +97,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         study.check_paths(config, trainings)
         if not study.run(config, trainings):
             return None
-        store.check_inputs((weights(trained) if load is None else {}) | datastores(config))
+        inputs |= datastores(config) | (weights(trained) if load is None else {})
+        store.check_inputs(inputs)
         try:
             runner = _Runner(trained, store, load_model)
             if load is None:

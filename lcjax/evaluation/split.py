@@ -6,12 +6,14 @@ passages move, each as a whole, and the decoder also reads the demonstrations. A
 passages but the best ones (`decoder_passages`), and REPLUG reads all of them.
 
 In CEPE's Table 1 (arXiv 2402.16617) the decoder reads the last 2,048 of 4,096 tokens and the last
-4,096 of longer windows; the encoder reads the tokens before in chunks of 256.
+4,096 of longer windows; the encoder reads the tokens before in chunks of 256. Its REPLUG weighs the
+chunks before a text by the products of Contriever's vectors (app. B).
 """
 
 import abc
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -28,6 +30,8 @@ from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScor
 from lcjax.generation.scoring import Continuation
 from lcjax.memory import Policy
 from lcjax.models.memory import Memory, check_memory
+from lcjax.retrieval.datastore import EncoderSection
+from lcjax.retrieval.encoder import Encoder
 
 SOURCES = ("own", "foreign")
 # The memory class to which a setting of `ContextSplit` applies, and the field that it replaces.
@@ -207,8 +211,11 @@ class ContextSplit(Split):
 class ReplugSplit(Split):
     """Context for REPLUG, which mixes probabilities of the decoder's text after each chunk.
 
-    Retrieved passages have the weights softmax(score / temperature); other chunks have equal
-    weights. If `decoder` is null, decoder and chunk fill half of the window.
+    The weights are softmax(score / temperature). Retrieved passages have the scores of their
+    search. The score of other chunks is the product of the `encoder`'s vectors of the chunk and of
+    the query, the first `query_tokens` tokens that the decoder reads after the context (CEPE, arXiv
+    2402.16617, app. B, with Contriever). Without `encoder` their weights are equal. If `decoder` is
+    null, decoder and chunk fill half of the window.
     """
 
     key: ClassVar[str] = "replug"
@@ -216,16 +223,38 @@ class ReplugSplit(Split):
     chunk: int = 256
     temperature: float = 1.0  # temperature of the scores
     marginal: str = "token"  # what is mixed (`Replug.marginal`): token or sequence
+    encoder: EncoderSection | None = None  # scores chunks without a score; null: equal weights
+    # Tokens of the query of `encoder`; fewer if the scored or generated tokens begin earlier
+    query_tokens: int = 256
 
     def __post_init__(self):
         super().__post_init__()
+        check_integers(self.key, self, 1, "query_tokens")
         log_weights(np.zeros(1), self.temperature)
         check_one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
 
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)
         subject = model.with_method(length=None if prompts else decoder + self.chunk)
-        return SplitModel(subject, self, decoder, self.chunk)
+        return SplitModel(subject, self, decoder, self.chunk, self.open_encoder())
+
+    def open_encoder(self) -> Encoder | None:
+        """Opens the encoder of chunks; returns None if their weights are equal.
+
+        Raises:
+          InputError: `encoder` names no encoder.
+        """
+        if self.encoder is None:
+            return None
+        if not self.encoder.path:
+            raise InputError(
+                f"{self.key}.encoder.path is empty: name an encoder, such as facebook/contriever,"
+                f" or set {self.key}.encoder=null for equal weights"
+            )
+        try:
+            return self.encoder.open()
+        except InputError as error:
+            raise InputError(f"{self.key}.{error}") from error
 
     def tokens(self, model, length: int) -> int:
         if self.decoder is not None:
@@ -278,14 +307,17 @@ class Part:
     head: np.ndarray  # int32 [n]
     rest: np.ndarray
     context: list[np.ndarray]  # the chunks
-    scores: list[float]  # of the chunks
+    scores: list[float] | None  # of the chunks; None: unknown
 
 
 class SplitModel(WrappedScorer):
     """A model whose decoder reads the last `decoder` tokens; the tokens before are context."""
 
-    def __init__(self, model, split: Split, decoder: int, chunk: int):
+    def __init__(
+        self, model, split: Split, decoder: int, chunk: int, encoder: Encoder | None = None
+    ):
         self.lm, self.decoder, self._split, self._chunk = model, decoder, split, chunk
+        self._encoder = encoder
         has_ends = getattr(split, "sentences", False)
         self._ends_sentence = SentenceEnds(model.tokenizer) if has_ends else None
         self._movable: Sequence[Spans] | None = None
@@ -301,18 +333,46 @@ class SplitModel(WrappedScorer):
             start = tokens.shape[1] - self.decoder
             self.check_scored(tokens.shape[1], first, np.min(lengths))
             chunks = [self._context_chunks(row[:start]) for row in tokens]
-            scores = [[0.0] * len(row) for row in chunks]
+            scores = [None] * len(chunks)
         else:
             (start,) = {row[-1].stop if row else 0 for row in self._retrieved}
             pairs = zip(tokens, self._retrieved, strict=True)
             rows = [self._chunks(row, spans, spans) for row, spans in pairs]
             chunks, scores = ([row[part] for row in rows] for part in (0, 1))
+        scores = self._scores(scores, chunks, tokens[:, start:first])
         scorer, options = self._split.scorer(self.lm, chunks, scores, self._chunk)
         nll = np.zeros(tokens.shape, np.float32)
         nll[:, start:] = scorer.nll(
             tokens[:, start:], first=first - start, lengths=np.asarray(lengths) - start, **options
         )
         return nll
+
+    def _scores(
+        self, scores: list[list[float] | None], chunks: list[list[np.ndarray]], texts: Sequence[Ids]
+    ) -> list[list[float]]:
+        """Returns `scores` with those of the encoder, or equal ones, where they are unknown.
+
+        Args:
+          scores: For each text the scores of its chunks, or None.
+          chunks: Token ids of the chunks of each text.
+          texts: Token ids that the decoder reads after the chunks, up to the first scored token.
+        """
+        scores = list(scores)
+        for i, row in enumerate(chunks):
+            if scores[i] is None and (self._encoder is None or not row):
+                scores[i] = [0.0] * len(row)
+        missing = [i for i, row in enumerate(scores) if row is None]
+        if not missing:
+            return scores
+        decode = functools.partial(self.lm.tokenizer.decode, skip_special=True)
+        query = self._split.query_tokens
+        queries = self._encoder.encode_queries([decode(texts[i][:query]) for i in missing])
+        passages = [decode(chunk) for i in missing for chunk in chunks[i]]
+        vectors = self._encoder.encode_passages(passages).astype(np.float64)
+        ends = np.cumsum([len(chunks[i]) for i in missing])
+        for i, vector, rows in zip(missing, queries, np.split(vectors, ends[:-1]), strict=True):
+            scores[i] = (rows @ vector).tolist()
+        return scores
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
@@ -352,10 +412,9 @@ class SplitModel(WrappedScorer):
             spans = [[(0, len(row) - 1)] for row in rows]
         retrieved = self._retrieved or [()] * len(rows)
         parts = [self._part(*row, new) for row in zip(rows, spans, retrieved, strict=True)]
-        scores = [part.scores for part in parts]
-        prompts, context = self._split.build_prompts(
-            self.lm, parts, [part.context for part in parts]
-        )
+        chunks = [part.context for part in parts]
+        scores = self._scores([part.scores for part in parts], chunks, [p.rest for p in parts])
+        prompts, context = self._split.build_prompts(self.lm, parts, chunks)
         return prompts, *self._split.scorer(self.lm, context, scores, self._chunk)
 
     def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):
@@ -381,16 +440,15 @@ class SplitModel(WrappedScorer):
 
     def _chunks(
         self, row: np.ndarray, moved: Sequence, passages: Sequence[PassageSpan]
-    ) -> tuple[list[np.ndarray], list[float]]:
-        """Returns the chunks that are read of the tokens in `moved`, and their scores."""
+    ) -> tuple[list[np.ndarray], list[float] | None]:
+        """Returns the chunks that are read of the tokens in `moved`, and their scores if known."""
         if not passages:
             pieces = [chunk for a, b in moved for chunk in self._context_chunks(row[a:b])]
-            chunks = self._split.last_chunks(pieces)
-            return chunks, [0.0] * len(chunks)
+            return self._split.last_chunks(pieces), None
         best = self._split.best_passages(moved)
-        has_scores = all(passage.score is not None for passage in best)
-        scores = [passage.score if has_scores else 0.0 for passage in best]
-        return [row[passage.start : passage.stop] for passage in best], scores
+        scores = [passage.score for passage in best]
+        chunks = [row[passage.start : passage.stop] for passage in best]
+        return chunks, None if None in scores else scores
 
     def _moved(self, size: int, spans: Spans, passages: Sequence[PassageSpan]) -> list:
         """Returns the parts of a prompt that are read as context.

@@ -1,10 +1,13 @@
 """What these tests share; their support modules are importable from the folders below, too."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from evaluation_support import config_in, only_the_run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "retrieval"))  # retrieval_support
 
 
 @pytest.fixture

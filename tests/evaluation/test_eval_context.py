@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluation_support import ByteTokenizer, records, texts
+from retrieval_support import WORDS, WordEncoder, write_bert
 from tiny_lm import ids, sharp_lm
 
 from lcjax.checkpoints.build import ModelSection
@@ -30,14 +31,16 @@ from lcjax.evaluation import (
     run,
     study,
 )
-from lcjax.evaluation.config import apply_method
+from lcjax.evaluation.config import apply_method, encoders
 from lcjax.evaluation.retrieval import RetrievalMethod, RetrievalWindowReader, RetrieverSection
+from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.retrieval_reader import RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, QueryAware, RetroSection, SharedLlmSection, Tree
+from lcjax.retrieval import EncoderSection, open_encoder
 
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 
@@ -223,6 +226,81 @@ def test_methods_with_different_contexts_score_the_same_text(config, lm, score):
     read = {record["method"]: record["decoder"] for record in records(config, "perplexity_last_k")}
     assert read == {"usual": 48, "none": 48, "foreign": 48, "sharper": 48, "replug": 24}
     assert read == {cell["method"]: cell["decoder"] for cell in report.cells}
+
+
+def mixture_weights(encoder, query, chunks, temperature):
+    """softmax(product of the query's and each chunk's vector / temperature), float64."""
+    vectors = [encoder.encode_passages([chunk])[0].astype(np.float64) for chunk in chunks]
+    products = np.array(vectors) @ encoder.encode_queries([query])[0].astype(np.float64)
+    powers = np.exp((products - products.max()) / temperature)
+    return powers / powers.sum()
+
+
+@pytest.fixture(scope="module")
+def contriever(tmp_path_factory):
+    """The settings of an encoder that pools as Contriever does, with random weights."""
+    folder = write_bert(tmp_path_factory.mktemp("bert") / "encoder", WORDS)
+    return EncoderSection(str(folder), pooling="mean", normalize=False)
+
+
+@pytest.mark.slow
+def test_replug_weighs_the_chunks_of_a_window_by_the_vectors_of_an_encoder(lm, contriever):
+    """The mixture is the sum over chunks of softmax(similarity) x the model's probabilities."""
+    rng = np.random.default_rng(0)
+    rows = [" ".join(rng.choice(WORDS, 30))[:88] for _ in range(2)]
+    tokens = np.array([lm.tokenizer.encode(row) for row in rows])
+    split = ReplugSplit(decoder=40, chunk=24, temperature=0.1, encoder=contriever, query_tokens=20)
+    nll = split.reader(lm, 88).nll(tokens, first=72, lengths=np.array([88, 80]))
+    encoder = open_encoder(contriever.path, pooling="mean", normalize=False)
+    for row, text in enumerate(rows):
+        chunks = [text[:24], text[24:48]]
+        weights = mixture_weights(encoder, text[48:68], chunks, 0.1)
+        assert abs(weights[0] - 0.5) > 0.05  # equal weights give other numbers
+        alone = [
+            lm.nll(np.array([[*lm.tokenizer.encode(chunk), *tokens[row, 48:]]]), first=48)[0, 48:]
+            for chunk in chunks
+        ]
+        expected = -np.log(weights @ np.exp(-np.array(alone, np.float64)))
+        end = 88 if row == 0 else 80
+        np.testing.assert_allclose(nll[row, 72:end], expected[: end - 72], atol=2e-4)
+    equal = dataclasses.replace(split, encoder=None).reader(lm, 88)
+    found = equal.nll(tokens, first=72, lengths=np.array([88, 88]))
+    assert np.abs(found - nll)[0, 72:].max() > 0.01
+
+
+def test_scores_of_chunks_are_products_with_the_first_tokens_after_them():
+    encoder, split = WordEncoder(), ReplugSplit(decoder=40, chunk=24, query_tokens=12)
+    model = Noting()
+    reader = SplitModel(model, split, 40, 24, encoder)
+    encode, words = model.tokenizer.encode, ["river stone", "silver window", "winter"]
+    chunks, text = [np.array(encode(word)) for word in words], "garden river or winter"
+    scores = [None, None, [3.0]]
+    own, none, searched = reader._scores(scores, [chunks, [], chunks[:1]], [encode(text)] * 3)
+    expected = encoder.encode_passages(words).astype(float) @ encoder.encode_queries([text[:12]])[0]
+    np.testing.assert_allclose(own, expected, rtol=1e-12)
+    assert abs(own[0] - own[1]) > 0.1  # "garden river" has a word of one of them
+    assert none == [] and searched == [3.0]
+    (equal,) = SplitModel(model, split, 40, 24)._scores([None], [chunks], [encode(text)])
+    assert equal == [0.0, 0.0, 0.0]
+
+
+def test_an_encoder_of_chunks_is_checked_before_models_are_read_and_belongs_to_the_records(
+    config, score, contriever
+):
+    for encoder, words in (
+        (
+            EncoderSection("no/such/one"),
+            r"^replug\.encoder\.path=no/such/one: no such file or folder",
+        ),
+        (EncoderSection(), r"^replug\.encoder\.path is empty: name an encoder"),
+    ):
+        methods = (Method("a", replug=ReplugSplit(decoder=32, chunk=24, encoder=encoder)),)
+        with pytest.raises(InputError, match=words):
+            run(dataclasses.replace(config, methods=methods), load=None)
+    method = Method("a", replug=ReplugSplit(decoder=32, chunk=24, encoder=contriever))
+    inputs = encoders(dataclasses.replace(config, methods=(Method("b"), method)))
+    encoder = open_encoder(contriever.path, pooling="mean", normalize=False)
+    assert inputs == {"encoder of method a": encoder.fingerprint}
 
 
 @pytest.mark.slow
