@@ -28,12 +28,13 @@ RECIPES = sorted(set((ROOT / "configs").glob("*.yaml")) - set(DATASTORES))
 EVALUATIONS = [file for file in RECIPES if "\n# Command: python eval.py" in file.read_text()]
 TRAININGS = [file for file in RECIPES if file not in EVALUATIONS]
 PUBLISHED = [file for file in RECIPES if not file.stem.startswith(("quickstart", "study"))]
-# The trainings of the rows of LCEG's tables.
+# The trainings of the rows of LCEG's tables; for rows with published weights, `needs` names them.
+WEIGHTS = config.read_yaml(ROOT / "configs/study/weights.yaml")
 STUDIED = [
-    ROOT / "configs" / f"{Path(row['path']).parts[1]}.yaml"
+    ROOT / "configs" / (re.search(r"runs/(\w+)/model", WEIGHTS.get(path, path))[1] + ".yaml")
     for rows in ("lceg_llama2", "lceg_phi2")
     for row in config.read_yaml(ROOT / f"configs/study/{rows}.yaml")["methods"]
-    if "path" in row
+    if (path := row.get("path"))
 ]
 MEASURED = [
     file for file in TRAININGS if file in PUBLISHED and "python eval.py" in file.read_text()

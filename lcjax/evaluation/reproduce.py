@@ -4,8 +4,9 @@ A file in configs/reproduce is a config of eval.py whose `published` holds the n
 It has three more keys:
 
     title: LCEG (arXiv 2409.12181), table 2: perplexity of PG19 and Proof-file
-    # Sources of tasks' files, and of checkpoints of methods that no recipe trains.
-    needs: {pg19: "PG19's test set, 100 books"}
+    # Sources of tasks' files, by task, and of checkpoints, by method or path. For the run folder of
+    # a recipe the default is the command of its training.
+    needs: {pg19: "PG19's test set, 100 books", Leooyii/NTK_32k_Slimpajama_1B: "LCEG's weights"}
     scales:
       paper: {...}  # Llama-2-7B on the paper's data
       smollm2:  # SmolLM2-135M on text that exists everywhere
@@ -15,11 +16,13 @@ It has three more keys:
       tiny: {...}  # random weights, in seconds
 
 A scale changes keys of the file. For a list whose entries have names, such as `methods`, it may
-change entries by name instead of replacing all; null leaves one out.
+change entries by name instead of replacing all; null leaves one out. Keys on the command line may
+have names, too: `--methods.ntk_32k.path=FOLDER`.
 """
 
 import copy
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +30,7 @@ from typing import Any
 
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import check_source
+from lcjax.checkpoints.hub import is_hub_id
 from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, Method, corpus_of, sections, texts
@@ -92,11 +96,27 @@ def parse(words: Sequence[str]) -> EvalConfig:
 def config_at(name: str, scale: str, words: Sequence[str] = ()) -> EvalConfig:
     """Returns the config of a table at a scale; files that it names may be missing.
 
-    `words` are keys of eval.py that change it.
+    `words` are keys of eval.py that change it. They may name methods and tasks instead of counting
+    them: `--tasks.pg19.corpus=FOLDER`.
     """
     tree = _read(name)
     _check(tree, scale)
-    return config_lib.parse(EvalConfig, words, tree=_scaled(tree, name, scale))
+    tree = _scaled(tree, name, scale)
+    words = [_by_number(word, tree) for word in words]
+    return config_lib.parse(EvalConfig, words, tree=tree)
+
+
+def _by_number(word: str, tree: dict[str, Any]) -> str:
+    """Returns a word of a command line with the number of an entry in place of its name."""
+    match = re.match(r"--(methods|tasks)\.([^.=]+)(?=\.)", word)
+    if match is None or match[2].isdigit():
+        return word
+    names = [entry["name"] for entry in tree[match[1]]]
+    if match[2] not in names:
+        raise InputError(
+            f"{word}: {match[2]} is no entry of {match[1]}; {suggestion(match[2], names)}"
+        )
+    return f"--{match[1]}.{names.index(match[2])}{word[match.end() :]}"
 
 
 def _check(tree: dict[str, Any], scale: str) -> None:
@@ -236,19 +256,21 @@ def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str
         except InputError as error:
             if is_storage_failure(error):  # the checkpoint may exist
                 raise
-            reason = (_training_of(method) if is_own else None) or error
-            if is_own and method.name in needs:
-                reason = f"path={method.path} does not exist; {needs[method.name]}"
+            reason = _ways_to_get(method, needs, error) if is_own else error
             missing[method.name] = f"method {method.name}: {reason}"
     return missing
 
 
-def _training_of(method: Method) -> str | None:
-    """Returns how to train a missing checkpoint, if a recipe of the library does."""
-    if (recipe := config_lib.recipe_of(method.path)) is None:
-        return None
-    command = f"lcjax-train --config lcjax:{recipe}"
-    return f"path={method.path} does not exist; {command} trains it"
+def _ways_to_get(method: Method, needs: dict[str, str], error: InputError) -> str:
+    """Returns why a method's checkpoint is missing, and the ways to get one."""
+    source = needs.get(method.name) or needs.get(method.path)
+    if source is None and (recipe := config_lib.recipe_of(method.path)) is not None:
+        source = f"lcjax-train --config lcjax:{recipe} trains it"
+    if is_hub_id(method.path):
+        reason = str(error).partition("; offline")[0]  # why the hub did not give it
+        copy_key = f"--methods.{method.name}.path=FOLDER reads a copy"
+        return "; ".join(filter(None, [reason, source, copy_key]))
+    return f"path={method.path} does not exist; {source}" if source else str(error)
 
 
 def _missing_tasks(config: EvalConfig, needs: dict[str, str]) -> dict[str, str]:

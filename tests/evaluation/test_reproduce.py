@@ -25,6 +25,7 @@ from lcjax.evaluation.tasks.perplexity import Perplexity
 from lcjax.training import batches, estimate
 
 SCALES = {name: reproduce._read(name)["scales"] for name in reproduce.names()}
+PAGE = (Path(__file__).parents[2] / "docs/reproduce.md").read_text()
 TABLES = [(name, scale) for name in SCALES for scale in SCALES[name]]
 
 
@@ -40,7 +41,9 @@ def test_the_config_of_every_table_and_scale_is_valid(name, scale):
     tasks = tuple(task for task in local if task.label not in missing)
     if tasks:
         check(dataclasses.replace(config, tasks=tasks, published=()))
-    study.trainings(config)
+    trainings = study.trainings(config)
+    if scale == "paper":
+        check_sources(config, reproduce._read(name)["needs"], study.by_path(trainings))
     labels = {task.label for task in config.tasks}
     for index, table in enumerate(config.published):
         table.check(config.tasks, [method.name for method in config.methods], f"published.{index}")
@@ -52,6 +55,21 @@ def test_the_config_of_every_table_and_scale_is_valid(name, scale):
         "\n# Values: none" not in file
     )
     assert str(config.run.folder) == f"runs/reproduce/{name}/{scale}"
+
+
+def check_sources(config, needs, trained) -> None:
+    """Every row has published weights that docs/reproduce.md lists, or a training."""
+    for method in config.methods:
+        path = method.path or config.model.path
+        source = needs.get(method.name) or needs.get(path, "")
+        recipes = re.findall(r"lcjax:(\w+)", source)
+        assert set(recipes) <= config_lib.recipes().keys()
+        if reproduce.is_hub_id(path):
+            assert f"`{path}`" in PAGE
+            assert all(f"runs/{recipe}/model" in source for recipe in recipes)
+        else:
+            is_made = method.train or path in trained or config_lib.recipe_of(path)
+            assert is_made or method.name in needs, path
 
 
 @pytest.mark.slow_except("lceg/table2", "e2llm/table4")
@@ -368,6 +386,34 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_or_left_out(table, caps
     assert "methods.1.path=nowhere: no such file" in lines[1] and "--skip_missing" in lines[1]
     with pytest.raises(InputError, match="all of them are left out"):
         reproduce.parse([table, "--scale=paper", "--skip_missing", "--tasks.1.corpus=nowhere"])
+
+
+def test_published_weights_that_the_hub_does_not_give_are_named_with_the_ways_to_others(table):
+    file, hub_id = Path(table), "nobody/never-downloaded-this"  # tests run with HF_HUB_OFFLINE=1
+    text = file.read_text().replace("runs/yarn_7b_32k/model", hub_id)
+    words = [table, "--scale", "paper"]
+    hub, copy_key = rf"methods.1.path={hub_id}: .*hub", "--methods.long.path=FOLDER reads a copy"
+    file.write_text(text)
+    with pytest.raises(
+        InputError, match=rf"^method long: {hub} did not give it .*\); {copy_key}; or"
+    ):
+        reproduce.parse(words)
+    file.write_text(text.replace("{books:", f'{{{hub_id}: "theirs, or train", books:'))
+    with pytest.raises(InputError, match=rf"{hub} .*\); theirs, or train; {copy_key}; or"):
+        reproduce.parse(words)
+
+
+def test_keys_on_the_command_line_may_name_methods_and_tasks(table):
+    words = [
+        "--methods.long.path=there",
+        "--tasks.code.first_documents=3",
+        "--methods.0.name=first",
+    ]
+    config = reproduce.config_at(table, "paper", words)
+    assert [(m.name, m.path) for m in config.methods] == [("first", None), ("long", "there")]
+    assert [task.first_documents for task in config.tasks] == [None, 3]
+    with pytest.raises(InputError, match="lnog is no entry of methods; did you mean long"):
+        reproduce.config_at(table, "paper", ["--methods.lnog.path=there"])
 
 
 def test_what_a_store_does_not_answer_for_is_not_left_out(tmp_path):

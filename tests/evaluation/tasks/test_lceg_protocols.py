@@ -105,8 +105,8 @@ def test_the_grid_of_table_9_has_the_alphas_of_its_rule():
     assert set(methods) == expected
     for name, method in methods.items():
         assert method.rope == NTK(alpha=float(name.rsplit("_", 1)[1]))
-        source = {"frozen": None, "ntk_32k": "runs/ntk_7b_32k/model"}
-        assert method.path == source.get(name.rsplit("_", 1)[0], "runs/ntk_7b_64k/model")
+        source = {"frozen": None, "ntk_32k": "Leooyii/NTK_32k_Slimpajama_1B"}
+        assert method.path == source.get(name.rsplit("_", 1)[0], "Leooyii/NTK_64k_Slimpajama_1B")
 
 
 def write_longbench(folder, words):
