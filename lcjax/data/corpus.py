@@ -409,15 +409,28 @@ def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[st
       InputError: no document has text, or a source holds token ids.
     """
     config = TextConfig(path=data) if isinstance(data, str) else data
-    corpora = open_split(config, split)
+    yield from _documents(open_split(config, split), str)
+
+
+def texts_or_ids(
+    config: TextConfig, split: str, tokenizer: Any = None
+) -> Iterator[tuple[str, str | np.ndarray]]:
+    """Yields (name, text or int32 ids) of every document that is not empty, as `documents`.
+
+    Sources of type tokens have ids: those of `tokenizer`, as far as files tell; None: not checked.
+    """
+    yield from _documents(open_split(config, split, tokenizer), str | np.ndarray)
+
+
+def _documents(corpora: list[Documents], kind: Any) -> Iterator[tuple[str, Any]]:
     is_empty = True
 
     def has_text(source: Source, document: tuple[str, Any]) -> bool:
         nonlocal is_empty
         name, text = document
-        if not isinstance(text, str):
+        if not isinstance(text, kind):
             raise InputError(f"{name} is no text, {_way_out(source)}")
-        found = bool(text) and not text.isspace()
+        found = len(text) > 0 and not (isinstance(text, str) and text.isspace())
         is_empty &= not found
         return found
 

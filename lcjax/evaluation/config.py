@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import draccus
+import numpy as np
 
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.load import identity, load_tokenizer
 from lcjax.config import RunFolder
-from lcjax.data import TextConfig, documents
+from lcjax.data import TextConfig
+from lcjax.data.corpus import texts_or_ids
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.report.published import Published
@@ -120,15 +122,18 @@ def corpus_of(task: Task, config: EvalConfig) -> TextConfig:
     return dataclasses.replace(config.data, path=task.corpus, sources=[])
 
 
-def texts(data: TextConfig) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of each document: of the validation split if `data` has a holdout."""
-    return documents(data, "validation" if data.holdout else "train")
+def texts(data: TextConfig, tokenizer: Any = None) -> Iterator[tuple[str, str | np.ndarray]]:
+    """Yields (name, text) of each document: of the validation split if `data` has a holdout.
+
+    Sources of type tokens have int32 ids of `tokenizer` in place of a text.
+    """
+    return texts_or_ids(data, "validation" if data.holdout else "train", tokenizer)
 
 
 def corpora(config: EvalConfig, tokenizer: Any) -> dict[str, TokenizedCorpus]:
     """Returns the corpus of each task by its label; tasks with the same data share one."""
     data = {task.label: corpus_of(task, config) for task in config.tasks}
-    opened = {str(d): TokenizedCorpus(texts(d), tokenizer) for d in data.values()}
+    opened = {str(d): TokenizedCorpus(texts(d, tokenizer), tokenizer) for d in data.values()}
     return {label: opened[str(d)] for label, d in data.items()}
 
 

@@ -118,14 +118,19 @@ class _Entry:
     document: TokenizedDocument | None = None
 
 
+def _count_words(text: str) -> float:
+    return 1.0 + sum(1 for _ in re.finditer(r"\s+", text))
+
+
 class TokenizedCorpus:
     """Named texts and one tokenizer.
 
     Texts are read once and tokenised lazily. As a text has at most one token per byte, texts that
-    are too short for a window are not tokenised.
+    are too short for a window are not tokenised. Documents that are stored as token ids keep these,
+    but for BOS at their beginning, which the tasks decide about.
     """
 
-    def __init__(self, texts: Iterable[tuple[str, str]], tokenizer):
+    def __init__(self, texts: Iterable[tuple[str, str | np.ndarray]], tokenizer):
         self.tokenizer = tokenizer
         self._source = iter(texts)
         self._entries: list[_Entry] = []
@@ -164,9 +169,12 @@ class TokenizedCorpus:
     def _walk(self):
         yield from list(self._entries)
         for name, text in self._source:
-            if not text:
+            if not len(text):
                 continue
-            entry = _Entry(name, text, len(text.encode()))
+            if isinstance(text, str):
+                entry = _Entry(name, text, len(text.encode()))
+            else:
+                entry = self._stored(name, text)
             del text  # `entry` releases it once it is tokenised
             self._entries.append(entry)
             yield entry
@@ -179,11 +187,24 @@ class TokenizedCorpus:
     def _tokenised(self, entry: _Entry) -> TokenizedDocument:
         if entry.document is None:
             tokens = encode_long(self.tokenizer, entry.text, name=entry.name)
-            words = 1 + sum(1 for _ in re.finditer(r"\s+", entry.text))
+            words = _count_words(entry.text)
             entry.text = None  # before `_byte_ends`, which needs memory of its own
             ends = self._byte_ends(tokens, entry.size)
-            entry.document = TokenizedDocument(entry.name, tokens, ends, float(words))
+            entry.document = TokenizedDocument(entry.name, tokens, ends, words)
         return entry.document
+
+    def _stored(self, name: str, ids: np.ndarray) -> _Entry:
+        """Returns the entry of a document that is stored as token ids."""
+        if ids.max() >= self.tokenizer.vocab_size:
+            raise InputError(
+                f"{name} holds token {ids.max()}, and the tokenizer has"
+                f" {self.tokenizer.vocab_size}: these are ids of another tokenizer; give the text"
+            )
+        ids = ids[int(ids[0] == self.tokenizer.bos_id) :]
+        text = self.tokenizer.decode(ids)
+        size = len(text.encode())
+        ends = self._byte_ends(ids, size)
+        return _Entry(name, None, size, TokenizedDocument(name, ids, ends, _count_words(text)))
 
     def _byte_ends(self, tokens: np.ndarray, total: int) -> np.ndarray | None:
         """Returns the cumulative bytes of the tokens, float64 [n]; the last is the text's size.

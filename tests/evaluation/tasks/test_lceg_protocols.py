@@ -8,10 +8,13 @@ import math
 import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, scored
-from evaluation_support import documents, score, texts, token_loss
+from evaluation_support import ByteTokenizer, documents, score, texts, token_loss
 
 from lcjax import config as config_lib
 from lcjax.attention import Causal, Chunked, LMInfinite, SelfExtend
+from lcjax.data import TextConfig
+from lcjax.errors import InputError
+from lcjax.evaluation import config as eval_config
 from lcjax.evaluation import reproduce, study
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.longbench import LongBench
@@ -55,6 +58,22 @@ def test_perplexity_is_that_of_the_released_loop_over_the_first_documents(name, 
     records = score(task, Limits((length,), stride=stride), length, corpus_texts=BOOKS)
     assert len(records) == len(means) == math.ceil((len(stream) - length) / stride) - 1
     assert task.summarise(records)["value"] == pytest.approx(2.71828 ** np.mean(means), rel=1e-12)
+
+
+def test_the_token_files_of_the_study_are_scored_like_their_texts(tmp_path):
+    file, tokenizer = tmp_path / "test.bin", ByteTokenizer()
+    np.concatenate(documents(True, BOOKS)).astype(np.uint16).tofile(file)  # each begins with BOS
+    task, limits = dataclasses.replace(task_of("lceg/table2", "pg19"), corpus=""), Limits((16,), 4)
+
+    def scored_windows(corpus_texts):
+        records = score(task, limits, 16, corpus_texts=corpus_texts)
+        return [{**record, "source": None} for record in records]
+
+    data = TextConfig(path=str(file))
+    assert scored_windows(eval_config.texts(data, tokenizer)) == scored_windows(BOOKS) != []
+    small = dataclasses.replace(tokenizer, vocab_size=100)
+    with pytest.raises(InputError, match=r"test.bin.* holds token \d+, and the tokenizer has 100"):
+        score(task, limits, 16, small, corpus_texts=eval_config.texts(data, small))
 
 
 def test_the_reference_of_figure_3_forgets_at_every_4096_tokens():
