@@ -250,7 +250,9 @@ def heat_maps(records: Records, title: str, path: Path, *, by: str = "depth") ->
     names = rows
     if by == "depth":
         rows = sorted(rows)
-        names = [f"{depth:.0%}" for depth in rows]
+        # Depths on a sigmoid differ by less than a percent near the ends.
+        digits = 0 if len({f"{depth:.0%}" for depth in rows}) == len(rows) else 2
+        names = [f"{depth:.{digits}%}" for depth in rows]
     columns = 2 if len(methods) == 4 else min(3, len(methods))
     lines = -(-len(methods) // columns)
     wide, high = max(2.6, 0.62 * len(lengths) + 1.2), max(2.4, 0.3 * len(rows) + 1.3)

@@ -172,6 +172,13 @@ def test_depth_zero_is_on_top_whatever_the_number_of_panels(tmp_path, methods):
     assert np.percentile(rows["right"], 95) < np.percentile(rows["wrong"], 5)
 
 
+def test_rows_of_depths_that_round_to_one_percent_show_decimals(tmp_path):
+    fields = {"method": "m", "length": 8, "trained": 1, "correct": True}
+    for depths, label in (((0.0, 0.25, 1.0), ">25%<"), ((0.00896, 0.01185, 1.0), ">0.90%<")):
+        path = plots.heat_maps([fields | {"depth": d} for d in depths], "", tmp_path / "a.png")
+        assert label in path.with_suffix(".svg").read_text()
+
+
 def test_latex_has_rules_a_bold_best_an_underlined_second_and_escaped_names():
     cells = [*CELLS, cell("a_b & 50%", 4096, 7.0), cell("yarn", 8192, 3.0)]
     assert latex(cells, "value", METRIC) == (

@@ -15,6 +15,7 @@ Contexts are token ids without special tokens, so that no BOS marks the hidden t
 
 import abc
 import dataclasses
+import math
 import random
 import re
 import uuid
@@ -49,9 +50,11 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class DepthTask(GenerationTask):
-    """A text hidden at evenly spaced depths, with a number of questions for each depth."""
+    """A text hidden at several depths, with a number of questions for each depth."""
 
-    depths: int = 10  # number of depths, evenly spaced from the context's beginning to its end
+    depths: int = 10  # number of depths, from the context's beginning to its end
+    # linear: evenly spaced; sigmoid: closer to each other near both ends (`depth_grid`)
+    depth_spacing: str = "linear"
     trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
     wording: str | None = None  # YAML file with the texts of prompts; null: this library's own
 
@@ -65,6 +68,7 @@ class DepthTask(GenerationTask):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         check_integers(key, self, 1, "depths", "trials")
+        check_one_of(f"{key}.depth_spacing", self.depth_spacing, ("linear", "sigmoid"))
         self.read_wording(key)
 
     def library_texts(self) -> Mapping[str, Any]:
@@ -79,8 +83,7 @@ class DepthTask(GenerationTask):
         return corpus.once((DepthTask, self), lambda: self.read_wording(self.label))
 
     def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
-        for index in range(self.depths):
-            depth = index / (self.depths - 1) if self.depths > 1 else 0.5
+        for depth in depth_grid(self.depths, self.depth_spacing):
             for trial in range(self.trials):
                 seeds = (limits.seed, length, round(depth * 1e6), trial)
                 example = self.example_at(corpus, Placement(length, depth, seeds), limits)
@@ -110,13 +113,29 @@ class DepthTask(GenerationTask):
         ]
 
 
+def depth_grid(count: int, spacing: str) -> list[float]:
+    """Returns `count` increasing depths from 0 to 1; a single depth is 0.5.
+
+    `linear` gives evenly spaced depths x. `sigmoid` gives 1 / (1 + exp(-10 (x - 0.5))), rounded to
+    5 digits, with ends of exactly 0 and 1. These are the depths of Kamradt's test
+    (LLMTest_NeedleInAHaystack, `document_depth_percent_interval_type`), where 35 of them were used
+    for Claude 2.1.
+    """
+    if count == 1:
+        return [0.5]
+    even = [index / (count - 1) for index in range(count)]
+    if spacing == "linear":
+        return even
+    return [0.0, *(round(1 / (1 + math.exp(5 - 10 * x)), 5) for x in even[1:-1]), 1.0]
+
+
 _KEY_MATCHES = ("first_integer", "first_digits", "token_ids")
 
 
 @Task.register_subclass("passkey")
 @dataclasses.dataclass(frozen=True)
 class Passkey(DepthTask):
-    """Five-digit keys at evenly spaced depths, measured in tokens."""
+    """Five-digit keys at depths that are measured in tokens."""
 
     scoring_settings: ClassVar[tuple[str, ...]] = ("match",)
 
@@ -346,7 +365,7 @@ _NEEDLE_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
 @Task.register_subclass("niah")
 @dataclasses.dataclass(frozen=True)
 class Niah(DepthTask):
-    """Needles at evenly spaced depths of the run's `data`, after the sentence that ends there."""
+    """Needles at several depths of the run's `data`, after the sentence that ends there."""
 
     needs_data: ClassVar[bool] = True
     scoring_settings: ClassVar[tuple[str, ...]] = ("measure",)

@@ -14,7 +14,7 @@ from evaluation_support import BigramModel, ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import SentenceEnds, TokenizedCorpus
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.needles import Haystack, Niah
+from lcjax.evaluation.tasks.needles import Haystack, Niah, depth_grid
 
 ESSAY = "One sentence is short. Another one, which follows it, is rather longer! Is a third one? "
 TEXTS = [("a", ESSAY * 20), ("b", "Here begins the second text. " * 30), ("c", "tiny")]
@@ -50,6 +50,33 @@ def test_depths_are_even_up_to_a_sentence_and_the_last_one_is_the_end():
         assert 0 <= unit.fields["depth"] * room - start <= 60
     text = TOKENIZER.decode(units[-1].tokens)
     assert f"{units[-1].fields['needle']}\n\nQuestion:" in text
+
+
+# Hundredths of a percent in the names of LLMTest_NeedleInAHaystack's results for Claude 2.1 at 1,000
+# tokens (original_results/Anthropic_Original_Results), the first 27 of 35 and the last one.
+CLAUDE_DEPTHS = (
+    0, 89, 119, 160, 213, 284, 378, 501, 661, 868, 1131, 1462, 1868, 2356, 2926, 3570, 4270, 5000,
+    5730, 6429, 7073, 7643, 8131, 8538, 8868, 9131, 9338, 10000,
+)  # fmt: skip
+
+
+def test_depths_on_a_sigmoid_are_those_of_the_published_run():
+    depths = depth_grid(35, "sigmoid")
+    names = [int(round(depth * 1e5) / 10) for depth in depths]  # the names cut further digits off
+    assert (*names[:27], names[-1]) == CLAUDE_DEPTHS
+    np.testing.assert_allclose(np.add(depths, depths[::-1]), 1, atol=1e-9)
+    assert depth_grid(5, "linear") == [0, 0.25, 0.5, 0.75, 1]
+    assert [depth_grid(1, spacing) for spacing in ("linear", "sigmoid")] == [[0.5], [0.5]]
+
+
+def test_needles_are_hidden_at_depths_on_a_sigmoid():
+    units = plan(Niah(depths=7, depth_spacing="sigmoid"), 4000)
+    assert [unit.fields["depth"] for unit in units] == depth_grid(7, "sigmoid")
+    starts = [unit.fields["needle_start"] for unit in units]
+    even = [unit.fields["needle_start"] for unit in plan(Niah(depths=7), 4000)]
+    assert starts == sorted(starts) and starts[1] < even[1] and starts[-2] > even[-2]
+    with pytest.raises(InputError, match=r"tasks\.0\.depth_spacing='even' must be one of linear"):
+        plan(Niah(depth_spacing="even"), 4000)
 
 
 def test_the_haystack_is_the_documents_in_order_and_begins_again():
