@@ -18,6 +18,7 @@ from lcjax.evaluation.tasks import (
     LmEval,
     LongBench,
     ManyShot,
+    MultiDocumentQa,
     Niah,
     OpenQa,
     Passkey,
@@ -29,6 +30,6 @@ from lcjax.evaluation.tasks import (
 
 __all__ = [
     "ContextSplit", "EvalConfig", "Icl", "InfiniteBench", "KvRetrieval", "LmEval", "LongBench",
-    "ManyShot", "Method", "Niah", "OpenQa", "Passkey", "Perplexity", "RagLm", "ReplugSplit",
-    "Report", "Ruler", "RunSection", "Task", "ZeroScrolls", "run",
+    "ManyShot", "Method", "MultiDocumentQa", "Niah", "OpenQa", "Passkey", "Perplexity", "RagLm",
+    "ReplugSplit", "Report", "Ruler", "RunSection", "Task", "ZeroScrolls", "run",
 ]  # fmt: skip

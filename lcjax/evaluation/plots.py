@@ -172,15 +172,22 @@ def over_counts(
     panels: Mapping[str, Mapping[str, int]],
     labels: tuple[str, str],
     path: Path,
+    *,
+    scale: str = "log",
+    levels: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draws scores over a count, such as demonstrations, with one line per cell, on a log axis.
+    """Draws scores over a count, such as demonstrations, with one line per cell.
 
     Args:
       cells: Cells of one length.
       panels: For each title of a panel, the count of each field of scores.
       labels: Labels of the x and y axes.
       path: The PNG file.
+      scale: Scale of the x axis: log or linear.
+      levels: Names of scores without a count, by field; horizontal lines in the cell's colour.
     """
+    levels = {f: n for f, n in (levels or {}).items() if any(f in cell for cell in cells)}
+    styles = dict(zip(levels, _LINES[1:], strict=False))
     with canvas(path, 8.4, max(_height(len(cells)), 3.3 * len(panels) + 0.4)) as figure:
         rows = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
         for axes, (title, counts) in zip(rows, panels.items(), strict=True):
@@ -189,16 +196,24 @@ def over_counts(
                 axes.plot(
                     list(counts.values()), y, label=cell["method"], **series_style(index), zorder=3
                 )
+                for field in levels:
+                    axes.axhline(
+                        _number(cell.get(field)), color=series_style(index)["color"],
+                        linestyle=styles[field], linewidth=1.2, zorder=2,
+                    )  # fmt: skip
+            for field, name in levels.items():
+                axes.plot([], [], color=GREY, linestyle=styles[field], linewidth=1.2, label=name)
             axes.set_ylim(-0.04, 1.04)
             axes.set_ylabel(labels[1])
             axes.set_title(title)
             _legend(axes)
         all_counts = sorted({count for counts in panels.values() for count in counts.values()})
-        ticks, min_ratio = all_counts[-1:], (all_counts[-1] / all_counts[0]) ** (1 / 18)
+        place = np.log if scale == "log" else float
+        ticks, gap = all_counts[-1:], (place(all_counts[-1]) - place(all_counts[0])) / 18
         for count in all_counts[-2::-1]:
-            if ticks[0] >= min_ratio * count:  # labels that are closer would touch
+            if place(ticks[0]) - place(count) >= gap:  # labels that are closer would touch
                 ticks.insert(0, count)
-        rows[-1].set_xscale("log")
+        rows[-1].set_xscale(scale)
         _count_ticks(rows[-1], ticks)
         rows[-1].set_xlabel(labels[0])
     return path

@@ -192,6 +192,10 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """Returns numbers over all lengths, by method."""
         return {}
 
+    def tables(self, records: Records) -> dict[str, Records]:
+        """Returns the rows of further CSV tables, by the end of the file's name after the label."""
+        return {}
+
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """Draws the figures of the task (by default its number by length); returns the files."""
         return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]

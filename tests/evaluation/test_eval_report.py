@@ -271,6 +271,8 @@ def test_attention_is_exact_where_all_layers_and_no_memory_see_all():
     [
         ("many_shot_by_shots", "demonstrations"),
         ("open_qa_by_passages", "passages"),
+        ("multi_document_qa_by_gold_position", "document with the answer"),
+        ("perplexity_by_position", "loss of the tokens"),
         ("a_by_depth", "scale"),
         ("a_by_task", "scale"),
     ],

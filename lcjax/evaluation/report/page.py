@@ -46,6 +46,8 @@ _REM = 52 / 604.8  # rem per point: a figure of 8.4 inches (604.8 points) is 52 
 _CAPTIONS = {
     "_by_position": "Mean loss of the tokens at each position of the longest windows; the band is"
     " one standard error over documents.",
+    "_by_gold_position": "One line a method, at the longest length: the score over the position of"
+    " the document with the answer.",
     "_by_depth": "Every panel has the same scale. The dashed line stands behind the last length"
     " that the model was trained for; hatched cells were not measured.",
     "_by_task": "Every panel has the same scale; hatched cells were not measured.",

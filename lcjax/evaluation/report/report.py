@@ -164,7 +164,8 @@ def _section(
     gaps = differences.paired_differences(task, by_method, dict.fromkeys(others, first))
     results, compared = _tables(task, cells, aggregates), differences.text(task, gaps)
     cost = _cost_text(cells)
-    saved = _save_tables(folder / "tables", task, cells, "\n".join([results, *compared]))
+    texts = "\n".join([results, *compared])
+    saved = _save_tables(folder / "tables", task, cells, texts, task.tables(records))
     saved += _save_costs(folder / COSTS, task, cells, cost)
     text = "\n".join([results, cost, *compared])
     figures = task.figures(cells, records, folder / "figures")
@@ -274,11 +275,18 @@ def _memory(cell: Record) -> str:
     return "?" if bound is None else f"≤ {bound / 1e9:,.2f}"
 
 
-def _save_tables(folder: Path, task: Task, cells: Records, text: str) -> list[Path]:
-    files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
-    write_whole(files[0], text)
-    write_whole(files[1], to_csv(_without_cost(cells)))
-    write_whole(files[2], latex(cells, "value", task.metric))
+def _save_tables(
+    folder: Path, task: Task, cells: Records, text: str, further: Mapping[str, Records]
+) -> list[Path]:
+    contents = {
+        ".md": text,
+        ".csv": to_csv(_without_cost(cells)),
+        ".tex": latex(cells, "value", task.metric),
+        **{f"_{name}.csv": to_csv(rows) for name, rows in further.items()},
+    }
+    files = [folder / f"{task.label}{ending}" for ending in contents]
+    for file, content in zip(files, contents.values(), strict=True):
+        write_whole(file, content)
     return files
 
 

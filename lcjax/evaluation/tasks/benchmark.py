@@ -86,7 +86,7 @@ class FileBenchmark(PromptTask):
 
     @property
     def metric(self) -> Metric:
-        names = [data.name for data in self.selection()]
+        names = self.averaged([data.name for data in self.selection()])
         rule = {"flat": f"mean of {len(names)}", "category_macro": "mean of category means"}
         text = names[0] if len(names) == 1 else rule[self.aggregate]
         return Metric("score", f"{self.title}, {text}", False, 4)
@@ -137,13 +137,20 @@ class FileBenchmark(PromptTask):
         new_tokens = example.max_new_tokens or data.new_tokens
         return dataclasses.replace(example, fields=fields, max_new_tokens=new_tokens)
 
+    def averaged(self, names: Sequence[str]) -> list[str]:
+        """Returns the data sets of `names` whose mean is the number of the task: all of them."""
+        return list(names)
+
     def weights(self, records: Records) -> list[float]:
-        """Returns weights that are equal for all data sets, or for all categories."""
+        """Returns weights that are equal for all averaged data sets, or for all categories."""
         sizes = collections.Counter(record["dataset"] for record in records)
-        groups = collections.Counter(self.datasets[name].group for name in sizes)
+        names = set(self.averaged(list(sizes)))
+        groups = collections.Counter(self.datasets[name].group for name in names)
 
         def weight(name: str) -> float:
-            share = 1 / len(sizes)
+            if name not in names:
+                return 0.0
+            share = 1 / len(names)
             if self.aggregate != "flat":
                 share = 1 / len(groups) / groups[self.datasets[name].group]
             return share / sizes[name]
@@ -155,14 +162,16 @@ class FileBenchmark(PromptTask):
         scores = self.scores_by_set(records)
         groups = group_by(scores, lambda name: self.datasets[name].group)
         by_group = {g: float(np.mean([scores[n] for n in names])) for g, names in groups.items()}
+        averaged = self.averaged(list(scores))
+        averaged_groups = dict.fromkeys(self.datasets[name].group for name in averaged)
         means = {
-            "flat": float(np.mean(list(scores.values()))),
-            "category_macro": float(np.mean(list(by_group.values()))),
+            "flat": float(np.mean([scores[name] for name in averaged])),
+            "category_macro": float(np.mean([by_group[name] for name in averaged_groups])),
         }
         return {
             "value": means[self.aggregate],
             **counts(records),
-            "aggregate": f"{self.aggregate}({','.join(scores)})",
+            "aggregate": f"{self.aggregate}({','.join(averaged)})",
             **means,
             **{f"category:{name}": mean for name, mean in by_group.items()},
             **scores,

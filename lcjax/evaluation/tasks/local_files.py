@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from typing import Any
 import yaml
 
 from lcjax.config import read_yaml, to_data_path
+from lcjax.data.files import gzip_chunks
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.prompt import Segment, document_segments
 from lcjax.evaluation.prompt_task import PROMPTS_VERSION
@@ -44,7 +46,7 @@ def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
 def rows(
     path: Path, fields: Sequence[str], parse: Callable[[int, dict], Any] | None = None
 ) -> Iterator[Any]:
-    """Yields the rows of a JSONL file.
+    """Yields the rows of a JSONL file, plain or compressed (.gz).
 
     Lines without one of `fields`, and lines for which `parse` raises ValueError, are skipped with a
     warning that names the file and the line.
@@ -55,24 +57,32 @@ def rows(
       parse: A function of the line number and the row; None yields both as a pair.
 
     Raises:
-      InputError: No line has the fields.
+      InputError: No line has the fields, or the compressed file is damaged.
     """
-    check_regular(path)
     has_rows = False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = _parse_line(line, fields)
-                has_rows = True
-                item = (number, row) if parse is None else parse(number, row)
-            except ValueError as error:
-                warn_skipped(path, number, str(error))
-                continue
-            yield item
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = _parse_line(line, fields)
+            has_rows = True
+            item = (number, row) if parse is None else parse(number, row)
+        except ValueError as error:
+            warn_skipped(path, number, str(error))
+            continue
+        yield item
     if not has_rows:
         raise InputError(f"{path} contains no row with {', '.join(fields)}; use the official file")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a text file, plain or compressed (.gz)."""
+    if path.suffix == ".gz":
+        yield from io.StringIO(b"".join(gzip_chunks(path)).decode(errors="replace"))
+        return
+    check_regular(path)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
 
 
 def _parse_line(line: str, fields: Sequence[str]) -> dict:

@@ -356,3 +356,5 @@ def test_the_librarys_own_prompts_are_those_of_their_version():
     text = json.dumps([library_prompts(name) for name in names])
     assert PROMPTS_VERSION == "lcjax-2"
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "392145807d1a63e3"
+    text = json.dumps([library_prompts("multi_document_qa")])  # added under the same version
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "24d1fb3c86e21b5d"

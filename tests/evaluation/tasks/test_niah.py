@@ -52,8 +52,8 @@ def test_depths_are_even_up_to_a_sentence_and_the_last_one_is_the_end():
     assert f"{units[-1].fields['needle']}\n\nQuestion:" in text
 
 
-# Hundredths of a percent in the names of LLMTest_NeedleInAHaystack's results for Claude 2.1 at 1,000
-# tokens (original_results/Anthropic_Original_Results), the first 27 of 35 and the last one.
+# Hundredths of a percent in the names of LLMTest_NeedleInAHaystack's results for Claude 2.1 at
+# 1,000 tokens (original_results/Anthropic_Original_Results): the first 27 of 35, and the last one.
 CLAUDE_DEPTHS = (
     0, 89, 119, 160, 213, 284, 378, 501, 661, 868, 1131, 1462, 1868, 2356, 2926, 3570, 4270, 5000,
     5730, 6429, 7073, 7643, 8131, 8538, 8868, 9131, 9338, 10000,

@@ -16,7 +16,7 @@ from lcjax.evaluation.tasks.local_files import template_fields
 from lcjax.evaluation.tasks.longbench import LongBench
 from lcjax.evaluation.tasks.many_shot import ManyShot
 from lcjax.evaluation.tasks.needles import KvRetrieval, Niah, Passkey
-from lcjax.evaluation.tasks.open_qa import OpenQa
+from lcjax.evaluation.tasks.open_qa import MultiDocumentQa, OpenQa
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
 
 ESSAYS = [("a", "One sentence is short. Another one, which follows it, is rather longer! " * 30)]
@@ -39,6 +39,9 @@ def data(tmp_path) -> str:
     row = {"question": QUESTION, "answer": ["birds"], "ctxs": passages}
     write("nq-open/test.jsonl", row)
     write("nq-open/train.jsonl", {**row, "question": "Who flies?"})
+    gold = {"title": "Trees", "text": "Birds sing there.", "isgold": True}
+    row = {"question": QUESTION, "answers": ["birds"], "ctxs": [*passages, gold]}
+    write("nq-open-10_total_documents_gold_at_0.jsonl", row)
     scrolls = {
         "narrative_qa": (f"{QUESTION}\n\n{STORY}", "the bird"),
         "qasper": (f"{QUESTION}\n\n{STORY}", "yes"),
@@ -74,6 +77,9 @@ TASKS = {
     "kv": lambda path, **wording: KvRetrieval(depths=2, **wording),
     "icl": lambda path, **wording: Icl(path=path, tasks=("sst2",), **wording),
     "open_qa": lambda path, **wording: OpenQa(path=path, tasks=("nq_5",), **wording),
+    "multi_document_qa": lambda path, **wording: MultiDocumentQa(
+        path=path, total_documents=(2,), **wording
+    ),
     "zeroscrolls": lambda path, **wording: ZeroScrolls(path=path, **wording),
     "longbench": lambda path, **wording: LongBench(path=path, tasks=("qasper", "trec"), **wording),
     "many_shot": lambda path, **wording: ManyShot(path=path, tasks=("trec_5shots",), **wording),
