@@ -84,6 +84,7 @@ def ropes(file: Path) -> list[Rope]:
 def architecture(file: Path) -> ModelConfig:
     later = {
         "prolong": "llama3-8b",
+        "llama3": "llama3-8b",
         "olmo3_7b": "olmo3-7b",
         "olmo3_32b": "olmo3-32b",
         "qwen": "qwen2.5-7b",
@@ -220,6 +221,9 @@ def test_the_ropes_of_a_recipe_become_frequencies(file):
         ("prolong_8b_64k", 65_536, 1, 1.602398e-7, 1.0),
         ("prolong_8b_512k", 524_288, 1, 1.045840e-8, 1.0),
         ("olmo3_7b_65k", 65_536, 1, 3.068926e-7, 1.207944),
+        # 5e5^(-126/128) and 1e6^(-126/128).
+        ("llama3_8b_128k", 131_072, 1, 2.455141e-6, 1.0),
+        ("glm_7b_128k", 131_072, 1, 1.240938e-6, 1.0),
     ],
 )
 def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, scale):
@@ -288,6 +292,38 @@ def test_prolong_and_olmo3_train_as_published():
     assert steps * rows * length == pytest.approx(1e11, rel=1e-4)
     rules = matcher(train.no_decay, "train.no_decay")
     assert rules("embed/embedding") and not rules("layers/attention_norm/scale")
+
+
+@pytest.mark.parametrize(
+    ("model", "theta", "stages"),
+    [
+        (
+            "llama3_8b",
+            5e5,
+            {"16k": 1024, "32k": 512, "48k": 320, "64k": 256, "96k": 160, "128k": 128},
+        ),
+        ("glm_7b", 1e6, {"32k": 128, "128k": 32}),
+    ],
+)
+def test_each_stage_of_an_extension_continues_the_one_before_with_batches_of_as_many_tokens(
+    model, theta, stages
+):
+    tokens, path = [], None
+    for stage, rows in stages.items():
+        recipe = read(ROOT / "configs" / f"{model}_{stage}.yaml")
+        train, length = recipe.train, 1024 * int(stage[:-1])
+        assert (recipe.data.length, train.batch_size) == (length, rows)
+        assert recipe.model.rope == Default(theta=theta) and recipe.data.document_mask
+        assert path is None or recipe.model.path == path
+        path = f"{recipe.run.folder}/model"
+        devices, _ = hardware(header(ROOT / "configs" / f"{model}_{stage}.yaml")["Hardware"])
+        batches.check_rows(recipe, mesh_sizes(recipe.mesh, devices).shape)
+        tokens.append((rows * length, train.steps))
+    if model == "llama3_8b":  # 16e6 tokens a batch, and 800e9 in all
+        assert [size for size, _ in tokens] == pytest.approx([2**24] * 6, rel=0.07)
+        assert sum(size * steps for size, steps in tokens) == pytest.approx(800e9, rel=1e-3)
+    else:
+        assert tokens == [(2**22, 5000), (2**22, 2500)]
 
 
 @pytest.mark.parametrize("name", ["olmo3_7b_65k", "olmo3_32b_65k"])
