@@ -26,9 +26,11 @@ from lcjax.cost.program import ProgramCost, program_cost
 from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
+from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import AXES, make_mesh
-from lcjax.progress import waiting
+from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
+from lcjax.tree import flatten
 
 COMPILED = "--compiled"
 PROGRAMS = ("prefill", "decode", "train")
@@ -92,9 +94,10 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     chip = local_chip(model.dtype) if topology is None else topology.chip
     rows, length = config.train.batch_size, batches.row_length(config, model)
     columns, fits = {}, True
+    num_params = sum(leaf.size for leaf in flatten(abstract_params(model, mesh)).values())
     for name in programs:
-        with waiting(f"compiling {name}"):
-            lower, work, title = _program(name, config, model, mesh)
+        lower, work, title = _program(name, config, model, mesh)
+        with compiling(f"the {title}", num_params, mesh.size):
             cost = program_cost(lower(), chip)
         columns[title] = column(cost, work)
         fits = fits and cost.fits

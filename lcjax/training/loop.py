@@ -29,7 +29,7 @@ from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
-from lcjax.progress import waiting
+from lcjax.progress import compiling
 from lcjax.training import batches, optim
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrainConfig
@@ -155,8 +155,7 @@ class Training:
                 batch, position = self._next_batch(step)
                 batch = self.task.prepare(step, batch, self.state.params)
                 self._toggle_trace(step)
-                compiles = self.is_main and step == self.first
-                with waiting("compiling the step") if compiles else contextlib.nullcontext():
+                with self._compiling("the training step", step == self.first):
                     self.state, info = self.train_step(
                         self.state, self.frozen, batches.put(batch, self.mesh), self.num_nonfinite
                     )
@@ -315,7 +314,8 @@ class Training:
         """Logs the mean loss on held-out documents, with the averaged weights if there are any."""
         self._report()
         unit, params = self.task.unit, self._final_params()
-        loss, count = self.validation.loss(params, self.frozen, step, self.state.params)
+        with self._compiling("the validation step, and running it", self.validation.is_new):
+            loss, count = self.validation.loss(params, self.frozen, step, self.state.params)
         self.tracker.log(step, {"validation_loss": loss, f"validation_{unit}": count})
         self.progress.write(f"step {step}: validation loss {loss:.4f} over {count:,.0f} {unit}")
         self.meter.restart()
@@ -324,11 +324,21 @@ class Training:
         """Returns the parameters to validate and export: the averages if there are any."""
         return self.state.params if self.state.ema is None else self.state.ema
 
-    def _print_summary(self) -> None:
-        def count(tree):
-            return sum(leaf.size for leaf in flatten(tree).values())
+    def _compiling(self, program: str, is_new: bool) -> contextlib.AbstractContextManager:
+        """Shows that `program` is compiled, in the first process and if it is new."""
+        if not (is_new and self.is_main):
+            return contextlib.nullcontext()
+        return compiling(program, sum(self._num_params), self.mesh.size)
 
-        trained, frozen = count(self.state.params), count(self.frozen)
+    @property
+    def _num_params(self) -> tuple[int, int]:
+        """The number of trained and of frozen parameters."""
+        trees = self.state.params, self.frozen
+        trained, frozen = (sum(leaf.size for leaf in flatten(tree).values()) for tree in trees)
+        return trained, frozen
+
+    def _print_summary(self) -> None:
+        trained, frozen = self._num_params
         devices = self.mesh.devices.flat
         self.progress.write(
             f"training {trained:,} of {trained + frozen:,} parameters on {self.mesh.size} x"
@@ -396,6 +406,11 @@ class Validation:
         self._step = jax.jit(make_eval_step(objective, accumulation=config.train.accumulation))
         self._loader: Loader | None = None
         self._start: dict = {}
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next call of `loss` is the first one, which compiles."""
+        return self._loader is None
 
     def loss(
         self, params: dict, frozen: dict, step: int, state_params: dict
