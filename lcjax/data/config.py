@@ -55,7 +55,7 @@ class Source(draccus.ChoiceRegistry):
     """One body of text and its share of the training rows."""
 
     # Values for types that lack these fields. They have no annotation, so they are no fields here.
-    stream, upsample = False, None
+    stream, upsample, hashes = False, None, None
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
     # Tokens from the start of a row to the start of the next; null: data.length, without overlap
     stride: int | None = field(default=None, kw_only=True)
@@ -86,6 +86,10 @@ class Source(draccus.ChoiceRegistry):
         """
         return self.pack or default
 
+    def selects(self, split_hash: float) -> bool:
+        """Returns whether `hashes` contains the hash of a document's name."""
+        return self.hashes is None or self.hashes[0] <= split_hash < self.hashes[1]
+
     @property
     def content_key(self) -> str:
         """Text of the fields that determine the rows; a saved position is valid only for it."""
@@ -113,6 +117,17 @@ class TextSource(Source):
     # before the first row, unlike for a global order
     stream: bool = False
     upsample: Upsample | None = None  # fewer short documents; implies `stream`
+    # Read only documents whose hash of the name, a number in [0, 1), lies in [first, second);
+    # null: all. Sources of the same path with ranges that do not overlap share no document
+    hashes: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.hashes is not None and not 0 <= self.hashes[0] < self.hashes[1] <= 1:
+            raise InputError(
+                f"hashes={list(self.hashes)} must be two numbers in [0, 1] that ascend, such as"
+                " [0.0, 0.01]"
+            )
 
 
 @Source.register_subclass("chat")

@@ -52,6 +52,8 @@ class Corpus:
             readers = [files.open(i, cache) for i in range(len(files.paths))]
         self.readers = readers
         self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
+        if indices is None and self.source.hashes is not None:
+            self.indices = np.flatnonzero([self.source.selects(x) for x in self._hashes()])
 
     def __len__(self) -> int:
         return self._starts[-1] if self.indices is None else len(self.indices)
@@ -74,10 +76,14 @@ class Corpus:
         """
         if holdout == 0.0 and split == "train":
             return self
-        hashes = (reader.split_hash(i) for reader, i in map(self.locate, range(len(self))))
-        is_held_out = np.fromiter((value < holdout for value in hashes), bool, len(self))
+        is_held_out = np.fromiter((value < holdout for value in self._hashes()), bool, len(self))
         indices = np.flatnonzero(is_held_out if split == "validation" else ~is_held_out)
+        indices = indices if self.indices is None else self.indices[indices]
         return Corpus(self.files, self.readers, indices)
+
+    def _hashes(self) -> Iterator[float]:
+        """Yields the hash of the name of every document."""
+        return (reader.split_hash(i) for reader, i in map(self.locate, range(len(self))))
 
     def documents_of(self, num_bytes: int) -> int:
         """Returns how many of the largest files of one document have `num_bytes`; at least 1."""
@@ -112,8 +118,9 @@ class StreamedCorpus(abc.ABC):
         return corpus
 
     def in_split(self, split_hash: float) -> bool:
-        """Returns whether the document with this hash belongs to the split."""
-        return (split_hash < self._holdout) == (self._split == "validation")
+        """Returns whether the document with this hash belongs to the split and is read."""
+        is_held_out = split_hash < self._holdout
+        return is_held_out == (self._split == "validation") and self.source.selects(split_hash)
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -471,4 +478,7 @@ def corpus_identity(corpora: list[Documents]) -> dict[str, Any]:
 
 
 def _no_documents(source: Source) -> InputError:
+    if source.hashes is not None:
+        reason = f"its files are empty, or no name has a hash in {list(source.hashes)}"
+        return InputError(f"data.path={source.name} holds no document: {reason}")
     return InputError(f"data.path={source.name} holds no document: its files are empty")

@@ -163,6 +163,7 @@ class JobReader:
     def records(self, job: Job) -> Iterator[tuple[SourceFiles, Reader, int]]:
         """Yields (files of the source, reader of the file, number of the record) in order."""
         files = self._sources[job.source]
+        source = files.source
         for file in job.files:
             if self._file != (job.source, file):
                 self._file, self._reader = (job.source, file), files.open(file, FileCache())
@@ -171,7 +172,8 @@ class JobReader:
             indices = self._order(count, job.source, file)
             first, last = (count * part // job.parts for part in (job.part, job.part + 1))
             for index in indices[first:last].tolist():
-                yield files, reader, index
+                if source.hashes is None or source.selects(reader.split_hash(index)):
+                    yield files, reader, index
 
 
 def read_shard(out: Path, number: int) -> dict[str, Any] | None:

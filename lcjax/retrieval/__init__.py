@@ -1,7 +1,7 @@
 """Retrieval: searches a datastore of passages by words or by vectors, and trains encoders."""
 
 from lcjax.retrieval.build_store import BuildConfig, build, read_documents
-from lcjax.retrieval.chunks import ChunksConfig, write_chunks
+from lcjax.retrieval.chunks import ChunksConfig, WindowsConfig, write_chunks, write_windows
 from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.encoder import (
     BertEncoder,
@@ -51,6 +51,7 @@ __all__ = [
     "StaticEncoder",
     "TokenConfig",
     "TokenStore",
+    "WindowsConfig",
     "build",
     "build_tokens",
     "check",
@@ -60,4 +61,5 @@ __all__ = [
     "top_k",
     "write_chunks",
     "write_questions",
+    "write_windows",
 ]

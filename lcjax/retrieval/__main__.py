@@ -9,6 +9,8 @@ append FOLDER --path=TEXT: adds passages.
 delete FOLDER ID ...: removes passages.
 chunks: writes rows of text with the passages retrieved for them, for a training, from --config=FILE
   to --out=FOLDER. --part=i/n as for build.
+windows: writes windows of text with the passages retrieved for their beginning, for the task rag_lm
+  of eval.py, from --config=FILE to --out=FILE.jsonl.
 negatives --path=QUESTIONS --store=FOLDER --out=FILE: writes pairs of questions and passages, with
   passages that lack the answer, to train an encoder on.
 questions: makes questions with answers from a datastore by patterns, from --config=FILE to
@@ -30,7 +32,7 @@ from lcjax.config.help import print_help
 from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, read_documents
-from lcjax.retrieval.chunks import ChunksConfig, write_chunks
+from lcjax.retrieval.chunks import ChunksConfig, WindowsConfig, write_chunks, write_windows
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.encoder import open_encoder
 from lcjax.retrieval.knn_lm import TokenConfig, build_tokens
@@ -107,6 +109,11 @@ def _chunks(words: list[str], report: config_lib.ErrorReport) -> None:
     settings, part = _parse(ChunksConfig, words, report)
     if write_chunks(settings, part=part) is None:
         print(_PART.format(settings.out, part))
+
+
+def _windows(words: list[str], report: config_lib.ErrorReport) -> None:
+    report.config = settings = config_lib.parse(WindowsConfig, words)
+    write_windows(settings)
 
 
 def _questions(words: list[str], report: config_lib.ErrorReport) -> None:
@@ -235,6 +242,7 @@ _COMMANDS = {
     "append": _append,
     "delete": _delete,
     "chunks": _chunks,
+    "windows": _windows,
     "negatives": _negatives,
     "questions": _questions,
     "build-tokens": _build_tokens,

@@ -1,5 +1,6 @@
-"""`python -m lcjax.retrieval chunks`: stores rows of text with the passages retrieved for them.
+"""`python -m lcjax.retrieval chunks` and `windows`: text with the passages retrieved for it.
 
+`chunks` stores rows for a training, and `windows` a file for the task `rag_lm` of an evaluation.
 There are two ways to choose the passages, which a memory reads as chunks in training:
 
 - One search for a row (RetDoc in CEPE, Yen et al. 2024, arXiv 2402.16617, app. E.1): the first 256
@@ -9,24 +10,28 @@ There are two ways to choose the passages, which a memory reads as chunks in tra
   passages. RETRO calls the tokens of a query a chunk, and its passages neighbours.
 
 Passages of the documents in a row are left out, because they would hold the text to be predicted.
-Rows come from `data:` in the order of a training (`lcjax.data.stored_rows`).
+Rows come from `data:` in the order of a training (`lcjax.data.stored_rows`). `windows` makes one
+search for a window, as in CEPE's section 4.1.
 """
 
 import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
-from lcjax.data.config import RETRIEVED, SeqioSource, TokenSource
+from lcjax.data.config import RETRIEVED, DataConfig, SeqioSource, Source, TokenSource
 from lcjax.data.corpus import check_outside_data, check_sources
 from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer
 from lcjax.data.stored_rows import RowsConfig, write_rows
 from lcjax.errors import InputError, check_arguments, check_integers, check_one_of
-from lcjax.files import check_path
+from lcjax.files import atomic_file, check_path
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import FAISS_KINDS, Datastore
@@ -65,6 +70,27 @@ class ChunksConfig(RowsConfig):
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class WindowsConfig(ChunksConfig):
+    """Settings of `python -m lcjax.retrieval windows`.
+
+    A window has `data.length` tokens. `rows` is the largest number of windows of each source, and
+    `out` is a file of JSON lines.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.out.endswith(".jsonl"):
+            raise InputError(
+                f"out={self.out} must be a file of JSON lines, such as {self.out}.jsonl"
+            )
+        if self.data.chunks.stride is not None:
+            raise InputError(
+                f"data.chunks.stride={self.data.chunks.stride}: the task rag_lm has one query for a"
+                " window; leave it out"
+            )
+
+
 @check_arguments
 def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, Any] | None:
     """Writes the missing shards of a folder of rows with retrieved passages.
@@ -83,18 +109,9 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
         not support the search, or it has no passage for the rows.
     """
     share = (0, 1) if part is None else parse_part(part)
-    check_path("out", config.out)
-    # The loader makes the decoder's rows; the passages are added here.
-    data = dataclasses.replace(config.data, chunks=None)
-    check_outside_data("out", config.folder, data)
-    check_sources(data)
-    if not config.same_document:
-        check_named(data.resolved_sources())
-    tokenizer, store = open_tokenizer(config.tokenizer), Datastore(config.store)
-    options = {"encoder": config.encoder, "index": config.index, "mesh": config.mesh}
-    retriever = Retriever.open(store, config.kind, **options)
+    data, tokenizer, retriever = _open(config)
     loader = make_loader(data, tokenizer, config.batch_size, documents=not config.same_document)
-    identity = _identity(config, store) | loader.get_state()["identity"]
+    identity = _identity(config, retriever.store) | loader.get_state()["identity"]
     identity = json.loads(json.dumps(identity))
     try:
         index = begin(config.folder, identity, RETRIEVED.index, RETRIEVED.plan)
@@ -119,6 +136,80 @@ def write_chunks(config: ChunksConfig, *, part: str | None = None) -> dict[str, 
         f" path: {config.out}}}]"
     )
     return index
+
+
+@check_arguments
+def write_windows(config: WindowsConfig) -> int:
+    """Writes windows with retrieved passages to a file that the task `rag_lm` reads.
+
+    A line has the `domain` (the label of a source of tokens, or the last part of its path), the
+    window's `input_ids`, and its `chunks`, the best first: `ids`, the first `data.chunks.length`
+    tokens of a passage, and `score`. Shorter passages, which `rag_lm` does not read, are left out:
+    of twice `data.chunks.count` passages the best `count` that are long enough are written. The
+    file appears when it is complete.
+
+    Returns:
+      The number of windows.
+
+    Raises:
+      InputError: A source has no whole window, or the datastore does not support the search.
+    """
+    data, tokenizer, retriever = _open(config)
+    chunks, count = _RetrievedChunks(config, retriever, tokenizer), 0
+    with atomic_file(config.folder) as file:
+        for source in data.resolved_sources():
+            before = count
+            for line in _windows(config, data, source, tokenizer, chunks):
+                file.write(json.dumps(line) + "\n")
+                count += 1
+            if count == before:
+                raise InputError(
+                    f"data.sources: {source.name} has no window of {data.length} tokens; lower"
+                    " data.length, or leave it out"
+                )
+    print(f"{config.out}: {count:,} windows; evaluate on them with the task rag_lm and its path")
+    return count
+
+
+def _windows(
+    config: WindowsConfig,
+    data: DataConfig,
+    source: Source,
+    tokenizer: Any,
+    chunks: "_RetrievedChunks",
+) -> Iterator[dict[str, Any]]:
+    """Yields the lines of `write_windows` for one source."""
+    size, most, count = config.data.chunks.length, config.data.chunks.count, 0
+    data = dataclasses.replace(data, path="", sources=[source], repeat=1)
+    domain = "+".join(getattr(source, "labels", ())) or Path(source.name).name
+    loader = make_loader(data, tokenizer, config.batch_size, documents=not config.same_document)
+    with contextlib.closing(loader), tqdm(desc=domain, unit="window", total=config.rows) as bar:
+        for batch in loader:
+            is_whole = batch["segments"].all(1)  # the last rows of a source may be padded
+            batch = {key: value[is_whole] for key, value in batch.items()}
+            for (row, _), hits in chunks.search(batch, 2 * most):
+                if count == config.rows:
+                    return
+                passages = [{"ids": chunks.ids(hit).tolist(), "score": hit.score} for hit in hits]
+                passages = [passage for passage in passages if len(passage["ids"]) == size]
+                ids = batch["tokens"][row].tolist()
+                yield {"domain": domain, "input_ids": ids, "chunks": passages[:most]}
+                count += 1
+                bar.update()
+
+
+def _open(config: ChunksConfig) -> tuple[DataConfig, Any, Retriever]:
+    """Checks paths; returns the text without passages, the tokenizer and the retriever."""
+    check_path("out", config.out)
+    # The loader makes the decoder's rows; the passages are added here.
+    data = dataclasses.replace(config.data, chunks=None)
+    check_outside_data("out", config.folder, data)
+    check_sources(data)
+    if not config.same_document:
+        check_named(data.resolved_sources())
+    tokenizer = open_tokenizer(config.tokenizer)
+    options = {"encoder": config.encoder, "index": config.index, "mesh": config.mesh}
+    return data, tokenizer, Retriever.open(Datastore(config.store), config.kind, **options)
 
 
 def check_named(sources: list[Any], way_out: str = "same_document") -> None:
@@ -160,26 +251,38 @@ class _RetrievedChunks:
         chunks = self._config.data.chunks
         shape = len(batch["tokens"]), chunks.count, chunks.length
         fields = {"chunks": np.zeros(shape, np.int32), "chunk_mask": np.zeros(shape, bool)}
-        places, queries, documents = [], [], []
-        for row, tokens in enumerate(batch["tokens"]):
-            numbers = set(batch["documents"][row].tolist()) if "documents" in batch else set()
-            for search, part in enumerate(self._query_parts(batch, row)):
-                places.append((row, search * self._num_passages))
-                queries.append(self._tokenizer.decode(tokens[part], skip_special=True))
-                documents.append(numbers)
-        results = search_other_documents(self._retriever, queries, documents, self._num_passages)
-        for (row, first), hits in zip(places, results):
-            for number, hit in enumerate(hits, first):
-                ids = self._tokenizer.encode(hit.passage.full_text)[: chunks.length]
+        results = self.search(batch, self._num_passages)
+        for (row, search), hits in results:
+            for number, hit in enumerate(hits, search * self._num_passages):
+                ids = self.ids(hit)
                 fields["chunks"][row, number, : len(ids)] = ids
                 fields["chunk_mask"][row, number, : len(ids)] = True
         self._has_hits = self._has_hits or bool(fields["chunk_mask"].any())
         if not self._has_hits:
             raise InputError(
-                f"store={self._config.store} has no passage for the first {len(queries)} searches;"
+                f"store={self._config.store} has no passage for the first {len(results)} searches;"
                 " name a datastore of more text, or same_document=true if it is the same text"
             )
         return batch | fields
+
+    def search(
+        self, batch: dict[str, np.ndarray], k: int
+    ) -> list[tuple[tuple[int, int], list[Hit]]]:
+        """Returns the best `k` passages of each search with its row and its number in the row."""
+        keys, queries, documents = [], [], []
+        for row, tokens in enumerate(batch["tokens"]):
+            numbers = set(batch["documents"][row].tolist()) if "documents" in batch else set()
+            for search, part in enumerate(self._query_parts(batch, row)):
+                keys.append((row, search))
+                queries.append(self._tokenizer.decode(tokens[part], skip_special=True))
+                documents.append(numbers)
+        results = search_other_documents(self._retriever, queries, documents, k)
+        return list(zip(keys, results, strict=True))
+
+    def ids(self, hit: Hit) -> np.ndarray:
+        """Returns the first `data.chunks.length` tokens of a passage, int32."""
+        ids = self._tokenizer.encode(hit.passage.full_text)
+        return np.asarray(ids[: self._config.data.chunks.length], np.int32)
 
     def _query_parts(self, batch: dict[str, np.ndarray], row: int) -> list[slice]:
         """Returns the range of tokens of each query of a row."""

@@ -1,5 +1,6 @@
 """The data configs that ship: they parse, and say what the papers say."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 from lcjax import config as configs
 from lcjax.data import DataConfig, lengths
 from lcjax.data.prepare import PrepareConfig
+from lcjax.evaluation import reproduce, study
+from lcjax.retrieval import BuildConfig, ChunksConfig, WindowsConfig
 from lcjax.training.config import TrainConfig
 
 FOLDER = Path(__file__).parents[2] / "configs" / "data"
@@ -71,6 +74,49 @@ def test_sharedllms_rows_are_cepes_across_documents_but_for_the_books():
     assert texts.weight == pytest.approx(7 * sum(chat.weight for chat in chats), rel=0.01)
     ends = [chat.prompt.removeprefix("[INST]{instruction}[/INST]") for chat in chats]
     assert ends == [" ", "\n", "\n\n"]
+
+
+def test_cepes_retrieval_reads_three_parts_of_redpajama_that_share_no_document():
+    def of(kind, name):
+        return configs.parse(kind, ["--config", str(FOLDER / f"{name}.yaml")])
+
+    train, test = (of(PrepareConfig, f"redpajama_{name}") for name in ("train", "test"))
+    store = of(BuildConfig, "redpajama_store")
+    rows, windows = of(ChunksConfig, "retdoc_redpajama"), of(WindowsConfig, "redpajama_retrieved")
+    (one,), (two,), (three,) = train.sources, test.sources, store.data.sources
+    assert one.path == two.path == three.path  # names, and so hashes, are relative to the path
+    ends = [end for source in (two, one, three) for end in source.hashes]
+    assert ends == sorted(ends)
+    assert (store.chunking.unit, store.chunking.size) == ("tokens", 256)
+    encoder = store.encoder
+    assert (encoder.path, encoder.pooling, encoder.normalize) == (
+        "facebook/contriever", "mean", False
+    )  # fmt: skip
+    for found, source in ((rows, train), (windows, test)):
+        assert found.store == store.out and found.same_document and found.query_tokens == 256
+        assert {s.path for s in found.data.sources} == {source.out}
+        names = {source.tokenizer, store.chunking.tokenizer, found.tokenizer}
+        assert names == {"meta-llama/Llama-2-7b-hf"}
+    assert (rows.data.chunks.count, rows.data.chunks.length, rows.data.length) == (16, 256, 4096)
+    # The rows are those of the training of CEPE, and are read by the row RetDoc of its table 5.
+    cepe = configs.parse(TrainConfig, ["--config", str(FOLDER.parent / "cepe_7b.yaml")])
+    assert rows.data.sources == cepe.data.sources
+    assert rows.rows >= cepe.train.steps * cepe.train.batch_size
+    trained = study.trainings(reproduce.config_at("cepe/table5", "paper"))
+    (retdoc,) = (t for name, t in trained.items() if "retdoc" in name)
+    assert [s.path for s in retdoc.data.sources] == [rows.out]
+    shape = (rows.data.chunks, rows.data.length)
+    assert (dataclasses.replace(retdoc.data.chunks, noise=None), retdoc.data.length) == shape
+    for table in ("table2", "table5_retrieval"):
+        (task,) = reproduce.config_at(f"cepe/{table}", "paper").tasks
+        assert (task.path, task.decoder, task.chunk) == (windows.out, windows.data.length, 256)
+        assert task.decoder - task.scored == windows.query_tokens
+    lengths = reproduce.config_at("cepe/table2", "paper").lengths
+    assert windows.data.chunks.count == (max(lengths) - 2048) // 256
+    (domains,) = (t for t in reproduce.config_at("cepe/table2", "paper").published
+                  if t.source.endswith("k = 50"))  # fmt: skip
+    labels = {source.labels[0] for source in windows.data.sources}
+    assert {f"domain:{label}" for label in labels} == set(domains.fields)
 
 
 @pytest.mark.parametrize("recipe", ["ntk_7b_32k", "pi_7b_32k", "yarn_7b_32k"])

@@ -21,9 +21,11 @@ from lcjax.data import (
     Chunks,
     DataConfig,
     Share,
+    TextConfig,
     TextSource,
     TokenSource,
     Upsample,
+    documents,
     jobs,
     make_loader,
     prepare,
@@ -31,8 +33,10 @@ from lcjax.data import (
 from lcjax.data import __main__ as command
 from lcjax.data.config import LengthShare
 from lcjax.data.corpus import check_outside_data, open_corpus
+from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 from lcjax.files import CHECKSUMS
+from lcjax.retrieval import Chunking, read_documents
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +85,34 @@ def test_tokens_give_the_batches_that_the_text_gives(text, tmp_path):
             for s in (TextSource(text), source)
         )
     )
+
+
+def test_sources_with_disjoint_ranges_of_hashes_share_no_document(text, tmp_path):
+    """Ranges choose the same documents in memory, as a stream, prepared, and in a datastore."""
+    ranges = [(0.0, 0.2), (0.2, 0.6), (0.6, 1.0)]
+    everything, parts = dict(open_corpus(TextSource(text))), []
+    for number, hashes in enumerate(ranges):
+        part = dict(open_corpus(TextSource(text, hashes=hashes)))
+        assert part == dict(open_corpus(TextSource(text, hashes=hashes, stream=True)))
+        assert all(hashes[0] <= unit_hash(name) < hashes[1] for name in part)
+        out = tmp_path / f"{number}"
+        run("", out, sources=[TextSource(text, hashes=hashes)], shuffle=False)
+        stored = [Bytes().decode(ids) for _, ids in open_corpus(TokenSource(str(out)))]
+        assert stored == list(part.values())
+        source = TextConfig(sources=[TextSource(text, hashes=hashes)])
+        cut = read_documents(source, Chunking("words", 4))
+        assert {document.name: document.text for document in cut} == part
+        parts.append(part)
+    assert min(map(len, parts)) > 5 and sum(map(len, parts)) == len(everything)
+    held = DataConfig(sources=[TextSource(text, hashes=ranges[1])], holdout=0.4)
+    sides = [dict(documents(held, side)) for side in ("train", "validation")]
+    assert sides[0] | sides[1] == parts[1] and all(sides)
+    assert all(unit_hash(name) < 0.4 for name in sides[1])
+    for hashes in ((0.5, 0.5), (-0.1, 0.5), (0.5, 1.1)):
+        with pytest.raises(InputError, match=r"^hashes=\[.*\] must be two numbers in \[0, 1\]"):
+            TextSource(text, hashes=hashes)
+    with pytest.raises(InputError, match="or no name has a hash in"):
+        open_corpus(TextSource(text, hashes=(0.0, 1e-9)))
 
 
 @pytest.mark.slow

@@ -1,18 +1,25 @@
 """Rows with retrieved passages: which ones, kills, what the loader gives, bad input."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval_support import WordEncoder, content, write_corpus
+from retrieval_support import WordEncoder, content, write_bert, write_corpus
 
 pytest.importorskip("bm25s")
 
 from lcjax import config as configs
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.data import Chunks, DataConfig, RetrievedSource, TextConfig, TextSource, make_loader
+from lcjax.data.__main__ import main as prepare_command
 from lcjax.data.corpus import open_corpus
+from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
+from lcjax.evaluation import RagLm
+from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.task import Limits
 from lcjax.files import CHECKSUMS
 from lcjax.retrieval import (
     BuildConfig,
@@ -21,9 +28,11 @@ from lcjax.retrieval import (
     Datastore,
     Retriever,
     Sparse,
+    WindowsConfig,
     build,
     chunks,
     write_chunks,
+    write_windows,
 )
 from lcjax.retrieval import __main__ as command
 
@@ -278,6 +287,93 @@ def test_a_training_needs_rows_of_one_kind(folder, retdoc):
         training_config(retdoc, sources=both)
     with pytest.raises(InputError, match=r"type retrieved: its rows are stored; leave stride out"):
         RetrievedSource("a", stride=4)
+
+
+def test_windows_have_whole_passages_for_their_beginnings_and_a_task_reads_them(folder, tmp_path):
+    out, length = str(tmp_path / "windows.jsonl"), 48
+    fields = vars(rows_config(folder, out, data={"path": "", "sources": [
+        TextSource(str(folder / "text" / f"{i}.jsonl")) for i in range(2)
+    ]}, rows=5, same_document=True))  # fmt: skip
+    fields["data"] = dataclasses.replace(fields["data"], chunks=Chunks(3, length, text="retrieved"))
+    assert write_windows(WindowsConfig(**fields)) == 10
+    lines = [json.loads(line) for line in Path(out).read_text().splitlines()]
+    assert [line["domain"] for line in lines] == ["0.jsonl"] * 5 + ["1.jsonl"] * 5
+    retriever, counts = Retriever.open(folder / "store"), []
+    for line in lines:
+        assert len(line["input_ids"]) == 64
+        query = TOKENIZER.decode(line["input_ids"][:30], skip_special=True)
+        (hits,) = retriever.search([query], retriever.store.num_rows)
+        found = [(TOKENIZER.encode(hit.passage.full_text)[:length], hit.score) for hit in hits[:6]]
+        found = [{"ids": ids, "score": score} for ids, score in found if len(ids) == length]
+        assert line["chunks"] == found[:3]
+        counts.append(len(line["chunks"]))
+    assert max(counts) == 3
+    task = RagLm(path=out, decoder=64, scored=34, chunk=length)
+    limits = Limits((64, 64 + 3 * length), 1, None, None, 0)
+    corpus = TokenizedCorpus([], TOKENIZER)
+    assert len(task.plan(corpus, 64, limits)) == 10
+    planned = task.plan(corpus, 64 + 3 * length, limits)
+    assert len(planned) == sum(count == 3 for count in counts)
+    single = dataclasses.replace(fields["data"], length=1000, pack="single")
+    for changes, match in (
+        ({"out": str(tmp_path / "windows")}, "must be a file of JSON lines, such as"),
+        ({"data": single, "batch_size": 1}, "0.jsonl has no window of 1000 tokens; lower data"),
+        ({"data": dataclasses.replace(fields["data"], chunks=RETRO)}, "one query for a window"),
+    ):
+        with pytest.raises(InputError, match=match):
+            write_windows(WindowsConfig(**fields | changes))
+
+
+@pytest.mark.slow
+def test_the_five_steps_of_cepes_retrieval_run_on_the_standard_library(tmp_path, capsys):
+    """The configs of RedPajama with other paths and sizes; a training and a task read all."""
+    TOKENIZER.save(tmp_path / "tokenizer")
+    encoder = write_bert(tmp_path / "bert", ["self", "def", "return", "if", "import", "="])
+    read = f"--tokenizer={tmp_path / 'tokenizer'}"
+    hashes = {"train": "[0.01, 0.02]", "test": "[0.0, 0.01]", "store": "[0.505, 0.51]"}
+    folders = {name: str(tmp_path / name) for name in (*hashes, "rows")}
+    folders["windows"] = str(tmp_path / "windows.jsonl")
+
+    def source(name):
+        return f"sources=[{{path: 'python:stdlib', hashes: {hashes[name]}}}]"
+
+    for name in ("train", "test"):
+        words = ["prepare", f"--config=lcjax:data/redpajama_{name}", f"--{source(name)}", read]
+        assert prepare_command([*words, f"--out={folders[name]}", "--workers=1"]) == 0
+    words = [f"--data.{source('store')}", f"--encoder.path={encoder}", f"--out={folders['store']}"]
+    words += [f"--chunking.tokenizer={tmp_path / 'tokenizer'}", "--chunking.size=32"]
+    assert command.main(["build", "--config=lcjax:data/redpajama_store", *words]) == 0
+    shared = [f"--store={folders['store']}", read, "--query_tokens=32", "--mesh.data=8"]
+    small = ["--rows=64", "--batch_size=32"]
+    rows = f"--data.sources=[{{type: tokens, path: {folders['train']}}}]"
+    words = ["--data.length=128", "--data.chunks.count=4", "--data.chunks.length=32", rows]
+    words += [f"--out={folders['rows']}", *small, *shared]
+    assert command.main(["chunks", "--config=lcjax:data/retdoc_redpajama", *words]) == 0
+    windows = f"--data.sources=[{{type: tokens, path: {folders['test']}}}]"
+    words = ["--data.length=64", "--data.chunks.count=5", "--data.chunks.length=32", windows]
+    words += [f"--out={folders['windows']}", *small, *shared]
+    assert command.main(["windows", "--config=lcjax:data/redpajama_retrieved", *words]) == 0
+    assert f"{folders['windows']}: 64 windows" in capsys.readouterr().out
+
+    store = Datastore(folders["store"])
+    entry = store.encoder_entry()
+    assert (entry["pooling"], entry["dtype"]) == ("mean", "bfloat16")
+    passages = store.passages(range(store.num_rows))
+    assert all(0.505 <= unit_hash(passage.document) < 0.51 for passage in passages)
+    config = DataConfig(
+        length=128, chunks=Chunks(4, 32, text="retrieved"), repeat=1,
+        sources=[RetrievedSource(folders["rows"])],
+    )  # fmt: skip
+    batch = next(make_loader(config, TOKENIZER, 8))
+    texts = {TOKENIZER.decode(ids[mask]) for ids, mask in zip(
+        batch["chunks"].reshape(-1, 32), batch["chunk_mask"].reshape(-1, 32))}  # fmt: skip
+    full = {passage.full_text[:32] for passage in passages}
+    assert all(any(one.startswith(text) for one in full) for text in texts) and len(texts) > 4
+    task = RagLm(path=folders["windows"], decoder=64, scored=32, chunk=32)
+    limits = Limits((64, 64 + 32 * 4), 1, None, None, 0)
+    units = task.plan(TokenizedCorpus([], TOKENIZER), 64 + 32 * 4, limits)
+    scores = [[span.score for span in unit.prompt.passages] for unit in units]
+    assert len(units) > 30 and all(None not in row for row in scores)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ farthest from it, as in CEPE's code. The order matters only if the decoder reads
 memory reads each retrieved chunk as one chunk of its context. REPLUG reads the text after each of
 them, with the weights softmax(score / temperature), or equal weights if a chunk has no score.
 
-With a `retriever`, chunks are retrieved for the beginning of the text, up to the first scored
-token. Its datastore must hold passages of `chunk` tokens (of this model's tokenizer), from other
-documents than the texts.
+`python -m lcjax.retrieval windows` writes a file of texts with their chunks. With a `retriever`,
+chunks are retrieved in the evaluation for the beginning of the text, up to the first scored token.
+Its datastore must hold passages of `chunk` tokens (of this model's tokenizer), from other documents
+than the texts.
 """
 
 import dataclasses
