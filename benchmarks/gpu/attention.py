@@ -11,9 +11,10 @@ The second command with `--check --minutes 9` does both in 9 minutes. `--cpu` ru
 sizes without a GPU (`--interpret`: also Pallas-Triton kernels); its times are meaningless.
 
 Workloads run in the order of workloads.py until the time is up; `--group` selects some of them, and
-`--new` those that have no results yet. The same command then continues with the remaining ones
-(`--again`: starts again with all). Results of other kernels, versions or options stay until their
-workload is measured again; the report says which run each row is of. By default
+`--outdated` those without results of today's kernels, those without any first. The same command
+then continues with the remaining ones (`--again`: starts again with all). Results of other kernels,
+versions or options stay until their workload is measured again; the report says which run each row
+is of. By default
 lcjax's implementations and cuDNN are measured; `--sides .` adds the other libraries. All
 implementations of a workload are compiled, compared with a dense float32 oracle, and run twice to
 test for equal bits. They are then timed in turns, every round in another order, as medians of
@@ -55,7 +56,8 @@ def arguments(argv=None):
     sides_doc = "a regular expression that a side must match; . for all of them"
     parser.add_argument("--sides", default="lcjax|jax.nn cudnn", help=sides_doc)
     parser.add_argument("--again", action="store_true", help="do not go on with what --out has")
-    parser.add_argument("--new", action="store_true", help="only workloads that --out lacks")
+    outdated_doc = "only workloads without results of these kernels, those without any first"
+    parser.add_argument("--outdated", action="store_true", help=outdated_doc)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu/results"))
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
     parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
@@ -124,8 +126,11 @@ class Report:
         from .measure import chosen
 
         workloads = chosen(self.args)
-        if self.args.new:
-            known = {row["workload"] for row in self.rows}
+        if self.args.outdated:
+            kernels = [run["about"].get("kernels") for run in self.runs]
+            known = {r["workload"] for r in self.rows if kernels[r["run"]] == kernels[-1]}
+            measured = {row["workload"] for row in self.rows}
+            workloads.sort(key=lambda w: w.name in measured)
             sparse = {w.shape for w in workloads if w.density and w.name not in known}
             # The efficiency of sparse tables is relative to a dense one of the same run.
             workloads = [
@@ -336,11 +341,7 @@ def main(argv=None) -> int:
         return 0
     about = records.about_here()
     if not args.cpu and about["platform"] != "gpu":
-        print(
-            f"error: JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install jax"
-            " for CUDA, or try it at tiny sizes with --cpu",
-            file=sys.stderr,
-        )
+        print(records.NO_GPU.format(about["platform"], "--cpu"), file=sys.stderr)
         return 2
     # This process only traces failed cases, and leaves the GPU to its children.
     jax.config.update("jax_platforms", "cpu")

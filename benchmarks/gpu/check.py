@@ -1,7 +1,7 @@
 """Checks all GPU implementations against the tests' float64 formulas, on this machine's GPU.
 
     python -m benchmarks.gpu.check --minutes 4 [--backends triton mosaic_gpu] [--only "words"]
-    python -m benchmarks.gpu.check --keep FILE.json    # what changed since the file was written
+    python -m benchmarks.gpu.check --results FILE.json  # what changed since it was written
 
 The cases of tests/pallas_kernels (masks, tables, documents, biases, sinks, shared key heads, odd
 sizes, cotangents of the log-sum-exp), and larger ones of several tiles, in bfloat16, float16 and
@@ -14,8 +14,8 @@ it. The exit code is 1 if a case fails, crashes or hangs, or if an implementatio
 Several processes share the GPU; one that crashes or hangs is replaced. `--cpu` checks "xla" without
 a GPU (`--interpret`: also Pallas-Triton).
 
-`--keep FILE` writes what each implementation passed into FILE, for one kind of GPU, and leaves out
-what is there for the same code and version of JAX; a check that was cut off goes on.
+`--results FILE` writes what each implementation passed into FILE, for one kind of GPU, and leaves
+out what is there for the same code and version of JAX; a check that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-from .records import Records, about_here, code_of, describe
+from .records import Records, about_here, code_of
 
 HERE = Path(__file__).resolve().parent
 # The formulas of the tests, of which a wheel has a copy.
@@ -40,6 +40,7 @@ FORMULAS = HERE / "formulas"
 if not FORMULAS.is_dir():
     FORMULAS = HERE.parents[1] / "tests" / "pallas_kernels"
 sys.path.insert(0, str(FORMULAS))
+ORACLES = ("attention_oracle", "decode_cases", "landmark_oracle")
 LANDMARK, DECODE = "Landmark: ", "decode, "  # prefixes of the names of their cases
 WATCHED = 60.0  # seconds without output after which a process counts as hanging
 
@@ -226,8 +227,6 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
 
         interpret_triton()
     known = cases(args.seed)
-    if jobs and args.keep:
-        emit(about=describe())
     for i, job in enumerate(jobs):
         if time.monotonic() > deadline:
             emit(left=[x["name"] for x in jobs[i:]])
@@ -267,16 +266,16 @@ def supervised(jobs: list[dict], command: list[str], deadline: float, take) -> N
 class Kept:
     """A file with the results of each implementation, and the code that they are of."""
 
-    def __init__(self, file: Path, names: list[str]):
-        self.records, self.names, self.about = Records(file), names, None
+    def __init__(self, file: Path, names: list[str], about: dict):
+        self.records, self.names, self.about = Records(file), names, about
 
-    def left(self, backends: list[str], about: dict) -> tuple[list[str], dict]:
+    def left(self, backends: list[str]) -> tuple[list[str], dict]:
         """Returns the implementations with cases that are left.
 
         The second result is the `Log.state` of all cases that were done with the same code.
         """
         same = ("done", "failed")
-        known = [x for x in backends if self.records.state(x, about) in same]
+        known = [x for x in backends if self.records.state(x, self.about) in same]
         found = [self.records.by_case[x] for x in known]
         whole = {x["case"] for x in found if {*self.names} <= {*x["done"]}}
         return [x for x in backends if x not in whole], {
@@ -287,7 +286,8 @@ class Kept:
 
     def write(self, backend: str, log: Log) -> None:
         start = f"{backend} | "
-        record = {"case": backend, "about": self.about, "code": code_of(backend)}
+        code = code_of(backend, HERE / "check.py", *(FORMULAS / f"{x}.py" for x in ORACLES))
+        record = {"case": backend, "about": self.about, "code": code}
         record["counts"] = log.counts[backend]
         record["failures"] = [row for row in log.failures if row["backend"] == backend]
         record["done"] = [x.removeprefix(start) for x in log.done if x.startswith(start)]
@@ -319,8 +319,6 @@ class Log:
 
     def _take(self, event: dict) -> None:
         self.left += len(event.get("left", ()))
-        if self.keep is not None and "about" in event:
-            self.keep.about = event["about"]
         if "row" not in event:
             return
         row = event["row"]
@@ -353,8 +351,8 @@ def arguments(argv=None):
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--backends", nargs="+", help="all for NVIDIA GPUs if left out")
     parser.add_argument("--only", default="", help="words that a case's name must have")
-    keep_doc = "a JSON file of results; what is in it for the same code is left out"
-    parser.add_argument("--keep", type=Path, metavar="FILE", help=keep_doc)
+    results_doc = "a JSON file of results; what is in it for the same code is left out"
+    parser.add_argument("--results", type=Path, metavar="FILE", help=results_doc)
     parser.add_argument("--processes", type=int, default=3, help="for every backend")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 2**20)
     parser.add_argument("--cpu", action="store_true")
@@ -385,9 +383,9 @@ def main(argv=None) -> int:
 
 
 def left(args, about: dict) -> tuple[int, int]:
-    """Returns how many cases are left for a device in `args.keep`, and how many there are."""
+    """Returns how many cases are left for a device in `args.results`, and how many there are."""
     names = chosen(args)
-    backends, earlier = Kept(args.keep, names).left(args.backends, about)
+    backends, earlier = Kept(args.results, names, about).left(args.backends)
     done = {*earlier["done"]}
     count = sum(f"{backend} | {name}" not in done for backend in backends for name in names)
     return count, len(args.backends) * len(names)
@@ -406,9 +404,9 @@ def run(args, options: list[str], earlier: dict | None = None) -> Log:
     """
     deadline = time.monotonic() + 60 * args.minutes
     kept, backends, names = None, args.backends, chosen(args)
-    if args.keep:
-        kept = Kept(args.keep, names)
-        backends, earlier = kept.left(args.backends, about_here())
+    if args.results:
+        kept = Kept(args.results, names, about_here())
+        backends, earlier = kept.left(args.backends)
     log = Log(args.backends, earlier, kept)
     jobs = [[x for x in some if x["name"] not in log.done] for some in shards(args, names)]
     jobs = [some for some in jobs if some]

@@ -40,7 +40,7 @@ def chosen(args) -> list:
     words = args.only.split()
     known = workloads(8 if args.cpu else UNIT)
     groups = args.group or {w.group for w in known}
-    return [w for w in known if w.group in groups and all(x in w.name for x in words)]
+    return [w for w in known if w.group in groups and {*words} <= {*w.name.split()}]
 
 
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:

@@ -29,12 +29,12 @@ overhead, comes later.
 
 Cases of training and of decoding that follow one another share a process, which starts once; a case
 of reading, whose peak memory is compared, has its own. A process is killed if it is silent for
-`--compiling` seconds while it compiles, or for `--running` seconds while it runs; another one goes
-on with the next case. A case that fails, hangs or runs out of memory is recorded with the reason.
-The same command continues with the cases that have no record for this kind of GPU. With
-`--outdated` it also repeats, after these, the cases whose code or version of JAX has changed since;
-with `--again` also those that failed. Records are in DEVICE.json in `--out`, which is written after
-every case. Where git does not know the commit, the environment variable LCJAX_COMMIT says it.
+100 s while it compiles, or for 45 s while it runs; another one goes on with the next case. A case
+that fails, hangs or runs out of memory is recorded with the reason. The same command continues with
+the cases that have no record for this kind of GPU. With `--outdated` it also repeats the cases
+whose code or version of JAX has changed since; with `--again` also, after the others, those that
+failed. Records are in DEVICE.json in `--out`, which is written after every case. Where git does not
+know the commit, the environment variable LCJAX_COMMIT says it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .records import Records, code, known_about
+from .records import NO_GPU, Records, code, known_about, reserve_memory
 from .workers import emit, jobs_of_child, supervise
 
 ABOUT = "about"  # the job that describes the device and checks the kernels
-CHECKING = 300.0  # seconds that this job may be silent
-LEAST = 40.0  # seconds that a case may need; with less time left, no case begins
+CHECKING = 180.0  # seconds that this job may be silent; the self-check ends after 120
+COMPILING, RUNNING = 100.0, 45.0  # seconds that a case may be silent
+# Seconds that a case needs at least; with less time left, none begins.
+LEAST = {"train": 45.0, "decode": 45.0, "read": 75.0}
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # a program that was not compiled again
 
 
@@ -66,8 +68,8 @@ def arguments(argv=None):
     parser.add_argument("--again", action="store_true", help="also failed and outdated cases")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
-    parser.add_argument("--compiling", type=float, default=180.0, help="seconds; see above")
-    parser.add_argument("--running", type=float, default=60.0, help="seconds; see above")
+    overtime = "minutes that a case which has begun may last beyond --minutes"
+    parser.add_argument("--overtime", type=float, default=0.0, help=overtime)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -86,21 +88,15 @@ def chosen(args) -> list:
 
 def left(args, about: dict) -> tuple[int, int]:
     """Returns how many of the chosen cases are to be measured, and how many there are."""
-    return len(waiting(args, records_of(args, about), about)), len(chosen(args))
-
-
-def records_of(args, about: dict) -> Records:
-    from pallas_kernels import timings
-
-    return Records(args.out / timings.file_of(about["device"]))
+    return len(waiting(args, Records.of(args.out, about), about)), len(chosen(args))
 
 
 def waiting(args, records: Records, about: dict) -> list:
-    """Returns the chosen cases that are to be measured, those without a record first."""
+    """Returns the chosen cases that are to be measured, in their order; failed ones come last."""
     states = ["missing", *["outdated"] * (args.outdated or args.again), *["failed"] * args.again]
     known = [(states.index(x), case) for case in chosen(args)
              if (x := records.state(case.name, about)) in states]  # fmt: skip
-    return [case for _, case in sorted(known, key=lambda x: x[0] > 0)]
+    return [case for _, case in sorted(known, key=lambda x: x[0] == 2)]
 
 
 def processes(cases: list) -> list[list]:
@@ -135,21 +131,22 @@ def work(jobs: list[dict], args) -> None:
     jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 
     def begin(what: str) -> None:
-        emit(begins=what, within=args.running if what.startswith("run") else args.compiling)
+        within = RUNNING if what.startswith("run") else COMPILING
+        emit(begins=what, within=within, code=code())
 
     by_name, peak = {case.name: case for case in model_runs.cases(args.tiny)}, 0
     for i, job in enumerate(jobs):
-        if time.monotonic() + LEAST > job["by"]:
+        now, case = time.monotonic(), by_name[job["name"]]
+        if now > job["by"] or now + LEAST[case.kind] > job["end"]:
             emit(left=[x["name"] for x in jobs[i:]])
             return
         emit(job=job["name"])
-        emit(code=code(), within=args.compiling)
         hits.clear()
         try:
-            record = model_runs.measure(by_name[job["name"]], begin)
+            record = model_runs.measure(case, begin)
         except Exception as error:  # XLA and its libraries raise various errors
             lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-            emit(failed=f"{type(error).__name__}: {lines[0]}"[:400])
+            emit(failed=f"{type(error).__name__}: {lines[0]}"[:400], code=code())
             raise
         highest = model_runs.peak_bytes()
         # Of several cases in one process, the peak of a later one is known only if it is higher.
@@ -159,14 +156,16 @@ def work(jobs: list[dict], args) -> None:
         model_runs.release()
 
 
-def described(args, deadline: float) -> dict | None:
+def described(args, deadline: float, env: dict[str, str] | None = None) -> dict | None:
     """Returns the device and versions (`model_runs.about`); None if nothing can be measured.
 
-    The reason is printed.
+    The reason is printed. `env` is the environment of the process that asks; None: that of this
+    one.
     """
     if (known := known_about()) is not None:
         return known
-    events = supervise(_command(args), [{"name": ABOUT}], deadline=deadline, patience=CHECKING)
+    limits = {"deadline": deadline, "patience": CHECKING}
+    events = supervise(_command(args), [{"name": ABOUT}], **limits, env=env)
     about, why = None, "no time to find the device"
     for event in events:
         about = event.get("about", about)
@@ -179,18 +178,15 @@ def described(args, deadline: float) -> dict | None:
             why += f"`python -m {__package__}.pack` for a machine without a network"
             break
     if about is not None and not args.tiny and about["platform"] != "gpu":
-        about, why = None, (
-            f"JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install jax for "
-            "CUDA, or try it at tiny sizes with --tiny"
-        )  # fmt: skip
+        print(NO_GPU.format(about["platform"], "--tiny"), file=sys.stderr)
+        return None
     if about is None:
         print(f"error: {why}", file=sys.stderr)
     return about
 
 
 def _command(args) -> list[str]:
-    command = [sys.executable, "-m", f"{__package__}.model", "--worker", *["--tiny"] * args.tiny]
-    return [*command, "--compiling", str(args.compiling), "--running", str(args.running)]
+    return [sys.executable, "-m", f"{__package__}.model", "--worker", *["--tiny"] * args.tiny]
 
 
 def measured(cases: list, args, deadline: float) -> Iterator[tuple]:
@@ -199,10 +195,11 @@ def measured(cases: list, args, deadline: float) -> Iterator[tuple]:
     When the time is up, the others have none.
     """
     by_name, command = {case.name: case for case in cases}, _command(args)
+    end = deadline + 60 * args.overtime
     for group in processes(cases):
-        jobs = [{"name": case.name, "by": deadline} for case in group]
+        jobs = [{"name": case.name, "by": deadline, "end": end} for case in group]
         now: dict = {}
-        for event in supervise(command, jobs, deadline=deadline, patience=args.compiling):
+        for event in supervise(command, jobs, deadline=end, patience=COMPILING):
             if "job" in event:
                 now = {"job": event["job"], "what": "starting"}
                 say(f"{event['job']} begins")
@@ -222,8 +219,7 @@ def main(argv=None) -> int:
     args = arguments(argv)
     if args.out is None:  # times of tiny shapes are not results
         args.out = Path("runs/gpu_model_tiny" if args.tiny else "benchmarks/gpu/results/model")
-    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both names at once
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # its default is 0.75
+    reserve_memory()
     if args.tiny:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # it compiles fast
@@ -245,7 +241,7 @@ def run(args) -> int:
     if (about := described(args, deadline)) is None:
         return 2
     say(f"{about}")
-    records = records_of(args, about)
+    records = Records.of(args.out, about)
     cases = waiting(args, records, about)
     say(f"{len(cases)} cases are to be measured")
     for case, found in measured(list(cases), args, deadline):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .model_runs import CEPE, FULL, OURS, PROJECTED, SHARED_LLM
+from .records import peers
 from .report import number
 
 SIDES = {
@@ -88,7 +89,7 @@ def _reading(rows: list[dict]) -> str:
     )
     cells = []
     for r in rows:
-        full = next((x for x in rows if _task(x) == _task(r) and x["side"] == FULL), None)
+        full = next((x for x in peers(r, rows) if x["side"] == FULL), None)
         rate, token, peak = (_ratio(r, full, key) for key in RATIOS)
         cells.append([
             r["model"], f"{r['tokens']:,}", SIDES[r["side"]], number(r["encode"]),
@@ -101,19 +102,14 @@ def _reading(rows: list[dict]) -> str:
 RATIOS = ("tokens_per_second", "token", "peak_gb")
 
 
-def _task(record: dict) -> tuple:
-    """Returns the key that is equal for records of different sides of one task."""
-    return record["kind"], record["model"], record["tokens"]
-
-
 def _ratio(record: dict, other: dict | None, key: str) -> str:
-    return f"{record[key] / other[key]:.2f}x" if other not in (None, record) else ""
+    return f"{record[key] / other[key]:.2f}x" if other is not None else ""
 
 
 def _beside_peer(record: dict, rows: list[dict]) -> str:
     """Returns the speed of lcjax relative to the peer of this row; empty for lcjax's row."""
-    ours = next((r for r in rows if _task(r) == _task(record) and r["side"] == OURS), None)
-    if ours in (None, record):
+    ours = next((r for r in peers(record, rows) if r["side"] == OURS), None)
+    if ours is None:
         return ""
     return f"{ours['tokens_per_second'] / record['tokens_per_second']:.2f}x as fast"
 

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +23,15 @@ CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.g
 FIGURES = ("tokens_per_second", "peak_gb")  # that a new record shows beside its own
 OURS = ("lcjax", "pallas_kernels", "benchmarks")
 IN_A_WHEEL = ("lcjax", "benchmarks")  # the place of `benchmarks` there
-
+# Modules that run and print measurements, and so do not change their figures.
+NEUTRAL = frozenset(f"benchmarks/{x}.py" for x in (
+    "__init__", "gpu/__init__", "gpu/attention", "gpu/day", "gpu/model", "gpu/model_report",
+    "gpu/pack", "gpu/records", "gpu/report", "gpu/summary", "gpu/workers",
+))  # fmt: skip
+NO_GPU = (
+    "error: JAX runs on {} here, and this is for NVIDIA GPUs; install jax for CUDA, or try it at "
+    "tiny sizes with {}"
+)
 
 # Environment variables: the commit, where git does not know it, and a description in JSON that is
 # used instead of asking the device, which takes ten seconds in a process of its own.
@@ -58,6 +67,13 @@ class Records:
         self.file = file
         self.by_case = json.loads(file.read_text())["cases"] if file.exists() else {}
 
+    @classmethod
+    def of(cls, folder: Path, about: dict) -> Records:
+        """Returns the records of a device in a folder."""
+        from pallas_kernels.timings import file_of
+
+        return cls(folder / file_of(about["device"]))
+
     def state(self, case: str, about: dict) -> str:
         """Returns "missing", "outdated" (other code or version of JAX), "failed" or "done"."""
         if (record := self.by_case.get(case)) is None:
@@ -70,8 +86,13 @@ class Records:
     def add(self, record: dict) -> None:
         """Adds a record; figures of the one that it replaces are kept as its "before"."""
         old = self.by_case.get(record["case"], {})
-        if "reason" not in old and (figures := {x: old[x] for x in FIGURES if old.get(x)}):
-            record = record | {"before": figures | {"commit": old["about"].get("commit")}}
+        before = {x: old[x] for x in FIGURES if old.get(x)}
+        if before:
+            before["commit"] = old["about"].get("commit")
+        elif "reason" in old:
+            before = old.get("before")
+        if before:
+            record = record | {"before": before}
         self.by_case[record["case"]] = record
         write(self.file, {"cases": self.by_case})
 
@@ -101,6 +122,22 @@ def about_here() -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def peers(record: dict, found: Iterable[dict]) -> list[dict]:
+    """Returns the records of the other sides of one task, with the same code and setup."""
+
+    def is_peer(other: dict) -> bool:
+        one, two = record.get("code", {}), other.get("code", {})
+        return (
+            all(other[x] == record[x] for x in ("kind", "model", "tokens"))
+            and other["side"] != record["side"]
+            and "reason" not in other
+            and same_setup(record["about"], other["about"])
+            and all(one[part] == two[part] for part in one.keys() & two.keys())
+        )
+
+    return [other for other in found if is_peer(other)]
+
+
 def same_setup(one: dict, other: dict) -> bool:
     """Whether two descriptions differ in nothing that changes the results of kernels."""
     keys = {*one, *other} - {"commit", "self_check"}
@@ -119,11 +156,12 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Returns the commit of the sources, followed by "+" if files differ from it."""
+    """Returns the commit of the sources, followed by "+" if files but results differ from it."""
     try:
         words = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
         commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **words).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], **words).stdout
+        but = ":(exclude)benchmarks/gpu/results"
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno", ".", but], **words).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + "+" * bool(changed.strip())
@@ -137,17 +175,18 @@ def code() -> dict[str, str]:
     when other code or the docs change.
     """
     files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    return {part: _hash(part) for part in sorted({*map(_part, files)} - {None})}
+    return {part: _hash(part) for part in sorted({*map(_part, files)} - {None} - NEUTRAL)}
 
 
-def code_of(backend: str) -> dict[str, str]:
-    """Returns the hashes of one implementation of attention: its files and those that all share."""
+def code_of(backend: str, *files: Path) -> dict[str, str]:
+    """Returns hashes of an implementation of attention: its files, shared ones, and `files`."""
     from pallas_kernels.dispatch import BACKENDS
 
     module = "/".join(BACKENDS[backend].module.split(".")[:3])
     own = module if (ROOT / module).is_dir() else f"{module}.py"
     shared = (f"pallas_kernels/{file.name}" for file in (ROOT / "pallas_kernels").glob("*.py"))
-    return {part: _hash(part) for part in (own, *sorted(shared))}
+    others = (file.resolve().relative_to(ROOT).as_posix() for file in files)
+    return {part: _hash(part) for part in (own, *sorted(shared), *others)}
 
 
 def is_current(parts: dict[str, str]) -> bool:
@@ -178,3 +217,9 @@ def _hash(part: str) -> str:
     for file in (x for x in found if x.suffix in (".py", ".yaml")):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def reserve_memory() -> None:
+    """Lets JAX take most of the GPU's memory at once, unless the user says how much."""
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both names at once
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # its default is 0.75

@@ -26,7 +26,7 @@ import sys
 import time
 from pathlib import Path
 
-from .records import Records, about_here, code
+from .records import NO_GPU, Records, about_here, code, reserve_memory
 from .workers import emit, jobs_of_child, supervise
 
 # The most telling first: the exact method that won in the paper, then the others it compares.
@@ -107,7 +107,7 @@ def work(method: str, args) -> None:
     sys.stderr = heard = Heard(sys.stderr)
     start = time.perf_counter()
     if command.main(words(method, args)):
-        emit(failed=heard.error)
+        emit(refused=heard.error)
         raise SystemExit(1)
     cells = results(method, args.work)
     missing = {"pg19"} - {*cells} if args.tiny else {*TASKS} - {*cells}
@@ -142,7 +142,7 @@ def training(method: str, folder: Path) -> dict:
 
 def main(argv=None) -> int:
     args = arguments(argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    reserve_memory()
     if args.tiny:
         os.environ["JAX_PLATFORMS"] = "cpu"
     if args.worker:
@@ -155,17 +155,21 @@ def main(argv=None) -> int:
     return 0
 
 
-def records_of(args, about: dict) -> Records:
-    from pallas_kernels import timings
-
-    return Records(args.out / timings.file_of(about["device"]))
-
-
 def waiting(args, about: dict) -> list[str]:
-    """Returns the methods whose rows are to be made; those that failed come last."""
-    records, states = records_of(args, about), ("missing", *["outdated"] * args.again, "failed")
-    of = {method: records.state(method, about) for method in args.methods}
-    return [method for state in states for method in args.methods if of[method] == state]
+    """Returns the methods whose rows are to be made: no record, or failed with other code.
+
+    A good row of other code is not repeated unless `args.again`, since it takes minutes.
+    """
+    records = Records.of(args.out, about)
+
+    def is_waiting(method: str) -> bool:
+        state = records.state(method, about)
+        failed = "reason" in records.by_case.get(method, ())
+        return state == "missing" or (state == "outdated" and failed) or (
+            args.again and state != "done"
+        )  # fmt: skip
+
+    return [method for method in args.methods if is_waiting(method)]
 
 
 def left(args, about: dict) -> tuple[int, int]:
@@ -178,10 +182,9 @@ def run(args, options: list[str]) -> int:
     deadline = time.monotonic() + 60 * args.minutes
     about = about_here()
     if not args.tiny and about["platform"] != "gpu":
-        print(f"error: JAX runs on {about['platform']} here, and this is for NVIDIA GPUs; install "
-              "jax for CUDA, or try it with --tiny", file=sys.stderr)  # fmt: skip
+        print(NO_GPU.format(about["platform"], "--tiny"), file=sys.stderr)
         return 2
-    records = records_of(args, about)
+    records = Records.of(args.out, about)
     for method in waiting(args, about):
         if time.monotonic() + 3 * ENDING > deadline:
             break
@@ -189,23 +192,31 @@ def run(args, options: list[str]) -> int:
         if found is None:
             print(f"{method} was cut off; the same command goes on with it", file=sys.stderr)
             break
+        if "refused" in found:  # such as a package that is missing: the next row needs it, too
+            print(f"error: {found['refused']}", file=sys.stderr)
+            return 2
         records.add({"case": method, "about": about} | found)
     return 0
 
 
 def made(method: str, options: list[str], deadline: float) -> dict | None:
-    """Returns the record of a row, with "reason" if it failed; None if the time was up."""
+    """Returns the record of a row; None if the time was up.
+
+    It has "reason" if the row failed, or is {"refused": why} if `eval.py` did not begin.
+    """
     command = [sys.executable, "-m", f"{__package__}.rows", *options, "--worker"]
     ran: dict = {"code": code()}
     ending = {"deadline": deadline - ENDING, "patience": SILENT, "grace": ENDING}
     for event in supervise(command, [{"name": method}], **ending):
-        ran |= {key: event[key] for key in event.keys() & {"code", "failed"}}
+        ran |= {key: event[key] for key in event.keys() & {"code", "refused"}}
         if "record" in event:
             return event["record"]
         if "left" in event:
             return None
         if "lost" in event:
-            return {"reason": ran.get("failed") or event["why"], "code": ran["code"]}
+            if "refused" in ran:
+                return {"refused": ran["refused"]}
+            return {"reason": event["why"], "code": ran["code"]}
     return None
 
 

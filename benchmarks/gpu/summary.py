@@ -1,7 +1,7 @@
 """The results of all benchmarks on GPUs as one table, and the tables of the docs that they fill.
 
-    python -m benchmarks.gpu.summary            # prints the table
-    python -m benchmarks.gpu.summary --write    # fills README.md and docs/benchmarks.md
+    python -m benchmarks.gpu.summary [--out FOLDER]   # prints the table
+    python -m benchmarks.gpu.summary --write          # fills README.md and docs/benchmarks.md
 
 In a page, a table stands between `<!-- gpu: NAME -->` and `<!-- end -->`, where NAME is one of
 `BLOCKS`. A test compares the pages with the results.
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from .records import peers
 from .report import number
 from .workers import ROOT
 
@@ -54,9 +55,11 @@ def rows_of(folder: str, content: dict) -> list[list[str]]:
 
 def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:
     """Returns a line of the table for a record of a part's folder."""
-    part, commit = record.get("kind", part), str(record["about"].get("commit"))
+    part, commit = record.get("kind", part), record["about"].get("commit") or "unknown"
+    before = record.get("before") or {}
+    said = f"{_rate(before['tokens_per_second'])} tokens/s, {before['commit']}" if before else ""
     if "reason" in record:
-        return [part, record["case"], record["reason"], "", "", commit]
+        return [part, record["case"], record["reason"].replace("|", "/"), "", said, commit]
     if part == "check":
         counts = ", ".join(f"{n} {what}" for what, n in record["counts"].items())
         return [part, record["case"], f"{counts} of {record['cases']}", "", "", commit]
@@ -70,8 +73,6 @@ def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:
         result += f", {record[key]:.0%} {unit}" if record.get(key) else ""
     peak = record["peak_gb"] or record.get("plan_gb")
     result += f", {number(peak)} GB" if peak else ""
-    before = record.get("before", {})
-    said = f"{_rate(before['tokens_per_second'])} tokens/s, {before['commit']}" if before else ""
     return [part, record["case"], result, _beside(record, records), said, commit]
 
 
@@ -81,18 +82,13 @@ def _rate(value: float) -> str:
 
 def _beside(record: dict, records: dict[str, dict]) -> str:
     """Returns the speed (and memory, of reading) relative to the peers of the same task."""
-    task = record["kind"], record["model"], record["tokens"]
-    peers = [
-        r for r in records.values()
-        if (r["kind"], r["model"], r["tokens"]) == task and "reason" not in r
-        and r["side"] != record["side"] and r["about"] == record["about"]
-    ]  # fmt: skip
+    others = peers(record, records.values())
     if record["kind"] == "read":
-        peers = [r for r in peers if r["side"] == "full"]
+        others = [r for r in others if r["side"] == "full"]
     elif record["side"] != "lcjax":
         return ""
     ratios = []
-    for peer in peers:
+    for peer in others:
         speed = record["tokens_per_second"] / peer["tokens_per_second"]
         ratio = f"{speed:.2f}x as fast as {peer['side']}"
         if record["kind"] == "read" and record["peak_gb"] and peer["peak_gb"]:
@@ -102,18 +98,17 @@ def _beside(record: dict, records: dict[str, dict]) -> str:
 
 
 def attention_rows(content: dict) -> Iterator[list[str]]:
-    """Yields a line for each workload and pass of the last run: lcjax's fastest implementation."""
-    last = len(content["runs"]) - 1
+    """Yields a line for each workload and pass: lcjax's fastest implementation."""
     best: dict = {}
     for row in content["rows"]:
-        if row["run"] == last and row.get("ms") and row["side"].startswith("lcjax"):
+        if row.get("ms") and row["side"].startswith("lcjax"):
             key = row["workload"], row["pass"]
             if key not in best or row["ms"] < best[key]["ms"]:
                 best[key] = row
-    commit = str(content["runs"][last]["about"].get("commit"))
     for (workload, which), row in best.items():
         rate = f"{number(row['ms'])} ms, {number(row['executed_tflops'])} TFLOP/s, {row['side']}"
         ratios = (f"{x:.2f}x as fast as {side}" for side, x in row.get("speed_to", {}).items())
+        commit = content["runs"][row["run"]]["about"].get("commit") or "unknown"
         yield ["attention", f"{workload}, {which}", rate, "; ".join(ratios), "", commit]
 
 
@@ -130,17 +125,18 @@ def attention_table() -> str:
 
 
 def _conditions(run: dict, rows: list[dict]) -> str:
-    about, ceilings = run["about"], run["ceilings"]
+    about, ceilings = run["about"], run.get("ceilings")
     cudnn = about.get("nvidia-cudnn-cu13") or about.get("nvidia-cudnn-cu12")
     spread = max(row["spread"] or 0.0 for row in rows if row["side"] in SIDES)
     error = max(row["error"] for row in rows)
+    rates = "" if ceilings is None else (
+        f"A bfloat16 product of 8,192 cubed runs at {ceilings['matmul'] / 1e12:.0f} TFLOP/s there, "
+        f"and memory is read and written at {ceilings['copy'] / 1e12:.2f} TB/s. "
+    )  # fmt: skip
     return (
         f"{about['device']}, jax {about['jax']}, cuDNN {cudnn}, driver {about['driver']}, commit "
-        f"{about['commit']}. A bfloat16 product of 8,192 cubed runs at "
-        f"{ceilings['matmul'] / 1e12:.0f} TFLOP/s there, and memory is read and written at "
-        f"{ceilings['copy'] / 1e12:.2f} TB/s. Half the distance of the quartiles is at most "
-        f"{spread:.0%} of a median; the largest error relative to a float32 reference is "
-        f"{error:.1e}."
+        f"{about['commit']}. {rates}Half the distance of the quartiles is at most {spread:.0%} of "
+        f"a median; the largest error relative to a float32 reference is {error:.1e}."
     )
 
 
@@ -235,12 +231,14 @@ def filled(page: str) -> str:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="fill the tables of the docs")
-    if parser.parse_args(argv).write:
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the results")
+    args = parser.parse_args(argv)
+    if args.write:
         for page in PAGES:
             file = ROOT / page
             file.write_text(filled(file.read_text()))
         return 0
-    print(table(RESULTS))
+    print(table(args.out))
     return 0
 
 

@@ -41,7 +41,13 @@ def jobs_of_child() -> list[dict]:
 
 
 def supervise(
-    command: list[str], jobs: list[dict], *, deadline: float, patience: float, grace: float = 0.0
+    command: list[str],
+    jobs: list[dict],
+    *,
+    deadline: float,
+    patience: float,
+    grace: float = 0.0,
+    env: dict[str, str] | None = None,
 ) -> Iterator[dict]:
     """Yields events of children that do the jobs, [{"name": ..., "skip": [...]}], in order.
 
@@ -52,12 +58,12 @@ def supervise(
     left out. A step that was lost in two jobs is skipped in all others. At `deadline`
     (`time.monotonic`) the child is killed, and {"left": names} lists the jobs that were not
     finished; a child may say so itself before that, and ends. With `grace` a child gets SIGTERM and
-    so many seconds to end before it is killed.
+    so many seconds to end before it is killed. `env` is its environment; None: this one.
     """
     jobs, lost = [{"skip": []} | job for job in jobs], []
     while jobs and time.monotonic() < deadline:
         at, step, ended = None, None, None
-        for event in _events(command, jobs, deadline, patience, grace):
+        for event in _events(command, jobs, deadline, patience, grace, env):
             at, step = event.get("job", at), event.get("step", None if "job" in event else step)
             if "done" in event:
                 jobs = [job for job in jobs if job["name"] != event["done"]]
@@ -94,7 +100,7 @@ def _without(jobs: list[dict], name: str, step: str | None) -> list[dict]:
     return remaining
 
 
-def _events(command, jobs, deadline, patience, grace) -> Iterator[dict]:
+def _events(command, jobs, deadline, patience, grace, env) -> Iterator[dict]:
     """Yields the events of one child; the last event is {"ended": why}."""
     child = subprocess.Popen(
         command,
@@ -102,6 +108,7 @@ def _events(command, jobs, deadline, patience, grace) -> Iterator[dict]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=env,
         errors="replace",
     )
     lines: queue.Queue = queue.Queue()

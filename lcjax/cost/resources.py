@@ -577,7 +577,7 @@ def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) 
                     context = jnp.ones((1, chunks, chunk), jnp.int32)
                     parts = context, context > 0
                     memory = model.apply({"params": params}, *parts, method="encode")
-                hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+                hidden = model.apply({"params": params}, tokens, memory=memory).hidden
                 weights = jnp.ones(tokens.shape)
                 return cross_entropy(hidden, head(params, config), tokens, weights)[0]
 

@@ -159,6 +159,6 @@ def _probabilities(
     """
     model = Decoder(model.config.for_inference(), model.mesh)
     positions = jax.numpy.maximum(is_text.cumsum(1) - 1, 0)
-    hidden, _ = model.apply({"params": params}, tokens, positions=positions, segments=is_text)
-    hidden = hidden[:, context:]
+    output = model.apply({"params": params}, tokens, positions=positions, segments=is_text)
+    hidden = output.hidden[:, context:]
     return largest_probabilities(hidden, head(params, model.config), top, mesh=model.mesh)

@@ -155,7 +155,7 @@ def _score_rows(
     tokens, targets = (keep_rows(x, model.mesh) for x in (rows.tokens, rows.targets))
     options = {"positions": rows.positions, "segments": rows.segments}
     options |= {"rotation": rotation, "memory": memory, "with_ffn_input": with_ffn_input}
-    hidden, _ = decoder_lib.apply(model, params, tokens, **options)
+    hidden = decoder_lib.apply(model, params, tokens, **options).hidden
     hidden = jax.tree.map(lambda x: jnp.take_along_axis(x, rows.places[..., None], 1), hidden)
     return score(hidden, head(params, model.config), targets)
 

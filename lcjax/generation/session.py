@@ -305,7 +305,7 @@ def _step(
         tokens = tokens[:, None]
         if segments is not None:
             tokens = jnp.concatenate([tokens, jnp.full_like(tokens, landmarks.token)], 1)
-    hidden, cache = decoder_lib.apply(
+    output = decoder_lib.apply(
         model,
         params,
         keep_rows(tokens, mesh),
@@ -316,7 +316,7 @@ def _step(
         cache=cache,
         memory=memory,
     )
-    cache = cache_lib.keep_layout(cache, mesh)
+    hidden, cache = output.hidden, cache_lib.keep_layout(output.cache, mesh)
     if targets is not None:
         return score(hidden, head(params, model.config), keep_rows(targets, mesh)), cache
     at = (slice(None), -1) if ends is None else (jnp.arange(len(ends)), -ends)
@@ -512,7 +512,7 @@ def read_packed(
 def _read_packed(model, params, cache, packed, ends, segments, positions, rotation):
     is_rotated = any(group.rotated for group in cache.slot_groups)
     key_positions = positions.reshape(1, -1) if is_rotated else None
-    hidden, layers = model.apply(
+    output = model.apply(
         {"params": params}, packed["tokens"], positions=packed["positions"],
         segments=packed["segments"], rotation=rotation,
         collect=CollectKeyValues(packed["source"], key_positions),
@@ -525,8 +525,8 @@ def _read_packed(model, params, cache, packed, ends, segments, positions, rotati
         return jax.lax.dynamic_update_slice(slots, new, (0,) * slots.ndim)
 
     cache, _ = cache_lib.extend(cache, segments, positions)
-    cache = cache_lib.replace_layers(cache, jax.tree.map(write, cache.layers, layers))
-    logits = model.apply({"params": params}, hidden[0, ends], method="logits")
+    cache = cache_lib.replace_layers(cache, jax.tree.map(write, cache.layers, output.key_values))
+    logits = model.apply({"params": params}, output.hidden[0, ends], method="logits")
     return logits, cache
 
 

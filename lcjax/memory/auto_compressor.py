@@ -79,14 +79,14 @@ class AutoCompressor(PrefixMemory):
         positions, length = jnp.cumsum(mask, axis=1) - 1, mask.sum(1, keepdims=True)
         summary_mask = jnp.broadcast_to(length > 0, (rows, count))
         embeddings = jnp.broadcast_to(embedding, (rows, *embedding.shape))
-        hidden, _ = reader(
+        hidden = reader(
             jnp.concatenate([reader.embed(tokens), embeddings], 1),
             jnp.concatenate([positions, length + jnp.arange(count)], 1),
             jnp.concatenate([mask, summary_mask], 1),
-        )
+        ).hidden
         summary, collect = hidden[:, -count:], collect_range(count, rows)
-        _, layers = reader(summary, collect.index, summary_mask, collect=collect)
-        return reader.slots(summary_mask, layers, hidden[:, :-count])
+        output = reader(summary, collect.index, summary_mask, collect=collect)
+        return reader.slots(summary_mask, output.key_values, hidden[:, :-count])
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
         return [("embed_summary.weight", "R,D", "encoder/embedding", "RD")]

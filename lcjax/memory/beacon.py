@@ -15,7 +15,6 @@ window.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,13 @@ from lcjax.memory.prefix import (
     init_embeddings,
 )
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Attention, LayerInputs, Projections, collect_key_values
+from lcjax.models.layers import (
+    Attention,
+    LayerInputs,
+    LayerOutput,
+    Projections,
+    collect_key_values,
+)
 from lcjax.models.memory import EncodedContext, Memory, TensorRow
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import rotate
@@ -120,21 +125,21 @@ class Beacon(PrefixMemory):
         (rows, size), x = tokens.shape, reader.embed(tokens)
         positions, length = jnp.cumsum(mask, axis=1) - 1, mask.sum(1, keepdims=True)
         if not self.ratio:
-            hidden, layers = reader(x, positions, mask, collect=collect_range(size, rows))
-            return reader.slots(mask, layers, hidden)
+            output = reader(x, positions, mask, collect=collect_range(size, rows))
+            return reader.slots(mask, output.key_values, output.hidden)
         count, ratio = self.max_slots(size), self._draw_ratio(key, rows)[:, None]
         # If r does not divide the window, its last beacon condenses fewer tokens.
         beacon_mask = jnp.arange(count) * ratio < length
         beacons = jnp.minimum(jnp.arange(1, count + 1) * ratio, length)
         embeddings = jnp.broadcast_to(embedding, (rows, count, x.shape[-1]))
-        hidden, layers = reader(
+        output = reader(
             jnp.concatenate([x, embeddings], 1),
             jnp.concatenate([positions, beacons], 1),
             jnp.concatenate([mask, beacon_mask], 1),
             collect=collect_range(count, rows, size),
             beacons=beacons,
         )
-        return reader.slots(beacon_mask, layers, hidden[:, :size])
+        return reader.slots(beacon_mask, output.key_values, output.hidden[:, :size])
 
     def _draw_ratio(self, key: jax.Array | None, rows: int) -> Int[Array, " B"]:
         """Returns the ratio of a window in each row."""
@@ -163,11 +168,13 @@ class BeaconAttention(Attention):
         super().setup()
         self.memory = Projections(self.config.replace(lora=None), self.mesh)
 
-    def __call__(self, x: jax.Array, context: LayerInputs, layer: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, context: LayerInputs, cache: tuple[jax.Array, ...] | None
+    ) -> tuple[jax.Array, LayerOutput]:
         if self.is_initializing():
             self.memory.combine(self.memory.project(x)[0])
         if context.beacons is None:
-            return super().__call__(x, context, layer)
+            return super().__call__(x, context, cache)
         size = x.shape[1] - context.beacons.shape[1]
         q, k, v = self.project(x[:, :size])
         beacon_q, beacon_k, beacon_v = self.memory.project(x[:, size:])
@@ -190,7 +197,8 @@ class BeaconAttention(Attention):
             y = Causal().attend(q, k, v, metadata)
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]
         k, v = (jnp.concatenate(pair, 1) for pair in ((k, beacon_k), (v, beacon_v)))
-        return jnp.concatenate(out, 1), collect_key_values(k, v, context, Causal())
+        key_values = collect_key_values(k, v, context, Causal())
+        return jnp.concatenate(out, 1), LayerOutput(key_values=key_values)
 
 
 def _self_partial(

@@ -169,10 +169,10 @@ class ChunkEncoder(nn.Module):
         tokens, mask = (x.reshape(rows * count, length) for x in (chunks, mask))
         # Padding has positions like other tokens; its ids may be outside the embedding table.
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        states, _ = self.model(
+        output = self.model(
             jnp.where(mask, tokens, 0), positions=positions, segments=mask.astype(jnp.int32)
         )
-        states = states.reshape(rows, count * length, -1)
+        states = output.hidden.reshape(rows, count * length, -1)
         return EncodedContext(mask.reshape(rows, -1), keep_tokens(states, self.mesh))
 
 

@@ -26,7 +26,7 @@ from lcjax.memory.base import init_on_mesh
 from lcjax.memory.context_tree import without_padding
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
-from lcjax.models.decoder import Decoder
+from lcjax.models.decoder import Decoder, DecoderOutput
 from lcjax.models.layer_groups import unstack
 from lcjax.models.layers import CollectKeyValues, LayerInputs
 from lcjax.models.memory import (
@@ -230,7 +230,7 @@ class WindowReader:
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T"],
         **options: Any,
-    ) -> tuple[jax.Array, Any]:
+    ) -> DecoderOutput:
         """Calls `Decoder.__call__` with input embeddings x after the slots of earlier windows.
 
         Positions count the window's tokens from 0, without padding.

@@ -337,7 +337,7 @@ class TreeEncoder(nn.Module):
         elif self.memory.positions == "none":
             offsets = jnp.zeros_like(offsets)
         key_positions = jnp.take_along_axis(positions, index, 1) + offsets
-        _, layers = self.model(
+        output = self.model(
             tokens,
             positions=positions,
             segments=segments,
@@ -346,7 +346,7 @@ class TreeEncoder(nn.Module):
         )
         return EncodedContext(
             selected.reshape(rows, -1),
-            layers=self._by_rows(layers, rows),
+            layers=self._by_rows(output.key_values, rows),
             num_chunks=has_text.sum(1),
         )
 

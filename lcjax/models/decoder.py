@@ -26,6 +26,7 @@ from lcjax.models.layers import (
     CollectLoad,
     Head,
     LayerInputs,
+    LayerOutput,
     Norm,
     SparseMLP,
     look_up,
@@ -76,20 +77,20 @@ class SequentialBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, inputs: LayerInputs, layer, pair=None
-    ) -> tuple[jax.Array, Any]:
+        self, x: jax.Array, inputs: LayerInputs, cache, pair=None
+    ) -> tuple[jax.Array, LayerOutput]:
         c, x, inputs = self.config, keep_tokens(x, self.mesh), inputs.with_memory_layer(pair)
         attention = Attention if c.memory is None else c.memory.attention_module or Attention
         normed = self.norm_before("attention_norm", x)
-        attended, layer = attention(c, self.mesh, name="attention")(normed, inputs, layer)
+        attended, output = attention(c, self.mesh, name="attention")(normed, inputs, cache)
         x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
         if self.reads and inputs.memory is not None:
             reader = c.memory.reader(c.replace(lora=None), self.mesh, name="memory")
             if reader is not None:  # else self-attention has attended to the memory
                 x = keep_tokens(x + reader(x, inputs), self.mesh)
         y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), inputs)
-        layer = layer if load is None else load
-        return keep_tokens(x + self.added("mlp_after_norm", y), self.mesh), layer
+        x = keep_tokens(x + self.added("mlp_after_norm", y), self.mesh)
+        return x, output._replace(load=load)
 
     def norm_before(self, name: str, x: jax.Array) -> jax.Array:
         """Returns the input of attention or the MLP for hidden states x."""
@@ -111,13 +112,13 @@ class ParallelBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, inputs: LayerInputs, layer, pair=None
-    ) -> tuple[jax.Array, Any]:
+        self, x: jax.Array, inputs: LayerInputs, cache, pair=None
+    ) -> tuple[jax.Array, LayerOutput]:
         c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
-        attended, layer = Attention(c, self.mesh, name="attention")(normed, inputs, layer)
+        attended, output = Attention(c, self.mesh, name="attention")(normed, inputs, cache)
         y, load = _feed_forward(c, self.mesh, normed, inputs)
-        return keep_tokens(x + attended + y, self.mesh), layer if load is None else load
+        return keep_tokens(x + attended + y, self.mesh), output._replace(load=load)
 
 
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
@@ -210,10 +211,28 @@ def sinusoids(positions: Num[Array, "..."], width: int) -> Float[Array, "... D"]
     return pairs.reshape(*positions.shape, -1)[..., :width]
 
 
+class DecoderOutput(NamedTuple):
+    """The results of a call of the decoder; None for what the call does not ask for."""
+
+    # [B, T, D] after the final norm. None with `CollectKeyValues.keys_only` and stacked layers
+    hidden: jax.Array | None
+    cache: cache_lib.Cache | None = None  # with the new tokens
+    # Of each layer, or stacked over layers, as in `LayerOutput`: keys and values that `collect`
+    # selects, [B, S, K, H] each, and the load of its experts
+    key_values: Any = None
+    load: Any = None
+
+
+def _by_field(outputs: list[LayerOutput]) -> LayerOutput:
+    """Returns, in each field, a tuple with the values of all layers; None if none has any."""
+    fields = (None if all(x is None for x in field) else field for field in zip(*outputs))
+    return LayerOutput(*fields)
+
+
 class Decoder(nn.Module):
     """A language model that returns hidden states; `logits` projects them to the vocabulary.
 
-    `hidden, cache = model.apply({"params": params}, tokens, ...)`
+    `hidden = model.apply({"params": params}, tokens, ...).hidden`
     """
 
     config: ModelConfig
@@ -272,8 +291,8 @@ class Decoder(nn.Module):
         memory: EncodedContext | None = None,
         collect: CollectKeyValues | CollectLoad | None = None,
         beacons: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Returns hidden states [B, T, D] after the final norm, and the updated cache.
+    ) -> DecoderOutput:
+        """Returns hidden states after the final norm, and what `cache` and `collect` ask for.
 
         Args:
           tokens: int32 token ids, or float hidden states that replace their embeddings.
@@ -286,10 +305,8 @@ class Decoder(nn.Module):
           order: int32 [T], a permutation of the tokens that balances work between devices
             (`token_order`); hidden states have the same order. None: text order.
           memory: the context from `encode`; None: the decoder reads the text alone.
-          collect: only without a cache; replaces the second result. `CollectKeyValues` returns
-            keys and values [B, S, K, H] of each layer, as in `Cache.layers` apart from the order of
-            axes. If it is `keys_only` and layers are stacked, the first result is None.
-            `CollectLoad` returns the `Load` of each layer's experts.
+          collect: only without a cache: what each layer returns of its keys and values, or of the
+            load of its experts.
           beacons: int32 [B, R] if the last R tokens are beacons (`LayerInputs.beacons`).
 
         Raises:
@@ -344,17 +361,18 @@ class Decoder(nn.Module):
         ]  # fmt: skip
         x = keep_tokens(self.embedded(tokens), self.mesh)
         x = self.position(x, absolute, segments)
-        x, layers = (self._stacked if c.stacked else self._separate)(x, all_inputs, layers)
+        x, output = (self._stacked if c.stacked else self._separate)(x, all_inputs, layers)
         if cache is not None:
-            cache = cache_lib.replace_layers(cache, layers)
+            cache = cache_lib.replace_layers(cache, output.cache)
         if self.is_initializing():
             self.logits(x[:, :1])  # `init` creates parameters of called modules only
-        return None if x is None else self.final_norm(x), cache if collect is None else layers
+        hidden = None if x is None else self.final_norm(x)
+        return DecoderOutput(hidden, cache, output.key_values, output.load)
 
     def _stacked(
         self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
-    ) -> tuple[jax.Array, Any]:
-        """Applies layers whose weights are stacked."""
+    ) -> tuple[jax.Array, LayerOutput]:
+        """Applies layers whose weights are stacked, and returns stacked outputs."""
         c = self.config
         inputs, collect = all_inputs[0], all_inputs[0].collect
         if getattr(collect, "keys_only", False) and not self.is_initializing():
@@ -366,8 +384,11 @@ class Decoder(nn.Module):
 
     def _separate(
         self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
-    ) -> tuple[jax.Array, Any]:
-        """Applies layers with separate weights, one by one or group by group."""
+    ) -> tuple[jax.Array, LayerOutput]:
+        """Applies layers with separate weights, one by one or group by group.
+
+        The fields of the output are tuples of what each layer returned.
+        """
         c, blocks, outputs = self.config, self.layers, []
         layers = (None,) * c.num_layers if layers is None else layers
         if self.is_initializing() or self.is_mutable_collection("intermediates"):
@@ -375,7 +396,7 @@ class Decoder(nn.Module):
             for block, inputs, layer in zip(blocks, all_inputs, layers, strict=True):
                 x, output = block(x, inputs, layer)
                 outputs.append(output)
-            return x, tuple(outputs)
+            return x, _by_field(outputs)
         weights = [block.variables["params"] for block in blocks]
         groups = layer_groups.one_group_per_layer(c.num_layers)
         if c.scan_layers and all(layer is None for layer in layers):
@@ -405,7 +426,7 @@ class Decoder(nn.Module):
             with jax.named_scope(f"layers_{first}"):
                 x, output = jitted(block)(weights[first], x, all_inputs[first], layers[first])
             outputs.append(output)
-        return x, tuple(outputs)
+        return x, _by_field(outputs)
 
     def embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the embeddings of token ids; casts hidden states to the compute dtype."""
@@ -511,7 +532,7 @@ def apply(
       **options: those of `Decoder.__call__`.
 
     Returns:
-      Hidden states or `States`, and the second result of `Decoder.__call__`.
+      The result of `Decoder.__call__`, in which `hidden` are hidden states or `States`.
 
     Raises:
       InputError: `with_ffn_input`, and the feed-forward of the model has no norm before it.
@@ -525,14 +546,15 @@ def apply(
         )
     norm = "mlp_norm" if model.config.block == "sequential" else "attention_norm"
     layer = f"layers_{model.config.num_layers - 1}"
-    (hidden, rest), state = model.apply(
+    output, state = model.apply(
         {"params": params},
         tokens,
         capture_intermediates=lambda module, _: module.path == (layer, norm),
         mutable=["intermediates"],
         **options,
     )
-    return States(hidden, state["intermediates"][layer][norm]["__call__"][0]), rest
+    ffn_input = state["intermediates"][layer][norm]["__call__"][0]
+    return output._replace(hidden=States(output.hidden, ffn_input))
 
 
 def first_layer(
@@ -553,8 +575,8 @@ def first_layer(
     shared["layers_0"] = {name: part for name, part in first.items() if name != "memory"}
     plain = {"num_layers": 1, "scan_layers": False, "memory": None, "remat": "none"}
     model = Decoder(config.replace(**plain, tie_embeddings=True), mesh, parent=None)
-    hidden, _ = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
-    return jax.lax.stop_gradient(hidden)
+    output = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
+    return jax.lax.stop_gradient(output.hidden)
 
 
 def head(params: dict, config: ModelConfig) -> Projection:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import LayerInputs, Offloaded
+from lcjax.models.layers import LayerInputs, LayerOutput, Offloaded
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import flatten, nest
@@ -109,7 +109,7 @@ def scan(
     all_inputs: Sequence[LayerInputs],
     x: Float[Array, "B T D"],
     mesh: jax.sharding.Mesh | None,
-) -> tuple[Float[Array, "B T D"], list]:
+) -> tuple[Float[Array, "B T D"], list[LayerOutput]]:
     """Applies a group of layers, one period per step of a scan.
 
     Args:
@@ -120,7 +120,7 @@ def scan(
       mesh: shards the stacked weights like those of each layer.
 
     Returns:
-      The hidden states, and for each layer what `LayerInputs.collect` selects.
+      The hidden states, and the output of each layer.
     """
     period, stacks, shared = len(blocks), [], []
     for first in range(period):
@@ -143,9 +143,7 @@ def scan(
     return x, list(itertools.chain(*by_period))
 
 
-def collect_keys(
-    block: nn.Module, stacked: dict, x: jax.Array, inputs: LayerInputs
-) -> tuple[jax.Array, jax.Array]:
+def collect_keys(block: nn.Module, stacked: dict, x: jax.Array, inputs: LayerInputs) -> LayerOutput:
     """Returns the keys and values [L, B, S, K, H] of all layers that `inputs.collect` selects.
 
     The attention and the MLP of the last layer are not computed, since their result is unused.
@@ -160,8 +158,7 @@ def collect_keys(
         return jax.lax.cond(is_last, lambda x: (x, apply(x)[1]), apply, x)
 
     count = jax.tree.leaves(stacked)[0].shape[0]
-    _, key_values = jax.lax.scan(apply_layer, x, (stacked, jnp.arange(count) == count - 1))
-    return key_values
+    return jax.lax.scan(apply_layer, x, (stacked, jnp.arange(count) == count - 1))[1]
 
 
 def unstack(stacked: Any, count: int) -> list:

@@ -54,6 +54,15 @@ class CollectKeyValues(NamedTuple):
     keys_only: bool = False  # whether the decoder may omit its hidden states
 
 
+class LayerOutput(NamedTuple):
+    """What a layer returns besides hidden states; None for what the call does not ask for."""
+
+    cache: tuple[jax.Array, ...] | None = None  # the layer's cache with the new tokens
+    # [B, S, K, H] each, of the tokens that `CollectKeyValues` selects
+    key_values: tuple[jax.Array, jax.Array] | None = None
+    load: Load | None = None  # of the experts, over the tokens of `CollectLoad`
+
+
 class LayerInputs(NamedTuple):
     """The inputs of a layer besides hidden states; equal layers share one instance."""
 
@@ -289,13 +298,15 @@ class Attention(Projections):
             return Disentangled(keys, queries, DEBERTA_DISTANCE)
         return shared
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs, layer: Any) -> tuple[jax.Array, Any]:
-        c, mesh, pattern = self.config, self.mesh, self.config.pattern
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, cache: tuple[jax.Array, ...] | None
+    ) -> tuple[jax.Array, LayerOutput]:
+        c, mesh, pattern, output = self.config, self.mesh, self.config.pattern, LayerOutput()
         inputs = inputs._replace(bias=self.bias(inputs.bias))
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
             partials = self.prefix_partials(q, inputs)
-            if layer is None:
+            if cache is None:
                 if self.is_initializing():
                     # No parameter depends on attention, and some patterns reject init's short rows.
                     y = q
@@ -304,19 +315,19 @@ class Attention(Projections):
                     metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
                     y = pattern.attend(q, k, v, metadata)
                 if isinstance(inputs.collect, CollectKeyValues):
-                    layer = collect_key_values(k, v, inputs, pattern)
+                    output = LayerOutput(key_values=collect_key_values(k, v, inputs, pattern))
             else:
                 layout = attention_layout(mesh)
                 metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
-                pattern, state = pattern.for_inference(), layer[2:]
-                keys, values = cache_lib.append(layer, k, v, pattern, inputs.view, metadata)
+                pattern, state = pattern.for_inference(), cache[2:]
+                keys, values = cache_lib.append(cache, k, v, pattern, inputs.view, metadata)
                 cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)
                 if state:
                     y, state = pattern.attend_with_state(q, *cached, state, metadata)
                 else:
                     y = pattern.attend(q, *cached, metadata)
-                layer = keys, values, *state
-        return self.combine(y), layer
+                output = LayerOutput(cache=(keys, values, *state))
+        return self.combine(y), output
 
     def prefix_partials(
         self, q: jax.Array, inputs: LayerInputs

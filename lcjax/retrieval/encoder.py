@@ -393,7 +393,7 @@ def _apply_decoder(
     batch = TokenBatch(*(keep_rows(jnp.asarray(x), model.mesh) for x in batch))
     name = f"layers_{layer - 1}"
     segments = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).astype(jnp.int32)
-    (hidden, _), state = model.apply(
+    output, state = model.apply(
         {"params": params},
         batch.tokens,
         segments=segments,
@@ -401,6 +401,7 @@ def _apply_decoder(
         capture_intermediates=lambda module, method: module.name == name,
         mutable=["intermediates"],
     )
+    hidden = output.hidden
     if layer < model.config.num_layers:
         hidden, _ = state["intermediates"][name]["__call__"][0]
     return pool(None, {}, hidden, batch)

@@ -64,7 +64,7 @@ def language_model(
     def objective(trained, frozen, batch, key):
         params = box_offloaded(union(trained, frozen))
         collect = _counted(model, batch) if factor else None
-        hidden, windows, layers = _hidden_states(model, positions, params, batch, key, collect)
+        hidden, windows, loads = _hidden_states(model, positions, params, batch, key, collect)
         targets, weights = batch["targets"], batch["weights"]
         order = model.token_order(targets.shape[1])
         if "chunk_weights" in batch:
@@ -84,7 +84,7 @@ def language_model(
                     *inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh
                 )
             if factor:
-                added = _balance(layers) * count
+                added = _balance(loads) * count
                 parts = (parts or {"ce": loss}) | {"balance": added}
                 loss = loss + factor * added
             return loss, count, parts
@@ -162,7 +162,7 @@ def _hidden_states(
         windows = memory.hidden
         if mesh is None or mesh.shape[LENGTH] == 1:  # else one device would get all text
             memory = memory.packed()
-    hidden, layers = model.apply(
+    output = model.apply(
         {"params": params},
         batch["tokens"],
         positions=position_ids,
@@ -172,7 +172,8 @@ def _hidden_states(
         memory=memory,
         collect=collect,
     )
-    return model.apply({"params": params}, hidden, method="before_head"), windows, layers
+    hidden = model.apply({"params": params}, output.hidden, method="before_head")
+    return hidden, windows, output.load
 
 
 def _check_positions(config: ModelConfig, positions: Positions) -> None:

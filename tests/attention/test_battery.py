@@ -144,9 +144,10 @@ def decoder_params():
 
 @functools.partial(jax.jit, static_argnums=0)
 def read(model, params, tokens, segments, positions, cache):
-    return model.apply(
+    output = model.apply(
         {"params": params}, tokens, segments=segments, positions=positions, cache=cache
     )
+    return output.hidden, output.cache
 
 
 @EVERY

@@ -128,12 +128,16 @@ def test_results_of_other_kernels_stay_until_their_workload_is_measured_again(tm
     assert [r["about"]["kernels"] == "others" for r in content["runs"]] == [True, False]
     assert [(r["workload"], r["run"]) for r in content["rows"]] == [(name(32), 0), (name(128), 1)]
     capsys.readouterr()
-    args = attention.arguments(["--cpu", "--new", "--only", "a causal", "--out", str(tmp_path)])
-    left = attention.left(args, content["runs"][1]["about"])
-    assert left == (left[1] - 2, left[1])
-    measured(32, "--new")
-    assert json.loads(file.read_text())["rows"] == content["rows"], "both have results"
-    measured(32)
+    words = ["--cpu", "--outdated", "--only", "a causal,", "--out", str(tmp_path)]
+    about = content["runs"][1]["about"]
+    left = attention.left(attention.arguments(words), about)
+    assert left == (left[1] - 1, left[1]), "one has results of today's kernels"
+    run = attention.Report(attention.arguments([*words, "--passes", "fwd", "--sides", "lcjax xla"]))
+    run.resume(about)
+    assert run.names()[-1] == name(32), "what was never measured comes first"
+    measured(128, "--outdated")
+    assert json.loads(file.read_text())["rows"] == content["rows"], "nothing was left"
+    measured(32, "--outdated")
     content = json.loads(file.read_text())
     assert len(content["runs"]) == 1, "the first run has no rows any more"
     assert {(r["workload"], r["run"]) for r in content["rows"]} == {(name(32), 0), (name(128), 0)}
@@ -295,7 +299,7 @@ def test_a_check_is_not_repeated_until_the_code_of_an_implementation_changes(
     tmp_path, monkeypatch, capsys
 ):
     file = tmp_path / "cpu.json"
-    words = ["--cpu", "--only", "small, float32: causal, odd", "--keep", str(file)]
+    words = ["--cpu", "--only", "small, float32: causal, odd", "--results", str(file)]
     about = records.describe()
     assert check.left(check.arguments(words), about) == (1, 1)
     assert check.main(words) == 0 and "ok   xla" in capsys.readouterr().out
@@ -304,11 +308,12 @@ def test_a_check_is_not_repeated_until_the_code_of_an_implementation_changes(
     printed = capsys.readouterr().out
     assert "xla: 1 ok, 0 skip, 0 FAIL" in printed and "ok   xla" not in printed
     # A case more, as if the check had been cut off before it: only this one is checked.
-    more = ["--cpu", "--only", "small, float32: odd", "--keep", str(file)]
+    more = ["--cpu", "--only", "small, float32: odd", "--results", str(file)]
     missing, count = check.left(check.arguments(more), about)
     assert (missing, count) == (1, 2)
     record = json.loads(file.read_text())["cases"]["xla"]
     assert "pallas_kernels/backends/xla" in record["code"]
+    assert "tests/pallas_kernels/attention_oracle.py" in record["code"]
     assert "pallas_kernels/backends/tpu" not in record["code"]
     monkeypatch.setattr(records, "_hash", lambda part: "changed" * part.endswith("masks.py"))
     assert check.left(check.arguments(words), about) == (1, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import reading
 from benchmarks.gpu import model, model_report, model_runs, records
-from benchmarks.gpu.workers import ROOT
+from benchmarks.gpu.workers import MARK, ROOT
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.models import Decoder
@@ -53,8 +53,8 @@ def test_the_attention_of_a_peer_computes_the_same():
         lm = LanguageModel(Decoder(config), params, reading.Letters())
         pieces = list(lm.stream([prompt], sampling, top_logprobs=0))
         tokens = np.array([prompt])
-        hidden, _ = Decoder(config).apply({"params": params}, tokens, segments=np.ones_like(tokens))
-        return [x.logprob for piece in pieces for x in piece.logprobs], hidden
+        output = Decoder(config).apply({"params": params}, tokens, segments=np.ones_like(tokens))
+        return [x.logprob for piece in pieces for x in piece.logprobs], output.hidden
 
     logprobs, hidden = results(config)
     peer_logprobs, peer_hidden = results(config.replace(pattern=model_runs.forced("jax.nn xla")))
@@ -136,7 +136,7 @@ def children(monkeypatch):
     events = {name: [{"record": MEASURED | {"code": code}}] for name in TINY}
     events |= {"about": [{"about": ABOUT}]}
 
-    def supervise(command, jobs, *, deadline, patience):
+    def supervise(command, jobs, *, deadline, patience, env=None):
         for job in jobs:
             started.append(job["name"])
             yield {"job": job["name"], "code": code}
@@ -195,13 +195,27 @@ def test_cases_share_processes_unless_their_peak_memory_is_compared():
     assert names(tiny) == [["lcjax", "jax.nn xla"]] * 2 + [["full"], ["cepe"], ["shared_llm"]]
 
 
-def test_a_case_that_fails_does_not_cost_the_others_of_its_process(children, tmp_path):
-    events, _ = children
-    events |= {"train tiny 64 lcjax": FAILS}
-    assert model.main(["--tiny", "--out", str(tmp_path), "--cases", "train"]) == 0
-    found = json.loads((tmp_path / "cpu.json").read_text())["cases"]
-    assert "RESOURCE_EXHAUSTED" in found["train tiny 64 lcjax"]["reason"]
-    assert found["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0
+def test_a_failure_is_of_the_code_that_ran_until_then():
+    """The first case of a process fails after lcjax was imported."""
+    program = (
+        "import sys, json; from benchmarks.gpu import model, model_runs\n"
+        "def measure(case, begin):\n"
+        "    import lcjax.errors\n"
+        "    begin('compiling'); raise MemoryError('no memory')\n"
+        "model_runs.measure = measure; model.main(['--worker', '--tiny'])"
+    )
+    job = {"name": "train tiny 64 lcjax", "by": 1e9, "end": 1e9}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps([job]) + "\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    events = [json.loads(x.removeprefix(MARK)) for x in run.stdout.splitlines()]
+    found = {key: value for event in events for key, value in event.items()}
+    assert found["failed"] == "MemoryError: no memory" and "lcjax/errors.py" in found["code"]
+    assert found["within"] == model.COMPILING
 
 
 def test_a_case_that_the_time_cuts_off_has_no_record(children, tmp_path, capsys):

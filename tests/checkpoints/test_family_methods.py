@@ -68,7 +68,8 @@ def test_decoding_equals_prefill(family, method):
 
     @jax.jit
     def read(tokens, cache):
-        hidden, cache = decoder.apply({"params": params}, tokens, cache=cache, rotation=rotation)
+        output = decoder.apply({"params": params}, tokens, cache=cache, rotation=rotation)
+        hidden, cache = output.hidden, output.cache
         return decoder.apply({"params": params}, hidden, method="logits"), cache
 
     whole, _ = read(tokens, None)
@@ -127,7 +128,7 @@ def test_exports_announce_the_length_of_their_method(tmp_path, family, method):
 
     @jax.jit
     def logits(params, tokens):
-        hidden, _ = decoder.apply({"params": params}, tokens, rotation=rotation)
+        hidden = decoder.apply({"params": params}, tokens, rotation=rotation).hidden
         return decoder.apply({"params": params}, hidden, method="logits")
 
     ours = logits(params, tokens)

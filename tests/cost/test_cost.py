@@ -272,7 +272,7 @@ def test_estimated_activations_are_close_to_the_compilers(remat):
     model = Decoder(config)
 
     def loss(params, tokens):
-        hidden, _ = model.apply({"params": params}, tokens)
+        hidden = model.apply({"params": params}, tokens).hidden
         return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
 
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)

@@ -71,7 +71,7 @@ def test_rows_are_those_of_the_text_in_their_order(path, made):
 @jax.jit
 def _probabilities(params, tokens):
     model = Decoder(preset("tiny"))
-    hidden, _ = model.apply({"params": params}, tokens)
+    hidden = model.apply({"params": params}, tokens).hidden
     return jax.nn.softmax(model.apply({"params": params}, hidden, method="logits"))
 
 

@@ -57,12 +57,13 @@ def _ids(seed, length):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(model, params, tokens, options):
-    return model.apply({"params": params}, tokens, **options)
+    output = model.apply({"params": params}, tokens, **options)
+    return output.hidden, output.cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(model, params, tokens, rotation):
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    hidden = model.apply({"params": params}, tokens, rotation=rotation).hidden
     return model.apply({"params": params}, hidden, method="logits")
 
 

@@ -251,7 +251,7 @@ def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
 
 @functools.partial(jax.jit, static_argnums=0)
 def hidden_states(model, params, tokens, segments, rotation):
-    return model.apply({"params": params}, tokens, segments=segments, rotation=rotation)[0]
+    return model.apply({"params": params}, tokens, segments=segments, rotation=rotation).hidden
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def logits_at_once(lm, texts):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(model, params, tokens, rotation):
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    hidden = model.apply({"params": params}, tokens, rotation=rotation).hidden
     return model.apply({"params": params}, hidden, method="logits")
 
 

@@ -170,7 +170,7 @@ def _exact_scores(lm, tokens, first):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _log_p(model, params, tokens, rotation):
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    hidden = model.apply({"params": params}, tokens, rotation=rotation).hidden
     return jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
 
 

@@ -113,7 +113,7 @@ def picked(stream, rows):
 
 @functools.partial(jax.jit, static_argnums=0)
 def probabilities(model, params, tokens, rotation):
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    hidden = model.apply({"params": params}, tokens, rotation=rotation).hidden
     return jax.nn.softmax(model.apply({"params": params}, hidden, method="logits"))
 
 

@@ -53,7 +53,8 @@ class Stored:
 @functools.partial(jax.jit, static_argnums=0)
 def read(model, params, tokens, memory, options):
     """Logits [B, T, V], and the cache if there is one."""
-    hidden, cache = model.apply({"params": params}, tokens, memory=memory, **options)
+    output = model.apply({"params": params}, tokens, memory=memory, **options)
+    hidden, cache = output.hidden, output.cache
     return model.apply({"params": params}, hidden, method="logits"), cache
 
 
@@ -77,7 +78,7 @@ def _logits(model, params, tokens, chunks, mask, at):
     if model.config.memory.query_dependent:
         options["query"] = model.apply({"params": params}, tokens, at, method="embed_query")
     memory = model.apply({"params": params}, chunks, mask, method="encode", **options)
-    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+    hidden = model.apply({"params": params}, tokens, memory=memory).hidden
     return model.apply({"params": params}, hidden, method="logits")
 
 

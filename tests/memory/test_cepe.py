@@ -91,7 +91,7 @@ def test_loss_equals_the_released_code():
 
     @jax.jit
     def loss(params, memory):
-        hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+        hidden = model.apply({"params": params}, tokens, memory=memory).hidden
         projection = head(params, model.config)
         return cross_entropy(hidden[:, :-1], projection, np.maximum(targets, 0), weights)
 

@@ -185,7 +185,7 @@ def test_the_loss_with_a_teacher_is_both_losses_over_the_same_tokens():
         memory = model.apply(
             {"params": params}, whole["chunks"], whole["chunk_mask"], method="encode"
         )
-        hidden, _ = model.apply({"params": params}, whole["tokens"], memory=memory)
+        hidden = model.apply({"params": params}, whole["tokens"], memory=memory).hidden
         logits = model.apply({"params": params}, hidden, method="logits")
         log_q = jax.nn.log_softmax(logits)
         nll = -jnp.take_along_axis(log_q, whole["targets"][..., None], -1)[..., 0]

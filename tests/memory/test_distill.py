@@ -28,7 +28,7 @@ def student():
     @jax.jit
     def states(params):
         memory = model.apply({"params": params}, *golden.context("distill"), method="encode")
-        return model.apply({"params": params}, tokens, memory=memory)[0]
+        return model.apply({"params": params}, tokens, memory=memory).hidden
 
     with jax.default_matmul_precision("highest"):
         return np.asarray(states(params)), head(params, model.config)

@@ -50,7 +50,7 @@ def lengths(config, params):
     def decode(params):
         model, there = Decoder(config), np.ones(chunks.shape, bool)
         memory = model.apply({"params": params}, chunks, there, method="encode")
-        return lambda params: model.apply({"params": params}, tokens, memory=memory)[0]
+        return lambda params: model.apply({"params": params}, tokens, memory=memory).hidden
 
     found = jax.make_jaxpr(lambda params: decode(params)(params))(params)
     return [e.params["length"] for e in found.jaxpr.eqns if e.primitive.name == "scan"][1:]
@@ -65,7 +65,7 @@ def gradients(config, mesh, own, frozen):
         params = nest(flatten(own) | flatten(frozen))
         model = Decoder(config, mesh)
         memory = model.apply({"params": params}, chunks, mask, method="encode")
-        hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+        hidden = model.apply({"params": params}, tokens, memory=memory).hidden
         return (hidden * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape))).sum(), hidden
 
     (_, hidden), grads = jax.value_and_grad(loss, has_aux=True)(own)
@@ -108,7 +108,7 @@ def test_texts_come_out_the_same():
         def hidden(config):
             model, there = Decoder(config), jnp.ones(chunks.shape, bool)
             memory = model.apply({"params": params}, chunks, there, method="encode")
-            return model.apply({"params": params}, tokens, memory=memory)[0]
+            return model.apply({"params": params}, tokens, memory=memory).hidden
 
         return hidden(config), hidden(config.replace(scan_layers=False))
 
@@ -170,10 +170,11 @@ def test_a_cache_is_filled_layer_by_layer_with_the_same_numbers(config):
         memory = model.apply(
             {"params": params}, chunks, jnp.ones(chunks.shape, bool), method="encode"
         )
-        whole, _ = model.apply({"params": params}, tokens, memory=memory)
+        whole = model.apply({"params": params}, tokens, memory=memory).hidden
         cache, parts = cache_lib.create(config, 2, 6), []
         for part in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
-            hidden, cache = model.apply({"params": params}, part, memory=memory, cache=cache)
+            output = model.apply({"params": params}, part, memory=memory, cache=cache)
+            hidden, cache = output.hidden, output.cache
             parts.append(hidden)
         return whole, jnp.concatenate(parts, 1)
 

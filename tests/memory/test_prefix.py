@@ -52,7 +52,8 @@ def encoded(model, params, chunks, mask, options):
 @functools.partial(jax.jit, static_argnums=0)
 def read(model, params, tokens, memory=None, cache=None):
     """Logits [B, T, V], and the cache if there is one."""
-    hidden, cache = model.apply({"params": params}, tokens, memory=memory, cache=cache)
+    output = model.apply({"params": params}, tokens, memory=memory, cache=cache)
+    hidden, cache = output.hidden, output.cache
     return model.apply({"params": params}, hidden, method="logits"), cache
 
 
@@ -134,7 +135,7 @@ def test_gradients_flow_through_all_windows_as_through_one_after_the_other(secti
                 part = CHUNKS[:, number : number + 1], MASK[:, number : number + 1]
                 new = model.apply({"params": full}, *part, method="encode", after=memory)
                 memory = new if memory is None else jax.tree.map(behind, memory, new)
-        hidden, _ = model.apply({"params": full}, TOKENS, memory=memory)
+        hidden = model.apply({"params": full}, TOKENS, memory=memory).hidden
         return (hidden * jnp.cos(jnp.arange(hidden.size)).reshape(hidden.shape)).sum()
 
     own = {path: x for path, x in flatten(params).items() if matcher(("memory",), "")(path)}
@@ -163,7 +164,7 @@ def slope(model, params, own, said, stop=None):
             hidden = memory.hidden
         else:
             memory, hidden = by_parts(encode, stop)
-        text, _ = model.apply(known, TOKENS, memory=memory)
+        text = model.apply(known, TOKENS, memory=memory).hidden
         windows = jnp.square(hidden - 1).sum((0, 2, 3))
         return jnp.append(windows, jnp.square(text - 1).sum())[said]
 

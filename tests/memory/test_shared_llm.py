@@ -96,7 +96,7 @@ def test_loss_equals_the_released_code():
 
     @jax.jit
     def loss(params, memory):
-        hidden, _ = model.apply({"params": params}, text, memory=memory)
+        hidden = model.apply({"params": params}, text, memory=memory).hidden
         weights = jnp.ones(text[:, 1:].shape)
         return cross_entropy(hidden[:, :-1], head(params, model.config), text[:, 1:], weights)
 

@@ -70,7 +70,8 @@ def _model(config: ModelConfig):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read(model, params, tokens, kwargs):
-    hidden, cache = model.apply({"params": params}, tokens, **kwargs)
+    output = model.apply({"params": params}, tokens, **kwargs)
+    hidden, cache = output.hidden, output.cache
     return model.apply({"params": params}, hidden, method="logits"), cache
 
 
@@ -213,7 +214,7 @@ def test_rematerialised_layers_give_the_same_gradients():
         model, params = _model(TINY.replace(remat=remat))
 
         def loss(params):
-            return (model.apply({"params": params}, tokens)[0] ** 2).sum()
+            return (model.apply({"params": params}, tokens).hidden ** 2).sum()
 
         return jax.jit(jax.grad(loss))(params)
 
@@ -258,7 +259,7 @@ def test_bfloat16_logits_of_an_untied_head_are_those_of_the_loss_and_not_rounded
 
     @jax.jit
     def read(params):
-        hidden, _ = model.apply({"params": params}, tokens)
+        hidden = model.apply({"params": params}, tokens).hidden
         logits = model.apply({"params": params}, hidden, method="logits")
         return logits, token_nll(hidden, head(params, config), tokens)
 

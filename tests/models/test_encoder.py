@@ -39,19 +39,19 @@ def test_states_are_those_of_the_first_layers_seen_from_both_sides(decoder, laye
     model, params, _ = build(ModelSection(path=folder, encoder_layers=layers))
     tokens = text(1, 2, 20)
     apply = jax.jit(model.apply)
-    found, _ = apply({"params": params}, tokens)
+    found = apply({"params": params}, tokens).hidden
     # The same layers under the same name, and the norm of the layer behind them.
     first = jax.tree.map(lambda x: np.asarray(x)[:layers], weights["layers"])
     inner = layers < CONFIG.num_layers
     scale = weights["layers"]["attention_norm"]["scale"][layers] if inner else None
     norm = {"scale": scale} if inner else weights["final_norm"]
     plain = CONFIG.replace(num_layers=layers, pattern=Bidirectional())
-    wanted, _ = jax.jit(Decoder(plain).apply)(
+    wanted = jax.jit(Decoder(plain).apply)(
         {"params": weights | {"layers": first, "final_norm": norm}}, tokens
-    )
+    ).hidden
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     later = tokens + (np.arange(20) == 19)
-    changed, _ = apply({"params": params}, later)
+    changed = apply({"params": params}, later).hidden
     assert np.abs(changed - found)[:, 0].max() > 1e-4, "the first token sees the last one"
 
 
@@ -78,7 +78,7 @@ def test_mask_is_the_mean_token_and_can_be_written(decoder):
 
     @jax.jit
     def read(params, tokens):
-        hidden, _ = model.apply({"params": params}, tokens)
+        hidden = model.apply({"params": params}, tokens).hidden
         return model.apply({"params": params}, hidden, method="logits")
 
     logits = read(params, np.full((1, 4), tokenizer.vocab_size))

@@ -193,7 +193,8 @@ def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def read(config, mesh, params, tokens, cache=None):
-    return Decoder(config, mesh).apply({"params": params}, tokens, cache=cache)
+    output = Decoder(config, mesh).apply({"params": params}, tokens, cache=cache)
+    return output.hidden, output.cache
 
 
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -51,7 +51,8 @@ def assert_close(x, y, atol=2e-5):
 
 @functools.partial(jax.jit, static_argnums=0)
 def read(config, params, tokens, rotation=None, cache=None):
-    return Decoder(config).apply({"params": params}, tokens, rotation=rotation, cache=cache)
+    output = Decoder(config).apply({"params": params}, tokens, rotation=rotation, cache=cache)
+    return output.hidden, output.cache
 
 
 def hidden_states(*inputs):
@@ -142,7 +143,7 @@ def test_gradients_of_scanned_periods_are_those_of_layers_one_by_one(layers):
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(config, params):
         def loss(params):
-            hidden, _ = Decoder(config).apply({"params": params}, tokens)
+            hidden = Decoder(config).apply({"params": params}, tokens).hidden
             return (hidden * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape))).sum()
 
         return jax.grad(loss)(params)

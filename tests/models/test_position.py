@@ -57,9 +57,10 @@ def made(name, pattern=None):
 
 @functools.partial(jax.jit, static_argnums=0)
 def read(model, params, tokens, segments=None, positions=None, cache=None):
-    return model.apply(
+    output = model.apply(
         {"params": params}, tokens, segments=segments, positions=positions, cache=cache
     )
+    return output.hidden, output.cache
 
 
 def tokens(rows=2, length=T):
@@ -124,7 +125,7 @@ def test_parameters_of_positions_are_trained(name):
     @jax.jit
     def gradients(params):
         def loss(params):
-            out, _ = model.apply({"params": params}, tokens(), segments=jnp.asarray(SEGMENTS))
+            out = model.apply({"params": params}, tokens(), segments=jnp.asarray(SEGMENTS)).hidden
             return jnp.sum(out[..., 0] ** 2)
 
         return jax.grad(loss)(params)

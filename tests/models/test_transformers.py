@@ -119,7 +119,7 @@ def _peer_logits(model, tokens):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _our_logits(model, params, tokens, rotation):
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    hidden = model.apply({"params": params}, tokens, rotation=rotation).hidden
     return model.apply({"params": params}, hidden, method="logits")
 
 

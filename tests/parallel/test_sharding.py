@@ -118,9 +118,9 @@ def test_a_decoder_on_an_explicit_mesh_computes_what_it_does_on_one_device(param
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
     tokens = (jnp.arange(16) + jnp.arange(4)[:, None]) % 256
     one, many = Decoder(CONFIG), Decoder(CONFIG, mesh)
-    expected, _ = jax.jit(lambda p, x: one.apply({"params": p}, x))(params, tokens)
+    expected = jax.jit(lambda p, x: one.apply({"params": p}, x).hidden)(params, tokens)
     sharded = jax.device_put(params, param_shardings(mesh, params))
-    hidden, _ = jax.jit(lambda p, x: many.apply({"params": p}, x))(sharded, tokens)
+    hidden = jax.jit(lambda p, x: many.apply({"params": p}, x).hidden)(sharded, tokens)
     np.testing.assert_allclose(hidden, expected, atol=2e-5)
 
 

@@ -86,13 +86,13 @@ def hand_keys(lm, tokens):
         layer["attention"], norm = zero(layer["attention"]), "attention_norm"
     params |= {last: layer, "final_norm": layer[norm]}
     padded = np.pad(np.array([tokens]), [(0, 0), (0, 32 - len(tokens))])
-    hidden, _ = apply(lm.model, params, padded, lm.rotation(32))
+    hidden = apply(lm.model, params, padded, lm.rotation(32))
     return np.asarray(hidden[0, : len(tokens)], np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model, params, tokens, rotation):
-    return model.apply({"params": params}, tokens, rotation=rotation)
+    return model.apply({"params": params}, tokens, rotation=rotation).hidden
 
 
 def oracle(lm, store, query, logits, *, k, weight, temperature):

@@ -160,7 +160,7 @@ def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def score(params, tokens):
-        hidden, _ = decoder.apply({"params": params}, tokens)
+        hidden = decoder.apply({"params": params}, tokens).hidden
         return hidden.astype(jnp.float32).sum()
 
     def lower(run, *arguments):
