@@ -21,6 +21,9 @@ from lcjax.models.experts import Experts
 from lcjax.rope import NoRotation, Rope, from_hf
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
+# The model type of Focused Transformer (arXiv 2307.03170): CStanKonrad/long_llama at bfcb8d1,
+# src/configuration_longllama.py.
+_LONG_LLAMA = "longllama"
 _TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
 _LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
 # The trained length, if the RoPE method extends it, or stores its own `max_position_embeddings`.
@@ -101,6 +104,14 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     if kind in _DUAL_CHUNK_TYPES and hf.get(_DUAL_CHUNK):
         config = decoder_from_hf(hf | {_DUAL_CHUNK: None}, where)
         return config.replace(pattern=_dual_chunk_from_hf(hf[_DUAL_CHUNK], config, where))
+    if kind == _LONG_LLAMA:
+        raise InputError(
+            f"{where}: model_type={kind!r} is not supported: beyond last_context_length="
+            f"{hf.get('last_context_length')!r:.60} tokens its layers mem_layers="
+            f"{hf.get('mem_layers')!r:.60} see all earlier keys as a memory, which lcjax"
+            " does not compute; set model_type to llama for texts up to that length, on which the"
+            " model is a Llama"
+        )
     if kind not in FAMILIES:
         raise InputError(
             f"{where}: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)} "

@@ -9,9 +9,14 @@ and the summaries of all earlier segments precede them:
 
 with causal attention ("summary accumulation"). So a layer's keys and values of sigma_i depend only
 on earlier summaries, and are computed once.
+
+Published as princeton-nlp/AutoCompressor-Llama-2-7b-6k; the tensors and fields of config.json that
+are read are those of its class, LlamaAutoCompressorModel (princeton-nlp/AutoCompressors at 80352a4,
+auto_compressor.py and train.py).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +27,17 @@ from lcjax.memory.base import MemorySection
 from lcjax.memory.prefix import (
     PrefixMemory,
     WindowReader,
+    check_released,
     check_token,
     collect_range,
     init_embeddings,
 )
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import EncodedContext, Memory, TensorRow
+
+# Tokens of a segment in the released evaluation (run/eval_llama.sh). No field of config.json has
+# them: the training drew the lengths of segments.
+_RELEASED_CHUNK = 2048
 
 
 @Memory.register_subclass("auto_compressor")
@@ -87,6 +97,13 @@ class AutoCompressor(PrefixMemory):
         summary, collect = hidden[:, -count:], collect_range(count, rows)
         output = reader(summary, collect.index, summary_mask, collect=collect)
         return reader.slots(summary_mask, output.key_values, hidden[:, :-count])
+
+    @classmethod
+    def from_released(cls, hf: dict[str, Any], where: str, config: ModelConfig) -> "AutoCompressor":
+        check_released(hf, where, {"accumulate_summary": True}, "auto_compressor")
+        summary = hf["summary_length"]
+        check_integer(f"{where}: summary_length", summary, 1, "the paper takes 50")
+        return cls(min(_RELEASED_CHUNK, config.max_length // 2), summary)
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
         return [("embed_summary.weight", "R,D", "encoder/embedding", "RD")]

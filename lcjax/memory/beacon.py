@@ -12,9 +12,16 @@ After m beacons of earlier windows,
 ("step-expansion"). Of a window, each layer stores only the values and unrotated keys of beacons.
 For later windows they have positions m, m + 1, ..., so r times as much text fits before the last
 window.
+
+Published as namespace-Pt/activation-beacon-llama2-7b-chat; the tensors and fields of config.json
+that are read are those of its classes (FlagOpen/FlagEmbedding at 0ad0dee, Long_LLM/
+activation_beacon/src/activation_beacon_llama). The models of the newer code place beacons among the
+tokens and are not read.
 """
 
 import dataclasses
+import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +34,7 @@ from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.prefix import (
     PrefixMemory,
     WindowReader,
+    check_released,
     check_token,
     collect_range,
     init_embeddings,
@@ -43,6 +51,17 @@ from lcjax.models.memory import EncodedContext, Memory, TensorRow
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import rotate
 
+# Defaults of the released config class, which are also all that is computed here; a window is
+# condensed as a whole if its stride is its length.
+_RELEASED_DEFAULTS = {
+    "beacon_stride": [1024],
+    "beacon_attn": "step-expansion",
+    "beacon_attend_previous": True,
+    "beacon_ratio": [8],
+    "beacon_param": ["q", "k", "v", "o"],
+    "retrieval_method": None,
+}
+
 
 @Memory.register_subclass("beacon")
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +72,7 @@ class Beacon(PrefixMemory):
     ratio: int = 32
     # In training the ratio is drawn from these for each window of a row; empty: `ratio`.
     ratios: tuple[int, ...] = ()
-    released_field = "beacon_"
+    released_field = "beacon_window"
 
     @property
     def num_embeddings(self) -> int:
@@ -146,6 +165,35 @@ class Beacon(PrefixMemory):
         if not self.ratios or key is None:
             return jnp.full((rows,), self.ratio, jnp.int32)
         return jax.random.choice(key, jnp.array(self.ratios, jnp.int32), (rows,))
+
+    @classmethod
+    def from_released(cls, hf: dict[str, Any], where: str, config: ModelConfig) -> "Beacon":
+        hf = _RELEASED_DEFAULTS | hf
+        known = {"beacon_window", "beacon_stride_mix", "beacon_ratio_mix", *_RELEASED_DEFAULTS}
+        for key, value in hf.items():
+            if key.startswith("beacon_") and key not in known:
+                raise InputError(
+                    f"{where}: {key}={value!r:.60} is a field of the newer code of Activation"
+                    " Beacon, in which beacons stand among the tokens of a window; lcjax computes"
+                    " the first version only (namespace-Pt/activation-beacon-llama2-7b-chat)"
+                )
+        window, ratios = hf["beacon_window"], hf["beacon_ratio"]
+        computed = _RELEASED_DEFAULTS | {"beacon_stride": [window], "beacon_ratio": ratios}
+        check_released(hf, where, computed, "beacon")
+        if not isinstance(ratios, list) or not ratios:
+            raise InputError(f"{where}: beacon_ratio={ratios!r:.60} must be a list of ratios")
+        for ratio in ratios:
+            check_integer(f"{where}: beacon_ratio", ratio, 0, "0 keeps all tokens")
+        if len(ratios) == 1:
+            return cls(window, ratios[0])
+        ratio = cls.ratio if cls.ratio in ratios else max(ratios)
+        warnings.warn(
+            f"{where}: beacon_ratio={ratios} with beacon_ratio_mix={hf.get('beacon_ratio_mix')!r}"
+            " chooses a ratio for each text or window; lcjax condenses every window by"
+            f" {ratio}, and by another ratio if config.json has it alone in beacon_ratio",
+            stacklevel=2,
+        )
+        return cls(window, ratio, tuple(ratio for ratio in ratios if ratio))
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
         attention = [

@@ -7,7 +7,8 @@ softmax with the keys of the text. Rows without slots give the same result as th
 
 Checkpoints are Llama folders. Tensors have the names of the released code (Activation Beacon's
 `beacon_q_proj`, AutoCompressor's `embed_summary`). The settings are in the field `lcjax_memory` of
-config.json. A program that reads the folder as a Llama ignores both.
+config.json, or in the fields of the released code, which are read and not written. A program that
+reads the folder as a Llama ignores all of these.
 """
 
 import abc
@@ -48,7 +49,7 @@ class PrefixMemory(Memory):
     """A memory that encodes each window of up to `chunk` tokens as a few keys and values."""
 
     chunk: int
-    # Prefix of field names that occur only in config.json files of the authors' code
+    # Field that config.json files of the released code have; null or 0 there: no memory
     released_field: ClassVar[str | None] = None
 
     @abc.abstractmethod
@@ -191,20 +192,24 @@ class PrefixMemory(Memory):
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
-        """Reads the config of a decoder with this memory, as `Memory.from_hf`.
+        if HF_FIELD in hf or cls.released_field is None or not hf.get(cls.released_field):
+            return super().from_hf(hf, where, read_config)
+        config = read_config(hf, where)
+        return config.replace(memory=cls.from_released(hf, where, config))
+
+    @classmethod
+    def from_released(cls, hf: dict[str, Any], where: str, config: ModelConfig) -> "PrefixMemory":
+        """Returns the memory that a `config.json` of the released code describes.
+
+        Args:
+          hf: the contents of the file, in which `released_field` is set.
+          where: the name of the file, for messages.
+          config: config of the decoder.
 
         Raises:
-          InputError: a checkpoint of the authors' code, whose memory would be ignored.
+          InputError: the released code computes something else with these fields.
         """
-        released = cls.released_field if HF_FIELD not in hf else None
-        for key, value in hf.items():
-            if released is not None and key.startswith(released) and value:
-                raise InputError(
-                    f"{where}: {key}={value!r}: the memory of released checkpoints cannot be"
-                    " loaded; load the Llama that it was trained from, with"
-                    f" model.memory.type={cls.get_choice_name(cls)}, and train that"
-                )
-        return super().from_hf(hf, where, read_config)
+        raise NotImplementedError(f"{cls.__name__} has a released_field and no from_released")
 
     def hf_axes(self, config: ModelConfig) -> dict[str, int]:
         return {"R": self.num_embeddings}
@@ -382,6 +387,16 @@ def _append_empty(
     if after is None:
         return empty
     return jax.tree.map(lambda old, x: jnp.concatenate([old, x], token_axis(x)), after, empty)
+
+
+def check_released(hf: dict[str, Any], where: str, computed: dict[str, Any], kind: str) -> None:
+    """Raises an InputError unless fields of a released `config.json` have the `computed` values."""
+    for key, value in computed.items():
+        if hf.get(key) != value:
+            raise InputError(
+                f"{where}: {key}={hf.get(key)!r:.60} is not supported, only {value!r} is; train the"
+                f" Llama that this model was trained from with model.memory.type={kind}"
+            )
 
 
 def check_token(token: int, config: ModelConfig) -> None:

@@ -226,6 +226,11 @@ def test_a_window_survives_the_way_out_and_back(family):
     [
         (LLAMA2 | {"model_type": "qwen2_moe"}, "model_type='qwen2_moe'.*llama, mistral, .*phi"),
         ({}, "model_type=None"),
+        (
+            LLAMA2
+            | {"model_type": "longllama", "last_context_length": 1024, "mem_layers": [8, 16, 24]},
+            r"'longllama' .*last_context_length=1024 .*mem_layers=\[8, 16, 24\] .*to llama for",
+        ),
         ({k: v for k, v in LLAMA2.items() if k != "hidden_size"}, "'hidden_size' is missing"),
         (LLAMA2 | {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         (LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, "qk_lay"),

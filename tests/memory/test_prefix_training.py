@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
 import pytest
 from memory_support import assert_trained_alike_on, batch, gradients, tiny_model
+from safetensors.numpy import save_file
 from tiny_lm import text
 
 from lcjax import checkpoints, cost
@@ -125,17 +127,109 @@ def test_a_note_that_was_not_written_here_raises_input_error():
             checkpoints.config_from_hf(hf | {"lcjax_memory": note})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [("summary_length", 50, "auto_compressor"), ("beacon_window", 1024, "beacon")],
-)
-def test_a_released_checkpoint_raises_input_error(name, value, kind):
+# Fields that the released code adds to a Llama's config.json: LlamaConfig of FlagEmbedding at
+# 0ad0dee after the command of docs/training.md, and train.py of AutoCompressors at 80352a4.
+RELEASED = {
+    "beacon": {
+        "beacon_window": 16, "beacon_stride": [16], "beacon_stride_mix": "step-random",
+        "beacon_attn": "step-expansion", "beacon_attend_previous": True, "beacon_ratio": [4, 8],
+        "beacon_ratio_mix": "step-random", "beacon_param": ["q", "k", "v", "o"],
+        "retrieval_method": None, "retrieval_topk": None,
+    },
+    "auto_compressor": {
+        "summary_length": 3, "accumulate_summary": True, "segment_gradient_checkpointing": False,
+    },
+}  # fmt: skip
+# Their modules by the paths of our parameters.
+MODULES = {
+    "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
+    "attention/value": "self_attn.v_proj", "attention/out": "self_attn.o_proj",
+    "mlp/gate": "mlp.gate_proj", "mlp/up": "mlp.up_proj", "mlp/down": "mlp.down_proj",
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "attention/memory/query": "self_attn.beacon_q_proj",
+    "attention/memory/key": "self_attn.beacon_k_proj",
+    "attention/memory/value": "self_attn.beacon_v_proj",
+    "attention/memory/out": "self_attn.beacon_o_proj",
+}  # fmt: skip
+
+
+def save_released(folder, kind, params, config) -> None:
+    """Writes a folder as the released code saves it: its names, matrices as [out, in]."""
+    token = {"beacon": "model.beacon_embed_tokens", "auto_compressor": "embed_summary"}[kind]
+    tensors = {
+        "model.embed_tokens.weight": params["embed"]["embedding"],
+        "model.norm.weight": params["final_norm"]["scale"],
+        f"{token}.weight": params["encoder"]["embedding"],
+    }
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = params["head"]["kernel"].T
+    for path, leaf in flatten(params["layers"]).items():
+        module, _, leaf_name = path.rpartition("/")
+        inputs = 2 if module.endswith("/out") else 1  # axes of the input
+        for layer, x in enumerate(np.asarray(leaf)):
+            x = x if leaf_name == "scale" else x.reshape(np.prod(x.shape[:inputs]), -1).T
+            tensors[f"model.layers.{layer}.{MODULES[module]}.weight"] = x
+    folder.mkdir()
+    save_file(
+        {key: np.ascontiguousarray(x) for key, x in tensors.items()}, folder / "model.safetensors"
+    )
+    hf = checkpoints.config_to_hf(config.replace(memory=None)) | RELEASED[kind]
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+@pytest.mark.filterwarnings("ignore:.*beacon_ratio=")
+@BOTH
+def test_a_folder_of_the_released_code_is_read_as_the_same_model(section, tmp_path):
+    model, params = tiny_model(section)
+    kind, memory = section.get_choice_name(type(section)), model.config.memory
+    save_released(tmp_path / "model", kind, params, model.config)
+    config = checkpoints.load_config(tmp_path / "model")
+    # Half of the trained length, as no field has the tokens of a segment.
+    chunk = memory.chunk if section is BEACON else 64
+    assert config.memory == dataclasses.replace(memory, chunk=chunk)
+    found = read_params(SafetensorsFolder(tmp_path / "model"), config)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def released(name, **changes):
     hf = checkpoints.config_to_hf(tiny_model(SUMMARY)[0].config)
     hf.pop("lcjax_memory")
-    words = f"config.json: {name}={value}: the memory of .*load the Llama.*memory.type={kind}"
-    with pytest.raises(InputError, match=words):
-        checkpoints.config_from_hf(hf | {name: value})
-    assert checkpoints.config_from_hf(hf | {name: 0}).memory is None
+    return checkpoints.config_from_hf(hf | RELEASED[name] | changes).memory
+
+
+def test_one_of_several_released_ratios_is_chosen_with_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"beacon_ratio=\[2, 32, 64\] with .*='adapt-1024'.* by 32,"
+    ):
+        memory = released(
+            "beacon", beacon_window=64, beacon_stride=[64], beacon_ratio=[2, 32, 64],
+            beacon_ratio_mix="adapt-1024",
+        )  # fmt: skip
+    assert (memory.chunk, memory.ratio, memory.ratios) == (64, 32, (2, 32, 64))
+    assert released("beacon", beacon_ratio=[4]).ratio == 4
+    assert released("beacon", beacon_ratio=[4], beacon_window=0) is None
+    assert released("auto_compressor", summary_length=0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("beacon", {"beacon_pos": "interleave"}, "beacon_pos='interleave' is a field of the newer"),
+        ("beacon", {"beacon_attn": "segmentation"}, "beacon_attn='segmentation' .*step-expansion"),
+        ("beacon", {"beacon_stride": [8]}, r"beacon_stride=\[8\] is not supported, only \[16\]"),
+        ("beacon", {"beacon_param": ["q"]}, r"beacon_param=\['q'\] is not supported"),
+        ("beacon", {"beacon_attend_previous": False}, "beacon_attend_previous=False"),
+        ("beacon", {"retrieval_method": "bm25"}, "retrieval_method='bm25'.*type=beacon"),
+        ("beacon", {"beacon_ratio": 8}, "beacon_ratio=8 must be a list"),
+        ("beacon", {"beacon_ratio": [8, -1]}, "beacon_ratio=-1 must be a whole number"),
+        ("auto_compressor", {"accumulate_summary": False}, "accumulate_summary=False.*type=auto_"),
+        ("auto_compressor", {"summary_length": 2.5}, "summary_length=2.5 must be a whole number"),
+    ],
+)
+def test_what_the_released_code_computes_otherwise_raises_input_error(name, changes, words):
+    with pytest.raises(InputError, match=f"config.json: {words}"):
+        released(name, **changes)
 
 
 @BOTH
