@@ -9,8 +9,10 @@ layer of the upper model attends to layer l of the lower model, between its self
     h <- h + Wo softmax(q K_l^T / sqrt(H)) V_l        q = R(n) Wq norm(h),  K_l = R(i + j) Wk ...
 
 where j is the position of a key in its node, i the number of its chunk, and n, the position of
-every query, the number of all chunks (sec. 3.3, eq. 6). Cross-attention has no projections of keys
-and values: it shares them with the lower model's self-attention.
+every query, the number of all chunks (sec. 3.3, eq. 6). Equation 6 prints the positions i and n
+only. The lower model's keys are in its cache, already rotated to j (app. A.2), and a rotation to i
+adds to that; `positions="chunk_index"` rotates keys to i alone. Cross-attention has no projections
+of keys and values: it shares them with the lower model's self-attention.
 
 Tensor names and fields of config.json are those of the released code (Clement25/SharedLLM). It is
 CEPE's code, in which a negative `num_cross_attn_layers` counts the reader layers from the first
@@ -61,7 +63,7 @@ from lcjax.models.memory import (
 from lcjax.rope import Rotation, rotate
 
 PLACEMENTS = ("bottom", "top", "interleaved")
-POSITIONS = ("paper", "released", "none")
+POSITIONS = ("paper", "chunk_index", "released", "none")
 _HF_FIELD = "lcjax_shared_llm"
 _HF_DEPTH = "segment_tree_depth"
 _HF_CHUNK = 1_024  # chunk of the released language models, which config.json does not have
@@ -79,8 +81,9 @@ class SharedLlm(CrossAttentionMemory):
     # The M reader layers. bottom: the first; top: the last; interleaved: spread evenly from the
     # first on. The first reader layer reads the lower model's first layer, and so on.
     placement: str = "bottom"
-    # Positions of n chunks, added to the places of keys in nodes. paper: keys at 0 ... n-1 and
-    # queries at n. released: as the released code does for whole texts, queries at n + 1, and keys
+    # Positions of n chunks, added to the positions of keys in nodes. paper: keys at 0 ... n-1 and
+    # queries at n. chunk_index: the same numbers without the positions in nodes, equation 6 taken
+    # literally. released: as the released code does for whole texts, queries at n + 1, and keys
     # at i // (tokens collected from a chunk), so nearly always 0 (it indexes its table of rotations
     # twice). none, the ablation: 0 for all chunks, and queries at 0.
     positions: str = "paper"
@@ -331,12 +334,14 @@ class TreeEncoder(nn.Module):
         nodes = preserved_nodes(tree, length, path.reshape(rows * count, -1), noise)
         segments, positions = node_segments(nodes, width)
         index, selected = select_tokens(tree, nodes, width)
-        offsets = numbers.reshape(-1, 1)
+        offsets, in_node = numbers.reshape(-1, 1), jnp.take_along_axis(positions, index, 1)
         if self.memory.positions == "released":
             offsets = offsets // self.memory.num_slots(self.memory.chunk)
         elif self.memory.positions == "none":
             offsets = jnp.zeros_like(offsets)
-        key_positions = jnp.take_along_axis(positions, index, 1) + offsets
+        elif self.memory.positions == "chunk_index":
+            in_node = jnp.zeros_like(in_node)
+        key_positions = in_node + offsets
         output = self.model(
             tokens,
             positions=positions,
@@ -456,7 +461,8 @@ class SharedLlmSection(MemorySection):
     # Which half of a node is split again: right, query, random
     policy: Policy = dataclasses.field(default_factory=Right)
     placement: str = "bottom"  # of the reader layers: bottom, top, interleaved
-    positions: str = "paper"  # of chunks: paper, released, none (see `lcjax.memory.SharedLlm`)
+    # of chunks: paper, chunk_index, released, none (see `lcjax.memory.SharedLlm`)
+    positions: str = "paper"
     # Initial output projection as a share of self-attention's; 0 leaves the model as it was.
     output_share: float = 0.0
 

@@ -129,13 +129,16 @@ def test_zeros_in_the_output_projection_change_nothing():
     np.testing.assert_array_equal(run(model, params, tokens, chunks), run(model, params, tokens))
 
 
-@pytest.mark.parametrize("positions", ["paper", pytest.param("released", marks=SLOW)])
+@pytest.mark.parametrize(
+    "positions",
+    ["paper", pytest.param("released", marks=SLOW), pytest.param("chunk_index", marks=SLOW)],
+)
 def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
     model, params = small(positions=positions)
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
     memory = encode(model, params, chunks, np.ones(chunks.shape, bool), {})
     wanted = read(model, params, tokens, memory, {})[0]
-    step = 7 if positions == "paper" else 7 * model.config.memory.tree.max_selected(16)
+    step = 7 * (model.config.memory.tree.max_selected(16) if positions == "released" else 1)
     numbers = np.array([[0, 1, 2]] * 2, np.int32) + step
     moved = encode(model, params, chunks, np.ones(chunks.shape, bool), {"numbers": numbers})
     moved = dataclasses.replace(moved, num_chunks=memory.num_chunks + 7)
@@ -161,7 +164,8 @@ def test_without_positions_of_chunks_all_are_the_first_and_queries_stand_at_0():
 @pytest.mark.slow
 def test_chunks_have_an_order_in_the_paper_and_none_in_the_released_code_or_without_positions():
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
-    for positions, ordered in (("paper", True), ("released", False), ("none", False)):
+    ordered_by = {"paper": True, "chunk_index": True, "released": False, "none": False}
+    for positions, ordered in ordered_by.items():
         model, params = small(positions=positions)
         found, other = (run(model, params, tokens, c) for c in (chunks, chunks[:, [2, 0, 1]]))
         assert (np.abs(found - other).max() > 1e-4) == ordered
@@ -219,9 +223,12 @@ def test_packing_the_context_changes_nothing():
     assert_close(*(read(model, params, tokens, memory, {})[0] for memory in (packed, encoded)))
 
 
-@pytest.mark.parametrize("noise", [pytest.param(None, marks=SLOW), 2.0])
-def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(noise):
-    model, params = small(layers=2, noise=noise, policy=Random())
+@pytest.mark.parametrize(
+    ("positions", "noise"),
+    [pytest.param("paper", None, marks=SLOW), ("paper", 2.0), ("chunk_index", 2.0)],
+)
+def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(positions, noise):
+    model, params = small(layers=2, noise=noise, policy=Random(), positions=positions)
     memory, config = model.config.memory, model.config.memory.states
     chunks, mask, key = text(1, 2, 3, 16), np.ones((2, 3, 16), bool), jax.random.key(3)
     mask[0, 0, :3], mask[1, 2, 9:] = False, False
@@ -237,7 +244,7 @@ def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(
             nodes = oracle.by_hand(list(enumerate(ids)), memory.tree, path[row, number], own)
             even = oracle.by_hand(list(enumerate(ids)), memory.tree, path[row, number])
             moved += nodes != even
-            wanted.append(oracle.tree_keys(params["encoder"], config, nodes, number))
+            wanted.append(oracle.tree_keys(params["encoder"], config, nodes, number, positions))
         for layer, pair in enumerate(found.layers):
             for x, parts in zip(pair, zip(*(w[layer] for w in wanted), strict=True), strict=True):
                 here = np.asarray(x)[row].swapaxes(0, 1)[np.asarray(found.mask)[row]]

@@ -246,7 +246,7 @@ def test_training_with_a_context_takes_memory(remat):
         ({"output_share": float("nan")}, "output_share=nan must lie in 0 ... 1"),
         ({"noise": -1.0}, "noise=-1.0 must be above 0"),
         ({"placement": "middle"}, "placement='middle' must be one of bottom, top, interleaved"),
-        ({"positions": "all"}, "positions='all' must be one of paper, released, none"),
+        ({"positions": "all"}, "positions='all' must be one of paper, chunk_index, released, none"),
     ],
 )
 def test_bad_sections_raise_input_error(section, words):

@@ -77,19 +77,21 @@ def lower_model(encoder, config, tokens):
     return found, norm(x, scale, config.norm_epsilon)
 
 
-def tree_keys(encoder, config, nodes, number):
+def tree_keys(encoder, config, nodes, number, positions="paper"):
     """(keys, values) [M, K, H] of each layer: what is kept of the nodes of chunk `number`.
 
-    `nodes` as `by_hand` gives them.
+    `nodes` as `by_hand` gives them. Keys are rotated to `number` on top of their places in nodes,
+    with `chunk_index` to `number` alone (equation 6).
     """
+    theta = config.rope.theta
     parts = []
     for kept, node in nodes:
         if node:
             at = [node.index(token) for token in kept]
             layers, _ = lower_model(encoder, config, node_tokens(node))
-            parts.append([(k[at], v[at]) for k, v in layers])
+            back = -np.array(at) if positions == "chunk_index" else np.zeros(len(at))
+            parts.append([(turned(k[at], back, theta), v[at]) for k, v in layers])
     together = [tuple(map(np.concatenate, zip(*layer, strict=True))) for layer in zip(*parts)]
-    theta = config.rope.theta
     return [(turned(k, np.full(len(k), number), theta), v) for k, v in together]
 
 
