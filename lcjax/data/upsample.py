@@ -26,7 +26,8 @@ class Share:
     share: float
 
 
-# SlimPajama's shares in the authors' program; the paper prints rounded ones.
+# SlimPajama's own shares, as in the authors' program. The papers print LLaMA's mixture instead,
+# 67 % of CommonCrawl (configs/data/slimpajama_upsampled.yaml).
 SLIMPAJAMA = (
     Share("RedPajamaC4", 0.26609933),
     Share("RedPajamaCommonCrawl", 0.53374772),

@@ -9,6 +9,7 @@ import pytest
 from lcjax import config as configs
 from lcjax.data import DataConfig, lengths
 from lcjax.data.prepare import PrepareConfig
+from lcjax.data.upsample import SLIMPAJAMA
 from lcjax.evaluation import reproduce, study
 from lcjax.retrieval import BuildConfig, ChunksConfig, WindowsConfig
 from lcjax.training.config import TrainConfig
@@ -21,16 +22,24 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
 
 
-def test_slimpajama_is_upsampled_as_the_studies_had_it():
-    file = FOLDER / "slimpajama_upsampled.yaml"
-    prepared = configs.parse(PrepareConfig, ["--config", str(file)])
+@pytest.mark.parametrize("name", ["slimpajama_upsampled", "slimpajama_upsampled_released"])
+def test_slimpajama_is_upsampled_as_the_study_prints_it_and_as_its_program_had_it(name):
+    prepared = configs.parse(PrepareConfig, ["--config", str(FOLDER / f"{name}.yaml")])
     (source,) = prepared.text_sources()
-    assert source.label_field == "meta.redpajama_set_name"
+    assert (source.label_field, prepared.out) == ("meta.redpajama_set_name", f"data/{name}")
     upsample = source.upsample
     assert (upsample.mode, upsample.ratio, upsample.below) == ("per_source", 0.1, 4096)
     # enough for the 961 steps of 32 rows of 32,768 tokens
     assert upsample.tokens >= 961 * 32 * 32768
     assert sum(upsample.budgets().values()) == pytest.approx(upsample.tokens)
+    shares = {label: tokens / upsample.tokens for label, tokens in upsample.budgets().items()}
+    printed = {  # LCEG, appendix 9.3
+        "CommonCrawl": 0.67, "C4": 0.15, "Github": 0.045, "Wikipedia": 0.045, "Book": 0.045,
+        "ArXiv": 0.025, "StackExchange": 0.02,
+    }  # fmt: skip
+    released = {share.label: share.share for share in SLIMPAJAMA}
+    printed = {f"RedPajama{label}": share for label, share in printed.items()}
+    assert shares == pytest.approx(released if name.endswith("released") else printed)
 
 
 def test_cepes_rows_are_mixed_two_to_one_by_the_papers_shares(tmp_path):
