@@ -94,6 +94,16 @@ def test_all_ten_methods_and_the_base_are_rows_with_the_settings_of_the_study(na
     assert methods["self_extend"].pattern == SelfExtend(window=1024, group=64)
 
 
+def test_the_alphas_of_ntk_are_those_of_table_8():
+    printed = {"ntk_frozen": [1, 3, 7, 15, 31], "ntk_32k": [29] * 4 + [61], "ntk_64k": [57] * 5}
+    for name in ("lceg/table2", "lceg/figure3"):
+        methods = {method.name: method for method in config(name).methods}
+        for row, alphas in printed.items():
+            rope = methods[row].rope.resolve(length=4096)
+            found = [rope.alpha(length) for length in (4096, 8192, 16_384, 32_768, 65_536)]
+            assert found == pytest.approx(alphas)
+
+
 def test_the_seven_rows_of_phi_2_are_those_of_both_of_its_tables():
     names = ["base", "ntk_frozen", "self_extend", "pi_32k", "clex_32k", "ntk_32k", "ntk_64k"]
     for name in ("lceg/table5", "lceg/table6"):
