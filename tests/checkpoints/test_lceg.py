@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from convert_support import assert_same, edit_json, saved
 
+from lcjax import config as config_lib
 from lcjax.checkpoints import config_from_hf, load
+from lcjax.checkpoints.build import resolve_rope
 from lcjax.convert import main
 from lcjax.errors import InputError
+from lcjax.evaluation import reproduce
 from lcjax.rope import DynamicNTK, Linear, Yarn
+from lcjax.training.config import TrainConfig
 
 BASE = {  # what transformers 4.35 writes for Llama-2-7B after a fine-tuning
     "_name_or_path": "/models/llama-2-7b-hf",
@@ -73,6 +77,24 @@ def test_the_config_gives_the_position_method_of_the_paper(name):
     assert config.rope == rope
     assert (config.vocab_size, config.param_dtype) == (32001, "bfloat16")
     assert config.max_length == changes.get("max_position_embeddings", 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "recipe"),
+    [
+        ("pi_32k", "PI and LongLoRA, 32k", "pi_7b_32k"),
+        ("longlora_32k", "PI and LongLoRA, 32k", "longlora_lceg_7b_32k"),
+        ("yarn_32k", "YaRN, 32k", "yarn_7b_32k"),
+        ("ntk_32k", "NTK, 32k", "ntk_7b_32k"),  # the row adds the trained length
+        ("ntk_64k", "NTK, 64k", "ntk_7b_64k"),
+    ],
+)
+def test_a_row_of_the_tables_reads_the_release_with_the_rope_of_its_recipe(name, published, recipe):
+    rows = {row.name: row for row in reproduce.config_at("lceg/table2", "paper").methods}
+    released = config_from_hf(BASE | PUBLISHED[published][0])
+    rope = released.rope if rows[name].rope is None else resolve_rope(rows[name].rope, released)
+    trained = config_lib.parse(TrainConfig, ["--config", f"lcjax:{recipe}"]).model.rope
+    assert rope == resolve_rope(trained, config_from_hf(BASE))
 
 
 def test_the_trained_length_of_an_ntk_checkpoint_is_given_and_kept(tmp_path):
