@@ -208,7 +208,7 @@ def trainings_of_tables():
                 changes = tuple(
                     change
                     for change in method.train
-                    if not change.startswith(("data.sources=", "model.path=runs/"))
+                    if not change.startswith(("data.sources", "model.path=runs/"))
                 )
                 programs.setdefault((extended, changes), f"{table} {method.name}")
     for (recipe, changes), name in programs.items():
