@@ -82,10 +82,10 @@ class Report:
 
     def __init__(self, args):
         self.args = args
-        self.found: dict = {"command": sys.argv[1:], "lost": [], "left": [], "done": []}
-        self.found["clocks"] = {}
-        self.found["options"] = {x: getattr(args, x) for x in ("passes", "sides")}
-        self.runs, self.rows = [self.found], []
+        self.current: dict = {"command": sys.argv[1:], "lost": [], "left": [], "done": []}
+        self.current["clocks"] = {}
+        self.current["options"] = {x: getattr(args, x) for x in ("passes", "sides")}
+        self.runs, self.rows = [self.current], []
         self.failures: list[dict] = []  # failed cases of the check
         self.workloads: dict | None = None
 
@@ -100,18 +100,18 @@ class Report:
 
         from .records import same_setup
 
-        self.found["about"] = about
+        self.current["about"] = about
         file = self.args.out / timings.file_of(about["device"])
         if not file.exists():
             return
         runs, rows = self.read(file)
         last = runs[-1]
-        same = same_setup(last["about"], about) and last["options"] == self.found["options"]
+        same = same_setup(last["about"], about) and last["options"] == self.current["options"]
         if same and not self.args.again:
-            kept = ("done", "lost", "clocks", "ceilings", "checked")
-            self.found |= {x: last[x] for x in kept if x in last}
+            continued = ("done", "lost", "clocks", "ceilings", "checked")
+            self.current |= {x: last[x] for x in continued if x in last}
             runs = runs[:-1]
-        self.runs = [*runs, self.found]
+        self.runs = [*runs, self.current]
         # Of a workload that was cut off, nothing is kept.
         self.rows = [r for r in rows if r["workload"] in self.runs[r["run"]]["done"]]
 
@@ -138,23 +138,23 @@ class Report:
                 if w.name not in known or (w.density == 1.0 and w.shape in sparse)
             ]  # fmt: skip
         names = ["ceilings", *(w.name for w in workloads)]
-        return [name for name in names if name not in self.found["done"]]
+        return [name for name in names if name not in self.current["done"]]
 
     def take_check(self, log) -> None:
-        self.failures, self.found["check"] = log.failures, log.lines()
-        self.found["checked"] = log.state()
+        self.failures, self.current["check"] = log.failures, log.lines()
+        self.current["checked"] = log.state()
 
     def take(self, **event) -> None:
         if "row" in event:
             self.rows.append(event["row"] | {"run": self.run})
         elif "about" in event or "ceilings" in event:
-            self.found |= event
+            self.current |= event
         elif "clocks" in event:  # right after a workload
-            self.found["clocks"] |= event["clocks"]
+            self.current["clocks"] |= event["clocks"]
         elif "lost" in event:
             self._lose(event)
         elif "left" in event:
-            self.found["left"] = event["left"]
+            self.current["left"] = event["left"]
         if "done" in event:
             self._finish(event["done"])
         if "done" in event or "lost" in event:
@@ -165,12 +165,12 @@ class Report:
 
     def _finish(self, workload: str) -> None:
         """Marks a workload as done, and removes its rows of earlier runs."""
-        self.found["done"].append(workload)
+        self.current["done"].append(workload)
         self.rows = [r for r in self.rows if r["workload"] != workload or r["run"] == self.run]
 
     def _lose(self, event: dict) -> None:
         """Removes the rows of a lost workload, which is repeated or gets rows with the reason."""
-        self.found["lost"].append(event)
+        self.current["lost"].append(event)
         name, now = event["lost"], self.run
         self.rows = [r for r in self.rows if r["workload"] != name or r["run"] != now]
         if event["again"]:
@@ -214,9 +214,9 @@ class Report:
         from .check import calls_of
         from .report import fastest, milliseconds, wrong_implementations
 
-        device, rows = self.found.get("about", {}).get("device"), self._ours()
+        device, rows = self.current.get("about", {}).get("device"), self._ours()
         wrong = wrong_implementations(
-            rows, self.failures, self.found["lost"], self._forms_of, functools.cache(calls_of)
+            rows, self.failures, self.current["lost"], self._forms_of, functools.cache(calls_of)
         )
         times = milliseconds(rows, wrong)
         if device is None or not (times or wrong):
@@ -256,7 +256,8 @@ class Report:
 
         from . import records
 
-        file = self.args.out / timings.file_of(self.found.get("about", {}).get("device", "unknown"))
+        device = self.current.get("about", {}).get("device", "unknown")
+        file = self.args.out / timings.file_of(device)
         runs, rows = self._numbered()
         records.write(file, {"runs": runs, "rows": rows})
         file.with_suffix(".md").write_text(self.text(short=False) + "\n")
@@ -347,13 +348,13 @@ def main(argv=None) -> int:
     jax.config.update("jax_platforms", "cpu")
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     report.resume(about)
-    if done := report.found["done"]:
+    if done := report.current["done"]:
         print(f"going on with {args.out}, which has {len(done)} workloads; --again begins anew")
     if args.check or args.keep:
         from . import check
 
         options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
-        log = check.run(check.arguments(options), options, report.found.get("checked"))
+        log = check.run(check.arguments(options), options, report.current.get("checked"))
         report.take_check(log)
         failed = log.failed()
     jobs = [{"name": x, "alone": False} for x in report.names()]

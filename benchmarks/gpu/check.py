@@ -263,7 +263,7 @@ def supervised(jobs: list[dict], command: list[str], deadline: float, take) -> N
         take(**event)
 
 
-class Kept:
+class Results:
     """A file with the results of each implementation, and the code that they are of."""
 
     def __init__(self, file: Path, names: list[str], about: dict):
@@ -276,12 +276,12 @@ class Kept:
         """
         same = ("done", "failed")
         known = [x for x in backends if self.records.state(x, self.about) in same]
-        found = [self.records.by_case[x] for x in known]
-        whole = {x["case"] for x in found if {*self.names} <= {*x["done"]}}
+        current = [self.records.by_case[x] for x in known]
+        whole = {x["case"] for x in current if {*self.names} <= {*x["done"]}}
         return [x for x in backends if x not in whole], {
-            "counts": {x["case"]: x["counts"] for x in found},
-            "failures": [row for x in found for row in x["failures"]],
-            "done": [f"{x['case']} | {name}" for x in found for name in x["done"]],
+            "counts": {x["case"]: x["counts"] for x in current},
+            "failures": [row for x in current for row in x["failures"]],
+            "done": [f"{x['case']} | {name}" for x in current for name in x["done"]],
         }
 
     def write(self, backend: str, log: Log) -> None:
@@ -299,12 +299,12 @@ class Log:
 
     Args:
       earlier: the `state` of an earlier log, which this one continues.
-      keep: where to write the result of each implementation after every case.
+      results: where to write the result of each implementation after every case.
     """
 
-    def __init__(self, backends, earlier: dict | None = None, keep: Kept | None = None):
+    def __init__(self, backends, earlier: dict | None = None, results: Results | None = None):
         self.counts = {name: {"ok": 0, "skip": 0, "FAIL": 0} for name in backends}
-        self.left, self.failures, self.done, self.keep = 0, [], [], keep
+        self.left, self.failures, self.done, self.results = 0, [], [], results
         self.lock = threading.Lock()  # events come from the threads of several processes
         if earlier is not None:
             self.counts, self.failures = self.counts | earlier["counts"], earlier["failures"]
@@ -327,8 +327,8 @@ class Log:
         if row["status"] == "FAIL":
             self.failures.append(row)
         print(self._line(row), flush=True)
-        if self.keep is not None:
-            self.keep.write(row["backend"], self)
+        if self.results is not None:
+            self.results.write(row["backend"], self)
 
     @staticmethod
     def _line(row: dict) -> str:
@@ -385,7 +385,7 @@ def main(argv=None) -> int:
 def left(args, about: dict) -> tuple[int, int]:
     """Returns how many cases are left for a device in `args.results`, and how many there are."""
     names = chosen(args)
-    backends, earlier = Kept(args.results, names, about).left(args.backends)
+    backends, earlier = Results(args.results, names, about).left(args.backends)
     done = {*earlier["done"]}
     count = sum(f"{backend} | {name}" not in done for backend in backends for name in names)
     return count, len(args.backends) * len(names)
@@ -403,11 +403,11 @@ def run(args, options: list[str], earlier: dict | None = None) -> Log:
       earlier: the `Log.state` of a run whose cases are not repeated.
     """
     deadline = time.monotonic() + 60 * args.minutes
-    kept, backends, names = None, args.backends, chosen(args)
+    results, backends, names = None, args.backends, chosen(args)
     if args.results:
-        kept = Kept(args.results, names, about_here())
-        backends, earlier = kept.left(args.backends)
-    log = Log(args.backends, earlier, kept)
+        results = Results(args.results, names, about_here())
+        backends, earlier = results.left(args.backends)
+    log = Log(args.backends, earlier, results)
     jobs = [[x for x in some if x["name"] not in log.done] for some in shards(args, names)]
     jobs = [some for some in jobs if some]
     if not jobs:

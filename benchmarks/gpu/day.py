@@ -155,15 +155,15 @@ def environment(args, module: str = "") -> dict[str, str]:
 
     Attention has no cache, since its compile times are results.
     """
-    found = dict(os.environ)
+    variables = dict(os.environ)
     if args.pack:
-        paths = [str(args.pack / SITE), *found.get("PYTHONPATH", "").split(":")]
-        found["PYTHONPATH"] = ":".join(filter(None, paths))
+        paths = [str(args.pack / SITE), *variables.get("PYTHONPATH", "").split(":")]
+        variables["PYTHONPATH"] = ":".join(filter(None, paths))
     if module in ("model", "rows"):
-        found.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.work / "compiled"))
+        variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.work / "compiled"))
     if args.tiny:
-        found |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return found
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return variables
 
 
 def ended(command: list[str], limit: float, log: Path, env: dict[str, str]) -> str:
@@ -270,8 +270,8 @@ def stored(out: Path) -> list[dict]:
     """Returns the descriptions of the devices with results of attention, for today's kernels."""
     from pallas_kernels.timings import sources
 
-    found = (json.loads(file.read_text())["runs"][-1] for file in sorted(out.glob("*.json")))
-    return [run["about"] | {"kernels": sources()} for run in found]
+    runs = (json.loads(file.read_text())["runs"][-1] for file in sorted(out.glob("*.json")))
+    return [run["about"] | {"kernels": sources()} for run in runs]
 
 
 def main(argv=None) -> int:

@@ -244,13 +244,13 @@ def run(args) -> int:
     records = Records.of(args.out, about)
     cases = waiting(args, records, about)
     say(f"{len(cases)} cases are to be measured")
-    for case, found in measured(list(cases), args, deadline):
+    for case, result in measured(list(cases), args, deadline):
         about_case = {"case": case.name, "kind": case.kind, "model": case.model}
         about_case |= {"tokens": case.tokens, "side": case.side, "about": about}
-        records.add(about_case | found)
+        records.add(about_case | result)
         cases.remove(case)
-        rate = found.get("tokens_per_second", 0.0)
-        say(found.get("reason") or f"{rate:.4g} tokens/s, {len(cases)} cases are left")
+        rate = result.get("tokens_per_second", 0.0)
+        say(result.get("reason") or f"{rate:.4g} tokens/s, {len(cases)} cases are left")
     if cases:
         say(f"{len(cases)} cases are left; the same command goes on with {cases[0].name}")
     return 0

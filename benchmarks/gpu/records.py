@@ -122,7 +122,7 @@ def about_here() -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def peers(record: dict, found: Iterable[dict]) -> list[dict]:
+def peers(record: dict, others: Iterable[dict]) -> list[dict]:
     """Returns the records of the other sides of one task, with the same code and setup."""
 
     def is_peer(other: dict) -> bool:
@@ -135,7 +135,7 @@ def peers(record: dict, found: Iterable[dict]) -> list[dict]:
             and all(one[part] == two[part] for part in one.keys() & two.keys())
         )
 
-    return [other for other in found if is_peer(other)]
+    return [other for other in others if is_peer(other)]
 
 
 def same_setup(one: dict, other: dict) -> bool:
@@ -183,10 +183,10 @@ def code_of(backend: str, *files: Path) -> dict[str, str]:
     from pallas_kernels.dispatch import BACKENDS
 
     module = "/".join(BACKENDS[backend].module.split(".")[:3])
-    own = module if (ROOT / module).is_dir() else f"{module}.py"
+    backend_files = module if (ROOT / module).is_dir() else f"{module}.py"
     shared = (f"pallas_kernels/{file.name}" for file in (ROOT / "pallas_kernels").glob("*.py"))
     others = (file.resolve().relative_to(ROOT).as_posix() for file in files)
-    return {part: _hash(part) for part in (own, *sorted(shared), *others)}
+    return {part: _hash(part) for part in (backend_files, *sorted(shared), *others)}
 
 
 def is_current(parts: dict[str, str]) -> bool:
@@ -212,9 +212,9 @@ def _hash(part: str) -> str:
     path = next((x for x in (ROOT / part, ROOT / IN_A_WHEEL[0] / part) if x.exists()), None)
     if path is None:
         return ""
-    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
     digest = hashlib.sha256()
-    for file in (x for x in found if x.suffix in (".py", ".yaml")):
+    for file in (x for x in files if x.suffix in (".py", ".yaml")):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -70,15 +70,15 @@ def words(method: str, args) -> list[str]:
     """Returns the words of `eval.py` for a row."""
     scale = "tiny" if args.tiny else "smollm2_32k"
     only = f"{method},pg19" if args.tiny else method
-    found = ["reproduce", "lceg/table1", "--scale", scale, "--only", only]
-    found.append(f"--run.folder={args.work.resolve()}")
+    command = ["reproduce", "lceg/table1", "--scale", scale, "--only", only]
+    command.append(f"--run.folder={args.work.resolve()}")
     if args.tiny:
-        return found
+        return command
     extend, *others = SHORTER
     data = f" --data.path={args.data.resolve()}" if args.data else ""
     existing = ["--run.existing=overwrite"] * args.again
     study = f"--study.folder={args.work.resolve()}/trained"
-    return [*found, extend + data, study, *others, *existing]
+    return [*command, extend + data, study, *others, *existing]
 
 
 class Heard:
@@ -188,14 +188,14 @@ def run(args, options: list[str]) -> int:
     for method in waiting(args, about):
         if time.monotonic() + 3 * ENDING > deadline:
             break
-        found = made(method, options, deadline)
-        if found is None:
+        record = made(method, options, deadline)
+        if record is None:
             print(f"{method} was cut off; the same command goes on with it", file=sys.stderr)
             break
-        if "refused" in found:  # such as a package that is missing: the next row needs it, too
-            print(f"error: {found['refused']}", file=sys.stderr)
+        if "refused" in record:  # such as a package that is missing: the next row needs it, too
+            print(f"error: {record['refused']}", file=sys.stderr)
             return 2
-        records.add({"case": method, "about": about} | found)
+        records.add({"case": method, "about": about} | record)
     return 0
 
 
@@ -239,8 +239,9 @@ def table(records: list[dict]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for r in good:
         values = [r["cells"].get(task, {}).get(str(length)) for task, length in cells]
-        own = [str(r.get("steps", "")), _text(r.get("loss")), _text(r.get("tokens_per_second"), 0)]
-        lines.append(f"| {' | '.join([r['case'], *own, *map(_text, values)])} |")
+        steps, rate = str(r.get("steps", "")), _text(r.get("tokens_per_second"), 0)
+        cells_of_row = [r["case"], steps, _text(r.get("loss")), rate, *map(_text, values)]
+        lines.append(f"| {' | '.join(cells_of_row)} |")
     failed = [f"- {r['case']}: {r['reason']}" for r in records if "reason" in r]
     devices = sorted({r["about"]["device"] for r in records})
     title = f"### LCEG's rows with SmolLM2-135M on {', '.join(devices)}"

@@ -49,8 +49,8 @@ def table(out: Path) -> str:
 
 def rows_of(folder: str, content: dict) -> list[list[str]]:
     """Returns a line of the table for each record of a file in a folder."""
-    found = content["cases"]
-    return [_row(folder, record, found) for record in found.values()]
+    records = content["cases"]
+    return [_row(folder, record, records) for record in records.values()]
 
 
 def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:

@@ -31,9 +31,10 @@ from lcjax.memory.prefix import (
     check_token,
     collect_range,
     init_embeddings,
+    is_released,
 )
 from lcjax.models.config import ModelConfig
-from lcjax.models.memory import EncodedContext, Memory, TensorRow
+from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
 
 # Tokens of a segment in the released evaluation (run/eval_llama.sh). No field of config.json has
 # them: the training drew the lengths of segments.
@@ -49,7 +50,6 @@ class AutoCompressor(PrefixMemory):
     # Number of successive segments that gradients flow through in training; the text is the last
     # segment. Slots of earlier segments are detached (the paper's sub-steps). None: all segments.
     gradient_segments: int | None = None
-    released_field = "summary_length"
 
     @property
     def gradient_windows(self) -> int | None:
@@ -99,11 +99,15 @@ class AutoCompressor(PrefixMemory):
         return reader.slots(summary_mask, output.key_values, hidden[:, :-count])
 
     @classmethod
-    def from_released(cls, hf: dict[str, Any], where: str, config: ModelConfig) -> "AutoCompressor":
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        if not is_released(hf, "summary_length"):
+            return super().from_hf(hf, where, read_config)
+        config = read_config(hf, where)
         check_released(hf, where, {"accumulate_summary": True}, "auto_compressor")
         summary = hf["summary_length"]
         check_integer(f"{where}: summary_length", summary, 1, "the paper takes 50")
-        return cls(min(_RELEASED_CHUNK, config.max_length // 2), summary)
+        memory = cls(min(_RELEASED_CHUNK, config.max_length // 2), summary)
+        return config.replace(memory=memory)
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
         return [("embed_summary.weight", "R,D", "encoder/embedding", "RD")]

@@ -38,6 +38,7 @@ from lcjax.memory.prefix import (
     check_token,
     collect_range,
     init_embeddings,
+    is_released,
 )
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import (
@@ -47,7 +48,7 @@ from lcjax.models.layers import (
     Projections,
     collect_key_values,
 )
-from lcjax.models.memory import EncodedContext, Memory, TensorRow
+from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import rotate
 
@@ -72,7 +73,6 @@ class Beacon(PrefixMemory):
     ratio: int = 32
     # In training the ratio is drawn from these for each window of a row; empty: `ratio`.
     ratios: tuple[int, ...] = ()
-    released_field = "beacon_window"
 
     @property
     def num_embeddings(self) -> int:
@@ -167,7 +167,14 @@ class Beacon(PrefixMemory):
         return jax.random.choice(key, jnp.array(self.ratios, jnp.int32), (rows,))
 
     @classmethod
-    def from_released(cls, hf: dict[str, Any], where: str, config: ModelConfig) -> "Beacon":
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        if not is_released(hf, "beacon_window"):
+            return super().from_hf(hf, where, read_config)
+        return read_config(hf, where).replace(memory=cls._released(hf, where))
+
+    @classmethod
+    def _released(cls, hf: dict[str, Any], where: str) -> "Beacon":
+        """Returns the memory of a `config.json` of the released code."""
         hf = _RELEASED_DEFAULTS | hf
         known = {"beacon_window", "beacon_stride_mix", "beacon_ratio_mix", *_RELEASED_DEFAULTS}
         for key, value in hf.items():

@@ -13,7 +13,7 @@ reads the folder as a Llama ignores all of these.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -34,7 +34,6 @@ from lcjax.models.memory import (
     HF_FIELD,
     EncodedContext,
     Memory,
-    ReadConfig,
     VisibleKeys,
     check_chunks,
     token_axis,
@@ -49,8 +48,6 @@ class PrefixMemory(Memory):
     """A memory that encodes each window of up to `chunk` tokens as a few keys and values."""
 
     chunk: int
-    # Field that config.json files of the released code have; null or 0 there: no memory
-    released_field: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def encode_window(
@@ -190,29 +187,16 @@ class PrefixMemory(Memory):
         pairs = num_chunks * self.tokens_read(size) * keys / length + num_chunks * slots
         return 0.0, 4 * config.num_heads * config.head_dim * config.num_layers * pairs
 
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
-        if HF_FIELD in hf or cls.released_field is None or not hf.get(cls.released_field):
-            return super().from_hf(hf, where, read_config)
-        config = read_config(hf, where)
-        return config.replace(memory=cls.from_released(hf, where, config))
-
-    @classmethod
-    def from_released(cls, hf: dict[str, Any], where: str, config: ModelConfig) -> "PrefixMemory":
-        """Returns the memory that a `config.json` of the released code describes.
-
-        Args:
-          hf: the contents of the file, in which `released_field` is set.
-          where: the name of the file, for messages.
-          config: config of the decoder.
-
-        Raises:
-          InputError: the released code computes something else with these fields.
-        """
-        raise NotImplementedError(f"{cls.__name__} has a released_field and no from_released")
-
     def hf_axes(self, config: ModelConfig) -> dict[str, int]:
         return {"R": self.num_embeddings}
+
+
+def is_released(hf: dict[str, Any], field: str) -> bool:
+    """Whether a `config.json` is of an author's code with this field, and not of lcjax.
+
+    The field is null or 0 in models without the memory.
+    """
+    return HF_FIELD not in hf and bool(hf.get(field))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,12 +79,12 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     assert attention.main([*options, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     (file,) = tmp_path.glob("*.json")
-    found = json.loads(file.read_text())
-    (run,) = found["runs"]
+    content = json.loads(file.read_text())
+    (run,) = content["runs"]
     assert run["about"]["platform"] == "cpu" and run["ceilings"]["matmul"] > 0
-    assert run["clocks"] == {found["rows"][0]["workload"]: {}}, "nvidia-smi is asked after it"
-    rows = {(row["side"], row["pass"]): row for row in found["rows"]}
-    assert len(rows) == len(found["rows"]) == 2 * len({side for side, _ in rows})
+    assert run["clocks"] == {content["rows"][0]["workload"]: {}}, "nvidia-smi is asked after it"
+    rows = {(row["side"], row["pass"]): row for row in content["rows"]}
+    assert len(rows) == len(content["rows"]) == 2 * len({side for side, _ in rows})
     for which in ("fwd", "bwd"):
         ours = rows["lcjax xla", which]
         assert ours["ms"] > 0 and ours["same_bits"] and ours["error"] < 0.01
@@ -98,7 +98,7 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     # The same command has nothing left to measure.
     assert attention.main([*options, "--out", str(tmp_path)]) == 0
     assert "which has 2 workloads" in capsys.readouterr().out
-    assert json.loads(file.read_text())["rows"] == found["rows"]
+    assert json.loads(file.read_text())["rows"] == content["rows"]
     assert attention.main(["--report", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() in printed
     assert attention.main(["--report", "--out", str(tmp_path / "none")]) == 0
@@ -307,9 +307,9 @@ def test_a_check_is_not_repeated_until_the_code_of_an_implementation_changes(
     assert check.main(words) == 0
     printed = capsys.readouterr().out
     assert "xla: 1 ok, 0 skip, 0 FAIL" in printed and "ok   xla" not in printed
-    # A case more, as if the check had been cut off before it: only this one is checked.
-    more = ["--cpu", "--only", "small, float32: odd", "--results", str(file)]
-    missing, count = check.left(check.arguments(more), about)
+    # A case two_cases, as if the check had been cut off before it: only this one is checked.
+    two_cases = ["--cpu", "--only", "small, float32: odd", "--results", str(file)]
+    missing, count = check.left(check.arguments(two_cases), about)
     assert (missing, count) == (1, 2)
     record = json.loads(file.read_text())["cases"]["xla"]
     assert "pallas_kernels/backends/xla" in record["code"]

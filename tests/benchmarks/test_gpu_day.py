@@ -159,11 +159,11 @@ def test_every_part_selects_cases_of_its_command(capsys):
     args = day.arguments(["--out", "nowhere"])
     counts = {part.name: part.left(args, ABOUT) for part in day.PARTS}
     assert all(left == count for left, count in counts.values()), "nothing has been measured"
-    found = {name: count for name, (count, _) in counts.items()}
-    assert found["check"] == 3 * len(check.cases(1)) and found["rows"] == len(rows.METHODS)
+    number = {name: count for name, (count, _) in counts.items()}
+    assert number["check"] == 3 * len(check.cases(1)) and number["rows"] == len(rows.METHODS)
     # Both lengths with three sides of decoding and "xla"; four sides of reading; three of training.
-    assert [found[x] for x in ("decode", "read", "train", "attention")] == [7, 4, 3, 22]
-    assert found["shapes"] == len(workloads())
+    assert [number[x] for x in ("decode", "read", "train", "attention")] == [7, 4, 3, 22]
+    assert number["shapes"] == len(workloads())
     assert day.main(["--plan", "--out", "nowhere"]) == 0
     assert "nowhere has no results, so everything is left on any GPU." in capsys.readouterr().out
     tiny = day.arguments(["--out", "nowhere", "--tiny"])
@@ -190,11 +190,11 @@ def test_a_device_without_a_gpu_is_refused_with_the_way_out(monkeypatch, capsys,
 
 
 def test_the_table_has_ratios_to_the_peers_and_the_figures_before(tmp_path):
-    def record(case, rate, peak=2.0, **more):
+    def record(case, rate, peak=2.0, **figures):
         kind, name, tokens, side = case.split(" ", 3)
-        found = {"case": case, "kind": kind, "model": name, "tokens": tokens, "side": side}
-        found |= {"about": ABOUT, "code": {}, "range": [rate - 1, rate + 1], "peak_gb": peak}
-        return found | {"tokens_per_second": rate} | more
+        record = {"case": case, "kind": kind, "model": name, "tokens": tokens, "side": side}
+        record |= {"about": ABOUT, "code": {}, "range": [rate - 1, rate + 1], "peak_gb": peak}
+        return record | {"tokens_per_second": rate} | figures
 
     models = records.Records(tmp_path / "model/a_GPU.json")
     models.add(record("decode 1.1b 16k lcjax", 120.0) | {"about": ABOUT | {"commit": "old"}})

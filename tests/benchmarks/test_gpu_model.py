@@ -163,9 +163,9 @@ def test_failed_and_outdated_cases_are_done_again_only_if_asked(children, tmp_pa
     words = ["--tiny", "--out", str(tmp_path), "--cases", "train"]
     events |= {"train tiny 64 lcjax": HANGS}
     assert model.main(words) == 0
-    found = json.loads((tmp_path / "cpu.json").read_text())["cases"]
-    assert found["train tiny 64 lcjax"]["reason"] == "silent for 180 s (compiling)"
-    assert found["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0, "others go on"
+    cases = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+    assert cases["train tiny 64 lcjax"]["reason"] == "silent for 180 s (compiling)"
+    assert cases["train tiny 64 jax.nn xla"]["tokens_per_second"] == 2.0, "others go on"
     assert "- train tiny 64 lcjax: silent for 180 s (compiling)" in capsys.readouterr().out
     started.clear()
     assert model.main(words) == 0 and started == ["about"]
@@ -173,14 +173,14 @@ def test_failed_and_outdated_cases_are_done_again_only_if_asked(children, tmp_pa
     started.clear()
     assert model.main([*words, "--outdated"]) == 0 and started == ["about"], "no code has changed"
     assert model.main([*words, "--again"]) == 0 and started[2:] == ["train tiny 64 lcjax"]
-    found = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+    cases = json.loads((tmp_path / "cpu.json").read_text())["cases"]
     reason = "JaxRuntimeError: RESOURCE_EXHAUSTED (run 1)"
-    assert found["train tiny 64 lcjax"]["reason"] == reason
-    peer = found["train tiny 64 jax.nn xla"]
+    assert cases["train tiny 64 lcjax"]["reason"] == reason
+    peer = cases["train tiny 64 jax.nn xla"]
     unchanged = peer["about"]["jax"], peer["code"]
     for jax, code in (unchanged, ("of another JAX", peer["code"]), ("0", {"lcjax/models": "old"})):
         peer["about"]["jax"], peer["code"] = jax, code
-        (tmp_path / "cpu.json").write_text(json.dumps({"cases": found}))
+        (tmp_path / "cpu.json").write_text(json.dumps({"cases": cases}))
         started.clear()
         assert model.main([*words, "--outdated"]) == 0
         assert ("train tiny 64 jax.nn xla" in started) == ((jax, code) != unchanged)
@@ -214,9 +214,9 @@ def test_a_failure_is_of_the_code_that_ran_until_then():
         text=True,
     )
     events = [json.loads(x.removeprefix(MARK)) for x in run.stdout.splitlines()]
-    found = {key: value for event in events for key, value in event.items()}
-    assert found["failed"] == "MemoryError: no memory" and "lcjax/errors.py" in found["code"]
-    assert found["within"] == model.COMPILING
+    fields = {key: value for event in events for key, value in event.items()}
+    assert fields["failed"] == "MemoryError: no memory" and "lcjax/errors.py" in fields["code"]
+    assert fields["within"] == model.COMPILING
 
 
 def test_a_case_that_the_time_cuts_off_has_no_record(children, tmp_path, capsys):

@@ -101,10 +101,10 @@ def test_cepes_retrieval_reads_three_parts_of_redpajama_that_share_no_document()
     assert (encoder.path, encoder.pooling, encoder.normalize) == (
         "facebook/contriever", "mean", False
     )  # fmt: skip
-    for found, source in ((rows, train), (windows, test)):
-        assert found.store == store.out and found.same_document and found.query_tokens == 256
-        assert {s.path for s in found.data.sources} == {source.out}
-        names = {source.tokenizer, store.chunking.tokenizer, found.tokenizer}
+    for config, source in ((rows, train), (windows, test)):
+        assert config.store == store.out and config.same_document and config.query_tokens == 256
+        assert {s.path for s in config.data.sources} == {source.out}
+        names = {source.tokenizer, store.chunking.tokenizer, config.tokenizer}
         assert names == {"meta-llama/Llama-2-7b-hf"}
     assert (rows.data.chunks.count, rows.data.chunks.length, rows.data.length) == (16, 256, 4096)
     # The rows are those of the training of CEPE, and are read by the row RetDoc of its table 5.

@@ -264,8 +264,8 @@ def test_replug_weighs_the_chunks_of_a_window_by_the_vectors_of_an_encoder(lm, c
         end = 88 if row == 0 else 80
         np.testing.assert_allclose(nll[row, 72:end], expected[: end - 72], atol=2e-4)
     equal = dataclasses.replace(split, encoder=None).reader(lm, 88)
-    found = equal.nll(tokens, first=72, lengths=np.array([88, 88]))
-    assert np.abs(found - nll)[0, 72:].max() > 0.01
+    equal_nll = equal.nll(tokens, first=72, lengths=np.array([88, 88]))
+    assert np.abs(equal_nll - nll)[0, 72:].max() > 0.01
 
 
 def test_scores_of_chunks_are_products_with_the_first_tokens_after_them():
@@ -275,10 +275,10 @@ def test_scores_of_chunks_are_products_with_the_first_tokens_after_them():
     encode, words = model.tokenizer.encode, ["river stone", "silver window", "winter"]
     chunks, text = [np.array(encode(word)) for word in words], "garden river or winter"
     scores = [None, None, [3.0]]
-    own, none, searched = reader._scores(scores, [chunks, [], chunks[:1]], [encode(text)] * 3)
+    weighted, none, searched = reader._scores(scores, [chunks, [], chunks[:1]], [encode(text)] * 3)
     expected = encoder.encode_passages(words).astype(float) @ encoder.encode_queries([text[:12]])[0]
-    np.testing.assert_allclose(own, expected, rtol=1e-12)
-    assert abs(own[0] - own[1]) > 0.1  # "garden river" has a word of one of them
+    np.testing.assert_allclose(weighted, expected, rtol=1e-12)
+    assert abs(weighted[0] - weighted[1]) > 0.1  # "garden river" has a word of one of them
     assert none == [] and searched == [3.0]
     (equal,) = SplitModel(model, split, 40, 24)._scores([None], [chunks], [encode(text)])
     assert equal == [0.0, 0.0, 0.0]

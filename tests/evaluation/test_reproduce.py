@@ -357,12 +357,12 @@ def test_a_published_table_is_left_out_where_a_scale_has_none_of_its_lengths(tmp
 
 def test_a_published_table_is_left_out_where_a_scale_has_none_of_its_rows(table):
     row = "{method: long, values: [5.0]}"
-    more = f"""published:
+    unmeasured = f"""published:
   - {{task: code, source: long, lengths: [4096], rows: [{row}]}}
   - {{task: code, source: others, lengths: [4096], rows: [], others: [{row.replace("long", "x")}]}}
 """
     text = Path(table).read_text().replace("{long: {path: null,", "{long: null, base: {")
-    Path(table).write_text(text.replace("published:\n", more))
+    Path(table).write_text(text.replace("published:\n", unmeasured))
     paper, tiny = (
         [entry.source for entry in reproduce.config_at(table, scale).published]
         for scale in ("paper", "tiny")
@@ -415,15 +415,15 @@ def test_published_weights_that_the_hub_does_not_give_are_named_with_the_ways_to
 
 def test_keys_on_the_command_line_may_name_methods_and_tasks(table):
     words = [
-        "--methods.long.path=there",
+        "--methods.long.path=folder",
         "--tasks.code.first_documents=3",
         "--methods.0.name=first",
     ]
     config = reproduce.config_at(table, "paper", words)
-    assert [(m.name, m.path) for m in config.methods] == [("first", None), ("long", "there")]
+    assert [(m.name, m.path) for m in config.methods] == [("first", None), ("long", "folder")]
     assert [task.first_documents for task in config.tasks] == [None, 3]
     with pytest.raises(InputError, match="lnog is no entry of methods; did you mean long"):
-        reproduce.config_at(table, "paper", ["--methods.lnog.path=there"])
+        reproduce.config_at(table, "paper", ["--methods.lnog.path=folder"])
 
 
 def test_what_a_store_does_not_answer_for_is_not_left_out(tmp_path):

@@ -262,8 +262,8 @@ def test_keys_may_follow_the_config_of_the_methods_trainings(folder):
     config = read(folder)
     before = study.trainings(config)["PI"]
     extend = f"{config.study.extend} --train.steps=7 --data.length=96"
-    own = dataclasses.replace(config.study, extend=extend)
-    after = study.trainings(dataclasses.replace(config, study=own))["PI"]
+    section = dataclasses.replace(config.study, extend=extend)
+    after = study.trainings(dataclasses.replace(config, study=section))["PI"]
     assert (after.train.steps, after.data.length) == (7, 96) != (before.train.steps, 96)
     assert after.model == before.model and after.run.folder == before.run.folder
 

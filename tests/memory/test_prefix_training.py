@@ -187,9 +187,9 @@ def test_a_folder_of_the_released_code_is_read_as_the_same_model(section, tmp_pa
     # Half of the trained length, as no field has the tokens of a segment.
     chunk = memory.chunk if section is BEACON else 64
     assert config.memory == dataclasses.replace(memory, chunk=chunk)
-    found = read_params(SafetensorsFolder(tmp_path / "model"), config)
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, found, params)
+    restored = read_params(SafetensorsFolder(tmp_path / "model"), config)
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, restored, params)
 
 
 def released(name, **changes):

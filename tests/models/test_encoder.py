@@ -39,20 +39,20 @@ def test_states_are_those_of_the_first_layers_seen_from_both_sides(decoder, laye
     model, params, _ = build(ModelSection(path=folder, encoder_layers=layers))
     tokens = text(1, 2, 20)
     apply = jax.jit(model.apply)
-    found = apply({"params": params}, tokens).hidden
+    states = apply({"params": params}, tokens).hidden
     # The same layers under the same name, and the norm of the layer behind them.
     first = jax.tree.map(lambda x: np.asarray(x)[:layers], weights["layers"])
     inner = layers < CONFIG.num_layers
     scale = weights["layers"]["attention_norm"]["scale"][layers] if inner else None
     norm = {"scale": scale} if inner else weights["final_norm"]
     plain = CONFIG.replace(num_layers=layers, pattern=Bidirectional())
-    wanted = jax.jit(Decoder(plain).apply)(
+    expected = jax.jit(Decoder(plain).apply)(
         {"params": weights | {"layers": first, "final_norm": norm}}, tokens
     ).hidden
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(states, expected, atol=1e-5)
     later = tokens + (np.arange(20) == 19)
     changed = apply({"params": params}, later).hidden
-    assert np.abs(changed - found)[:, 0].max() > 1e-4, "the first token sees the last one"
+    assert np.abs(changed - states)[:, 0].max() > 1e-4, "the first token sees the last one"
 
 
 @pytest.mark.parametrize("name", ["rope", "position"])

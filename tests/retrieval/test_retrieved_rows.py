@@ -303,9 +303,9 @@ def test_windows_have_whole_passages_for_their_beginnings_and_a_task_reads_them(
         assert len(line["input_ids"]) == 64
         query = TOKENIZER.decode(line["input_ids"][:30], skip_special=True)
         (hits,) = retriever.search([query], retriever.store.num_rows)
-        found = [(TOKENIZER.encode(hit.passage.full_text)[:length], hit.score) for hit in hits[:6]]
-        found = [{"ids": ids, "score": score} for ids, score in found if len(ids) == length]
-        assert line["chunks"] == found[:3]
+        chunks = [(TOKENIZER.encode(hit.passage.full_text)[:length], hit.score) for hit in hits[:6]]
+        chunks = [{"ids": ids, "score": score} for ids, score in chunks if len(ids) == length]
+        assert line["chunks"] == chunks[:3]
         counts.append(len(line["chunks"]))
     assert max(counts) == 3
     task = RagLm(path=out, decoder=64, scored=34, chunk=length)

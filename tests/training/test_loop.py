@@ -47,11 +47,11 @@ def test_checkpoints_are_also_saved_by_time(corpus, tmp_path, monkeypatch, refer
     clock, saved, save = itertools.count(0.0, 30.0), [], loop.Checkpoints.save
     monkeypatch.setattr(loop, "monotonic", lambda: next(clock))
 
-    def noted(checkpoints, step, *args):
+    def recording_save(checkpoints, step, *args):
         saved.append(step)
         save(checkpoints, step, *args)
 
-    monkeypatch.setattr(loop.Checkpoints, "save", noted)
+    monkeypatch.setattr(loop.Checkpoints, "save", recording_save)
     run(tiny(tmp_path / "run", corpus, save_every=STEPS, save_minutes=1.5, export=False))
     assert saved[:3] == [3, 6, 9] and saved[-1] == STEPS
     assert losses(tmp_path / "run") == reference[2], "saving changes nothing"

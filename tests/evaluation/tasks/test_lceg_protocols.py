@@ -100,8 +100,8 @@ def test_the_alphas_of_ntk_are_those_of_table_8():
         methods = {method.name: method for method in config(name).methods}
         for row, alphas in printed.items():
             rope = methods[row].rope.resolve(length=4096)
-            found = [rope.alpha(length) for length in (4096, 8192, 16_384, 32_768, 65_536)]
-            assert found == pytest.approx(alphas)
+            computed = [rope.alpha(length) for length in (4096, 8192, 16_384, 32_768, 65_536)]
+            assert computed == pytest.approx(alphas)
 
 
 def test_the_seven_rows_of_phi_2_are_those_of_both_of_its_tables():

@@ -88,9 +88,9 @@ def test_a_question_with_too_few_documents_gets_those_of_others_without_its_answ
     options = {"path": path, "positions": (1,), "wording": WORDING}
     unit, *_ = plan(MultiDocumentQa(total_documents=(6,), tasks=("6_documents",), **options))
     # The first document of each following question, then the second, but none with the answer.
-    found = [text.split(") ")[1].strip() for text in texts(unit)]
+    titles = [text.split(") ")[1].strip() for text in texts(unit)]
     added = ["Gold 1.", "Gold 2.", "Other 1 0."]
-    assert found == ["Other 0 0.", "Gold 0.", "Other 0 1.", *added]
+    assert titles == ["Other 0 0.", "Gold 0.", "Other 0 1.", *added]
     assert unit.fields["padded"] == 3
     with pytest.raises(InputError, match=r"total_documents=12: question 1 lacks 1"):
         plan(MultiDocumentQa(total_documents=(12,), **options))
