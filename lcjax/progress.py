@@ -29,25 +29,17 @@ def compiling(program: str, num_params: int, num_devices: int) -> Iterator[None]
     note = f"a model of {num_params:,} parameters for {on}"
     if num_params >= _MINUTES_FROM:
         note += "; this may take minutes: 5 to 20 for 7e9 parameters and 64 devices"
-    with waiting(f"compiling {program}", note):
-        yield
-
-
-@contextlib.contextmanager
-def waiting(text: str, note: str = "") -> Iterator[None]:
-    """Prints `text` and `note` to stderr, and the elapsed time until the block ends."""
-    if note or not _is_terminal():
-        print(f"{text}{note and f' ({note})'} ...", file=sys.stderr, flush=True)
+    text, start = f"compiling {program}", time.monotonic()
+    print(f"{text} ({note}) ...", file=sys.stderr, flush=True)
     if _is_terminal():
         options = {"desc": text, "bar_format": "{desc}: {elapsed}", "leave": False}
         with tqdm(**options) as bar, ticking(bar):
             yield
         return
-    start = time.monotonic()
 
     def report() -> None:
-        minutes, seconds = divmod(round(time.monotonic() - start), 60)
-        print(f"{text}: {minutes:02}:{seconds:02}", file=sys.stderr, flush=True)
+        elapsed = tqdm.format_interval(time.monotonic() - start)
+        print(f"{text}: {elapsed}", file=sys.stderr, flush=True)
 
     with _every(_LOG, report):
         yield

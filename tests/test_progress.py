@@ -31,19 +31,21 @@ def test_a_large_compilation_says_before_it_begins_that_it_may_take_minutes(log)
 
 def test_a_log_has_a_line_with_the_elapsed_time_again_and_again_until_the_end(log):
     lines, end = [], time.monotonic() + 30
-    with progress.waiting("compiling"):
+    with progress.compiling("the step", 10, 1):
         while len(lines) < 3 and time.monotonic() < end:
             time.sleep(0.01)
             lines += log()
     lines += log()
-    assert lines[0] == "compiling ..." and len(lines) > 2
-    assert all(re.fullmatch(r"compiling: 00:\d\d", line) for line in lines[1:])
+    assert lines[0] == "compiling the step (a model of 10 parameters for 1 device) ..."
+    assert len(lines) > 2
+    assert all(re.fullmatch(r"compiling the step: 00:\d\d", line) for line in lines[1:])
     time.sleep(0.1)
     assert log() == []
 
 
 def test_the_elapsed_time_ends_where_the_work_fails(log):
-    with pytest.raises(ValueError, match="damaged"), progress.waiting("reading"):
+    failing = progress.compiling("the step", 10, 1)
+    with pytest.raises(ValueError, match="damaged"), failing:
         raise ValueError("damaged")
     log()
     time.sleep(0.1)

@@ -23,14 +23,13 @@ from lcjax.cost import hlo, roofline
 from lcjax.cost.chips import Topology, local_chip
 from lcjax.cost.compilers import devices
 from lcjax.cost.program import ProgramCost, program_cost
+from lcjax.cost.resources import parameter_shapes
 from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
-from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import AXES, make_mesh
 from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
-from lcjax.tree import flatten
 
 COMPILED = "--compiled"
 PROGRAMS = ("prefill", "decode", "train")
@@ -94,7 +93,7 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     chip = local_chip(model.dtype) if topology is None else topology.chip
     rows, length = config.train.batch_size, batches.row_length(config, model)
     columns, fits = {}, True
-    num_params = sum(leaf.size for leaf in flatten(abstract_params(model, mesh)).values())
+    num_params = sum(leaf.size for leaf in parameter_shapes(model).values())
     for name in programs:
         lower, work, title = _program(name, config, model, mesh)
         with compiling(f"the {title}", num_params, mesh.size):

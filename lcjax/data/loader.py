@@ -45,6 +45,7 @@ from lcjax.data.corpus import (
 )
 from lcjax.data.files import LRUCache
 from lcjax.data.readers import is_reported, unit_hash
+from lcjax.data.token_files import check_ids
 from lcjax.errors import InputError, check_arguments
 
 Batch = dict[str, np.ndarray]
@@ -464,7 +465,7 @@ class SourceRows:
                     raise
                 self.corpus.files.skip(error)
                 return None
-            self._check_ids(name, ids)
+            check_ids(name, ids, self._tokenizer.vocab_size)
             if not is_learned.any():
                 return self._leave_out(name, "no answer to learn")
         else:
@@ -518,7 +519,7 @@ class SourceRows:
             is_empty = not value or value.isspace()
             ids = [] if is_empty else encode_long(self._tokenizer, value, name=name)
             return np.asarray(ids, np.int32)
-        self._check_ids(name, value)
+        check_ids(name, value, self._tokenizer.vocab_size)
         has_bos = self.bos is not None and len(value) > 0 and value[0] == self.bos
         has_eos = self.eos is not None and len(value) > int(has_bos) and value[-1] == self.eos
         return value[int(has_bos) : len(value) - int(has_eos)]
@@ -533,14 +534,6 @@ class SourceRows:
             return [], []  # a chat template has BOS and EOS of its own
         # The ids of a seqio task may contain them.
         return [] if bos == [ids[0]] else bos, [] if eos == [ids[-1]] else eos
-
-    def _check_ids(self, name: str, ids: np.ndarray) -> None:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.vocab_size:
-            raise InputError(
-                f"{name} has the token {int(ids.max())}, and the tokenizer only"
-                f" {self._tokenizer.vocab_size}: these are ids of another tokenizer, or dtype is"
-                " wrong"
-            )
 
     @property
     def reason_empty(self) -> str:

@@ -280,6 +280,15 @@ def _is_shard(shard: Any) -> bool:
     )
 
 
+def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Raises an `InputError` unless the ids of the document `name` are of a vocabulary."""
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise InputError(
+            f"{name} has the token {int(ids.max())}, and the tokenizer only {vocab_size}: these are"
+            " ids of another tokenizer, or dtype is wrong"
+        )
+
+
 def check_tokenizer(
     source: TokenSource | StoredSource, index: dict[str, Any], name: str, tokenizer: Any
 ) -> None:

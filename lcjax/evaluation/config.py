@@ -177,7 +177,7 @@ def encoders(config: EvalConfig) -> dict[str, str]:
     Raises:
       InputError: An encoder does not exist; raised before models are loaded and trained.
     """
-    opened = {m.name: m.replug.open_encoder() for m in config.methods if m.replug is not None}
+    opened = {m.name: m.replug.opened_encoder for m in config.methods if m.replug is not None}
     return {
         f"encoder of method {name}": encoder.fingerprint
         for name, encoder in opened.items()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lcjax.checkpoints.long_text import encode_long
+from lcjax.data.token_files import check_ids
 from lcjax.errors import InputError
 
 T = TypeVar("T")
@@ -195,11 +196,7 @@ class TokenizedCorpus:
 
     def _stored(self, name: str, ids: np.ndarray) -> _Entry:
         """Returns the entry of a document that is stored as token ids."""
-        if ids.max() >= self.tokenizer.vocab_size:
-            raise InputError(
-                f"{name} holds token {ids.max()}, and the tokenizer has"
-                f" {self.tokenizer.vocab_size}: these are ids of another tokenizer; give the text"
-            )
+        check_ids(name, ids, self.tokenizer.vocab_size)
         ids = ids[int(ids[0] == self.tokenizer.bos_id) :]
         text = self.tokenizer.decode(ids)
         size = len(text.encode())

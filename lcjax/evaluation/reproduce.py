@@ -252,7 +252,7 @@ def _missing_methods(config: EvalConfig, needs: dict[str, str]) -> dict[str, str
             if is_own:
                 check_source(section, f"methods.{index}")
             if method.replug is not None:
-                method.replug.open_encoder()
+                _ = method.replug.opened_encoder
         except InputError as error:
             if is_storage_failure(error):  # the checkpoint may exist
                 raise

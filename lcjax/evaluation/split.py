@@ -236,10 +236,11 @@ class ReplugSplit(Split):
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)
         subject = model.with_method(length=None if prompts else decoder + self.chunk)
-        return SplitModel(subject, self, decoder, self.chunk, self.open_encoder())
+        return SplitModel(subject, self, decoder, self.chunk, self.opened_encoder)
 
-    def open_encoder(self) -> Encoder | None:
-        """Opens the encoder of chunks; returns None if their weights are equal.
+    @functools.cached_property  # models of all lengths share its weights and programs
+    def opened_encoder(self) -> Encoder | None:
+        """The encoder of chunks, opened; None if their weights are equal.
 
         Raises:
           InputError: `encoder` names no encoder.

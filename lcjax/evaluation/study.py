@@ -42,10 +42,12 @@ def trainings(config: EvalConfig) -> Trainings:
     """
     study = config.study or Study()
     trainings: dict[str, TrainConfig] = {}
-    stems = [Path(stage.split(" ")[0]).stem for stage in study.stages]
+    stages = [_split(stage, f"study.stages.{n}") for n, stage in enumerate(study.stages)]
+    stems = [Path(file).stem for file, _ in stages]
     for index, (stage, stem) in enumerate(zip(study.stages, stems, strict=True)):
         key, name = f"study.stages.{index}", stem if stems.count(stem) == 1 else stage
-        _add(trainings, f"{_STAGE}{name}", _parse(stage, (), key, None), f"{key}={stage}")
+        training = _parse(*stages[index], key, None)
+        _add(trainings, f"{_STAGE}{name}", training, f"{key}={stage}")
     if study.base is not None:
         if config.model.path is not None or config.model.preset is not None:
             raise InputError(
@@ -66,7 +68,8 @@ def trainings(config: EvalConfig) -> Trainings:
             raise InputError(f"{key}: {method.name} has path={method.path}, too; keep one of them")
         if method is not _first_of(config, method):
             continue
-        extension = _parse(study.extend, method.train, key, _folder(config, method))
+        file, shared = _split(study.extend, "study.extend")
+        extension = _parse(file, (*shared, *method.train), key, _folder(config, method))
         training = _from_model(extension, source, config, key)
         _add(trainings, method.name, training, f"methods.{index}.name={method.name}")
     _check_folders(trainings)
@@ -82,18 +85,18 @@ def _add(trainings: dict[str, TrainConfig], name: str, training: TrainConfig, ke
     trainings[name] = training
 
 
-def _parse(text: str, overrides: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
-    """Returns the config of a training.
-
-    Args:
-      text: A file, and keys that change it, as on a command line.
-      overrides: Further keys, without dashes.
-      key: Place of the training in the config, for errors.
-      folder: Its run folder; None: the one of the file.
-    """
+def _split(text: str, key: str) -> tuple[str, tuple[str, ...]]:
+    """Returns the file and the keys without dashes of a text like `mine.yaml --train.steps=9`."""
     try:
         file, *words = shlex.split(text)
-        words = ["--config", file, *words, *(f"--{override}" for override in overrides)]
+    except ValueError as error:  # a quotation without an end, or no word
+        raise InputError(f"{key}={text!r} must be a file, and keys that follow it") from error
+    return file, tuple(word.removeprefix("--") for word in words)
+
+
+def _parse(file: str, overrides: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
+    try:
+        words = ["--config", file, *(f"--{override}" for override in overrides)]
         training = config_lib.parse(TrainConfig, words)
     except InputError as error:
         raise InputError(f"{key}: {error}") from error

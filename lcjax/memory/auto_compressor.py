@@ -103,7 +103,7 @@ class AutoCompressor(PrefixMemory):
         if not is_released(hf, "summary_length"):
             return super().from_hf(hf, where, read_config)
         config = read_config(hf, where)
-        check_released(hf, where, {"accumulate_summary": True}, "auto_compressor")
+        check_released(cls, hf, where, {"accumulate_summary": True})
         summary = hf["summary_length"]
         check_integer(f"{where}: summary_length", summary, 1, "the paper takes 50")
         memory = cls(min(_RELEASED_CHUNK, config.max_length // 2), summary)

@@ -186,7 +186,7 @@ class Beacon(PrefixMemory):
                 )
         window, ratios = hf["beacon_window"], hf["beacon_ratio"]
         computed = _RELEASED_DEFAULTS | {"beacon_stride": [window], "beacon_ratio": ratios}
-        check_released(hf, where, computed, "beacon")
+        check_released(cls, hf, where, computed)
         if not isinstance(ratios, list) or not ratios:
             raise InputError(f"{where}: beacon_ratio={ratios!r:.60} must be a list of ratios")
         for ratio in ratios:

@@ -373,8 +373,11 @@ def _append_empty(
     return jax.tree.map(lambda old, x: jnp.concatenate([old, x], token_axis(x)), after, empty)
 
 
-def check_released(hf: dict[str, Any], where: str, computed: dict[str, Any], kind: str) -> None:
+def check_released(
+    memory: type[PrefixMemory], hf: dict[str, Any], where: str, computed: dict[str, Any]
+) -> None:
     """Raises an InputError unless fields of a released `config.json` have the `computed` values."""
+    kind = Memory.get_choice_name(memory)
     for key, value in computed.items():
         if hf.get(key) != value:
             raise InputError(

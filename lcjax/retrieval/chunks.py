@@ -186,16 +186,17 @@ def _windows(
     with contextlib.closing(loader), tqdm(desc=domain, unit="window", total=config.rows) as bar:
         for batch in loader:
             is_whole = batch["segments"].all(1)  # the last rows of a source may be padded
-            batch = {key: value[is_whole] for key, value in batch.items()}
+            remaining = None if config.rows is None else config.rows - count
+            batch = {key: value[is_whole][:remaining] for key, value in batch.items()}
             for (row, _), hits in chunks.search(batch, 2 * most):
-                if count == config.rows:
-                    return
                 passages = [{"ids": chunks.ids(hit).tolist(), "score": hit.score} for hit in hits]
                 passages = [passage for passage in passages if len(passage["ids"]) == size]
                 ids = batch["tokens"][row].tolist()
                 yield {"domain": domain, "input_ids": ids, "chunks": passages[:most]}
                 count += 1
                 bar.update()
+            if count == config.rows:  # before another batch is read
+                return
 
 
 def _open(config: ChunksConfig) -> tuple[DataConfig, Any, Retriever]:

@@ -289,13 +289,23 @@ def test_a_training_needs_rows_of_one_kind(folder, retdoc):
         RetrievedSource("a", stride=4)
 
 
-def test_windows_have_whole_passages_for_their_beginnings_and_a_task_reads_them(folder, tmp_path):
+def test_windows_have_whole_passages_for_their_beginnings_and_a_task_reads_them(
+    folder, tmp_path, monkeypatch
+):
+    searched, search = [], Retriever.search
+
+    def counting_search(retriever, queries, *args, **options):
+        searched.append(len(queries))
+        return search(retriever, queries, *args, **options)
+
+    monkeypatch.setattr(Retriever, "search", counting_search)
     out, length = str(tmp_path / "windows.jsonl"), 48
     fields = vars(rows_config(folder, out, data={"path": "", "sources": [
         TextSource(str(folder / "text" / f"{i}.jsonl")) for i in range(2)
     ]}, rows=5, same_document=True))  # fmt: skip
     fields["data"] = dataclasses.replace(fields["data"], chunks=Chunks(3, length, text="retrieved"))
     assert write_windows(WindowsConfig(**fields)) == 10
+    assert sum(searched) == 10, "a window that is not written is not searched for"
     lines = [json.loads(line) for line in Path(out).read_text().splitlines()]
     assert [line["domain"] for line in lines] == ["0.jsonl"] * 5 + ["1.jsonl"] * 5
     retriever, counts = Retriever.open(folder / "store"), []

@@ -71,11 +71,11 @@ class Published:
                     f"published: {row.method} has {len(row.values)} values for"
                     f" {len(self.columns)} {names}; write null for one that is not published"
                 )
-        names = [row.method for row in rows]
-        for name in names:
-            if names.count(name) > 1:
+        methods = [row.method for row in rows]
+        for method in methods:
+            if (count := methods.count(method)) > 1:
                 raise InputError(
-                    f"published: {name} has {names.count(name)} rows; write one, or another entry"
+                    f"published: {method} has {count} rows; write one, or another entry"
                 )
         if self.run_lengths and len(self.run_lengths) != len(self.lengths):
             raise InputError(
@@ -147,8 +147,8 @@ def comparisons(table: Published, cells: Records) -> list[Record]:
     groups = group_by(cells, lambda cell: (cell["method"], cell["length"]))
     by_key = {key: _mean_cell(table, group) for key, group in groups.items()}
     records = []
-    for row in (*table.rows, *table.others):
-        is_run = row in table.rows
+    for index, row in enumerate((*table.rows, *table.others)):
+        is_run = index < len(table.rows)
         for column, value in zip(table.columns, row.values, strict=True):
             if value is None:
                 continue
@@ -195,7 +195,7 @@ def grid(table: Published, records: Records) -> list[list[str]]:
 
     Rows of `others` have the published number alone.
     """
-    rows = (*table.rows, *table.others)
+    rows, others = (*table.rows, *table.others), {row.method for row in table.others}
     numbers = [repr(value) for row in rows for value in row.values if value is not None]
     decimals = max((len(text.partition(".")[2]) for text in numbers), default=0)
     by_key = {(r["method"], r["published_length"], r["field"]): r for r in records}
@@ -205,7 +205,7 @@ def grid(table: Published, records: Records) -> list[list[str]]:
         if record is None:
             return ""
         value, number = record["value"], f"{record['published']:,.{decimals}f}"
-        if row in table.others:
+        if row.method in others:
             return number
         return f"{number} → {f'{value:,.{decimals}f}' if is_finite(value) else '–'}"
 

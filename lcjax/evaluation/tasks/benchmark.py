@@ -204,7 +204,8 @@ class FileBenchmark(PromptTask):
         for name in names:
             values = [{**record, "correct": record["scores"][name]} for record in records]
             by_set = self.scores_by_set(values)
-            means[f"all:{name}"] = float(np.mean(list(by_set.values())))
+            averaged = [by_set[data] for data in self.averaged(list(by_set))]
+            means[f"all:{name}"] = float(np.mean(averaged))
             means |= {f"{data}:{name}": mean for data, mean in by_set.items()}
         return means
 

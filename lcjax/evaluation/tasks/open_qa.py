@@ -21,7 +21,7 @@ every pass, with the weights softmax(score / temperature).
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -165,16 +165,12 @@ class OpenQa(AnswerBenchmark):
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """Draws the number by length, and the curve of each set by its number of passages."""
-        files, cells = super().figures(cells, records, folder), at_longest(cells)
-        panels: dict[str, dict[str, int]] = {}
+        files, places = super().figures(cells, records, folder), {}
         for name, data in self.datasets.items():
-            if _num_passages(data) and any(name in cell for cell in cells):
-                title = f"{_TITLES[data.group]} at {cells[0]['length']:,} tokens"
-                panels.setdefault(title, {})[name] = _num_passages(data)
-        if max(map(len, panels.values()), default=1) == 1:
-            return files
+            if count := _num_passages(data):
+                places[name] = f"{_TITLES[data.group]} at {{:,}} tokens", count
         path = folder / f"{self.label}_by_passages.png"
-        return [*files, plots.over_counts(cells, panels, ("passages", "exact match"), path)]
+        return files + _curves(cells, places, ("passages", "exact match"), path)
 
     def _rows(self, group: str, path: Path) -> tuple[list[_Row], list[_Row]]:
         """Returns the questions, and questions with answers to draw demonstrations from.
@@ -349,6 +345,7 @@ class MultiDocumentQa(AnswerBenchmark):
         rows = corpus.once((self, path), lambda: _gold_rows(path))
         total, position = self._places.get(data.name, (int(data.name == "oracle"), 0))
         wording = self.read_wording(self.label)
+        wording_fields = wording.fields
         for index, row in enumerate(rows):
             others = [passage for passage, _ in row.passages if not passage.is_gold]
             padding = _padding(path, rows, index, total - 1 - len(others))
@@ -364,7 +361,7 @@ class MultiDocumentQa(AnswerBenchmark):
                     "question" if documents else "closed_book", question=row.question
                 )),
             ]  # fmt: skip
-            fields = {"line": row.line, **wording.fields, "documents": total}
+            fields = {"line": row.line, **wording_fields, "documents": total}
             fields |= {"position": position if documents else None, "padded": len(padding)}
             fields |= {"question": row.question}
             yield Example(segments, row.answers, fields)
@@ -420,18 +417,43 @@ class MultiDocumentQa(AnswerBenchmark):
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """Draws the number by length, and the curve over positions of each number of documents."""
-        files, cells = super().figures(cells, records, folder), at_longest(cells)
-        panels: dict[str, dict[str, int]] = {}
-        for name, (total, position) in self._places.items():
-            if any(name in cell for cell in cells):
-                title = f"{total} documents, lengths up to {cells[0]['length']:,} tokens"
-                panels.setdefault(title, {})[name] = position
-        if max(map(len, panels.values()), default=1) == 1:
-            return files
+        files = super().figures(cells, records, folder)
+        places = {
+            name: (f"{total} documents, lengths up to {{:,}} tokens", position)
+            for name, (total, position) in self._places.items()
+        }
         path = folder / f"{self.label}_by_gold_position.png"
         labels = ("position of the document with the answer (0: first)", "best subspan EM")
         options = {"scale": "linear", "levels": _REFERENCES}
-        return [*files, plots.over_counts(cells, panels, labels, path, **options)]
+        return files + _curves(cells, places, labels, path, **options)
+
+
+def _curves(
+    cells: Records,
+    places: Mapping[str, tuple[str, int]],
+    labels: tuple[str, str],
+    path: Path,
+    **options: Any,
+) -> list[Path]:
+    """Draws the numbers of data sets at the longest length over a count; returns the file.
+
+    Args:
+      cells: The cells of the task.
+      places: By data set, the title of its panel, with a place for the length, and its count.
+      labels: Of the axes.
+      path: The file.
+      **options: Those of `plots.over_counts`.
+
+    Returns:
+      The file; none if no panel has two points.
+    """
+    cells, panels = at_longest(cells), {}
+    for name, (title, count) in places.items():
+        if any(name in cell for cell in cells):
+            panels.setdefault(title.format(cells[0]["length"]), {})[name] = count
+    if max(map(len, panels.values()), default=1) == 1:
+        return []
+    return [plots.over_counts(cells, panels, labels, path, **options)]
 
 
 def _curve_key(record: Record) -> tuple[str, int, str]:
@@ -452,6 +474,8 @@ def _gold_rows(path: Path) -> list[_Row]:
 
 def _padding(path: Path, rows: Sequence[_Row], index: int, count: int) -> list[Any]:
     """Returns `count` documents of the questions after row `index` that do not answer it."""
+    if count <= 0:
+        return []
     row, following = rows[index], [*rows[index + 1 :], *rows[:index]]
     present, padding = {passage.text for passage, _ in row.passages}, []
     most = max(len(other.passages) for other in rows)

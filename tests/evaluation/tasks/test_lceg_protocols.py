@@ -72,7 +72,9 @@ def test_the_token_files_of_the_study_are_scored_like_their_texts(tmp_path):
     data = TextConfig(path=str(file))
     assert scored_windows(eval_config.texts(data, tokenizer)) == scored_windows(BOOKS) != []
     small = dataclasses.replace(tokenizer, vocab_size=100)
-    with pytest.raises(InputError, match=r"test.bin.* holds token \d+, and the tokenizer has 100"):
+    with pytest.raises(
+        InputError, match=r"test.bin.* has the token \d+, and the tokenizer only 100"
+    ):
         score(task, limits, 16, small, corpus_texts=eval_config.texts(data, small))
 
 

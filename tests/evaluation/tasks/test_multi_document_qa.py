@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, scored
 from evaluation_support import only_the_run
@@ -153,6 +154,8 @@ def test_the_number_is_the_mean_over_positions_without_oracle_and_closed_book(re
     cell = task.summarise(records)
     assert (cell["oracle"], cell["closed_book"], cell["12_at_5"]) == pytest.approx((1, 0, 1 / 3))
     assert cell["value"] == cell["category:12_documents"] == pytest.approx(7 / 9)
+    stripped = [cell[f"{name}:best_subspan_em_stripped"] for name in task._places]
+    assert cell["all:best_subspan_em_stripped"] == pytest.approx(np.mean(stripped))
     assert task.metric.title == "Multi-document QA, mean of 3"
     assert cell["12_documents:range"] == pytest.approx(2 / 3)
     assert cell["12_documents:middle_to_ends"] == pytest.approx(1 / 3)
