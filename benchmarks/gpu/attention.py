@@ -44,6 +44,8 @@ import sys
 import time
 from pathlib import Path
 
+from . import records
+
 WATCHED = 75.0  # seconds without output after which the process counts as hanging
 
 
@@ -98,15 +100,15 @@ class Report:
         """Adds to the results in `--out`; goes on with their last run if the setup is equal."""
         from pallas_kernels import timings
 
-        from .records import same_setup
-
         self.current["about"] = about
         file = self.args.out / timings.file_of(about["device"])
         if not file.exists():
             return
         runs, rows = self.read(file)
         last = runs[-1]
-        same = same_setup(last["about"], about) and last["options"] == self.current["options"]
+        same = (
+            records.same_setup(last["about"], about) and last["options"] == self.current["options"]
+        )
         if same and not self.args.again:
             continued = ("done", "lost", "clocks", "ceilings", "checked")
             self.current |= {x: last[x] for x in continued if x in last}
@@ -254,8 +256,6 @@ class Report:
         """Writes DEVICE.json and DEVICE.md."""
         from pallas_kernels import timings
 
-        from . import records
-
         device = self.current.get("about", {}).get("device", "unknown")
         file = self.args.out / timings.file_of(device)
         runs, rows = self._numbered()
@@ -330,7 +330,6 @@ def main(argv=None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from . import records
     from .measure import work
     from .workers import emit, jobs_of_child, supervise
 

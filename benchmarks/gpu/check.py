@@ -269,16 +269,11 @@ class Results:
     def __init__(self, file: Path, names: list[str], about: dict):
         self.records, self.names, self.about = Records(file), names, about
 
-    def left(self, backends: list[str]) -> tuple[list[str], dict]:
-        """Returns the implementations with cases that are left.
-
-        The second result is the `Log.state` of all cases that were done with the same code.
-        """
-        same = ("done", "failed")
-        known = [x for x in backends if self.records.state(x, self.about) in same]
-        current = [self.records.by_case[x] for x in known]
-        whole = {x["case"] for x in current if {*self.names} <= {*x["done"]}}
-        return [x for x in backends if x not in whole], {
+    def state(self, backends: list[str]) -> dict:
+        """Returns the `Log.state` of all cases that were done with the same code."""
+        names = [x for x in backends if self.records.state(x, self.about) == "done"]
+        current = [self.records.by_case[x] for x in names]
+        return {
             "counts": {x["case"]: x["counts"] for x in current},
             "failures": [row for x in current for row in x["failures"]],
             "done": [f"{x['case']} | {name}" for x in current for name in x["done"]],
@@ -385,9 +380,8 @@ def main(argv=None) -> int:
 def left(args, about: dict) -> tuple[int, int]:
     """Returns how many cases are left for a device in `args.results`, and how many there are."""
     names = chosen(args)
-    backends, earlier = Results(args.results, names, about).left(args.backends)
-    done = {*earlier["done"]}
-    count = sum(f"{backend} | {name}" not in done for backend in backends for name in names)
+    done = {*Results(args.results, names, about).state(args.backends)["done"]}
+    count = sum(f"{backend} | {name}" not in done for backend in args.backends for name in names)
     return count, len(args.backends) * len(names)
 
 
@@ -403,16 +397,16 @@ def run(args, options: list[str], earlier: dict | None = None) -> Log:
       earlier: the `Log.state` of a run whose cases are not repeated.
     """
     deadline = time.monotonic() + 60 * args.minutes
-    results, backends, names = None, args.backends, chosen(args)
+    results, names = None, chosen(args)
     if args.results:
         results = Results(args.results, names, about_here())
-        backends, earlier = results.left(args.backends)
+        earlier = results.state(args.backends)
     log = Log(args.backends, earlier, results)
     jobs = [[x for x in some if x["name"] not in log.done] for some in shards(args, names)]
     jobs = [some for some in jobs if some]
     if not jobs:
         return log
-    print(f"seed {args.seed}, {len(names)} cases, {', '.join(backends)}", flush=True)
+    print(f"seed {args.seed}, {len(names)} cases, {', '.join(args.backends)}", flush=True)
     if args.cpu:
         work([job for shard in jobs for job in shard], args, log.take, deadline)
         return log

@@ -46,9 +46,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import records
-from .pack import SITE
+from .pack import SITE, TOKENS
 from .summary import RESULTS, table
-from .workers import ROOT
+from .workers import ROOT, say
 
 TIMESTAMP = re.compile(r"\d\d:\d\d:\d\d ")
 GRACE = 25.0  # seconds after its limit in which a part must end by itself
@@ -77,7 +77,7 @@ class Part:
         words = [*self._words(args), "--out", str(place)]
         if self.module == "rows":
             words += ["--work", str(args.work / "rows")]
-            tokens = args.pack / "site" / "tokens" if args.pack else None
+            tokens = args.pack / SITE / TOKENS if args.pack else None
             words += ["--data", str(tokens)] if tokens and tokens.exists() else []
         return words
 
@@ -240,7 +240,7 @@ def _last_lines(log: Path, count: int = 6) -> str:
 def plan(args, about: dict) -> str:
     """Returns the parts in their order with limits, what is left, and how they ended last."""
     outcomes = records.Records.of(args.out / PARTS_FILE, about).by_case
-    head = ("part", "at most, s", "silence, s", "left", "last call", "command")
+    head = ("part", "limit, s", "silence, s", "left", "last call", "command")
     lines = ["| " + " | ".join(head) + " |", "|---|--:|---|--:|---|---|"]
     for part in (part for part in PARTS if part.name in args.parts):
         left, count = part.left(args, about)
@@ -294,8 +294,7 @@ def main(argv=None) -> int:
         unpack(args.pack)
     say("describing the device and checking its kernels")
     deadline = time.monotonic() + 60 * args.minutes
-    options = model.arguments(["--tiny"] * args.tiny)
-    about = model.described(options, deadline, environment(args))
+    about = model.described(args, deadline, environment(args))
     if about is None:
         return 2
     if not about["commit"]:
@@ -313,10 +312,6 @@ def main(argv=None) -> int:
 def end_with_sigterm() -> None:
     """Makes SIGTERM an exception, so that the part that runs is ended, too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

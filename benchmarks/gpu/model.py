@@ -47,8 +47,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .records import NO_GPU, Records, code, known_about, reserve_memory
-from .workers import emit, jobs_of_child, supervise
+from .records import NO_GPU, Records, code, failure_emitted, known_about, reserve_memory
+from .workers import emit, jobs_of_child, say, supervise
 
 ABOUT = "about"  # the job that describes the device and checks the kernels
 CHECKING = 180.0  # seconds that this job may be silent; the self-check ends after 120
@@ -93,10 +93,11 @@ def left(args, about: dict) -> tuple[int, int]:
 
 def waiting(args, records: Records, about: dict) -> list:
     """Returns the chosen cases that are to be measured, in their order; failed ones come last."""
-    states = ["missing", *["outdated"] * (args.outdated or args.again), *["failed"] * args.again]
-    known = [(states.index(x), case) for case in chosen(args)
-             if (x := records.state(case.name, about)) in states]  # fmt: skip
-    return [case for _, case in sorted(known, key=lambda x: x[0] == 2)]
+    states = {"missing"}
+    states |= {"outdated"} if args.outdated or args.again else set()
+    states |= {"failed"} if args.again else set()
+    of = {case: records.state(case.name, about) for case in chosen(args)}
+    return sorted((x for x in of if of[x] in states), key=lambda x: of[x] == "failed")
 
 
 def processes(cases: list) -> list[list]:
@@ -142,12 +143,8 @@ def work(jobs: list[dict], args) -> None:
             return
         emit(job=job["name"])
         hits.clear()
-        try:
+        with failure_emitted():
             record = model_runs.measure(case, begin)
-        except Exception as error:  # XLA and its libraries raise various errors
-            lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-            emit(failed=f"{type(error).__name__}: {lines[0]}"[:400], code=code())
-            raise
         highest = model_runs.peak_bytes()
         # Of several cases in one process, the peak of a later one is known only if it is higher.
         record["peak_gb"], peak = highest / 1e9 if highest > peak else None, highest
@@ -197,6 +194,8 @@ def measured(cases: list, args, deadline: float) -> Iterator[tuple]:
     by_name, command = {case.name: case for case in cases}, _command(args)
     end = deadline + 60 * args.overtime
     for group in processes(cases):
+        if time.monotonic() > deadline:  # no process is started to learn this
+            return
         jobs = [{"name": case.name, "by": deadline, "end": end} for case in group]
         now: dict = {}
         for event in supervise(command, jobs, deadline=end, patience=COMPILING):
@@ -254,10 +253,6 @@ def run(args) -> int:
     if cases:
         say(f"{len(cases)} cases are left; the same command goes on with {cases[0].name}")
     return 0
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def report(folder: Path) -> str:

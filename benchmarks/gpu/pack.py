@@ -81,9 +81,11 @@ def divide(files: list[Path], folder: Path, size: int) -> None:
 def unpack(folder: Path) -> Path:
     """Unpacks the wheels that have arrived into `SITE` and returns that folder."""
     pieces: dict[str, list[Path]] = {}
-    for file in sorted(x for x in folder.glob("[0-9]*/*") if x.is_file()):
-        name, _, number = re.fullmatch(r"(.*?\.(?:whl|zip))(\.(\d+of\d+))?", file.name).groups()
-        pieces.setdefault(f"{name} {(number or '0of1').partition('of')[2]}", []).append(file)
+    files = [x for x in folder.glob("[0-9]*/*") if x.is_file()]
+    for file in sorted(files, key=lambda x: (int(x.parent.name), x.name)):
+        if match := re.fullmatch(r"(.*?\.(?:whl|zip))(\.(\d+of\d+))?", file.name):
+            name, _, number = match.groups()
+            pieces.setdefault(f"{name} {(number or '0of1').partition('of')[2]}", []).append(file)
     site = folder / SITE
     site.mkdir(exist_ok=True)
     for key, files in pieces.items():

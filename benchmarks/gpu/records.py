@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -9,11 +10,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .workers import ROOT, STARTING
+from .workers import ROOT, STARTING, emit
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "torch", "triton", "tokamax", "nvidia-cudnn-cu13",
@@ -217,6 +218,17 @@ def _hash(part: str) -> str:
     for file in (x for x in files if x.suffix in (".py", ".yaml")):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def failure_emitted() -> Iterator[None]:
+    """Emits the error of the block, and the code that ran until then; the error goes on."""
+    try:
+        yield
+    except Exception as error:  # XLA and its libraries raise various errors
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        emit(failed=f"{type(error).__name__}: {lines[0]}"[:400], code=code())
+        raise
 
 
 def reserve_memory() -> None:

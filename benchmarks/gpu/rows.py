@@ -2,7 +2,6 @@
 
     python -m benchmarks.gpu.rows --minutes 5                 # the next rows
     python -m benchmarks.gpu.rows --methods yarn_32k pi_32k
-    python -m benchmarks.gpu.rows --report                    # prints the records
     python -m benchmarks.gpu.rows --tiny                      # random weights, on a CPU
 
 A row is `python eval.py reproduce lceg/table1 --scale smollm2_32k` for one method, with a shorter
@@ -11,9 +10,10 @@ samples of RULER, so that it ends within minutes on one H100. The rows of one se
 with each other, not with those of the whole scale.
 
 The first of `METHODS` come first. A row that is cut off goes on where it stopped, from the last
-checkpoint of its training and the last record of its evaluation, if `--work` is still there. A
-record in DEVICE.json in `--out` has a finished row. `--data` is a folder of `lcjax.data prepare`
-(see `pack.py`); without it the training tokenises Python's standard library.
+checkpoint of its training and the last record of its evaluation, if `--work` is still there (not
+with `--again`). A record in DEVICE.json in `--out` has a finished row; `summary.py` prints it.
+`--data` is a folder of `lcjax.data prepare` (see `pack.py`); without it the training tokenises
+Python's standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import time
 from pathlib import Path
 
-from .records import NO_GPU, Records, about_here, code, reserve_memory
+from .records import NO_GPU, Records, about_here, code, failure_emitted, reserve_memory
 from .workers import emit, jobs_of_child, supervise
 
 # The most telling first: the exact method that won in the paper, then the others it compares.
@@ -46,7 +46,7 @@ SHORTER = (
 )
 SILENT = 150.0  # seconds without a word, while compiling, after which a row counts as hanging
 ENDING = 20.0  # seconds before the time is up in which a training writes its checkpoint
-TASKS = {"pg19": "perplexity", "needle": "needles", "ruler": "RULER"}
+TASKS = ("pg19", "needle", "ruler")
 
 
 def arguments(argv=None):
@@ -56,8 +56,7 @@ def arguments(argv=None):
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu/results/rows"))
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_rows"))
     parser.add_argument("--data", type=Path, help="prepared tokens to train on")
-    parser.add_argument("--again", action="store_true", help="rows of other code from anew, too")
-    parser.add_argument("--report", action="store_true", help="only print the table")
+    parser.add_argument("--again", action="store_true", help="rows of other code, too, from anew")
     parser.add_argument("--tiny", action="store_true", help="random weights, without a GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -101,12 +100,18 @@ class Heard:
 
 def work(method: str, args) -> None:
     """Makes one row in the child process and emits its record."""
-    from lcjax.evaluation import command
-
-    emit(job=method, code=code())
+    emit(job=method)
     sys.stderr = heard = Heard(sys.stderr)
     start = time.perf_counter()
-    if command.main(words(method, args)):
+    try:
+        with failure_emitted():
+            from lcjax.evaluation import command
+
+            has_failed = command.main(words(method, args))
+    except ModuleNotFoundError as error:  # the next row needs it, too
+        emit(refused=f"{error}; `python -m {__package__}.pack` brings what lcjax needs")
+        raise
+    if has_failed:
         emit(refused=heard.error)
         raise SystemExit(1)
     cells = results(method, args.work)
@@ -149,10 +154,7 @@ def main(argv=None) -> int:
         (job,) = jobs_of_child()
         work(job["name"], args)
         return 0
-    if not args.report and (code := run(args, sys.argv[1:] if argv is None else argv)):
-        return code
-    print(report(args.out))
-    return 0
+    return run(args, sys.argv[1:] if argv is None else argv)
 
 
 def waiting(args, about: dict) -> list[str]:
@@ -208,7 +210,7 @@ def made(method: str, options: list[str], deadline: float) -> dict | None:
     ran: dict = {"code": code()}
     ending = {"deadline": deadline - ENDING, "patience": SILENT, "grace": ENDING}
     for event in supervise(command, [{"name": method}], **ending):
-        ran |= {key: event[key] for key in event.keys() & {"code", "refused"}}
+        ran |= {key: event[key] for key in event.keys() & {"code", "failed", "refused"}}
         if "record" in event:
             return event["record"]
         if "left" in event:
@@ -216,40 +218,8 @@ def made(method: str, options: list[str], deadline: float) -> dict | None:
         if "lost" in event:
             if "refused" in ran:
                 return {"refused": ran["refused"]}
-            return {"reason": event["why"], "code": ran["code"]}
+            return {"reason": ran.get("failed", event["why"]), "code": ran["code"]}
     return None
-
-
-def report(folder: Path) -> str:
-    """Returns the records of all devices as Markdown tables."""
-    parts = [table(list(Records(file).by_case.values())) for file in sorted(folder.glob("*.json"))]
-    return "\n\n".join(parts) or f"No row has a record in {folder}."
-
-
-def table(records: list[dict]) -> str:
-    """Returns a table of the rows, and the reasons of those that failed."""
-    good = [r for r in records if "reason" not in r]
-    cells = [
-        (task, length)
-        for task in TASKS
-        for length in sorted({int(x) for r in good for x in r["cells"].get(task, ())})
-    ]
-    head = ["method", "steps", "last loss", "tokens/s"]
-    head += [f"{TASKS[task]}, {length:,}" for task, length in cells]
-    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
-    for r in good:
-        values = [r["cells"].get(task, {}).get(str(length)) for task, length in cells]
-        steps, rate = str(r.get("steps", "")), _text(r.get("tokens_per_second"), 0)
-        cells_of_row = [r["case"], steps, _text(r.get("loss")), rate, *map(_text, values)]
-        lines.append(f"| {' | '.join(cells_of_row)} |")
-    failed = [f"- {r['case']}: {r['reason']}" for r in records if "reason" in r]
-    devices = sorted({r["about"]["device"] for r in records})
-    title = f"### LCEG's rows with SmolLM2-135M on {', '.join(devices)}"
-    return "\n".join([f"{title}\n", *lines, *[""] * bool(failed), *failed])
-
-
-def _text(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .records import peers
-from .report import number
+from .report import DIRECTIONS, number
 from .workers import ROOT
 
 FOLDERS = ("check", "model", "", "rows")  # of the results of check, model, attention and rows
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = ("README.md", "docs/benchmarks.md")
 SIDES = ("lcjax mosaic_gpu", "lcjax triton", "lcjax cudnn", "jax.nn cudnn")
-PASSES = {"fwd": "forward", "bwd": "backward"}
 SHORT = (  # of the README: what, and the start of the workload's name
     ("causal, 16,384 tokens", "a causal, 16k x 16k, 16/16 heads of 128"),
     ("window of 4,096, 131,072 tokens", "b window 4k, 128k x 128k, 16/16 heads of 128"),
@@ -32,9 +31,12 @@ SHORT = (  # of the README: what, and the start of the workload's name
 )
 
 
+HEAD = ["| {} | case | result | beside | before | commit |", "|---|---|---|---|---|---|"]
+
+
 def table(out: Path) -> str:
     """Returns the results of all devices and parts as one table."""
-    lines = ["| part | case | result | beside | before | commit |", "|---|---|---|---|---|---|"]
+    lines = [HEAD[0].format("part"), HEAD[1]]
     for device in sorted(
         {file.stem for folder in FOLDERS for file in (out / folder).glob("*.json")}
     ):
@@ -66,7 +68,11 @@ def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:
     if part == "rows":
         cells = (f"{task} {number(x)} at {int(length):,}"
                  for task, of in record["cells"].items() for length, x in of.items())  # fmt: skip
-        return [part, record["case"], ", ".join(cells), "", "", commit]
+        trained = (
+            f"{record['steps']} steps, last loss {record['loss']:.3f}, "
+            f"{_rate(record['tokens_per_second'])} tokens/s; "
+        ) if record.get("steps") else ""  # fmt: skip
+        return [part, record["case"], trained + ", ".join(cells), "", said, commit]
     low, high = map(_rate, record["range"])
     result = f"{_rate(record['tokens_per_second'])} tokens/s ({low} - {high})"
     for key, unit in (("mfu", "MFU"), ("bandwidth_share", "of bandwidth")):
@@ -127,7 +133,7 @@ def attention_table() -> str:
 def _conditions(run: dict, rows: list[dict]) -> str:
     about, ceilings = run["about"], run.get("ceilings")
     cudnn = about.get("nvidia-cudnn-cu13") or about.get("nvidia-cudnn-cu12")
-    spread = max(row["spread"] or 0.0 for row in rows if row["side"] in SIDES)
+    spread = max((row["spread"] or 0.0 for row in rows if row["side"] in SIDES), default=0.0)
     error = max(row["error"] for row in rows)
     rates = "" if ceilings is None else (
         f"A bfloat16 product of 8,192 cubed runs at {ceilings['matmul'] / 1e12:.0f} TFLOP/s there, "
@@ -151,7 +157,7 @@ def _milliseconds(rows: list[dict]) -> Iterator[str]:
     shown: list[str] = []
     for (workload, which), of in sorted(by_key.items(), key=lambda x: _order(x[0])):
         first, *others = (of.get(side) for side in SIDES)
-        if not any((first, *others)) or which not in PASSES:
+        if not any((first, *others)) or which not in DIRECTIONS:
             continue
         what, _, heads = workload[2:].rpartition(", ")
         start = [what, heads.replace(" heads", "")]
@@ -161,7 +167,7 @@ def _milliseconds(rows: list[dict]) -> Iterator[str]:
         peer = others[-1]
         ratio = f"{peer['ms'] / first['ms']:.2f}x" if peer and first else ""
         cells = [_ms(first), rate, *map(_ms, others), ratio]
-        yield f"| {' | '.join([*start, PASSES[which], *cells])} |"
+        yield f"| {' | '.join([*start, DIRECTIONS[which], *cells])} |"
 
 
 def _order(key: tuple[str, str]) -> tuple:
@@ -181,11 +187,11 @@ def short_attention() -> str:
     for file in sorted(RESULTS.glob("*.json")):
         rows = json.loads(file.read_text())["rows"]
         by_key = {(r["workload"], r["pass"], r["side"]): r for r in rows if r.get("ms")}
-        if not all((name, x, SIDES[0]) in by_key for _, name in SHORT for x in PASSES):
+        if not all((name, x, SIDES[0]) in by_key for _, name in SHORT for x in DIRECTIONS):
             continue
         for what, workload in SHORT:
             cells = [what]
-            for which in PASSES:
+            for which in DIRECTIONS:
                 ours = by_key[workload, which, SIDES[0]]
                 peer = by_key.get((workload, which, SIDES[-1]))
                 cells.append(f"{number(ours['ms'])} ({number(ours['executed_tflops'])} TFLOP/s)")
@@ -197,7 +203,7 @@ def short_attention() -> str:
 
 def model_table(only: str = "") -> str:
     """Returns, for each GPU, a line for each case of `model.py` whose name matches `only`."""
-    lines = ["| GPU | case | result | beside | before | commit |", "|---|---|---|---|---|---|"]
+    lines = [HEAD[0].format("GPU"), HEAD[1]]
     for file in sorted((RESULTS / "model").glob("*.json")):
         for row in rows_of("model", json.loads(file.read_text())):
             if re.search(only, row[1]):

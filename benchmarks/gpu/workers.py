@@ -36,6 +36,11 @@ def emit(**event) -> None:
     print(MARK + json.dumps(event), flush=True)
 
 
+def say(text: str) -> None:
+    """Prints a text with the time to the standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def jobs_of_child() -> list[dict]:
     return json.loads(sys.stdin.readline())
 

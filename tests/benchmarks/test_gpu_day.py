@@ -204,6 +204,7 @@ def test_the_table_has_ratios_to_the_peers_and_the_figures_before(tmp_path):
     models.add(record("read 1.1b 128k full", 100.0, peak=6.0))
     models.add(record("train 1.1b 64k lcjax", 5.0) | {"reason": "RESOURCE_EXHAUSTED"})
     made = {"case": "ntk_32k", "about": ABOUT, "code": {}, "cells": {"pg19": {"32768": 5.25}}}
+    made |= {"steps": 24, "loss": 1.5, "tokens_per_second": 40_000.0}
     records.Records(tmp_path / "rows/a_GPU.json").add(made)
     counts = {"ok": 3, "skip": 1, "FAIL": 0}
     checked = {"case": "triton", "about": ABOUT, "code": {}, "counts": counts, "cases": 119}
@@ -218,7 +219,8 @@ def test_the_table_has_ratios_to_the_peers_and_the_figures_before(tmp_path):
     )
     assert "| 9.90x as fast as full, 0.17 of its memory |" in by_case["read 1.1b 128k cepe"]
     assert "| RESOURCE_EXHAUSTED |" in by_case["train 1.1b 64k lcjax"]
-    assert "pg19 5.25 at 32,768" in by_case["ntk_32k"]
+    row = "24 steps, last loss 1.500, 40,000 tokens/s; pg19 5.25 at 32,768"
+    assert row in by_case["ntk_32k"]
     assert "3 ok, 1 skip, 0 FAIL of 119" in by_case["triton"]
     # A failure does not hide the last good figure, nor erase it for the next record.
     models.add(record("decode 1.1b 16k lcjax", 400.0) | {"reason": "it hung"})
@@ -268,22 +270,23 @@ def test_packed_files_are_divided_and_what_has_arrived_is_unpacked(tmp_path):
     source, out = tmp_path / "wheels", tmp_path / "out"
     source.mkdir()
     out.mkdir()
-    sizes = {"one": 100, "two": 3000, "large": 20_000}
-    for name, size in sizes.items():
+    data = {"one": b"o" * 100, "two": b"t" * 3000, "large": bytes(range(200)) * 400}
+    for name, content in data.items():
         with zipfile.ZipFile(source / f"{name}-1-py3-none-any.whl", "w") as archive:
-            archive.writestr(f"{name}/data.bin", name[0] * size)
+            archive.writestr(f"{name}/data.bin", content)
             archive.writestr(f"{name}-1.dist-info/METADATA", "")
     pack.divide(list(source.glob("*")), out, 8000)
     parts = [sum(x.stat().st_size for x in part.iterdir()) for part in sorted(out.iterdir())]
-    assert max(parts) <= 8000 and len(parts) == 3 and not list(source.iterdir())
-    last = out / "3"
+    assert max(parts) <= 8000 and len(parts) == 11 and not list(source.iterdir())
+    (out / "2" / "something.tmp").touch()  # of a transfer
+    last = out / "11"
     last.rename(tmp_path / "later")  # it has not arrived yet
     site = pack.unpack(out)
-    assert (site / "two/data.bin").read_bytes() == b"t" * 3000
+    assert (site / "two/data.bin").read_bytes() == data["two"]
     assert not (site / "large").exists()
     (tmp_path / "later").rename(last)
     pack.unpack(out)
-    assert (site / "large/data.bin").read_bytes() == b"l" * 20_000
+    assert (site / "large/data.bin").read_bytes() == data["large"], "also beyond nine parts"
 
 
 def test_a_row_names_its_method_its_training_and_its_data(tmp_path):
@@ -316,6 +319,10 @@ def main(words):
     if "/no_essays" in str(words):
         print("error: no essays", file=sys.stderr)
         return 2
+    if "/no_module" in str(words):
+        import a_module_that_is_not_there
+    if "/no_memory" in str(words):
+        raise MemoryError("no memory")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     print("a checkpoint is written", file=sys.stderr)
     time.sleep(600)
@@ -347,9 +354,16 @@ def test_a_row_that_is_refused_says_why_and_one_that_is_cut_off_has_no_record(
     run("no_essays", "ntk_32k", "yarn_32k", minutes="1", code=2)
     said = capfd.readouterr().err
     assert said.count("error: no essays") == 2, "by the row and by its parent: no other is tried"
+    run("no_module", "ntk_32k", "yarn_32k", minutes="1", code=2)
+    said = capfd.readouterr().err
+    assert "error: No module named 'a_module_that_is_not_there'; `python -m" in said
+    assert not list(tmp_path.glob("*.json")), "these rows are made when what is missing is there"
     run("trains", "yarn_32k", "ntk_32k", minutes="0.08")
     assert "yarn_32k was cut off; the same command goes on with it" in capfd.readouterr().err
     assert not list(tmp_path.glob("*.json"))
+    run("no_memory", "ntk_32k", minutes="1")
+    record = json.loads((tmp_path / "a_GPU.json").read_text())["cases"]["ntk_32k"]
+    assert record["reason"] == "MemoryError: no memory"
 
 
 def test_a_row_that_failed_is_made_again_when_code_changes_and_a_good_one_is_not(tmp_path):

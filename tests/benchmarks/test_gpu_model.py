@@ -196,6 +196,44 @@ def test_cases_share_processes_unless_their_peak_memory_is_compared():
     assert names(tiny) == [["lcjax", "jax.nn xla"]] * 2 + [["full"], ["cepe"], ["shared_llm"]]
 
 
+WORKER = """
+import itertools, sys
+from benchmarks.gpu import model, model_runs
+peaks = iter([3e9, 2e9, 5e9])
+model_runs.measure = lambda case, begin: {}
+model_runs.peak_bytes = lambda: next(peaks)
+model_runs.release = lambda: None
+model.main(["--worker", "--tiny"])
+"""
+
+
+def events_of_a_worker(jobs: list[dict]) -> list[dict]:
+    run = subprocess.run(
+        [sys.executable, "-c", WORKER],
+        input=json.dumps(jobs) + "\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line.removeprefix(MARK)) for line in run.stdout.splitlines()]
+
+
+def test_of_cases_in_one_process_the_peak_is_known_only_where_it_rises():
+    names = [name for name in TINY if not name.startswith("train")][:3]
+    events = events_of_a_worker([{"name": name, "by": 1e9, "end": 1e9} for name in names])
+    assert [x["record"]["peak_gb"] for x in events if "record" in x] == [3.0, None, 5.0]
+    planned = record("train 1.1b 16384 lcjax", tokens_per_second=1.0) | {"peak_gb": None}
+    assert model_report._costs(planned | {"plan_gb": 33.0})[0] == "33.0"
+
+
+def test_no_case_begins_after_its_part_or_without_the_time_that_it_needs():
+    late, short = {"by": 0, "end": 1e9}, {"by": 1e9, "end": time.monotonic() + 30}
+    for limits in (late, short):
+        jobs = [{"name": name} | limits for name in TINY]
+        assert events_of_a_worker(jobs) == [{"left": list(TINY)}]
+
+
 def test_a_failure_is_of_the_code_that_ran_until_then():
     """The first case of a process fails after lcjax was imported."""
     program = (
