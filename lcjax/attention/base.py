@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError
 from lcjax.rope.rotation import Rotation, no_rotation, rotate
@@ -240,15 +241,17 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     moves_keys: ClassVar[bool] = False
     # Whether `at_length` changes the rotation; subclasses may define it as a property.
     depends_on_length: ClassVar[bool] = False
-    # Whether the visible keys of a token depend on later tokens. Such a pattern can read a prompt,
-    # but a loss under it is meaningless.
-    prefill_only: ClassVar[bool] = False
+    # Whether a prompt is read in one call, because the pattern chooses keys for each call.
+    needs_whole_prompt: ClassVar[bool] = False
+    # Whether a token sees only tokens before it. Otherwise a text has no score, and a model cannot
+    # be trained to predict it.
+    is_causal: ClassVar[bool] = True
     # Whether the model reads texts with inserted landmark tokens.
     has_landmarks: ClassVar[bool] = False
 
     def check_scores(self) -> None:
-        """Raises an InputError if a loss under this pattern is meaningless (`prefill_only`)."""
-        if self.prefill_only:
+        """Raises an InputError if a loss under this pattern is meaningless (`is_causal`)."""
+        if not self.is_causal:
             kind = self.get_choice_name(type(self))
             raise InputError(
                 f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so a"
@@ -299,45 +302,10 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         del length
         return rotation
 
-    def cache_window(self) -> tuple[int, int] | None:
-        """Returns how many keys a new token may see: (first keys, last keys including its own).
-
-        A rolling cache that holds these keys is enough for a text of any length. None: all keys.
-        """
-        return None
-
-    def cache_state_shapes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Returns the shapes of the pattern's state in a cache, besides keys and values.
-
-        Each layer has float32 arrays [B, N, *shape], initially zeros. `attend_with_state` reads and
-        updates them. Only patterns that need every key may have a state.
-
-        Args:
-          slots: number of slots of the cache.
-          size: channels of a head.
-        """
-        return ()
-
-    def attend_with_state(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        state: tuple[Float[Array, "B N _ _"], ...],
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "B T N Hv"], tuple[Float[Array, "B N _ _"], ...]]:
-        """Computes attention over a cache and updates the pattern's state.
-
-        Patterns with a state implement it. Each row of the cache holds one document.
-
-        Args:
-          q, k, v, metadata: as in `attend`.
-          state: arrays of `cache_state_shapes`.
-
-        Returns:
-          The output and the new state.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps a state: define attend_with_state")
+    @property
+    def layer_cache(self) -> LayerCache:
+        """What a layer remembers of the tokens that it has read: by default all keys and values."""
+        return FullCache()
 
     def for_inference(self) -> Pattern:
         """Returns the pattern for evaluation and generation after training with this one."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
+from lcjax.attention.cache import LayerCache, RingCache
 from lcjax.errors import check_integer
 from pallas_kernels import causal, chunks, everything, window
 
@@ -24,7 +25,8 @@ class Causal(Pattern):
 class Bidirectional(Pattern):
     """Every token sees the whole document, later tokens too (Devlin et al. 2019, BERT)."""
 
-    prefill_only: ClassVar[bool] = True
+    needs_whole_prompt: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = False
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, everything())]
@@ -48,8 +50,9 @@ class Sliding(Pattern):
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & window(self.window))]
 
-    def cache_window(self) -> tuple[int, int]:
-        return 0, self.window
+    @property
+    def layer_cache(self) -> LayerCache:
+        return RingCache(0, self.window)
 
 
 @Pattern.register_subclass("chunked")
@@ -71,5 +74,6 @@ class Chunked(Pattern):
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & chunks(self.size))]
 
-    def cache_window(self) -> tuple[int, int]:
-        return 0, self.size
+    @property
+    def layer_cache(self) -> LayerCache:
+        return RingCache(0, self.size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, near_and_far, rotate_queries
+from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.errors import InputError, check_integer, check_integers
 from lcjax.rope.rotation import rotate
 from pallas_kernels import Mask, causal, flash, gather, merge, prefix, window
@@ -85,25 +86,62 @@ class InfLLM(Pattern):
         far = prefix(self.sinks) | LatestBlocks(self)
         return near_and_far(metadata, self.window, self.window - 1, far)
 
-    def cache_state_shapes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Returns the shapes of the attention received by each key, and of block summaries."""
+    @property
+    def layer_cache(self) -> LayerCache:
+        return _InfLLMCache(self)
+
+    def state_shapes(self, slots: int, size: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes, for each head, of what is known about a text's keys.
+
+        `received` is the attention that each key received in the window, and `summaries` are those
+        of the blocks. There is neither if no block is complete.
+
+        Args:
+          slots: number of keys.
+          size: channels of a head.
+        """
         blocks = self.num_blocks(slots)
-        return ((1, slots), (blocks, size)) if blocks > 0 else ()
+        return {"received": (1, slots), "summaries": (blocks, size)} if blocks > 0 else {}
 
     def attend(self, q, k, v, metadata):
         rows, heads, size = q.shape[0], q.shape[2], q.shape[3]
-        shapes = self.cache_state_shapes(k.shape[1], size)
+        shapes = self.state_shapes(k.shape[1], size)
         if shapes and q.shape[1] != k.shape[1]:
             raise InputError(
                 f"pattern inf_llm: {q.shape[1]} queries are fewer than the {k.shape[1]} keys, so "
                 "the attention to older keys is unknown; give all queries, or use a cache"
             )
-        state = tuple(jnp.zeros((rows, heads, *shape), jnp.float32) for shape in shapes)
+        state = tuple(jnp.zeros((rows, heads, *shape), jnp.float32) for shape in shapes.values())
         is_packed = metadata.q_segments is not None
         return _attend_chunks(self, q, k, v, state, metadata, is_packed)[0]
 
-    def attend_with_state(self, q, k, v, state, metadata):
-        return _attend_chunks(self, q, k, v, state, metadata, is_packed=False)
+
+@dataclass(frozen=True)
+class _InfLLMCache(FullCache):
+    """All keys and values, with the attention that keys received and the summaries of blocks."""
+
+    holds_keys_only: ClassVar[bool] = False
+
+    inf_llm: InfLLM
+
+    def arrays(self, layer, slots):
+        shapes = self.inf_llm.state_shapes(slots, layer.head_dim)
+        return super().arrays(layer, slots) | {
+            name: jax.ShapeDtypeStruct((layer.num_heads, *shape), jnp.float32)
+            for name, shape in shapes.items()
+        }
+
+    def attend(self, arrays, q, k, v, pattern, view, metadata):
+        if len(arrays) == 2:  # too few slots for a block
+            return super().attend(arrays, q, k, v, pattern, view, metadata)
+        keys, values = self.append(arrays, k, v, pattern, view, metadata)
+        state = arrays["received"], arrays["summaries"]
+        pair = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+        # Each row of a cache holds one document.
+        out, state = _attend_chunks(self.inf_llm, q, *pair, state, metadata, is_packed=False)
+        received, summaries = state
+        arrays = {"keys": keys, "values": values, "received": received, "summaries": summaries}
+        return out, arrays
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from lcjax.attention.base import (
     pass_bias,
     rotate_qk,
 )
+from lcjax.attention.cache import LayerCache, RingCache
 from lcjax.errors import InputError, check_integer, check_integers
 from pallas_kernels import causal, everything, gather, merge, prefix, window
 
@@ -74,8 +75,11 @@ class LMInfinite(Pattern):
     def is_position_based(self) -> bool:
         return self.top_k is None
 
-    def cache_window(self) -> tuple[int, int] | None:
-        return (self.sinks, self.window) if self.top_k is None else None
+    @property
+    def layer_cache(self) -> LayerCache:
+        if self.top_k is not None:
+            return super().layer_cache
+        return RingCache(self.sinks, self.window)
 
     def attend(self, q, k, v, metadata):
         if self.top_k is None or k.shape[1] < self.sinks + self.top_k + self.window:

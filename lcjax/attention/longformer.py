@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
+from lcjax.attention.cache import LayerCache, RingCache
 from lcjax.errors import InputError, check_integer, check_integers
 from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
 
@@ -58,5 +59,7 @@ class Longformer(Pattern):
             return dilated
         return per_head((plain, heads - dilated_heads), (dilated, dilated_heads))
 
-    def cache_window(self) -> tuple[int, int]:
-        return max(self.global_tokens, default=-1) + 1, (self.window - 1) * self.dilation + 1
+    @property
+    def layer_cache(self) -> LayerCache:
+        sinks = max(self.global_tokens, default=-1) + 1
+        return RingCache(sinks, (self.window - 1) * self.dilation + 1)

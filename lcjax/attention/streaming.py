@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
+from lcjax.attention.cache import LayerCache, RingCache
 from lcjax.errors import check_integer, check_integers
 from pallas_kernels import causal, prefix, since_chunk
 
@@ -57,5 +58,7 @@ class Streaming(Pattern):
         far = causal() & ~local & prefix(self.sinks)
         return [near, Pass(metadata.q_positions - gap, metadata.k_positions, far)]
 
-    def cache_window(self) -> tuple[int, int]:
-        return self.sinks, max(self.recent + self.stride, self._first_chunk - self.sinks)
+    @property
+    def layer_cache(self) -> LayerCache:
+        recent = max(self.recent + self.stride, self._first_chunk - self.sinks)
+        return RingCache(self.sinks, recent)

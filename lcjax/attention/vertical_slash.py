@@ -43,7 +43,8 @@ class VerticalSlash(Pattern):
     """
 
     examples = ({"vertical": 96},)
-    prefill_only = True
+    needs_whole_prompt = True
+    is_causal = False
 
     vertical: int = 1000  # number of columns (the released code's default), at least 30
     slash: int = 6096  # number of diagonals, at least 50

@@ -128,12 +128,15 @@ def cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
     """Returns the bytes that a layer needs in the cache of one sequence.
 
     They are those of the keys and values that at least one of the last `tokens` tokens sees, and of
-    the pattern's state.
+    what the kind of cache holds beside them (`LayerCache.arrays`).
     """
-    window = config.pattern.for_inference().cache_window()
-    cached = length if window is None else min(length, sum(window) + tokens - 1)
-    width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    return width * cached + cache_state_bytes(config, cached)
+    kind = cache_lib.layer_cache(config)
+    return _row_bytes(kind.arrays(cache_lib.layer_shape(config), kind.num_visible(length, tokens)))
+
+
+def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of one row's arrays."""
+    return sum(array.size * array.dtype.itemsize for array in arrays.values())
 
 
 def _active(config: ModelConfig, path: str, size: int) -> int:
@@ -196,15 +199,6 @@ def _search_flops(
     pair = 4 * config.num_heads * config.head_dim
     total = sum(context[0] * size * (each + pair * size / 4) for size in tokens)
     return total / length + each + pair * visible_keys(config, length)
-
-
-def cache_state_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> int:
-    """Returns the bytes of the pattern's state in a layer's cache of `slots` keys, per sequence.
-
-    The state is float32, of `heads` query heads (None: all).
-    """
-    shapes = config.pattern.for_inference().cache_state_shapes(slots, config.head_dim)
-    return 4 * (config.num_heads if heads is None else heads) * sum(a * b for a, b in shapes)
 
 
 @functools.lru_cache(maxsize=64)  # the start of a run needs them several times
@@ -366,18 +360,20 @@ def generation_memory(
     """
     sizes = mesh.shape
     local_rows = rows_of_device(rows, sizes)
-    heads = divided(config.num_kv_heads, sizes["tensor"])
     local = _local_config(config, sizes)
     # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
     hidden = 2 * local.expert_width * (local.experts.top_k if local.experts else 1)
     channels = max(hidden, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
-    state_heads, cache = divided(config.num_heads, sizes["tensor"]), 0
+    shape = cache_lib.layer_shape(config)._replace(
+        num_heads=divided(config.num_heads, sizes["tensor"]),
+        num_kv_heads=divided(config.num_kv_heads, sizes["tensor"]),
+    )
+    cache = 0
     for layer, count in config.layer_counts:
-        slots, _ = cache_lib.policy(layer.pattern.for_inference(), length, chunk)
-        keys = 2 * size * heads * config.head_dim * slots
-        cache += count * local_rows * (keys + cache_state_bytes(layer, slots, heads=state_heads))
+        kind, slots = cache_lib.layer_cache(layer).fit(length, chunk)
+        cache += count * local_rows * _row_bytes(kind.arrays(shape, slots))
     activations = size * tokens * (channels + 3 * config.width)
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":

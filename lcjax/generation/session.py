@@ -467,9 +467,8 @@ def can_pack(
         return False
     if model.mesh is not None or config.position == "learned":
         return False
-    if any(g.rolling is not None for g in cache.slot_groups) or not config.is_position_based:
-        return False
-    if any(p.cache_state_shapes(cache.capacity, config.head_dim) for p in config.patterns):
+    holds_keys_only = all(kind.holds_keys_only for kind in cache.kinds)
+    if not holds_keys_only or not config.is_position_based:
         return False
     return rotation.inv_freq.ndim == 1
 
@@ -510,7 +509,7 @@ def read_packed(
 
 @functools.partial(InferenceJit, static_argnums=0, donate_argnums=2)
 def _read_packed(model, params, cache, packed, ends, segments, positions, rotation):
-    is_rotated = any(group.rotated for group in cache.slot_groups)
+    is_rotated = any(kind.rotated for kind in cache.kinds)
     key_positions = positions.reshape(1, -1) if is_rotated else None
     output = model.apply(
         {"params": params}, packed["tokens"], positions=packed["positions"],
@@ -518,14 +517,8 @@ def _read_packed(model, params, cache, packed, ends, segments, positions, rotati
         collect=CollectKeyValues(packed["source"], key_positions),
     )  # fmt: skip
 
-    def write(slots, new):
-        """Writes `new` [.., 1, B * T, K, H] into the first T of `slots` [.., B, K, S, H]."""
-        *rest, batch, heads, _, size = slots.shape
-        new = new.reshape(*rest, batch, -1, heads, size).swapaxes(-3, -2).astype(slots.dtype)
-        return jax.lax.dynamic_update_slice(slots, new, (0,) * slots.ndim)
-
     cache, _ = cache_lib.extend(cache, segments, positions)
-    cache = cache_lib.replace_layers(cache, jax.tree.map(write, cache.layers, output.key_values))
+    cache = cache_lib.write_packed(cache, output.key_values)
     logits = model.apply({"params": params}, output.hidden[0, ends], method="logits")
     return logits, cache
 

@@ -147,7 +147,7 @@ class CachedPrefix(NamedTuple):
 
 def can_share_prefix(config: ModelConfig) -> bool:
     """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
-    keeps_all = all(pattern.cache_window() is None for pattern in config.patterns)
+    keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
     return config.is_position_based and keeps_all
 
 
@@ -304,8 +304,8 @@ class PrefixReader(WrappedScorer):
 def _truncate(cache: cache_lib.Cache, tokens: jax.Array) -> cache_lib.Cache:
     """Truncates a full cache of one row to its first `tokens`; later slots may be overwritten."""
     is_kept = jnp.arange(cache.capacity) < tokens  # all layers of a full cache have as many slots
-    groups = tuple(
+    slots = tuple(
         dataclasses.replace(old, segments=jnp.where(is_kept, old.segments, 0))
-        for old in cache.slot_groups
+        for old in cache.slots
     )
-    return dataclasses.replace(cache, slot_groups=groups, filled=tokens, tokens=tokens[None])
+    return dataclasses.replace(cache, slots=slots, filled=tokens, tokens=tokens[None])

@@ -1,15 +1,7 @@
-"""The KV cache: a fixed number of key/value slots per row.
+"""The KV cache of a decoder: what all layers remember of the tokens that they have read.
 
-A *full* cache has a slot for every token. All rows of a batch fill the same slots, so shorter
-prompts are padded on the left, and `segments` marks the slots that hold a token. A *rolling* cache
-serves patterns that see only the first and the last tokens (`Pattern.cache_window`): each row
-writes its tokens to the sinks, then to a ring, and the cache does not grow with the text. The slot
-of a token then depends on the data, and masks test `index`, the order indices of the slots. If
-layers differ, each layer has the slots that its own pattern needs.
-
-Keys are stored rotated, which is exact if the rotation is the same for the whole request. With
-`rotated=False` they are stored unrotated, and every step rotates all of them. Patterns that move
-keys need unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3).
+`lcjax.attention.cache` has the kinds of caches of a layer. If layers differ, each layer has the
+kind and the slots that its own pattern needs.
 """
 
 import dataclasses
@@ -19,109 +11,45 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Int, Num
 
-from lcjax.attention import AttentionMetadata, Pattern
-from lcjax.errors import InputError
+from lcjax.attention.cache import LayerCache, LayerShape, Tokens, View, whole_blocks
 from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import ROWS, rows_over
-from lcjax.rope import rotate
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
 
-
-@dataclasses.dataclass(frozen=True)
-class Rolling:
-    """The tokens of a rolling cache: the first `sinks`, and the last ones in a ring."""
-
-    sinks: int
-    recent: int  # last tokens that a new token may see, itself included
-
-    def slots_for(self, chunk: int) -> int:
-        """Returns the number of slots that are needed to read `chunk` tokens at once.
-
-        All `recent` tokens that the first of them sees must stay in the cache.
-        """
-        return self.sinks + self.recent + chunk - 1
-
-    def slot(self, order: Int[Array, "..."], slots: int) -> Int[Array, "..."]:
-        """Returns the slots of the tokens with order indices `order`, in a cache of `slots`."""
-        ring = slots - self.sinks
-        return jnp.where(order < self.sinks, order, self.sinks + (order - self.sinks) % ring)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SlotGroup:
-    """The contents of S slots that are shared by layers whose patterns need the same keys."""
-
-    segments: Int[Array, "B S"]  # 1 where a slot holds a token, else 0
-    positions: Float[Array, "B S"]  # of the keys
-    index: Int[Array, "B S"]  # order indices of the keys
-    rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
-    rolling: Rolling | None = dataclasses.field(metadata={"static": True}, default=None)
-
-    @property
-    def num_slots(self) -> int:
-        return self.segments.shape[1]
+__all__ = ["Cache", "abstract_cache", "branch", "create", "extend", "keep_layout", "whole_blocks"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of every layer, in slots.
+    """What all layers remember of B rows of text.
 
-    `layers` holds (keys, values), each [B, K, S, H], and the pattern's state
-    (`Pattern.cache_state_shapes`): stacked [L, ...] for scanned layers, else one such tuple per
-    layer. Heads precede slots, the order in which a decoding step multiplies them, so that reading
-    the cache never copies it.
+    `layers` holds the arrays of each layer by name (`LayerCache.arrays`), each [B, heads, _, _]:
+    stacked [L, ...] for scanned layers, else one such dict per layer. Layers of the same kind with
+    as many slots share `slots`.
     """
 
     layers: Any
-    slot_groups: tuple[SlotGroup, ...]
+    slots: tuple[Tokens, ...]  # the tokens in the slots, for each of `kinds`
     filled: Int[Array, ""]  # tokens read, padding included
     tokens: Int[Array, " B"]  # tokens read in each row, without padding
-    group_by_layer: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    kinds: tuple[LayerCache, ...] = dataclasses.field(metadata={"static": True})
+    kind_by_layer: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def capacity(self) -> int:
         """The largest number of slots of any layer."""
-        return max(group.num_slots for group in self.slot_groups)
+        return max(slots.index.shape[1] for slots in self.slots)
 
     @property
-    def rolling(self) -> Rolling | None:
-        """The ring of the layers with the most slots; None: they have a slot for every token."""
-        return max(self.slot_groups, key=lambda group: group.num_slots).rolling
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The slots of a layer in one call, including the T new tokens."""
-
-    segments: Int[Array, "B S"]
-    positions: Float[Array, "B S"]
-    index: Int[Array, "B S"]
-    start: Int[Array, ""]  # a full cache writes to slots start .. start + T - 1
-    write_slots: Int[Array, "B T"] | None  # to which a rolling cache writes; S for padding
-    q_index: Int[Array, "B T"]  # order indices of the new tokens
-    q_segments: Int[Array, "B T"]
-    rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
-
-    def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Returns metadata whose keys are the slots of the cache; queries are the new tokens."""
-        slots = self.start + jnp.arange(self.q_index.shape[1], dtype=jnp.int32)
-        return metadata.replace(
-            k_positions=self.positions,
-            q_index=self.q_index,
-            k_index=self.index,
-            # Padding queries have segment 0 and so see no keys.
-            q_segments=self.q_segments,
-            k_segments=self.segments,
-            row_indices=(slots, None) if self.write_slots is None else None,
-            keys_rotated=self.rotated,
-        )
+    def bounds_length(self) -> bool:
+        """Whether `capacity` is the maximum number of tokens; a ring takes any number."""
+        sizes = [slots.index.shape[1] for slots in self.slots]
+        return self.kinds[sizes.index(max(sizes))].keeps_all
 
 
 def create(
@@ -171,47 +99,48 @@ def abstract_cache(
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
 
-    patterns = [config.of_kind(kind).pattern.for_inference() for kind in config.kinds]
-    layouts = [
-        (*policy(pattern, length, chunk), not pattern.moves_keys if rotated is None else rotated)
-        for pattern in patterns
-    ]
-    distinct = list(dict.fromkeys(layouts))
+    configs = [config.of_kind(kind) for kind in config.kinds]
+    fitted = [layer_cache(kind, rotated).fit(length, chunk) for kind in configs]
+    distinct = list(dict.fromkeys(fitted))
 
-    def layer(kind, *stack):
-        size, (slots, *_) = config.head_dim, layouts[kind]
-        pair = 2 * [((config.num_kv_heads, slots, size), config.compute_dtype())]
-        states = patterns[kind].cache_state_shapes(slots, size)
-        states = [((config.num_heads, *shape), jnp.float32) for shape in states]
-        return tuple(array((*stack, batch, *shape), dtype) for shape, dtype in pair + states)
+    def layer(number, *stack):
+        kind, slots = fitted[number]
+        arrays = kind.arrays(layer_shape(configs[number]), slots)
+        return {name: array((*stack, batch, *one.shape), one.dtype) for name, one in arrays.items()}
 
     kinds = config.kind_by_layer
     return Cache(
         layers=layer(0, len(kinds)) if config.stacked else tuple(map(layer, kinds)),
-        slot_groups=tuple(
-            SlotGroup(
+        slots=tuple(
+            Tokens(
                 segments=array((batch, slots), jnp.int32),
                 positions=array((batch, slots), jnp.float32),  # may be fractional
                 index=array((batch, slots), jnp.int32),
-                rolling=rolling,
-                rotated=is_rotated,
             )
-            for slots, rolling, is_rotated in distinct
+            for _, slots in distinct
         ),
         filled=array((), jnp.int32),
         tokens=array((batch,), jnp.int32),
-        group_by_layer=tuple(distinct.index(layouts[kind]) for kind in kinds),
+        kinds=tuple(kind for kind, _ in distinct),
+        kind_by_layer=tuple(distinct.index(fitted[kind]) for kind in kinds),
     )
 
 
-def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
-    """Returns the number of slots for `length` tokens, and the ring (None: a full cache)."""
-    window = pattern.cache_window()
-    if window is None or chunk is None:
-        return length, None
-    rolling = Rolling(*window)
-    slots = whole_blocks(rolling.slots_for(min(chunk, length)))
-    return (slots, rolling) if slots < length else (length, None)
+def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCache:
+    """Returns the kind of cache of a layer of `config`, for inference.
+
+    `rotated` is as in `create`.
+    """
+    pattern = config.pattern.for_inference()
+    rotated = not pattern.moves_keys if rotated is None else rotated
+    return dataclasses.replace(pattern.layer_cache, rotated=rotated)
+
+
+def layer_shape(config: "ModelConfig") -> LayerShape:
+    """Returns the sizes of a layer on which its cache depends."""
+    return LayerShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.compute_dtype()
+    )
 
 
 def keep_layout(cache: Any, mesh: jax.sharding.Mesh | None) -> Any:
@@ -234,16 +163,10 @@ def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedShar
     return NamedSharding(mesh, PartitionSpec(*(None,) * first, *axes[: len(shape)]))
 
 
-def whole_blocks(slots: int) -> int:
-    """Rounds `slots` up to a multiple that attention reads without padding the cache first."""
-    unit = 64 if slots <= 1024 else 1024
-    return -(-slots // unit) * unit
-
-
 def extend(
     cache: Cache, segments: Int[Array, "B T"] | None, positions: Num[Array, "B T"]
 ) -> tuple[Cache, tuple[View, ...]]:
-    """Reserves slots for new tokens; `append` writes the keys and values of each layer.
+    """Reserves slots for new tokens; `LayerCache.attend` writes their keys and values.
 
     Writes past the capacity of a full cache cannot be detected inside jit: create it for the prompt
     and all new tokens.
@@ -263,32 +186,18 @@ def extend(
     if segments is None:
         segments = jnp.ones((rows, length), jnp.int32)
     segments = segments.astype(jnp.int32)
-    order = next_order(cache, segments, length)
-
-    def write(old: SlotGroup) -> tuple[SlotGroup, View]:
-        slots = _ring_slots(old, segments, order)
-        fields = {"segments": segments, "positions": positions, "index": order}
-        for name, new in fields.items():
-            cached = getattr(old, name)
-            new = new.astype(cached.dtype)
-            if slots is None:
-                fields[name] = jax.lax.dynamic_update_slice(cached, new, (0, cache.filled))
-            else:
-                fields[name] = cached.at[jnp.arange(rows)[:, None], slots].set(new, mode="drop")
-        view = View(
-            **fields,
-            start=cache.filled,
-            write_slots=slots,
-            q_index=order,
-            q_segments=segments,
-            rotated=old.rotated,
-        )
-        return dataclasses.replace(old, **fields), view
-
-    groups, views = zip(*map(write, cache.slot_groups))
-    counts = {"filled": cache.filled + length, "tokens": cache.tokens + segments.sum(1)}
-    cache = dataclasses.replace(cache, slot_groups=groups, **counts)
-    return cache, tuple(views[number] for number in cache.group_by_layer)
+    new = Tokens(segments, positions, next_order(cache, segments, length))
+    views = [
+        kind.reserve(slots, new, cache.filled)
+        for kind, slots in zip(cache.kinds, cache.slots, strict=True)
+    ]
+    cache = dataclasses.replace(
+        cache,
+        slots=tuple(view.slots for view in views),
+        filled=cache.filled + length,
+        tokens=cache.tokens + segments.sum(1),
+    )
+    return cache, tuple(views[number] for number in cache.kind_by_layer)
 
 
 def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) -> Int[Array, "B T"]:
@@ -299,23 +208,6 @@ def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) ->
     if segments is None:
         return cache.tokens[:, None] + jnp.arange(length, dtype=jnp.int32)
     return cache.tokens[:, None] + jnp.cumsum(segments.astype(jnp.int32), axis=1) - 1
-
-
-def _ring_slots(group: SlotGroup, segments: jax.Array, order: jax.Array) -> jax.Array | None:
-    """Returns the slots [B, T] that a rolling cache writes tokens to; S for padding (dropped).
-
-    None for a full cache.
-    """
-    rolling, length = group.rolling, segments.shape[1]
-    if rolling is None:
-        return None
-    longest = group.num_slots - rolling.slots_for(1) + 1
-    if length > longest:
-        raise InputError(
-            f"{length} tokens at once overwrite keys that they need in a rolling cache of "
-            f"{group.num_slots} slots; read at most {longest}, or create it with chunk={length}"
-        )
-    return jnp.where(segments != 0, rolling.slot(order, group.num_slots), group.num_slots)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -350,48 +242,35 @@ def branch(
     branched = dataclasses.replace(
         cache,
         layers=jax.tree.map(rows, cache.layers),
-        slot_groups=jax.tree.map(rows, cache.slot_groups),
+        slots=jax.tree.map(rows, cache.slots),
         filled=filled,
         tokens=jnp.maximum(filled - padding, 0).astype(jnp.int32),
     )
     return keep_layout(branched, mesh)
 
 
+def write_packed(cache: Cache, key_values: Any) -> Cache:
+    """Writes the keys and values of packed prompts to the first slots of each row.
+
+    Args:
+      cache: empty but for `slots`; its kinds hold keys only (`LayerCache.holds_keys_only`).
+      key_values: keys and values [.., 1, B * T, K, H] of each layer, or stacked over layers.
+    """
+
+    def write(slots, new):
+        """Writes `new` [.., 1, B * T, K, H] into the first T of `slots` [.., B, K, S, H]."""
+        *rest, batch, heads, _, size = slots.shape
+        new = new.reshape(*rest, batch, -1, heads, size).swapaxes(-3, -2).astype(slots.dtype)
+        return jax.lax.dynamic_update_slice(slots, new, (0,) * slots.ndim)
+
+    def layer(arrays, pair):
+        return {name: write(arrays[name], new) for name, new in zip(("keys", "values"), pair)}
+
+    if isinstance(cache.layers, dict):  # stacked
+        return replace_layers(cache, layer(cache.layers, key_values))
+    return replace_layers(cache, tuple(map(layer, cache.layers, key_values)))
+
+
 def replace_layers(cache: Cache, layers: Any) -> Cache:
     """Returns the cache with new keys and values `layers`, the results of the decoder's layers."""
     return dataclasses.replace(cache, layers=layers)
-
-
-def append(
-    layer: tuple[Float[Array, "B _ _ _"], ...],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    pattern: Pattern,
-    view: View,
-    metadata: AttentionMetadata,
-) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Writes the keys and values of the new tokens to their slots of a layer's cache.
-
-    Args:
-      layer: keys and values [B, K, S, H] of the cache, and the pattern's state.
-      k, v: unrotated keys, and values of the new tokens.
-      pattern: its `key_positions` are the positions to which keys are rotated.
-      view: slots of the new tokens.
-      metadata: positions and rotation of the call (`View.update_metadata`).
-
-    Returns:
-      The keys and values of all slots.
-    """
-    if view.rotated:
-        positions = pattern.key_positions(metadata.q_positions, view.q_index)
-        k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
-    return _write(layer[0], k, view), _write(layer[1], v, view)
-
-
-def _write(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
-    """Writes `new` [B, T, K, H] to the slots of `view` in `cached` [B, K, S, H]."""
-    new = new.astype(cached.dtype)
-    if view.write_slots is None:
-        return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, view.start, 0))
-    rows = jnp.arange(new.shape[0])[:, None]
-    return cached.at[rows, :, view.write_slots].set(new, mode="drop")

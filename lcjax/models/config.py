@@ -261,8 +261,8 @@ class ModelConfig:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether some layer's visible keys depend on later tokens (`Pattern.prefill_only`)."""
-        return any(pattern.prefill_only for pattern in self.patterns)
+        """Whether a prompt must be read in one call (`Pattern.needs_whole_prompt`)."""
+        return any(pattern.needs_whole_prompt for pattern in self.patterns)
 
     @property
     def layer_counts(self) -> list[tuple["ModelConfig", int]]:
@@ -271,7 +271,7 @@ class ModelConfig:
         return [(self.of_kind(self.kinds[kind]), count) for kind, count in counts.items()]
 
     def check_scores(self) -> None:
-        """Raises an InputError if losses are meaningless in some layer (`Pattern.prefill_only`)."""
+        """Raises an InputError if losses are meaningless in some layer (`Pattern.is_causal`)."""
         for pattern in self.patterns:
             pattern.check_scores()
 

@@ -481,7 +481,7 @@ class Decoder(nn.Module):
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
         if parts == 1 or c.context_parallel != "ring" or not c.is_position_based:
             return None
-        sees_all = all(pattern.cache_window() is None for pattern in c.patterns)
+        sees_all = all(pattern.layer_cache.keeps_all for pattern in c.patterns)
         return zigzag(length, parts) if sees_all else None
 
     def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
@@ -489,7 +489,7 @@ class Decoder(nn.Module):
         if c.position != "rope":
             return no_rotation()
         length = tokens.shape[1] if cache is None else cache.capacity
-        if cache is not None and cache.rolling is not None:
+        if cache is not None and not cache.bounds_length:
             for kind in c.kinds:
                 if (rope := c.of_kind(kind).rope).depends_on_length:
                     raise InputError(

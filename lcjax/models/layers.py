@@ -319,14 +319,10 @@ class Attention(Projections):
             else:
                 layout = attention_layout(mesh)
                 metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
-                pattern, state = pattern.for_inference(), cache[2:]
-                keys, values = cache_lib.append(cache, k, v, pattern, inputs.view, metadata)
-                cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-                if state:
-                    y, state = pattern.attend_with_state(q, *cached, state, metadata)
-                else:
-                    y = pattern.attend(q, *cached, metadata)
-                output = LayerOutput(cache=(keys, values, *state))
+                y, cache = inputs.view.kind.attend(
+                    cache, q, k, v, pattern.for_inference(), inputs.view, metadata
+                )
+                output = LayerOutput(cache=cache)
         return self.combine(y), output
 
     def prefix_partials(

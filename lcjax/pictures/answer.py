@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from lcjax.attention import AttentionMetadata, Pass, Pattern
+from lcjax.attention.cache import LayerCache
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -54,8 +55,9 @@ class _Watched(Pattern):
     def for_inference(self) -> "Pattern":
         return self
 
-    def cache_window(self) -> tuple[int, int] | None:
-        return self.inner.cache_window()
+    @property
+    def layer_cache(self) -> LayerCache:
+        return self.inner.layer_cache
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return self.inner.passes(metadata)

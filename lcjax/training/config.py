@@ -296,7 +296,7 @@ class TrainConfig:
             )
         kinds = self.model.layers or ()
         for pattern in (self.model.pattern, *(kind.pattern for kind in kinds)):
-            if pattern is None or not pattern.prefill_only:
+            if pattern is None or pattern.is_causal:
                 continue
             kind = Pattern.get_choice_name(type(pattern))
             raise InputError(

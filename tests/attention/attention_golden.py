@@ -7,7 +7,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.models import cache as cache_lib
 from lcjax.rope import Rotation
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -41,13 +40,3 @@ def rotation(case: str) -> Rotation:
     p = params(case)
     exponents = np.arange(0, p["head_dim"], 2) / p["head_dim"]
     return Rotation(jnp.asarray(p["rope_base"] ** -exponents, jnp.float32))
-
-
-def attend_cached(q, k, v, layer, pattern, view, metadata):
-    """Attention of new tokens [B, T, ...] over a cache, and its layer: as in `layers.Attention`."""
-    keys, values = cache_lib.append(layer, k, v, pattern, view, metadata)
-    cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    if len(layer) == 2:
-        return pattern.attend(q, *cached, metadata), (keys, values)
-    out, state = pattern.attend_with_state(q, *cached, layer[2:], metadata)
-    return out, (keys, values, *state)

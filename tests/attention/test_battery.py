@@ -18,7 +18,7 @@ PATTERNS = {
     f"{name}-{number}": draccus.decode(Pattern, {"type": name, **fields})
     for name, choice in Pattern.get_known_choices().items()
     for number, fields in enumerate(choice.examples)
-    if not choice.prefill_only  # no causal attention, and one choice per row: tests of their own
+    if choice.is_causal  # no causal attention, and one choice per row: tests of their own
 }
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS]
@@ -169,5 +169,5 @@ def test_reading_in_steps_equals_reading_at_once(name):
     real = segments != 0
     np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
     # What a new token cannot see is given up: the cache does not grow with the text.
-    assert slots == cache.capacity == (LENGTH if inference.cache_window() is None else 64)
-    assert cache.slot_groups[0].rotated != inference.moves_keys
+    assert slots == cache.capacity == (LENGTH if inference.layer_cache.keeps_all else 64)
+    assert cache.kinds[0].rotated != inference.moves_keys

@@ -124,7 +124,7 @@ def test_full_patterns_see_every_key_once(pattern):
     ids=str,
 )
 def test_a_rolling_cache_holds_every_visible_key(pattern):
-    sinks, recent = pattern.cache_window()
+    sinks, recent = pattern.layer_cache.sinks, pattern.layer_cache.recent
     at = np.arange(60)
     behind = at[:, None] - at[None]
     kept = (behind >= 0) & ((behind < recent) | (at < sinks)[None])

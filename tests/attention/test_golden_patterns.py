@@ -18,6 +18,7 @@ from lcjax.attention import (
     Streaming,
 )
 from lcjax.attention.base import partial_attention
+from lcjax.attention.cache import RingCache
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
 from lcjax.models.layers import LayerInputs
@@ -104,15 +105,15 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
         num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, pattern=pattern, scan_layers=False
     )
     cache = jax.jit(lambda: cache_lib.create(config, 1, 10_000, chunk=16, rotated=False))()
-    assert cache.rolling == cache_lib.Rolling(sinks=4, recent=28)
+    (ring,) = cache.kinds
+    assert ring == RingCache(sinks=4, recent=28, rotated=False)
 
     @jax.jit
     def read(cache, positions, q, k, v):
         cache, (view,) = cache_lib.extend(cache, None, positions)
         context = LayerInputs(positions, None, rotation, view=view)
-        out, layer = golden.attend_cached(
-            q, k, v, cache.layers[0], pattern, view, context.attention_metadata()
-        )
+        metadata = context.attention_metadata()
+        out, layer = ring.attend(cache.layers[0], q, k, v, pattern, view, metadata)
         return cache_lib.replace_layers(cache, (layer,)), out
 
     outs = []
@@ -122,9 +123,9 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1), x["out"], **golden.TOLERANCE)
     cached = np.concatenate([np.arange(4), np.arange(52, 64)])  # what the authors' cache ends with
-    slots = jax.jit(cache.rolling.slot, static_argnums=1)(cached, cache.capacity)
-    for kind, name in zip(cache.layers[0], ("k_prerope", "v"), strict=True):
-        actual = np.asarray(kind).swapaxes(1, 2)[:, slots]
+    slots = jax.jit(ring.slot, static_argnums=1)(cached, cache.capacity)
+    for kept, name in (("keys", "k_prerope"), ("values", "v")):
+        actual = np.asarray(cache.layers[0][kept]).swapaxes(1, 2)[:, slots]
         np.testing.assert_array_equal(actual, x[f"final_cache_{name}"])
 
 

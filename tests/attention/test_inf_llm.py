@@ -245,14 +245,13 @@ def in_calls(pattern, arrays, cuts, padding=0):
         cache = cache_lib.replace_layers(cache, (layer,))
         outs.append(out)
     out = np.concatenate(outs, 1)[0, padding:]
-    return out, np.asarray(layer[2])[0, :, 0, padding:length], layer
+    return out, np.asarray(layer["received"])[0, :, 0, padding:length], layer
 
 
 @functools.partial(jax.jit, static_argnames="pattern")
 def _attend_cached(q, k, v, cache, pattern, context):
-    return golden.attend_cached(
-        q, k, v, cache.layers[0], pattern, context.view, context.attention_metadata()
-    )
+    view, metadata = context.view, context.attention_metadata()
+    return view.kind.attend(cache.layers[0], q, k, v, pattern, view, metadata)
 
 
 # chunk, where calls are cut, padding before the text, one choice per head
@@ -366,8 +365,8 @@ def test_the_cost_of_a_cache_counts_its_state():
 
 
 def test_a_text_within_the_window_has_no_notes():
-    assert BASE.cache_state_shapes(16, 8) == ()
-    assert BASE.cache_state_shapes(17, 8) == ((1, 17), (1, 8))
+    assert BASE.state_shapes(16, 8) == {}
+    assert BASE.state_shapes(17, 8) == {"received": (1, 17), "summaries": (1, 8)}
     q, k, v = (x[None] for x in qkv(12))
     at = jnp.arange(12)[None]
     last = jax.jit(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import AttentionMetadata, DualChunk, LMInfinite, SelfExtend
+from lcjax.attention.cache import FullCache, RingCache
 from lcjax.errors import InputError
 from lcjax.rope import Default, Rotation
 from lcjax.rope.rotation import no_rotation
@@ -228,7 +229,7 @@ def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
 
 
 def test_a_cache_keeps_everything_that_can_be_chosen():
-    assert CHOOSING.cache_window() is None and CHOOSING.moves_keys
+    assert CHOOSING.layer_cache == FullCache() and CHOOSING.moves_keys
     plain = LMInfinite(window=9, sinks=3)
-    assert plain.cache_window() == (3, 9)
+    assert plain.layer_cache == RingCache(sinks=3, recent=9)
     assert plain.is_position_based and not CHOOSING.is_position_based

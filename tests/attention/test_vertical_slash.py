@@ -166,7 +166,7 @@ def test_budgets_out_of_range_raise_input_error(field):
 
 
 def test_no_loss_is_taken_under_a_pattern_that_looks_ahead(lm):
-    assert VerticalSlash.prefill_only
+    assert VerticalSlash.needs_whole_prompt and not VerticalSlash.is_causal
     with pytest.raises(InputError, match="vertical_slash.*nothing can be trained"):
         TrainConfig(model=ModelSection(preset="tiny", pattern=VerticalSlash()))
     with pytest.raises(InputError, match="vertical_slash.*no score"):

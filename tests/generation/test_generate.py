@@ -133,7 +133,7 @@ def test_generation_with_patterns_equals_full_recomputation(params, pattern, slo
     assert got == [_greedy_by_full_forward(lm, prompt, 6, exact=False) for prompt in prompts]
     # The text of 128 tokens is read through as many slots as the pattern can see.
     assert [cache.capacity for cache in made] == [slots]
-    assert made[0].slot_groups[0].rotated != pattern.moves_keys
+    assert made[0].kinds[0].rotated != pattern.moves_keys
 
 
 def test_rows_of_a_batch_do_not_know_of_each_other(params):

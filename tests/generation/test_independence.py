@@ -69,7 +69,7 @@ PATTERNS = HARD | {
 }
 for name, choice in Pattern.get_known_choices().items():
     for number, fields in enumerate(choice.examples):
-        if not choice.prefill_only:
+        if choice.is_causal:
             mark = {"token": MARK} if name == "landmark" else {}
             PATTERNS[f"{name}-{number}"] = draccus.decode(Pattern, {"type": name, **fields, **mark})
 
@@ -285,6 +285,6 @@ def test_every_registered_method_has_a_case():
     assert {type(rope) for rope in ROPES.values()} == set(Rope.get_known_choices().values())
     kinds = {type(pattern) for pattern in PATTERNS.values()}
     known = Pattern.get_known_choices().values()
-    assert kinds == {choice for choice in known if not choice.prefill_only}
+    assert kinds == {choice for choice in known if choice.is_causal}
     assert all(ROPES[name].depends_on_length for name in FOLLOW)
     assert dataclasses.replace(HARD["landmark-retrieves"]) in PATTERNS.values()

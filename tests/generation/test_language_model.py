@@ -60,7 +60,7 @@ def test_weights_and_caches_are_split_over_the_mesh(spread):
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
     config, mesh = spread.model.config, spread.model.mesh
     cache = cache_lib.create(config, 4, 64, mesh=mesh)
-    keys, _ = cache.layers[1]
+    keys = cache.layers[1]["keys"]
     assert keys.addressable_shards[0].data.shape == (1, config.num_kv_heads // 2, 64, 16)
     after = jax.jit(lambda cache: cache_lib.keep_layout(cache, mesh))(cache)
     assert jax.tree.all(

@@ -30,9 +30,9 @@ extend = jax.jit(cache_lib.extend)
     ids=str,
 )
 def test_a_cache_holds_the_visible_keys_of_a_chunk(pattern, length, chunk, slots):
-    found, rolling = cache_lib.policy(pattern.for_inference(), length, chunk)
+    kind, found = pattern.for_inference().layer_cache.fit(length, chunk)
     assert found == slots
-    assert (rolling is None) == (slots == length)
+    assert kind.keeps_all == (slots == length)
 
 
 def test_tokens_go_round_the_ring_behind_the_sinks_and_padding_goes_nowhere():
@@ -44,14 +44,14 @@ def test_tokens_go_round_the_ring_behind_the_sinks_and_padding_goes_nowhere():
         segments = np.stack([np.ones(8), at >= 13]).astype(np.int32)  # 13 tokens of padding
         positions = np.maximum(np.stack([at, at - 13]), 0)
         cache, (view,) = extend(cache, segments, positions)
-    (slots,) = cache.slot_groups
+    (slots,) = cache.slots
     assert cache.tokens.tolist() == [160, 147] and int(cache.filled) == 160
     for row, tokens in enumerate((160, 147)):
         assert slots.segments[row].all()
         kept = sorted(slots.index[row].tolist())
         assert kept == [0, 1, *range(tokens - 62, tokens)]
         np.testing.assert_array_equal(slots.positions[row], slots.index[row])
-        np.testing.assert_array_equal(slots.index[row, view.write_slots[row]], view.q_index[row])
+        np.testing.assert_array_equal(slots.index[row, view.write_slots[row]], view.new.index[row])
 
 
 def test_more_tokens_at_once_than_the_ring_allows_raise_input_error():

@@ -128,11 +128,11 @@ def nbytes(cache):
 def test_a_cache_of_mostly_local_layers_is_small_and_describes_each_layout_once():
     layers = (LayerKind(5, Sliding(window=32)), LayerKind())
     mix, full = (cache_lib.create(SIX.replace(layers=x), 2, 4096, chunk=16) for x in (layers, ()))
-    assert [group.num_slots for group in mix.slot_groups] == [64, 4096]
-    assert mix.group_by_layer == (0, 0, 0, 0, 0, 1) and full.group_by_layer == (0,) * 6
+    assert [slots.index.shape[1] for slots in mix.slots] == [64, 4096]
+    assert mix.kind_by_layer == (0, 0, 0, 0, 0, 1) and full.kind_by_layer == (0,) * 6
     assert nbytes(mix.layers) == nbytes(full.layers) * (4096 + 5 * 64) // (6 * 4096)
     assert nbytes(mix) < nbytes(full) / 4
-    assert mix.capacity == 4096 and mix.rolling is None
+    assert mix.capacity == 4096 and mix.bounds_length
 
 
 @pytest.mark.slow_except("two bases")

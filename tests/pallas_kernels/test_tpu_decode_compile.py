@@ -177,7 +177,7 @@ def test_a_decoding_step_of_a_model_copies_no_cache(preset):
     )
     traced = _read.trace(model, params, cache, token, None, at, rotation, None, None)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    elements = cache.layers[0][0].size
+    elements = cache.layers[0]["keys"].size
     memory = compiled.memory_analysis()
     assert compiled.as_text().count("lcjax_decode") >= 2
     assert made(compiled, elements) == []

@@ -166,7 +166,7 @@ def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
     def lower(run, *arguments):
         return jax.jit(run).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
 
-    if not chosen.prefill_only and pattern != "inf_llm":
+    if chosen.is_causal and pattern != "inf_llm":
         assert "tpu_custom_call" in lower(jax.grad(score), params, tokens)
     cache = abstract_cache(model, 8, 256, chunk=128)
 

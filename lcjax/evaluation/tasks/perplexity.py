@@ -322,8 +322,8 @@ class Perplexity(Task):
         return start_token(tokenizer, self.bos)
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
-        if self.protocol == "stream_sink" and None in (
-            pattern.cache_window() for pattern in model.config.patterns
+        if self.protocol == "stream_sink" and any(
+            pattern.layer_cache.keeps_all for pattern in model.config.patterns
         ):
             raise InputError(
                 f"tasks: {self.label} reads texts with a cache that evicts keys (stream_sink), and"

@@ -1,0 +1,263 @@
+"""What one layer remembers of the tokens that it has read: `LayerCache` and its kinds.
+
+A layer cache is a static description: which arrays a layer keeps, which slots new tokens take, and
+how attention reads them. `Pattern.layer_cache` names the kind that a pattern needs, and
+`lcjax.models.cache.Cache` holds the arrays of all layers.
+
+A *full* cache has a slot for every token. All rows of a batch fill the same slots, so shorter
+prompts are padded on the left, and `segments` marks the slots that hold a token. A *ring* serves
+patterns that see only the first and the last tokens: each row writes its tokens to the sinks, then
+to a ring, and the cache does not grow with the text. The slot of a token then depends on the data,
+and masks test `index`, the order indices of the slots.
+
+Keys are stored rotated, which is exact if the rotation is the same for the whole request. With
+`rotated=False` they are stored unrotated, and every step rotates all of them. Patterns that move
+keys need unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from lcjax.errors import InputError
+from lcjax.rope import rotate
+
+if TYPE_CHECKING:
+    from lcjax.attention.base import AttentionMetadata, Pattern
+
+Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
+
+
+class LayerShape(NamedTuple):
+    """The sizes of a layer that its cache depends on."""
+
+    num_heads: int  # query heads
+    num_kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype  # of keys and values
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The tokens in S slots of a cache, or S new tokens."""
+
+    segments: Int[Array, "B S"]  # 1 where there is a token, else 0
+    positions: Num[Array, "B S"]
+    index: Int[Array, "B S"]  # order indices
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The slots of a layer in one call, including the T new tokens."""
+
+    slots: Tokens  # [B, S]
+    new: Tokens  # [B, T]
+    start: Int[Array, ""]  # a full cache writes to slots start .. start + T - 1
+    write_slots: Int[Array, "B T"] | None  # to which a ring writes; S for padding
+    kind: LayerCache = dataclasses.field(metadata={"static": True})
+
+    def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Returns metadata whose keys are the slots of the cache; queries are the new tokens."""
+        slots = self.start + jnp.arange(self.new.index.shape[1], dtype=jnp.int32)
+        return metadata.replace(
+            k_positions=self.slots.positions,
+            q_index=self.new.index,
+            k_index=self.slots.index,
+            # Padding queries have segment 0 and so see no keys.
+            q_segments=self.new.segments,
+            k_segments=self.slots.segments,
+            row_indices=(slots, None) if self.write_slots is None else None,
+            keys_rotated=self.kind.rotated,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache(abc.ABC):
+    """What a layer remembers of the tokens that it has read."""
+
+    # Whether every token keeps its slot. Then rows can branch and be cut to fewer tokens.
+    keeps_all: ClassVar[bool]
+    # Whether there is nothing but the keys and values of tokens, in slots known before they are
+    # read. Then packed prompts can be moved to rows.
+    holds_keys_only: ClassVar[bool] = False
+
+    rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
+
+    @abc.abstractmethod
+    def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
+        """Returns the cache of a request, of the same kind or a full one, and its slots.
+
+        Args:
+          length: maximum number of tokens of a row.
+          chunk: maximum number of tokens that are read at once; None: unknown.
+        """
+
+    @abc.abstractmethod
+    def num_visible(self, length: int, tokens: int) -> int:
+        """Returns how many of `length` keys at least one of the last `tokens` tokens sees."""
+
+    @abc.abstractmethod
+    def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes of one row's arrays by name, each [heads, _, _]."""
+
+    @abc.abstractmethod
+    def reserve(self, slots: Tokens, new: Tokens, filled: Int[Array, ""]) -> View:
+        """Reserves slots for new tokens.
+
+        Args:
+          slots: the tokens in the cache, [B, S].
+          new: the new tokens, [B, T].
+          filled: tokens read before, padding included.
+
+        Raises:
+          InputError: the tokens would overwrite keys that they need.
+        """
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        arrays: Arrays,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        pattern: Pattern,
+        view: View,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "B T N H"], Arrays]:
+        """Adds new tokens to a layer's arrays and computes their attention over all slots.
+
+        Args:
+          arrays: those of the earlier tokens.
+          q, k, v: unrotated queries and keys, and values, of the new tokens.
+          pattern: the pattern of the layer, for inference.
+          view: slots of the call.
+          metadata: positions and rotation of the call (`View.update_metadata`).
+
+        Returns:
+          The output, and the arrays with the new tokens.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class FullCache(LayerCache):
+    """Keys and values [B, K, S, H], with a slot for every token.
+
+    Heads precede slots, the order in which a decoding step multiplies them, so that reading the
+    cache never copies it.
+    """
+
+    keeps_all: ClassVar[bool] = True
+    holds_keys_only: ClassVar[bool] = True
+
+    def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
+        return self, length
+
+    def num_visible(self, length: int, tokens: int) -> int:
+        return length
+
+    def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+        pair = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, layer.head_dim), layer.dtype)
+        return {"keys": pair, "values": pair}
+
+    def reserve(self, slots: Tokens, new: Tokens, filled: Int[Array, ""]) -> View:
+        def write(cached, new):
+            new = new.astype(cached.dtype)
+            return jax.lax.dynamic_update_slice(cached, new, (0, filled))
+
+        return View(jax.tree.map(write, slots, new), new, filled, None, self)
+
+    def append(
+        self,
+        arrays: Arrays,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        pattern: Pattern,
+        view: View,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+        """Writes the keys and values of new tokens; returns those of all slots.
+
+        The pattern's `key_positions` are the positions to which keys are rotated.
+        """
+        if self.rotated:
+            positions = pattern.key_positions(metadata.q_positions, view.new.index)
+            k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
+        return _write(arrays["keys"], k, view), _write(arrays["values"], v, view)
+
+    def attend(self, arrays, q, k, v, pattern, view, metadata):
+        keys, values = self.append(arrays, k, v, pattern, view, metadata)
+        out = pattern.attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), metadata)
+        return out, {"keys": keys, "values": values}
+
+
+@dataclasses.dataclass(frozen=True)
+class RingCache(FullCache):
+    """Keys and values of the first `sinks` tokens, and of the last ones in a ring."""
+
+    keeps_all: ClassVar[bool] = False
+    holds_keys_only: ClassVar[bool] = False
+
+    sinks: int
+    recent: int  # last tokens that a new token may see, itself included
+
+    def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
+        full = FullCache(rotated=self.rotated), length
+        if chunk is None:
+            return full
+        slots = whole_blocks(self.num_slots(min(chunk, length)))
+        return (self, slots) if slots < length else full
+
+    def num_visible(self, length: int, tokens: int) -> int:
+        return min(length, self.num_slots(tokens))
+
+    def num_slots(self, tokens: int) -> int:
+        """Returns the number of slots that are needed to read `tokens` tokens at once.
+
+        All `recent` tokens that the first of them sees must stay in the cache.
+        """
+        return self.sinks + self.recent + tokens - 1
+
+    def slot(self, order: Int[Array, "B T"], slots: int) -> Int[Array, "B T"]:
+        """Returns the slots of the tokens with order indices `order`, in a cache of `slots`."""
+        ring = slots - self.sinks
+        return jnp.where(order < self.sinks, order, self.sinks + (order - self.sinks) % ring)
+
+    def reserve(self, slots: Tokens, new: Tokens, filled: Int[Array, ""]) -> View:
+        rows, length = new.index.shape
+        capacity = slots.index.shape[1]
+        longest = capacity - self.num_slots(1) + 1
+        if length > longest:
+            raise InputError(
+                f"{length} tokens at once overwrite keys that they need in a rolling cache of "
+                f"{capacity} slots; read at most {longest}, or create it with chunk={length}"
+            )
+        places = jnp.where(new.segments != 0, self.slot(new.index, capacity), capacity)
+
+        def write(cached, new):
+            new = new.astype(cached.dtype)
+            return cached.at[jnp.arange(rows)[:, None], places].set(new, mode="drop")
+
+        return View(jax.tree.map(write, slots, new), new, filled, places, self)
+
+
+def whole_blocks(slots: int) -> int:
+    """Rounds `slots` up to a multiple that attention reads without padding the cache first."""
+    unit = 64 if slots <= 1024 else 1024
+    return -(-slots // unit) * unit
+
+
+def _write(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
+    """Writes `new` [B, T, K, H] to the slots of `view` in `cached` [B, K, S, H]."""
+    new = new.astype(cached.dtype)
+    if view.write_slots is None:
+        return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, view.start, 0))
+    rows = jnp.arange(new.shape[0])[:, None]
+    return cached.at[rows, :, view.write_slots].set(new, mode="drop")
