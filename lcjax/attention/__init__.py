@@ -4,6 +4,7 @@ from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, or
 from lcjax.attention.bigbird import BigBird
 from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.dual_chunk import DualChunk
+from lcjax.attention.eviction import CachePolicy, Candidates
 from lcjax.attention.inf_llm import InfLLM
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
@@ -16,8 +17,8 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "POSITIONS", "AttentionMetadata", "BigBird", "Bidirectional", "Causal", "Chunked",
-    "Disentangled", "DualChunk", "InfLLM", "LMInfinite", "Landmark", "Longformer", "Pass",
-    "Pattern", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding", "SparseTransformer",
-    "Streaming", "TransformerXL", "VerticalSlash", "order_indices",
+    "POSITIONS", "AttentionMetadata", "BigBird", "Bidirectional", "CachePolicy", "Candidates",
+    "Causal", "Chunked", "Disentangled", "DualChunk", "InfLLM", "LMInfinite", "Landmark",
+    "Longformer", "Pass", "Pattern", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding",
+    "SparseTransformer", "Streaming", "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

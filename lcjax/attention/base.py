@@ -246,6 +246,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     # Whether a token sees only tokens before it. Otherwise a text has no score, and a model cannot
     # be trained to predict it.
     is_causal: ClassVar[bool] = True
+    # Whether tokens may be evicted from a cache: every token sees all tokens before it.
+    allows_eviction: ClassVar[bool] = False
     # Whether the model reads texts with inserted landmark tokens.
     has_landmarks: ClassVar[bool] = False
 

@@ -8,7 +8,8 @@ A *full* cache has a slot for every token. All rows of a batch fill the same slo
 prompts are padded on the left, and `segments` marks the slots that hold a token. A *ring* serves
 patterns that see only the first and the last tokens: each row writes its tokens to the sinks, then
 to a ring, and the cache does not grow with the text. The slot of a token then depends on the data,
-and masks test `index`, the order indices of the slots.
+and masks test `index`, the order indices of the slots. `lcjax.attention.eviction` has a third kind,
+in which each key head keeps the tokens that a policy chooses.
 
 Keys are stored rotated, which is exact if the rotation is the same for the whole request. With
 `rotated=False` they are stored unrotated, and every step rotates all of them. Patterns that move
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,25 +59,17 @@ class Tokens:
 class View:
     """The slots of a layer in one call, including the T new tokens."""
 
-    slots: Tokens  # [B, S]
+    slots: Any  # what layers of this kind share (`LayerCache.shared`), with the new tokens
     new: Tokens  # [B, T]
-    start: Int[Array, ""]  # a full cache writes to slots start .. start + T - 1
+    start: Int[Array, ""]  # without `write_slots`, tokens are written to start .. start + T - 1
     write_slots: Int[Array, "B T"] | None  # to which a ring writes; S for padding
     kind: LayerCache = dataclasses.field(metadata={"static": True})
 
     def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Returns metadata whose keys are the slots of the cache; queries are the new tokens."""
-        slots = self.start + jnp.arange(self.new.index.shape[1], dtype=jnp.int32)
-        return metadata.replace(
-            k_positions=self.slots.positions,
-            q_index=self.new.index,
-            k_index=self.slots.index,
-            # Padding queries have segment 0 and so see no keys.
-            q_segments=self.new.segments,
-            k_segments=self.slots.segments,
-            row_indices=(slots, None) if self.write_slots is None else None,
-            keys_rotated=self.kind.rotated,
-        )
+        """Returns metadata whose queries are the new tokens, and whose keys are the slots."""
+        # Padding queries have segment 0 and so see no keys.
+        queries = {"q_index": self.new.index, "q_segments": self.new.segments}
+        return metadata.replace(**queries, **self.kind.key_metadata(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +81,10 @@ class LayerCache(abc.ABC):
     # Whether there is nothing but the keys and values of tokens, in slots known before they are
     # read. Then packed prompts can be moved to rows.
     holds_keys_only: ClassVar[bool] = False
+    # Whether something happens at the end of a prompt (`end_prompt`), or of a chunk. A cache that
+    # acts on chunks gives a row the same result in every batch only if rows begin in one column.
+    acts_on_prompt: ClassVar[bool] = False
+    acts_on_chunk: ClassVar[bool] = False
 
     rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
 
@@ -109,17 +106,41 @@ class LayerCache(abc.ABC):
         """Returns shapes and dtypes of one row's arrays by name, each [heads, _, _]."""
 
     @abc.abstractmethod
-    def reserve(self, slots: Tokens, new: Tokens, filled: Int[Array, ""]) -> View:
+    def shared(self, rows: int, slots: int) -> Any:
+        """Returns shapes and dtypes of the arrays that all layers of this kind share."""
+
+    @abc.abstractmethod
+    def reserve(self, slots: Any, new: Tokens, filled: Int[Array, ""]) -> View:
         """Reserves slots for new tokens.
 
         Args:
-          slots: the tokens in the cache, [B, S].
+          slots: the shared arrays.
           new: the new tokens, [B, T].
           filled: tokens read before, padding included.
 
         Raises:
           InputError: the tokens would overwrite keys that they need.
         """
+
+    def key_metadata(self, view: View) -> dict[str, Any]:
+        """Returns the fields of `AttentionMetadata` that describe the keys in shared slots."""
+        return {}
+
+    def end_prompt(
+        self, arrays: Arrays, slots: Any, new: int, chunk: int
+    ) -> tuple[LayerCache, Arrays, Any]:
+        """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
+
+        Args:
+          arrays: those of a layer, or of all layers, stacked.
+          slots: the shared arrays.
+          new: maximum number of tokens that follow.
+          chunk: maximum number of these that are read at once.
+
+        Returns:
+          The kind of cache from now on, and its arrays.
+        """
+        return self, arrays, slots
 
     @abc.abstractmethod
     def attend(
@@ -167,12 +188,27 @@ class FullCache(LayerCache):
         pair = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, layer.head_dim), layer.dtype)
         return {"keys": pair, "values": pair}
 
+    def shared(self, rows: int, slots: int) -> Tokens:
+        whole = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
+        # Positions may be fractional.
+        return Tokens(whole, jax.ShapeDtypeStruct((rows, slots), jnp.float32), whole)
+
     def reserve(self, slots: Tokens, new: Tokens, filled: Int[Array, ""]) -> View:
         def write(cached, new):
             new = new.astype(cached.dtype)
             return jax.lax.dynamic_update_slice(cached, new, (0, filled))
 
         return View(jax.tree.map(write, slots, new), new, filled, None, self)
+
+    def key_metadata(self, view: View) -> dict[str, Any]:
+        places = view.start + jnp.arange(view.new.index.shape[1], dtype=jnp.int32)
+        return {
+            "k_positions": view.slots.positions,
+            "k_index": view.slots.index,
+            "k_segments": view.slots.segments,
+            "row_indices": (places, None) if view.write_slots is None else None,
+            "keys_rotated": self.rotated,
+        }
 
     def append(
         self,

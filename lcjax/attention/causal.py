@@ -16,6 +16,8 @@ from pallas_kernels import causal, chunks, everything, window
 class Causal(Pattern):
     """Every token sees itself and all tokens before it."""
 
+    allows_eviction: ClassVar[bool] = True
+
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal())]
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import jax
 
 from lcjax import checkpoints
-from lcjax.attention import Pattern
+from lcjax.attention import CachePolicy, Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
 from lcjax.errors import InputError, check_fields, check_seed
@@ -41,6 +41,8 @@ class ModelSection:
     # Kinds of layers, from the first layer on; the list repeats. Each entry is for `repeat` layers,
     # with its pattern and rope, or those above where it has none; null: the checkpoint's own.
     layers: tuple[LayerKind, ...] | None = None
+    # Which tokens layers keep while texts are read and generated; null: all that patterns need
+    cache: CachePolicy | None = None
     memory: MemorySection | None = None  # context outside the window; null: the checkpoint's own
     # Number of first layers of path that become a memory's encoder, to be trained with
     # data.masking; null: the model is unchanged.
@@ -58,7 +60,8 @@ class ModelSection:
     seed: int = 0  # of random weights, and of a learned rope's new weights
 
     def __post_init__(self):
-        for field, base in (("rope", Rope), ("pattern", Pattern), ("memory", MemorySection)):
+        registries = {"rope": Rope, "pattern": Pattern, "cache": CachePolicy}
+        for field, base in (registries | {"memory": MemorySection}).items():
             check_instance(f"model.{field}", getattr(self, field), base)
         for kind in self.layers if isinstance(self.layers, list | tuple) else ():
             if not isinstance(kind, LayerKind):
@@ -95,6 +98,7 @@ class Settings(TypedDict, total=False):
     rope: Rope | None
     pattern: Pattern | None
     layers: tuple[LayerKind, ...] | None
+    cache: CachePolicy | None
     memory: MemorySection | None
     encoder_layers: int | None
     position: str | None
@@ -117,6 +121,8 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
         changes |= {"rope": resolve_rope(section.rope, config), "extended_length": None}
     if section.pattern is not None:
         changes["pattern"] = section.pattern
+    if section.cache is not None:
+        changes["cache"] = section.cache
     if section.layers is not None:
         changes["layers"] = tuple(
             kind if kind.rope is None

@@ -7,7 +7,7 @@ from typing import Any
 import draccus
 import numpy as np
 
-from lcjax.attention import Pattern
+from lcjax.attention import CachePolicy, Pattern
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.load import identity, load_tokenizer
@@ -35,6 +35,7 @@ class Method:
     name: str
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
+    cache: CachePolicy | None = None  # which tokens layers keep; null: that of model.cache
     path: str | None = None  # another checkpoint than model.path, such as a training run
     # Another memory than model.memory, to measure time and memory use: weights that the checkpoint
     # lacks are random; null: the model's
@@ -219,14 +220,15 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     `length` tokens, it is that of each prompt with its answer.
     """
     source = method.retriever or split_of(method, model)
+    choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
     if source is None:
-        length = None if prompts else length
-        return model.with_method(rope=method.rope, pattern=method.pattern, length=length)
-    model = model.with_method(rope=method.rope, pattern=method.pattern)
+        return model.with_method(**choices, length=None if prompts else length)
+    model = model.with_method(**choices)
     return source.reader(model, length, prompts=prompts)
 
 
 def method_settings(model, method: Method) -> Any:
     """Returns the config of `model` with the settings of `method`, as plain values."""
-    config = model.with_method(rope=method.rope, pattern=method.pattern).config
+    choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
+    config = model.with_method(**choices).config
     return draccus.encode(config) if dataclasses.is_dataclass(config) else None

@@ -115,6 +115,8 @@ class Conversation:
         self.messages: list[dict[str, str]] = []  # of `say`
         self._num_generated = 0  # tokens of all turns, so that each has draws of its own
         chunk = prefill_chunk_size(prefill_chunk)
+        if lm.config.cache is not None and lm.config.cache.chunk is not None:
+            chunk = lm.config.cache.chunk
         self._chunk = self.length if lm.config.needs_whole_prompt else chunk
         self._start_over()
 
@@ -264,4 +266,6 @@ class Conversation:
         ids = np.array(self._ids[self._num_read :], np.int32)
         logits = self._session.read_ids(ids, self._num_read, self._chunk)
         self._num_read += len(ids)
+        if len(ids) > 1:  # else a generated token
+            self._session.end_prompt(self.length, self._chunk)
         return logits

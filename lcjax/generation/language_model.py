@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lcjax import cost
-from lcjax.attention import Pattern
+from lcjax.attention import CachePolicy, Pattern
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import Tokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
@@ -45,6 +45,7 @@ from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
     Continuation,
     Text,
+    score_by_chunk,
     score_continuations,
     score_texts,
     score_with_landmarks,
@@ -125,7 +126,7 @@ class LanguageModel(Scorer):
             f"{config.num_layers} layers, trained length {config.max_length}",
             f"position={config.position}",
         ]
-        methods = {name: getattr(config, name) for name in ("rope", "pattern", "memory")}
+        methods = {name: getattr(config, name) for name in ("rope", "pattern", "cache", "memory")}
         parts += [f"{name}={type(x).__name__}" for name, x in methods.items() if x is not None]
         if len(config.kinds) > 1:
             parts.append(f"{len(config.kinds)} kinds of layers")
@@ -175,15 +176,17 @@ class LanguageModel(Scorer):
         *,
         rope: Rope | None = None,
         pattern: Pattern | None = None,
+        cache: CachePolicy | None = None,
         memory: Memory | None = None,
         length: int | None = None,
     ) -> "LanguageModel":
-        """Returns a model with the same weights and another RoPE method, pattern or memory setting.
+        """Returns a model with the same weights and another method of reading.
 
         Args:
           rope: RoPE method of the layers that have none of their own in `config.layers`; None:
             unchanged.
           pattern: attention pattern of the layers that have none of their own; None: unchanged.
+          cache: which tokens layers keep while texts are read and generated; None: unchanged.
           memory: the memory of `config` with other settings, such as CEPE's `trained_context`;
             None: unchanged.
           length: minimum number of tokens that rotations are made for; None: the length of each
@@ -193,7 +196,8 @@ class LanguageModel(Scorer):
           InputError: the weights do not fit the method.
         """
         for name, value, base in (
-            ("rope", rope, Rope), ("pattern", pattern, Pattern), ("memory", memory, Memory)
+            ("rope", rope, Rope), ("pattern", pattern, Pattern), ("cache", cache, CachePolicy),
+            ("memory", memory, Memory),
         ):  # fmt: skip
             check_instance(name, value, base)
         if length is not None:
@@ -208,6 +212,8 @@ class LanguageModel(Scorer):
             changes["extended_length"] = length
         if pattern is not None:
             changes["pattern"] = pattern.for_inference()
+        if cache is not None:
+            changes["cache"] = cache
         if memory is not None:
             check_memory(self.config.memory)
             kind = type(self.config.memory)
@@ -219,7 +225,7 @@ class LanguageModel(Scorer):
             changes["memory"] = memory.for_inference()
         other.config = self.config.replace(**changes)
         model = self.model
-        method = {name: getattr(other.config, name) for name in ("pattern", "memory")}
+        method = {name: getattr(other.config, name) for name in ("pattern", "cache", "memory")}
         other.model = Decoder(model.config.replace(**method), model.mesh)
         return other
 
@@ -233,7 +239,8 @@ class LanguageModel(Scorer):
     ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
-        `load` opens it with the same method. So does transformers if it implements the method: RoPE
+        `load` opens it with the same method but without `config.cache`, which belongs to a program
+        and not to weights. So does transformers if it implements the method: RoPE
         methods up to `config.rope.hf_limit` tokens, and the sliding window of Mistral and Qwen2.
 
         Args:
@@ -438,6 +445,8 @@ class LanguageModel(Scorer):
                 lambda x: np.pad(x, [(0, 0), (first, 0)] + [(0, 0)] * (x.ndim - 2)),
                 score_with_landmarks(self, score, *options),
             )
+        if self.config.cache is not None:
+            return score_by_chunk(self, score, tokens, lengths, first, with_ffn_input)
         texts = [
             Text(row[:length], first - 1, row[first:length])
             for row, length in zip(tokens, lengths, strict=True)
@@ -483,6 +492,9 @@ class LanguageModel(Scorer):
             tokens = np.pad(tokens, [(0, 0), (0, 1)])  # a next token, which is not read
             options = (landmarks, tokens, lengths + 1, 1, memory)
             return score_with_landmarks(self, text_logits, *options)
+        if self.config.cache is not None:
+            tokens = np.pad(tokens, [(0, 0), (0, 1)])
+            return score_by_chunk(self, text_logits, tokens, lengths + 1, 1)[:, 1:]
         rotation = self.rotations(np.maximum(lengths, 1))
         # `text_logits` ignores the targets: only their number counts.
         texts = [Text(row, 0, row) for row in rows]

@@ -266,6 +266,50 @@ def score_with_landmarks(
     return scores
 
 
+def score_by_chunk(
+    lm: "LanguageModel",
+    score: Callable[..., Any],
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    first: int,
+    with_ffn_input: bool = False,
+) -> Any:
+    """Scores tokens [B, T] from `first` on with a model whose cache is cut after every chunk.
+
+    The arguments are those of `LanguageModel.score`. Returns arrays [B, T, ...], 0 where `nll` is.
+
+    Raises:
+      InputError: the cache is cut at the end of a prompt only.
+    """
+    config = lm.model.config
+    if config.cache.chunk is None:
+        raise InputError(
+            "model.cache.chunk=None evicts tokens at the end of a prompt, after all tokens of a"
+            " text are scored; set model.cache.chunk=1024, or score continuations of prompts"
+        )
+    num_texts, width = tokens.shape
+    tokens, lengths = (np.array(fill_rows(lm.model, x)) for x in (tokens, lengths))
+    chunk = config.cache.chunk
+    num_read = session_lib.prompt_bucket(width - 1, chunk)  # the last token is not read
+    text, targets = (pad_right(x, num_read) for x in (tokens[:, :-1], tokens[:, 1:]))
+    segments = (np.arange(num_read) < lengths[:, None] - 1).astype(np.int32)
+    positions = np.broadcast_to(np.arange(num_read, dtype=np.int32), text.shape)
+    slots = cache_lib.whole_blocks(num_read)
+    cache = cache_lib.create(config, len(text), slots, chunk=chunk, mesh=lm.mesh)
+    rotation = lm.rotations(np.maximum(lengths, 1))
+    session = Session(lm.model, lm.params, cache, rotation, None, with_ffn_input)
+    scores = session.score(text, targets, segments, positions, chunk=chunk, score=score)
+    is_scored = (np.arange(width) >= first) & (np.arange(width) < lengths[:num_texts, None])
+
+    def place(x):
+        values = np.zeros((num_texts, width, *x.shape[2:]), x.dtype)
+        values[:, 1:] = x[:num_texts, : width - 1]
+        values[~is_scored] = 0
+        return values
+
+    return jax.tree.map(place, scores)
+
+
 # Continuations of prompts
 
 
@@ -329,6 +373,7 @@ def score_continuations(
     if prefix is not None:
         prefix.check_keys(lm, lengths)
     is_single = prefix is None and all(len(row) == 1 for row in continuations)
+    is_single = is_single and config.cache is None  # which may act between prompt and continuation
     if is_single and config.is_position_based and longest <= prefill_chunk_size(None):
         return score_at_once(lm, prompts, continuations, lm.rotations(lengths), memory)
     rotation = lm.rotations(np.array(fill_rows(lm.model, lengths)))

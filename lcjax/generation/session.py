@@ -243,6 +243,36 @@ class Session:
             )  # fmt: skip
         return logits
 
+    def read_from_first_column(
+        self, tokens: np.ndarray, lengths: np.ndarray, sizes: Sequence[int]
+    ) -> Any:
+        """Reads texts with padding after them, so that a row has the chunks that it has alone.
+
+        Args:
+          tokens: int32 [B, T].
+          lengths: int [B], tokens of each row.
+          sizes: sizes of the chunks, T in all.
+
+        Returns:
+          What `read` returns for the last token of each row.
+        """
+        columns = np.arange(tokens.shape[1])
+        segments = (columns < lengths[:, None]).astype(np.int32)
+        positions = np.broadcast_to(columns, tokens.shape)
+        last, start = None, 0
+        for chunk, size in zip(_split(sizes, tokens, segments, positions), sizes, strict=True):
+            ends = np.clip(size + start - lengths + 1, 1, size)
+            output = self.read(*chunk, ends)
+            is_here = (lengths > start)[:, None]  # later chunks of a row are padding
+            if last is not None:
+                output = jax.tree.map(functools.partial(jnp.where, is_here), output, last)
+            last, start = output, start + size
+        return last
+
+    def end_prompt(self, new: int, chunk: int) -> None:
+        """Lets layers with a cache policy evict tokens of the prompt (`cache.end_prompt`)."""
+        self.cache = cache_lib.end_prompt(self.cache, new, chunk, self.model.mesh)
+
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
         """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.
 
@@ -406,7 +436,7 @@ def read_prompts(
       rotation: shared by all rows, or stacked.
       num_new: number of tokens that the cache has space for after the prompts.
       chunk: number of tokens that are read at once; ignored if the model reads ahead, which reads
-        all of them.
+        all of them, or if its cache policy has a chunk size.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: the landmarks of a landmark model, which the prompts contain; None for others.
       memory: the encoded context of the rows.
@@ -417,6 +447,9 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
+    policy = lm.model.config.cache
+    if policy is not None and policy.chunk is not None:
+        chunk = policy.chunk
     if lm.model.config.needs_whole_prompt and landmarks is None:
         chunk = whole_prompt_bucket(max(map(len, prompts)))
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
@@ -436,8 +469,14 @@ def read_prompts(
     is_plain = is_plain and not with_ffn_input
     if is_plain and can_pack(lm.model, cache, lengths, width, rotation):
         return read_packed(session, prompts, segments, positions), session
+    if any(kind.acts_on_chunk for kind in cache.kinds):
+        sizes = padded_chunks(width, chunk)[::-1]
+        tokens = pad_right(prompts, width)
+        return session.read_from_first_column(tokens, np.array(lengths), sizes), session
     columns = (x[:, first:] for x in (tokens, segments, positions))
-    return session.read(*columns, ends, sizes=padded_chunks(width - first, chunk)), session
+    output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
+    session.end_prompt(num_new, chunk)
+    return output, session
 
 
 def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):

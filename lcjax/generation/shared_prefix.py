@@ -102,9 +102,11 @@ class CachedPrefix(NamedTuple):
         `exact` is whether rotations change while text is generated.
         """
         if not can_share_prefix(config):
-            names = " or ".join(type(pattern).__name__ for pattern in config.patterns)
+            names = [type(pattern).__name__ for pattern in config.patterns]
+            names += [] if config.cache is None else [type(config.cache).__name__]
+            names = " or ".join(names)
             raise InputError(
-                f"prefix: with {names} the keys that a token sees depend on the later tokens of the"
+                f"prefix: with {names} the keys that a token sees depend on other tokens of the"
                 " prompt, so prompts cannot share a prefix; leave prefix out"
             )
         if context is not None or exact:
@@ -124,7 +126,7 @@ class CachedPrefix(NamedTuple):
             raise InputError(
                 "prefix was read by another model; read it with the one that reads the prompts"
             )
-        for name in ("rope", "pattern", "layers"):
+        for name in ("rope", "pattern", "layers", "cache"):
             read_with, expected = getattr(self.lm.config, name), getattr(lm.config, name)
             if read_with != expected:
                 raise InputError(
@@ -148,7 +150,7 @@ class CachedPrefix(NamedTuple):
 def can_share_prefix(config: ModelConfig) -> bool:
     """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
     keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
-    return config.is_position_based and keeps_all
+    return config.is_position_based and keeps_all and config.cache is None
 
 
 def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:

@@ -34,7 +34,7 @@ class Cache:
     """
 
     layers: Any
-    slots: tuple[Tokens, ...]  # the tokens in the slots, for each of `kinds`
+    slots: tuple[Any, ...]  # `LayerCache.shared` of each of `kinds`
     filled: Int[Array, ""]  # tokens read, padding included
     tokens: Int[Array, " B"]  # tokens read in each row, without padding
     kinds: tuple[LayerCache, ...] = dataclasses.field(metadata={"static": True})
@@ -43,13 +43,18 @@ class Cache:
     @property
     def capacity(self) -> int:
         """The largest number of slots of any layer."""
-        return max(slots.index.shape[1] for slots in self.slots)
+        return max(self._num_slots)
 
     @property
     def bounds_length(self) -> bool:
         """Whether `capacity` is the maximum number of tokens; a ring takes any number."""
-        sizes = [slots.index.shape[1] for slots in self.slots]
-        return self.kinds[sizes.index(max(sizes))].keeps_all
+        largest = self._num_slots.index(self.capacity)
+        return self.kinds[self.kind_by_layer[largest]].keeps_all
+
+    @property
+    def _num_slots(self) -> list[int]:
+        layers = [self.layers] if isinstance(self.layers, dict) else self.layers
+        return [arrays["keys"].shape[-2] for arrays in layers]
 
 
 def create(
@@ -112,12 +117,8 @@ def abstract_cache(
     return Cache(
         layers=layer(0, len(kinds)) if config.stacked else tuple(map(layer, kinds)),
         slots=tuple(
-            Tokens(
-                segments=array((batch, slots), jnp.int32),
-                positions=array((batch, slots), jnp.float32),  # may be fractional
-                index=array((batch, slots), jnp.int32),
-            )
-            for _, slots in distinct
+            jax.tree.map(lambda x: array(x.shape, x.dtype), kind.shared(batch, slots))
+            for kind, slots in distinct
         ),
         filled=array((), jnp.int32),
         tokens=array((batch,), jnp.int32),
@@ -133,7 +134,8 @@ def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCach
     """
     pattern = config.pattern.for_inference()
     rotated = not pattern.moves_keys if rotated is None else rotated
-    return dataclasses.replace(pattern.layer_cache, rotated=rotated)
+    kind = pattern.layer_cache if config.cache is None else config.cache.layer_cache(pattern)
+    return dataclasses.replace(kind, rotated=rotated)
 
 
 def layer_shape(config: "ModelConfig") -> LayerShape:
@@ -247,6 +249,40 @@ def branch(
         tokens=jnp.maximum(filled - padding, 0).astype(jnp.int32),
     )
     return keep_layout(branched, mesh)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None) -> Cache:
+    if isinstance(cache.layers, dict):
+        (kind,), (slots,) = cache.kinds, cache.slots
+        kind, layers, slots = kind.end_prompt(cache.layers, slots, new, chunk)
+        ended = dataclasses.replace(cache, layers=layers, slots=(slots,), kinds=(kind,))
+        return keep_layout(ended, mesh)
+    kinds, shared, layers = list(cache.kinds), list(cache.slots), []
+    for arrays, number in zip(cache.layers, cache.kind_by_layer, strict=True):
+        kind, arrays, slots = cache.kinds[number].end_prompt(
+            arrays, cache.slots[number], new, chunk
+        )
+        kinds[number], shared[number] = kind, slots
+        layers.append(arrays)
+    ended = dataclasses.replace(
+        cache, layers=tuple(layers), slots=tuple(shared), kinds=tuple(kinds)
+    )
+    return keep_layout(ended, mesh)
+
+
+def end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None = None) -> Cache:
+    """Ends a prompt: layers with a cache policy evict tokens and free their slots.
+
+    Args:
+      cache: the cache with the prompt.
+      new: maximum number of tokens that follow.
+      chunk: maximum number of these that are read at once.
+      mesh: as in `create`.
+    """
+    if not any(kind.acts_on_prompt for kind in cache.kinds):
+        return cache
+    return _end_prompt(cache, new, chunk, mesh)
 
 
 def write_packed(cache: Cache, key_values: Any) -> Cache:

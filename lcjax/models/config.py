@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lcjax.attention import POSITIONS, Bidirectional, Causal, Pattern, Sliding
+from lcjax.attention import POSITIONS, Bidirectional, CachePolicy, Causal, Pattern, Sliding
 from lcjax.config import check_instance
 from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.models.experts import Experts
@@ -106,6 +106,8 @@ class ModelConfig:
     # Layers with their own pattern or rope, repeated from the first to the last layer. Empty: all
     # layers have `pattern` and `rope`.
     layers: tuple[LayerKind, ...] = ()
+    # Which tokens layers keep while they read and generate; null: all that their patterns need
+    cache: CachePolicy | None = None
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
     # What the backward pass recomputes: none: nothing; full: whole layers; attention: layers except
@@ -144,6 +146,8 @@ class ModelConfig:
             self._check_experts()
         if self.memory is not None:
             self._check_memory()
+        if self.cache is not None:
+            self._check_cache()
         if self.attention_soft_cap is not None and not (
             self.is_position_based and self.position == "rope"
         ):
@@ -210,6 +214,17 @@ class ModelConfig:
                     " take a model of the Llama, Mistral or Qwen2 families"
                 )
         self.memory.check(self)
+
+    def _check_cache(self) -> None:
+        """Raises an InputError if tokens cannot be evicted from caches of this model."""
+        check_instance("model.cache", self.cache, CachePolicy)
+        if self.memory is not None or self.position != "rope":
+            reason = "model.memory" if self.memory is not None else f"position={self.position}"
+            raise InputError(
+                f"model.cache is not defined for models with {reason}; leave one of the two out"
+            )
+        for pattern in self.patterns:
+            self.cache.check(pattern)
 
     def for_inference(self) -> "ModelConfig":
         """Returns the config for evaluation and generation."""

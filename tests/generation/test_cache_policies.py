@@ -1,0 +1,319 @@
+"""Cache policies: what is kept, what it costs, and that no row notices its batch."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from small_norm import SmallNorm
+
+import lcjax
+from lcjax import cost
+from lcjax.attention import CachePolicy, Landmark, Sliding
+from lcjax.checkpoints import ByteTokenizer, load_config
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder
+from lcjax.checkpoints.weights import read_params
+from lcjax.config import parse
+from lcjax.errors import InputError
+from lcjax.evaluation import EvalConfig
+from lcjax.generation.conversation import Conversation
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
+from lcjax.generation.session import Session
+from lcjax.models import Decoder, LayerKind, preset
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import random_params
+from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.training import TrainConfig
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kv_cache.json"
+TINY = preset("tiny")
+SIX = Sampling(max_new_tokens=6, min_new_tokens=6)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff(CachePolicy):
+    """-cos(k_t, mean of k / |k|): needs the mean over the tokens of a row, and no others."""
+
+    def score(self, slots):
+        k = slots.keys.astype(jnp.float32)
+        unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+        is_token = (slots.index >= 0)[..., None]
+        mean = jnp.where(is_token, unit, 0).sum(2, keepdims=True) / is_token.sum(2, keepdims=True)
+        return -(unit * mean).sum(-1) / jnp.linalg.norm(mean, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(CachePolicy):
+    def score(self, slots):
+        return slots.index.astype(jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    params = random_params(TINY, 0)
+    # Sharper than at initialisation, so that the choice of tokens does not hang on rounding.
+    params = jax.tree.map(lambda x: np.asarray(x) * (3 if x.ndim > 1 else 1), params)
+    return LanguageModel(Decoder(TINY), params, ByteTokenizer())
+
+
+def text(seed, length):
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+# Released code
+
+
+@functools.cache
+def golden():
+    with np.load(GOLDEN.with_suffix(".npz")) as arrays:
+        return json.loads(GOLDEN.read_text()), dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def golden_lm(tmp_path_factory):
+    document, arrays = golden()
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(document["models"]["llama"]))
+    prefix = "model.llama."
+    weights = {k.removeprefix(prefix): x for k, x in arrays.items() if k.startswith(prefix)}
+    save_file(weights, folder / "model.safetensors")
+    config = load_config(folder)
+    params = read_params(SafetensorsFolder(folder), config)
+    return LanguageModel(Decoder(config), params, ByteTokenizer())
+
+
+@pytest.mark.parametrize(("case", "base"), [("knorm.r50", "llama96"), ("knorm.rows", "llama_b2")])
+def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm, case, base):
+    document, arrays = golden()
+    kept, prompts = arrays[f"{case}.kept"], arrays[f"base.{base}.ids"]
+    tokens = max(1, int(prompts.shape[1] * (1 - document["cases"][case]["params"]["ratio"])))
+    lm = golden_lm.with_method(cache=SmallNorm(tokens=tokens))
+    continuations = arrays[f"base.{base}.continuation"]
+    following = arrays[f"{case}.logits"].astype(np.float64)
+    following = following - np.log(np.exp(following).sum(-1, keepdims=True))
+    scores = lm.continuations(prompts.tolist(), [[ids] for ids in continuations.tolist()])
+    for row, (score,) in enumerate(scores):
+        expected = [-following[row, t, x] for t, x in enumerate(continuations[row][1:])]
+        np.testing.assert_allclose(score.nll[1:], expected, atol=2e-4)
+    session = read_session(lm, prompts, 16)
+    for layer, layer_kept in zip(session.cache.layers, kept, strict=True):
+        order = np.asarray(layer["order"])[..., 0]
+        for row, head in np.ndindex(order.shape[:2]):
+            found = order[row, head][order[row, head] > 0] - 1
+            np.testing.assert_array_equal(found, np.flatnonzero(layer_kept[row, head]))
+
+
+def test_a_text_is_read_by_chunks_as_in_the_released_code(golden_lm):
+    document, arrays = golden()
+    params = document["cases"]["chunked.keydiff"]["params"]
+    chunk, *_ = params["calls"]
+    lm = golden_lm.with_method(cache=KeyDiff(tokens=params["target"], chunk=chunk))
+    base = arrays["base.llama96.ids"], arrays["base.llama96.continuation"]
+    ids = np.concatenate(base, 1)[:, : sum(params["calls"])]
+    expected = arrays["chunked.keydiff.logits"]
+    np.testing.assert_allclose(lm.logits(ids), expected, atol=2e-4)
+
+
+# Properties
+
+
+def read_session(lm, prompts, new, **options):
+    """Returns a session that has read prompts of one length."""
+    prompts = np.asarray(prompts, np.int32)
+    length = prompts.shape[1]
+    options = {"chunk": length, "mesh": lm.mesh} | options
+    cache = cache_lib.create(lm.model.config, len(prompts), length + new, **options)
+    session = Session(lm.model, lm.params, cache, lm.rotation(length + new))
+    session.read(prompts, None, np.tile(np.arange(length), (len(prompts), 1)))
+    session.end_prompt(new, options["chunk"])
+    return session
+
+
+POLICIES = [SmallNorm(tokens=32), SmallNorm(tokens=32, chunk=24, every=4), KeyDiff(32, 16, 5)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_row_in_a_batch_is_the_row_alone(lm, policy):
+    lm = lm.with_method(cache=policy)
+    prompts = [text(1, 90), text(2, 41), text(3, 7), text(4, 64)]
+    assert lm.generate(prompts, SIX) == [lm.generate([prompt], SIX)[0] for prompt in prompts]
+    continuations = [[text(9, 5), text(8, 3)]] * 4
+    together = lm.continuations(prompts, continuations)
+    for prompt, row, rest in zip(prompts, together, continuations, strict=True):
+        (alone,) = lm.continuations([prompt], [rest])
+        for one, other in zip(row, alone, strict=True):
+            np.testing.assert_allclose(one.nll, other.nll, atol=1e-4)
+
+
+def test_scores_of_a_text_do_not_depend_on_padding_and_are_causal(lm):
+    lm = lm.with_method(cache=SmallNorm(tokens=32, chunk=16))
+    rows, lengths = np.array([text(1, 90), text(2, 90)]), np.array([90, 53])
+    scores = lm.nll(rows, lengths=lengths)
+    np.testing.assert_allclose(scores[1, :53], lm.nll(rows[1:, :53])[0], atol=1e-4)
+    changed = rows.copy()
+    changed[0, 60:] = text(5, 30)
+    np.testing.assert_allclose(lm.nll(changed)[0, :60], scores[0, :60], atol=1e-5)
+    ample = lm.with_method(cache=SmallNorm(tokens=512, chunk=16)).nll(rows, lengths=lengths)
+    assert np.abs(scores - ample).max() > 1e-3
+
+
+def test_a_cache_that_loses_nothing_is_the_full_cache(lm):
+    prompts = [text(1, 90), text(2, 41)]
+    ample = lm.with_method(cache=SmallNorm(tokens=128))
+    session = read_session(ample, [prompts[0]], 6)
+    assert [kind.keeps_all for kind in session.cache.kinds] == [True]
+    assert ample.generate(prompts, SIX) == lm.generate(prompts, SIX)
+    # One token less, and heads are folded into rows: the same numbers until something is evicted.
+    reads = lm.with_method(cache=SmallNorm(tokens=90, every=64))
+    for ids in ([prompts[0]], [prompts[1]]):
+        rest = [[text(7, 6)]]
+        (full,), (folded,) = (m.continuations(ids, rest)[0] for m in (lm, reads))
+        np.testing.assert_allclose(folded.nll, full.nll, atol=2e-5)
+
+
+def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
+    config = lm.config.replace(num_layers=2)
+    full = cost.generation_memory(config, 4096, 1, Mesh(fsdp=1)).cache
+    evicting = lm.with_method(cache=SmallNorm(tokens=128, every=64))
+    session = read_session(evicting, [text(1, 1024)], 64)
+    arrays = [x for layer in session.cache.layers for x in layer.values()]
+    assert {x.shape[2] for x in arrays} == {192}
+    by_chunk = SmallNorm(tokens=128, chunk=64, every=64)
+    small = cost.generation_memory(config.replace(cache=by_chunk), 4096, 1, Mesh(fsdp=1), chunk=64)
+    created = cache_lib.create(config.replace(cache=by_chunk), 1, 4096, chunk=64)
+    assert small.cache == sum(x.nbytes for x in jax.tree.leaves(created.layers))
+    assert small.cache < full * (192 / 4096) * 1.1
+
+
+def test_generated_tokens_are_evicted_every_few_steps(lm):
+    policy = SmallNorm(tokens=20, every=3)
+    lm = lm.with_method(cache=policy)
+    session = read_session(lm, [text(1, 30)], 12)
+    kept, ids = None, text(2, 12)
+    for step, token in enumerate(ids):
+        before = {name: np.asarray(x) for name, x in session.cache.layers[0].items()}
+        session.read(np.array([token], np.int32), None, np.array([[30 + step]]))
+        order = np.asarray(session.cache.layers[0]["order"])[0, :, :, 0]
+        held = [set(head[head > 0] - 1) for head in order]
+        if step and step % 3 == 0:  # the three tokens since the last cut compete with the kept ones
+            norms = np.linalg.norm(before["keys"][0], axis=-1)
+            index = before["order"][0, ..., 0] - 1
+            norms[index < 0] = np.inf
+            best = np.argsort(norms, axis=-1)[:, :20]
+            kept = [set(index[head, best[head]]) for head in range(len(best))]
+        if kept is not None:
+            new = {30 + step - age for age in range(step % 3 + 1)}
+            assert held == [head | new for head in kept]
+        assert all(len(head) <= 23 for head in held)
+
+
+@pytest.mark.parametrize("policy", [SmallNorm(24), KeyDiff(24, 32, 4)], ids=str)
+def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
+    mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
+    lm = lm.with_method(cache=policy)
+    params = jax.tree.map(np.asarray, lm.params)
+    sharded = LanguageModel(
+        Decoder(lm.config.replace(scan_layers=False), mesh), params, lm.tokenizer
+    )
+    prompts, rest = [text(1, 70), text(2, 33), text(3, 50)], [[text(4, 5)]] * 3
+    for one, other in zip(lm.continuations(prompts, rest), sharded.continuations(prompts, rest)):
+        np.testing.assert_allclose(other[0].nll, one[0].nll, atol=1e-4)
+
+
+def test_layers_with_a_window_are_left_alone(lm):
+    layers = (LayerKind(1, Sliding(window=16)), LayerKind(1))
+    mixed = lm.config.replace(layers=layers)
+    plain, evicting = (
+        cache_lib.create(config, 1, 512, chunk=32)
+        for config in (mixed, mixed.replace(cache=Newest(tokens=64, chunk=32, every=32)))
+    )
+    assert plain.kinds[0] == evicting.kinds[0]
+    assert [layer["keys"].shape[2] for layer in evicting.layers] == [64, 128]
+
+
+def test_the_newest_tokens_give_the_numbers_of_a_window_of_as_many(lm):
+    # One layer, since the window of the second layer reaches further back.
+    config = lm.config.replace(num_layers=1, scan_layers=False)
+    params = {k: x for k, x in lm.params.items() if k != "layers_1"}
+    one = LanguageModel(Decoder(config), params, lm.tokenizer)
+    window = one.with_method(pattern=Sliding(window=21))
+    newest = one.with_method(cache=Newest(tokens=20, every=1))
+    sessions = [read_session(method, [text(1, 80)], 6) for method in (window, newest)]
+    for step, token in enumerate(text(2, 6)):
+        token, position = np.array([token], np.int32), np.array([[80 + step]])
+        expected, actual = (session.read(token, None, position) for session in sessions)
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_scores_that_are_no_numbers_come_last(lm):
+    class Broken(Newest):
+        def score(self, slots):
+            return jnp.where(slots.index % 2 == 0, jnp.nan, -jnp.inf)
+
+    kind, _ = Broken(tokens=4).layer_cache(lm.config.pattern).fit(8, 8)
+    order = jnp.array([1, 0, 2, 3, 0, 4, 5, 6])[None, None, :, None]
+    zeros = jnp.zeros((1, 1, 8, 2))
+    kept = kind.cut({"keys": zeros, "values": zeros, "order": order})["order"].ravel()
+    assert kept.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
+
+
+def test_a_conversation_goes_on_after_its_prompts_are_cut(lm):
+    for policy in (SmallNorm(tokens=24, every=8), SmallNorm(tokens=24, chunk=16, every=8)):
+        talk = Conversation(lm.with_method(cache=policy), length=256)
+        for turn in range(3):
+            talk.read(text(turn, 40))
+            assert len(talk.write(SIX).ids) == 6
+        (kind,) = set(talk._session.cache.kinds)
+        assert kind.policy == policy and not kind.is_prompt
+
+
+# Configs and errors
+
+
+def test_a_policy_in_a_file_of_the_user_is_a_config_key():
+    file = Path(__file__).with_name("small_norm.py")
+    words = ["--import", str(file), "--model.preset=tiny", "--tasks=[{type: niah}]"]
+    words += ["--model.cache.type=small_norm", "--model.cache.tokens=48"]
+    config = parse(EvalConfig, words)
+    assert type(config.model.cache).__name__ == "SmallNorm" and config.model.cache.tokens == 48
+    assert len(file.read_text().splitlines()) <= 60
+    with pytest.raises(InputError, match=r"model.cache evicts tokens .* leave it out here"):
+        parse(TrainConfig, [*words[:3], *words[4:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position": "alibi"}, "model.cache is not defined for models with position=alibi"),
+        ({"pattern": Landmark(block=4, top_k=1, train_length=32, token=3)},
+         "model.cache.type=small_norm is not defined for layers under model.pattern.type=landmark"),
+        ({"cache": "small_norm"}, "must be an instance of CachePolicy"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_evict_tokens_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        TINY.replace(**{"cache": SmallNorm(), **change})
+
+
+def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
+    for fields, message in (
+        ({"tokens": 0}, "model.cache.tokens=0 must be a whole number of at least 1"),
+        ({"chunk": 1.5}, "model.cache.chunk=1.5 must be a whole number"),
+        ({"every": -1}, "model.cache.every=-1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            SmallNorm(**fields)
+    cut = lm.with_method(cache=SmallNorm(tokens=8))
+    with pytest.raises(InputError, match=r"chunk=None evicts tokens at the end of a prompt"):
+        cut.nll(np.array([text(1, 20)]))
+    follows = cut.with_method(rope=lcjax.rope.DynamicNTK(factor=2.0, original_length=16))
+    with pytest.raises(InputError, match="exact=True rotates keys again"):
+        follows.generate([text(1, 20)], SIX, exact=True)
+    assert not cut.shares_prefixes and math.isfinite(cut.continuations([[1]], [[[2]]])[0][0].nll[0])
