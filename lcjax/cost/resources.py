@@ -215,7 +215,7 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
     """Returns the mean number of keys that a query sees in a layer.
 
     It is counted from the patterns' masks, for evenly spaced queries in the sequence or, if `last`
-    is not None, in its last `last` tokens.
+    is not None, in its last `last` tokens, of which a cache policy may have evicted some.
     """
     if config.layers:
         keys = (count * visible_keys(layer, length, last) for layer, count in config.layer_counts)
@@ -240,7 +240,10 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
             for piece in np.array_split(queries, max(1, count * length // 2**22)):
                 seen = np.asarray(mask.element(piece[:, None], keys[None]))
                 total += heads * int(np.broadcast_to(seen, (len(piece), length)).sum())
-    return total / count / config.num_heads
+    mean = total / count / config.num_heads
+    if config.cache is None or last is None:
+        return mean
+    return min(mean, cache_lib.layer_cache(config).num_visible(length, last))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,6 +190,11 @@ def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
     created = cache_lib.create(config.replace(cache=by_chunk), 1, 4096, chunk=64)
     assert small.cache == sum(x.nbytes for x in jax.tree.leaves(created.layers))
     assert small.cache < full * (192 / 4096) * 1.1
+    assert cost.visible_keys(config, 4096, 1) == 4096
+    assert cost.visible_keys(config.replace(cache=by_chunk), 4096, 1) == 192
+    # A layer counts the keys that a new token may see: those kept, and those since the last cut.
+    one, other = (cost.estimate(c, 4096) for c in (config, config.replace(cache=by_chunk)))
+    assert other.kv_cache_bytes < one.kv_cache_bytes * (192 / 4096) * 1.1
 
 
 def test_generated_tokens_are_evicted_every_few_steps(lm):
