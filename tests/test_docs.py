@@ -44,6 +44,7 @@ FOLDERS = (
     "launch",
     "notebooks",
     "tests",
+    "tools",
 )
 EXAMPLE = re.compile(
     r"^(?:<!-- not run: ([^\n]+) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE

@@ -134,7 +134,7 @@ def test_scripts_only_start_the_library(script):
 
 def test_no_file_names_a_machine_or_leaves_work_undone():
     kinds = ("*.py", "*.yaml", "*.toml", "*.md", "run")
-    folders = ("lcjax", "pallas_kernels", "tests", "configs", "benchmarks", ".ci")
+    folders = ("lcjax", "pallas_kernels", "tests", "tools", "configs", "benchmarks", ".ci")
     files = {file for folder in folders for kind in kinds for file in (ROOT / folder).rglob(kind)}
     files |= {file for kind in kinds for file in ROOT.glob(kind)}
     for file in files - {Path(__file__).resolve()}:

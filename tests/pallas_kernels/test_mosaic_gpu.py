@@ -1,8 +1,8 @@
 """Hopper kernels in Pallas' GPU interpreter, with its race detector, against dense formulas.
 
 The interpreter runs warpgroups, copies and barriers as the GPU would, on the CPU. It needs jax 0.11
-or newer (Python 3.12); mosaic_gpu_interpreter.py teaches it what it lacks. What the GPU's compiler
-accepts is in test_mosaic_gpu_compile.py.
+or newer (Python 3.12); tools/ptx/mosaic_gpu_interpreter.py teaches it what it lacks. What the GPU's
+compiler accepts is in test_mosaic_gpu_compile.py.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def interpreted(monkeypatch):
     """`flash(implementation="mosaic_gpu")` runs the kernels in the interpreter."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip(f"jax {jax.__version__} has no interpreter of these kernels; 0.11 has it")
-    import mosaic_gpu_interpreter
+    from tools.ptx import mosaic_gpu_interpreter
 
     mosaic_gpu_interpreter.teach(monkeypatch)
     params = plgpu.InterpretGPUParams(detect_races=True)

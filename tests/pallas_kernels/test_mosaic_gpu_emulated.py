@@ -1,4 +1,4 @@
-"""Hopper kernels as compiled, executed by an emulator of PTX: `emulate.py`."""
+"""Hopper kernels as compiled, executed by an emulator of PTX: `tools.ptx.emulate`."""
 
 import importlib.util
 import subprocess
@@ -18,7 +18,7 @@ def emulate(*options):
         importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
     ):
         pytest.skip("the CUDA plugin is not installed: pip install jax-cuda12-plugin[with-cuda]")
-    command = [sys.executable, "tests/pallas_kernels/emulate.py", *options]
+    command = [sys.executable, "-m", "tools.ptx.emulate", *options]
     found = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
     return found.returncode, found.stdout + found.stderr[-2000:]
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from ptx import matrix
-from ptx.arithmetic import LANE, THREADS, TYPES, WARP, Fault, Registers, compute
-from ptx.host import Launch, launch_of
-from ptx.machine import run
-from ptx.memory import BUFFER, SHARED, Memory, Tiles
-from ptx.program import operands, parse
+
+from tools.ptx import matrix
+from tools.ptx.arithmetic import LANE, THREADS, TYPES, WARP, Fault, Registers, compute
+from tools.ptx.host import Launch, launch_of
+from tools.ptx.machine import run
+from tools.ptx.memory import BUFFER, SHARED, Memory, Tiles
+from tools.ptx.program import operands, parse
 
 # Brings 128 numbers, adds one to each, and takes them away.
 ADD_ONE = """

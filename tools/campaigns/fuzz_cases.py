@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # By path: draccus installs a package of the name `tests`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "checkpoints"))
 
 import jax
 import numpy as np

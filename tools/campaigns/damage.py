@@ -1,4 +1,4 @@
-"""Flips bits, cuts and exchanges files of every kind of folder: `damage.py --cases 300 --seed 0`.
+"""Flips bits, cuts and exchanges files of every kind of folder: `python -m tools.campaigns.damage`.
 
 Each case damages one file of a copy. It must be refused when the folder is opened, in one line, or
 be found by `python -m lcjax.check`; anything else is printed with its number, and exits with 1.
@@ -14,7 +14,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from test_check import KINDS, damaged_copies, outcome
 

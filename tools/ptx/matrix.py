@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from ptx.arithmetic import HALVES, LANE, WARP, Fault, uniform
-from ptx.memory import Memory, swizzled
-from ptx.program import members
+from tools.ptx.arithmetic import HALVES, LANE, WARP, Fault, uniform
+from tools.ptx.memory import Memory, swizzled
+from tools.ptx.program import members
 
 SPANS = {1: 128, 2: 64, 3: 32}  # bytes over which a tile is shuffled, by its descriptor's last bits
 DEPTH = 16  # of one product

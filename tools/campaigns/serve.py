@@ -1,7 +1,7 @@
 """Attacks a server on this machine: slow and silent clients, signals, long prompts, many requests.
 
-    python tests/campaigns/serve.py
-    python tests/campaigns/serve.py --only signals
+    python -m tools.campaigns.serve
+    python -m tools.campaigns.serve --only signals
 
 Each part starts `python -m lcjax.serve` and prints a line for each attack with what it measured;
 the exit code is 1 if one failed. Connections, requests and bytes are bounded, and all go to

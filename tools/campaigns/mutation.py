@@ -1,7 +1,7 @@
 """Changes one place of a core module at a time, and counts the changes that its tests notice.
 
-    python tests/campaigns/mutation.py --seed 0 --count 60 --minutes 60
-    python tests/campaigns/mutation.py --seed 0 --modules "lcjax/rope/*"
+    python -m tools.campaigns.mutation --seed 0 --count 60 --minutes 60
+    python -m tools.campaigns.mutation --seed 0 --modules "lcjax/rope/*"
 
 Mutants are drawn from all places of the modules that a rule below can change: comparisons,
 arithmetic, constants, conditions, minima, keyword arguments. Each is tested in a copy of the

@@ -1,7 +1,7 @@
 """Kills trainings and evaluations at random moments, and compares their results bit for bit.
 
-    python tests/campaigns/kill.py --kills 100 --pairs 10 --seed 0
-    python tests/campaigns/kill.py --seed 0 --case lora-7
+    python -m tools.campaigns.kill --kills 100 --pairs 10 --seed 0
+    python -m tools.campaigns.kill --seed 0 --case lora-7
 
 A case is one run: it is started, killed with SIGKILL while it starts, steps, saves or exports, and
 started again, one to four times; then it may end. Its checkpoints, exported weights, metrics and
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # By path: draccus installs a package of the name `tests`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "training"))
 
 import jax
 import numpy as np
@@ -210,7 +210,7 @@ class Campaign:
 
     def fail(self, name: str, reason: str) -> None:
         self.counts["failures"] += 1
-        command = f"python tests/campaigns/kill.py --seed {self.seed} --case {name}"
+        command = f"python -m tools.campaigns.kill --seed {self.seed} --case {name}"
         self.failures.append(f"{name}: {reason}\n  {command}")
         print(f"FAILED {self.failures[-1]}", flush=True)
 

@@ -20,10 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fuzz_cases as tables
 import numpy as np
 import yaml
-from fuzz_cases import CLEAN, Broken, Case, Place, Refused, brief
 
 import lcjax
 import pallas_kernels as kernels
@@ -53,6 +51,8 @@ from lcjax.retrieval import (
 )
 from lcjax.retrieval import __main__ as retrieval_command
 from lcjax.training import TrainConfig, run
+from tools.campaigns import fuzz_cases as tables
+from tools.campaigns.fuzz_cases import CLEAN, Broken, Case, Place, Refused, brief
 
 TEXTS = (
     "", " ", "a\0b", "é" * 40, "x" * 300, "../..", "null", "1e5", "0x10", "a\nb", "\ud800",

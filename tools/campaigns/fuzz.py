@@ -1,8 +1,8 @@
 """Bad and odd input for every entry point: each case is refused in one line, or accepted.
 
-    python tests/campaigns/fuzz.py --seed 0
-    python tests/campaigns/fuzz.py --seed 0 --case "config train.lr=nan"
-    python tests/campaigns/fuzz.py --seed 0 --random 1000
+    python -m tools.campaigns.fuzz --seed 0
+    python -m tools.campaigns.fuzz --seed 0 --case "config train.lr=nan"
+    python -m tools.campaigns.fuzz --seed 0 --random 1000
 
 The cases are those of `fuzz_cases.py`, or with --random those that `fuzz_random.py` draws. A
 configuration that can be parsed goes on until the first training step, or the first scored batch,
@@ -28,7 +28,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from fuzz_cases import (
+from lcjax.errors import InputError
+from lcjax.evaluation.run import _Runner
+from lcjax.training import loop
+from tools.campaigns.fuzz_cases import (
     ACCEPTED,
     CLEAN,
     REFUSED,
@@ -43,11 +46,7 @@ from fuzz_cases import (
     language_model,
     make_shared,
 )  # fmt: skip
-from fuzz_random import random_cases
-
-from lcjax.errors import InputError
-from lcjax.evaluation.run import _Runner
-from lcjax.training import loop
+from tools.campaigns.fuzz_random import random_cases
 
 MEMORY = 10 << 30  # bytes that a case may allocate
 
@@ -192,7 +191,7 @@ def main() -> int:
         print(f"{counts[kind]:6}  {kind}")
     drawn = f" --random {args.random}" if args.random else ""
     for name, _, _ in failures:
-        print(f"python tests/campaigns/fuzz.py --seed {args.seed}{drawn} --case {name!r}")
+        print(f"python -m tools.campaigns.fuzz --seed {args.seed}{drawn} --case {name!r}")
     return int(bool(failures))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx import matrix
-from ptx.arithmetic import LANE, THREADS, WARP, Fault, Registers, compute, uniform
-from ptx.memory import BUFFER, MAP_BYTES, PARAMETERS, SHARED, Barrier
-from ptx.program import Instruction, members
+from tools.ptx import matrix
+from tools.ptx.arithmetic import LANE, THREADS, WARP, Fault, Registers, compute, uniform
+from tools.ptx.memory import BUFFER, MAP_BYTES, PARAMETERS, SHARED, Barrier
+from tools.ptx.program import Instruction, members
 
 # They change no value: hints, registers that are moved between warpgroups (what ptxas was told
 # decides), and orders that lockstep and `Memory` keep anyway.

@@ -1,7 +1,7 @@
 """Tokenizer folders drawn at random, opened by `hf_tokenizer` and by transformers' AutoTokenizer.
 
-    python tests/campaigns/tokenizer_folders.py --seed 0 --count 300
-    python tests/campaigns/tokenizer_folders.py --seed 0 --only 17  # shows what differs in one
+    python -m tools.campaigns.tokenizer_folders --seed 0 --count 300
+    python -m tools.campaigns.tokenizer_folders --seed 0 --only 17  # shows what differs in one
 
 A folder has one of five kinds of vocabulary, random settings of its normaliser, pre-tokenizer and
 special tokens, and these in random places: the keys and files from which transformers reads them.

@@ -1,7 +1,7 @@
 """The Hopper kernels as compiled, run on a CPU: their PTX in an emulator, against dense formulas.
 
     pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
-    python tests/pallas_kernels/emulate.py [--only "documents"]
+    python -m tools.ptx.emulate [--only "documents"]
 
 The cases are those of the interpreter's tests. Every kernel of a case is compiled for an H200 and
 executed twice, with asynchronous copies and products done at once, and as late as the kernel
@@ -18,7 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # benchmarks, which nothing installs
+# By path: draccus installs a package of the name `tests`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "pallas_kernels"))
 
 import attention_oracle
 import jax
@@ -26,12 +27,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_gpu_cases import CASES
-from ptx.arithmetic import Fault
-from ptx.host import launch_of
-from ptx.machine import run
 
 from benchmarks.gpu import compile as programs
 from pallas_kernels.dispatch import BACKENDS, Backend
+from tools.ptx.arithmetic import Fault
+from tools.ptx.host import launch_of
+from tools.ptx.machine import run
 
 GPU = "h200"
 

@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 
-from ptx.arithmetic import THREADS, Fault
-from ptx.host import Launch
-from ptx.memory import SHARED, Memory
-from ptx.program import Program, parse
-from ptx.warpgroup import Warpgroup
+from tools.ptx.arithmetic import THREADS, Fault
+from tools.ptx.host import Launch
+from tools.ptx.memory import SHARED, Memory
+from tools.ptx.program import Program, parse
+from tools.ptx.warpgroup import Warpgroup
 
 NAN_BYTE = 0xFF  # all bits of a float: not a number
 MOST_IN_Y_AND_Z = 65535

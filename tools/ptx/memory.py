@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ptx.arithmetic import Fault
+from tools.ptx.arithmetic import Fault
 
 SHARED = 1024  # address of the first byte of shared memory, of 1,024 as swizzled tiles need
 BUFFER, PARAMETERS = 1 << 40, 1 << 60  # addresses: a buffer has 2^40 for itself

@@ -1,10 +1,11 @@
-"""A few folders of the campaign `tokenizer_folders.py`."""
+"""A few folders of the campaign `tools/campaigns/tokenizer_folders.py`."""
 
 import warnings
 
 import pytest
-import tokenizer_folders
 import transformers
+
+from tools.campaigns import tokenizer_folders
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])

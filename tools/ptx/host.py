@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ptx.memory import BUFFER, MAP_BYTES, Tiles
+from tools.ptx.memory import BUFFER, MAP_BYTES, Tiles
 
 BEFORE, AFTER = "IR Dump Before ConvertToLLVMPass", "IR Dump Before ReconcileUnrealizedCastsPass"
 ITEMS = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4}
