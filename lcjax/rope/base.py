@@ -52,6 +52,9 @@ class Rope(draccus.ChoiceRegistry):
     # Base of the frequencies theta^(-2j/d); null: that of the checkpoint (see `resolve`)
     theta: float | None = None
 
+    # Fields of small instances, on which the tests of all types run: for 16 rotary channels, and
+    # with a trained length of 16 or 32 tokens, so that requests of 64 tokens go beyond it.
+    examples: ClassVar[tuple[dict, ...]] = ({},)
     depends_on_length: ClassVar[bool] = False  # whether `length` changes the frequencies
     learned: ClassVar[bool] = False  # whether the method has trainable arrays (see `init`)
     hf_types: ClassVar[tuple[str, ...]] = ()  # `rope_type` names in Hugging Face configs

@@ -50,6 +50,12 @@ class Clex(Rope):
     # Multiply queries by ln(n) / ln(P), also for n < P; published code: only in evaluation
     log_scale: bool = False
 
+    # With long steps: a tenth of the published number.
+    examples = (
+        {"original_length": 16, "max_factor": 8, "time_dt": 0.1},
+        {"original_length": 32, "max_factor": 4, "param_factor": 2, "act": "tanh", "time_dt": 0.1,
+         "log_scale": True},
+    )  # fmt: skip
     depends_on_length = True
     learned = True
     hf_types = ("clex",)

@@ -24,6 +24,10 @@ class DynamicNTK(Rope):
     original_length: int | None = None  # trained length C; null: the checkpoint's
     min_length: int | None = None  # length of the long-context training (LCEG); null: HF's form
 
+    examples = (
+        {"factor": 2.0, "original_length": 16},
+        {"factor": 4.0, "original_length": 16, "min_length": 32},
+    )
     depends_on_length = True
     hf_types = ("dynamic",)
 

@@ -23,6 +23,7 @@ class E2LLM(Rope):
     factor: float | None = None  # g for every request (8 for E2-32K of L = 4096); null: from length
     original_length: int | None = None  # trained length L; null: the checkpoint's
 
+    examples = ({"original_length": 16}, {"factor": 4.0, "original_length": 16})
     hf_types = ()  # transformers: linear for a fixed g; plain, up to L tokens, for a dynamic g
 
     def __post_init__(self):

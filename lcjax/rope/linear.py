@@ -15,6 +15,7 @@ class Linear(Rope):
 
     factor: float  # target length / trained length, the same at every input length
 
+    examples = ({"factor": 4.0},)
     hf_types = ("linear",)
 
     def __post_init__(self):

@@ -23,6 +23,7 @@ class Llama3(Rope):
     high_freq_factor: float = 4.0
     original_length: int | None = None  # trained length L (8192); null: the checkpoint's
 
+    examples = ({"original_length": 16},)
     hf_types = ("llama3",)
 
     def __post_init__(self):

@@ -26,6 +26,10 @@ class LongRope(Rope):
     factor: float | None = None  # target length / trained length, for A only
     attention_factor: float | None = None  # A; null: from `factor`
 
+    examples = (
+        {"short_factor": (1.0,) * 8, "long_factor": (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5),
+         "original_length": 32, "factor": 4.0},
+    )  # fmt: skip
     depends_on_length = True
     hf_types = ("longrope", "su")  # su is the name in early Phi-3 configs
 

@@ -21,6 +21,7 @@ class NTK(Rope):
 
     alpha: float
 
+    examples = ({"alpha": 9.0},)
     hf_types = ()  # exported to transformers as plain rope with another base
 
     def __post_init__(self):

@@ -34,6 +34,13 @@ class Yarn(Rope):
     )
     mscale_all_dim: float | None = None
 
+    # Within 32 tokens the fastest pair turns 5 times, so pairs are blended below 4 turns, not 32.
+    examples = (
+        {"factor": 4.0, "original_length": 16},
+        {"factor": 2.0, "original_length": 32, "beta_fast": 4.0, "ramp": "frequency"},
+        {"factor": 4.0, "original_length": 32, "beta_fast": 4.0, "truncate": False, "mscale": 1.0,
+         "mscale_all_dim": 0.7},
+    )  # fmt: skip
     hf_types = ("yarn",)
 
     def __post_init__(self):
