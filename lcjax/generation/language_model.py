@@ -52,11 +52,11 @@ from lcjax.generation.scoring import (
     text_logits,
 )
 from lcjax.generation.session import check_first, check_rows, check_token_rows
-from lcjax.models import Decoder, unstack_layers
+from lcjax.models import Decoder, ModelConfig, unstack_layers
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, device_mesh, padding_rows
-from lcjax.rope import Default, Rope, Rotation, stack_rotations
+from lcjax.rope import Rope, Rotation, stack_rotations
 
 
 class LanguageModel(Scorer):
@@ -77,14 +77,10 @@ class LanguageModel(Scorer):
           tokenizer: encodes and decodes text.
         """
         config = model.config.for_inference()
-        self.config, self.tokenizer = config, tokenizer
+        self.params = unstack_layers(params, config) if config.stacked else params
+        self.model = Decoder(config.replace(scan_layers=False), model.mesh)
+        self.tokenizer = tokenizer
         self.length: int | None = None  # set by `with_method`
-        if config.stacked:
-            params = unstack_layers(params, config)
-        config = config.replace(scan_layers=False)
-        self.params = params
-        # The rotation is an argument of every call: methods share one compiled function.
-        self.model = Decoder(config.replace(rope=Default(theta=10_000.0)), model.mesh)
         self._rotations: dict[int, Rotation] = {}
 
     @classmethod
@@ -133,6 +129,11 @@ class LanguageModel(Scorer):
         if self.mesh is not None:
             parts.append(f"{self.mesh.size} devices")
         return f"LanguageModel({', '.join(parts)})"
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of the decoder, with the method."""
+        return self.model.config
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -223,10 +224,7 @@ class LanguageModel(Scorer):
                     " change its settings with dataclasses.replace(lm.config.memory, ...)"
                 )
             changes["memory"] = memory.for_inference()
-        other.config = self.config.replace(**changes)
-        model = self.model
-        method = {name: getattr(other.config, name) for name in ("pattern", "cache", "memory")}
-        other.model = Decoder(model.config.replace(**method), model.mesh)
+        other.model = Decoder(self.config.replace(**changes), self.mesh)
         return other
 
     def save(

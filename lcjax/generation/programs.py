@@ -1,14 +1,19 @@
-"""Compiles the programs of inference: `jax.jit` with options for the dtype of the weights."""
+"""Compiles the programs of inference: `jax.jit` with options for the dtype of the weights.
 
+The rotation is an argument of every program, so one program serves all RoPE methods and lengths.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import jax
 
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.models.decoder import Decoder
 from lcjax.models.loss import FEW_ROWS
+from lcjax.rope import Rope
 
 # XLA for CPUs multiplies 16-bit weights with float32 activations in float32. By default, a program
 # first converts the weights of all layers, which takes twice their memory. With this option, each
@@ -17,12 +22,39 @@ from lcjax.models.loss import FEW_ROWS
 _IN_THE_PRODUCT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RotationIsArgument(Rope):
+    """Takes the place of the RoPE method in programs; it has no frequencies.
+
+    A program that made its own rotation would be wrong for all methods but one, so this raises.
+    """
+
+    def frequencies(
+        self, head_dim: int, length: int, params: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        raise TypeError("rotation: a program of inference takes the rotation as an argument")
+
+
+@functools.lru_cache
+def without_rope(model: Decoder) -> Decoder:
+    """Returns the static model of a compiled program, the same for all RoPE methods and lengths.
+
+    The program must take the rotation as an argument, and the parameters of a learned method stay
+    where they are. Compiled programs are found by this model instead of `model`.
+    """
+    config = model.config.replace(extended_length=None)
+    if config.position == "rope":  # else there is only one method
+        config = config.replace(rope=_RotationIsArgument())
+    return Decoder(config, model.mesh)
+
+
 class InferenceJit:
     """A jitted `function(model, params, ...)`, compiled for the dtype of the weights.
 
-    The model is static, and `options` are those of `jax.jit`. `tokens` is the index of the argument
-    with the tokens [B] or [B, T]: their number is the number of rows of the matrix products, which
-    selects the compiler options. None: many rows.
+    The model is static except for its RoPE method (`without_rope`), and the function has an
+    argument for the rotation. `options` are those of `jax.jit`. `tokens` is the index of the
+    argument with the tokens [B] or [B, T]: their number is the number of rows of the matrix
+    products, which selects the compiler options. None: many rows.
     """
 
     def __init__(self, function: Callable[..., Any], *, tokens: int | None = None, **options: Any):
@@ -49,10 +81,10 @@ class InferenceJit:
         return self._from_16_bits
 
     def __call__(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
-        return self._for(model, *args)(model, *args, **kwargs)
+        return self._for(model, *args)(without_rope(model), *args, **kwargs)
 
     def trace(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
-        return self._for(model, *args).trace(model, *args, **kwargs)
+        return self._for(model, *args).trace(without_rope(model), *args, **kwargs)
 
     def _cache_size(self) -> int:
         """Returns the number of compiled programs, like `jax.jit`'s method of this name."""

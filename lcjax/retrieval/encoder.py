@@ -38,6 +38,7 @@ from lcjax.errors import (
     suggestion,
 )
 from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.programs import without_rope
 from lcjax.generation.retrieval_reader import join_title
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
@@ -378,7 +379,8 @@ class DecoderEncoder(Encoder):
 
         def apply(batch: TokenBatch) -> jax.Array:
             rotation = lm.rotations(batch.lengths)
-            return _apply_decoder(lm.model, self._layer, self._pool, lm.params, rotation, batch)
+            model = without_rope(lm.model)  # which has a program for all RoPE methods
+            return _apply_decoder(model, self._layer, self._pool, lm.params, rotation, batch)
 
         self._batching.run(apply, rows, vectors)
         limit.warn()

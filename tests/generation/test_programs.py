@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import LanguageModel
+from lcjax import LanguageModel, Sampling
 from lcjax.attention import Landmark
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.generation import programs, session
-from lcjax.models import Decoder, ModelConfig
+from lcjax.generation import programs, scoring, session
+from lcjax.models import Decoder, ModelConfig, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.loss import product_of_few_rows
+from lcjax.retrieval import DecoderEncoder
+from lcjax.retrieval import encoder as encoder_lib
+from lcjax.rope import Clex, Default, DynamicNTK, Linear, Yarn
 
 CONFIG = ModelConfig(
     **dict(vocab_size=384, width=256, mlp_width=704, num_layers=6, num_heads=4, num_kv_heads=2),
@@ -199,3 +202,48 @@ def test_a_gpu_multiplies_one_row_as_eight(shape, one_device, outputs, repeated,
         assert got.shape == want.shape
         got, want = (np.asarray(y, np.float32) for y in (got, want))
         assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    "rope", [Default(theta=10_000.0), Clex(theta=10_000.0, original_length=64, max_factor=4)]
+)
+def test_all_rope_methods_share_the_compiled_programs(rope):
+    config = preset("tiny").replace(rope=rope, num_layers=1)
+    params = random_params(config, 0)
+    assert ("rope" in params) == rope.learned
+    lm = LanguageModel(Decoder(config), params, ByteTokenizer())
+    programs_of = session._read, scoring._score_rows, encoder_lib._apply_decoder
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 90))
+
+    def use(lm):
+        lm.generate(tokens.tolist(), Sampling(max_new_tokens=3))
+        DecoderEncoder(lm).encode(["a text"], None, True)
+        return lm.nll(tokens), [program._cache_size() for program in programs_of]
+
+    scores, sizes = use(lm)
+    ropes = Linear(factor=2.0), Yarn(factor=8.0), DynamicNTK(original_length=32, factor=2.0)
+    for other in ropes:
+        other_scores, other_sizes = use(lm.with_method(rope=other))
+        assert other_sizes == sizes and abs(other_scores - scores).max() > 1e-4
+    assert use(lm.with_method(length=2 * config.max_length))[1] == sizes
+
+
+def test_the_config_of_the_decoder_has_the_rope_of_the_method():
+    lm = LanguageModel(Decoder(preset("tiny")), random_params(preset("tiny"), 0), ByteTokenizer())
+    for rope in (Linear(factor=2.0), Yarn(factor=4.0), DynamicNTK(factor=2.0)):
+        other = lm.with_method(rope=rope)
+        assert other.config is other.model.config and type(other.config.rope) is type(rope)
+        assert other.model.config.rotation(300).equals(other.rotation(300))
+        assert not other.rotation(300).equals(lm.rotation(300))
+
+
+def test_a_program_makes_no_rotation_of_its_own():
+    decoder, tokens = Decoder(preset("tiny")), np.zeros((1, 4), np.int32)
+    other = Decoder(preset("tiny").replace(rope=Linear(factor=2.0), extended_length=4096))
+    static = programs.without_rope(decoder)
+    assert static == programs.without_rope(other)
+    assert static.config.replace(rope=decoder.config.rope) == decoder.config
+    with pytest.raises(TypeError, match="takes the rotation as an argument"):
+        static.config.rotation(64)
+    with pytest.raises(TypeError, match="takes the rotation as an argument"):
+        jax.eval_shape(lambda: static.init_with_output(jax.random.key(0), tokens))
