@@ -1,4 +1,4 @@
-"""Batches of a run: checks of rows against model and mesh, the loader, transfer to the devices."""
+"""Batches of a run: checks of rows against model and mesh, and transfer to the devices."""
 
 import math
 from collections.abc import Mapping
@@ -10,46 +10,14 @@ import numpy as np
 from lcjax import checkpoints
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.build import model_config
-from lcjax.data import Loader, TeacherSource, make_loader
+from lcjax.data import TeacherSource
 from lcjax.data.stored_rows import StoredFiles
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top
 from lcjax.models.memory import Memory
-from lcjax.parallel.sharding import LENGTH, ROWS, batch_sharding, process_rows, row_axes
+from lcjax.parallel.sharding import LENGTH, ROWS, batch_sharding, row_axes
 from lcjax.training.config import TrainConfig
-
-
-def open_loader(
-    config: TrainConfig,
-    model: ModelConfig,
-    tokenizer: Any,
-    split: str,
-    mesh: jax.sharding.Mesh,
-    *,
-    documents: bool = False,
-) -> Loader:
-    """Opens the rows of this process' devices, with the landmark tokens that `model` needs.
-
-    Args:
-      config: the config, whose sections `data` and `train` describe the batches.
-      model: config of the decoder.
-      tokenizer: encodes the text.
-      split: "train" or "validation".
-      mesh: the devices over which the rows of a batch are sharded.
-      documents: see `make_loader`.
-    """
-    check_context(config, model)
-    check_mask(config, model, tokenizer)
-    return make_loader(
-        config.data,
-        tokenizer,
-        config.train.batch_size,
-        rows=process_rows(mesh, config.train.batch_size),
-        split=split,
-        landmarks=Landmarks.read_by(model.pattern),
-        documents=documents,
-    )
 
 
 def put(local: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:

@@ -63,17 +63,20 @@ def language_model(
 
     def objective(trained, frozen, batch, key):
         params = box_offloaded(union(trained, frozen))
-        collect = _counted(model, batch) if factor else None
-        hidden, windows, loads = _hidden_states(model, positions, params, batch, key, collect)
+        order = model.token_order(batch["tokens"].shape[1])
+        collect = None
+        if factor:  # padding does not count as load
+            collect = CollectLoad(_reorder((batch["segments"] != 0).astype(jnp.float32), order))
+        hidden, windows, loads = _hidden_states(
+            model, positions, params, batch, key, order=order, collect=collect
+        )
         targets, weights = batch["targets"], batch["weights"]
-        order = model.token_order(targets.shape[1])
         if "chunk_weights" in batch:
             hidden = _prepend(windows, hidden)
             targets = _prepend(batch["chunk_targets"], targets)
             weights = _prepend(batch["chunk_weights"], weights)
         teacher = () if distill is None else tuple(batch[name] for name in TEACHER)
-        if order is not None:
-            targets, weights, *teacher = (x[:, order] for x in (targets, weights, *teacher))
+        targets, weights, *teacher = (_reorder(x, order) for x in (targets, weights, *teacher))
         inputs = hidden, head(params, config), targets, weights
         with jax.named_scope("loss"):
             if distill is None:
@@ -92,11 +95,8 @@ def language_model(
     return objective
 
 
-def _counted(model: Decoder, batch: Batch) -> CollectLoad:
-    """Returns a `CollectLoad` that counts all tokens but padding."""
-    counted = (batch["segments"] != 0).astype(jnp.float32)
-    order = model.token_order(counted.shape[1])
-    return CollectLoad(counted if order is None else counted[:, order])
+def _reorder(x: jax.Array, order: np.ndarray | None) -> jax.Array:
+    return x if order is None else x[:, order]
 
 
 def _balance(layers: Load | tuple[Load, ...]) -> jax.Array:
@@ -122,14 +122,12 @@ def target_nll(
 
     def nll(params, batch, key):
         params = box_offloaded(params)
-        hidden, *_ = _hidden_states(model, positions, params, batch, key)
-        targets, projection = batch["targets"], head(params, config)
-        order = model.token_order(targets.shape[1])
+        order = model.token_order(batch["tokens"].shape[1])
+        hidden, *_ = _hidden_states(model, positions, params, batch, key, order=order)
+        targets, projection = _reorder(batch["targets"], order), head(params, config)
         with jax.named_scope("loss"):
-            if order is None:
-                return token_nll(hidden, projection, targets, chunk=chunk, mesh=mesh)
-            nll = token_nll(hidden, projection, targets[:, order], chunk=chunk, mesh=mesh)
-        return nll[:, np.argsort(order)]
+            nll = token_nll(hidden, projection, targets, chunk=chunk, mesh=mesh)
+        return _reorder(nll, None if order is None else np.argsort(order))
 
     return nll
 
@@ -140,12 +138,14 @@ def _hidden_states(
     params: dict,
     batch: Batch,
     key: jax.Array,
+    *,
+    order: np.ndarray | None,
     collect: CollectLoad | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """Returns the inputs of the head, the hidden states of a memory's windows, and the load.
 
-    The inputs are in `Decoder.token_order`. The hidden states are `EncodedContext.hidden`, or None.
-    The load is what `collect` gathers in each layer.
+    The inputs are in `order`, that of `Decoder.token_order`. The hidden states are
+    `EncodedContext.hidden`, or None. The load is what `collect` gathers in each layer.
     """
     config, mesh, windows = model.config, model.mesh, None
     position_ids, rotation = positions.sample(
@@ -168,7 +168,7 @@ def _hidden_states(
         positions=position_ids,
         segments=batch["segments"],
         rotation=rotation,
-        order=model.token_order(batch["tokens"].shape[1]),
+        order=order,
         memory=memory,
         collect=collect,
     )

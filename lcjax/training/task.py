@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import config as config_lib
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import build, check_source
@@ -22,7 +23,7 @@ from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark import with_landmark
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel
 from lcjax.checkpoints.tokenizer import Tokenizer
-from lcjax.data import Loader, check_outside_data, check_sources, scan
+from lcjax.data import Loader, check_outside_data, check_sources, make_loader, scan
 from lcjax.errors import InputError
 from lcjax.files import FolderFormat, update_sums
 from lcjax.models import ModelConfig
@@ -30,6 +31,7 @@ from lcjax.models import lora as lora_lib
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_host
 from lcjax.parallel.digest import weights_digest
+from lcjax.parallel.sharding import process_rows
 from lcjax.rope.positions import PlainPositions
 from lcjax.storage import to_path
 from lcjax.training import batches, estimate
@@ -185,6 +187,7 @@ class LanguageModelTask(Task):
         model, params, tokenizer = build(config.model, mesh, host=is_host)
         batches.check_context(config, model.config)
         params, self.model, self.tokenizer = with_landmark(params, model.config, tokenizer, mesh)
+        batches.check_mask(config, self.model, self.tokenizer)
         self._has_new_tokens = self.model.vocab_size > model.config.vocab_size
         self.dtype = self.model.dtype
         if config.train.lora is not None:
@@ -207,8 +210,16 @@ class LanguageModelTask(Task):
         if split == "train":
             path = self.config.data.path
             announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
-        args = self.config, self._model_in(split), self.tokenizer, split, self.mesh
-        return batches.open_loader(*args, documents=documents)
+        size = self.config.train.batch_size
+        return make_loader(
+            self.config.data,
+            self.tokenizer,
+            size,
+            rows=process_rows(self.mesh, size),
+            split=split,
+            landmarks=Landmarks.read_by(self._model_in(split).pattern),
+            documents=documents,
+        )
 
     def objective(self, split: str) -> Objective:
         train = self.config.train

@@ -6,7 +6,7 @@ from process_support import Job
 from training_support import tiny
 
 from lcjax.checkpoints.build import ModelSection, build
-from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource
+from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource, make_loader
 from lcjax.data.stored_rows import row_type
 from lcjax.data.teacher import TeacherConfig, write_teacher_rows
 from lcjax.errors import InputError
@@ -192,7 +192,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     )
     mesh = make_mesh(config.mesh)
     model = model_config(config.model, preset("tiny"))
-    loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
+    loader = make_loader(config.data, ByteTokenizer(), config.train.batch_size)
     put = batches.put(next(loader), mesh)
     loader.close()
     described = compile_only.abstract_batch(config, model, mesh)

@@ -9,7 +9,7 @@ from training_support import losses, tiny
 
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import model_config
-from lcjax.data import Chunks, Masking
+from lcjax.data import Chunks, Masking, make_loader
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import preset
@@ -60,7 +60,7 @@ def test_chunks_lie_over_the_mesh_like_the_rows_that_they_belong_to(corpus, tmp_
     config = tiny(tmp_path / "run", corpus, data=CHUNKS, model=WITH_MEMORY)
     mesh = make_mesh(config.mesh)
     model = model_config(config.model, preset("tiny"))
-    loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
+    loader = make_loader(config.data, ByteTokenizer(), config.train.batch_size)
     local = next(loader)
     loader.close()
     put = batches.put(local, mesh)
