@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 _CLOSE = 0.65  # difflib's ratio: `trian` suggests `train`, `nope` does not suggest `longrope_7b`
 _MAX_ITEMS = 100  # of a list whose types `check_arguments` compares
@@ -97,24 +97,69 @@ def check_type(name: str, value: object, *types: type) -> None:
         raise InputError(f"{name} is of type {type(value).__name__}, must be {known}")
 
 
-def check_fields(section: str, owner: object) -> None:
-    """Raises an InputError for a field of a dataclass whose value is not of the declared type.
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The whole numbers that a field may have: `repeat: Annotated[int, Range(1, 8)]`."""
 
-    Values of a config have been decoded to these types; a Python program may pass any. Whole
-    numbers are left to `check_integers`, whose errors also tell the range.
+    least: int
+    most: int = INT32_MAX
+
+    def __str__(self) -> str:
+        ends = "" if self.most == INT32_MAX else f" and at most {self.most}"
+        return f"at least {self.least}{ends}"
+
+    def check(self, key: str, value: object, way_out: str) -> None:
+        """Raises an InputError unless `value` is in the range."""
+        check_integer(key, value, self.least, way_out, most=self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The texts that a field may have: `pack: Annotated[str, OneOf(PACKINGS)]`."""
+
+    known: Collection[str]
+
+    def __str__(self) -> str:
+        return " | ".join(self.known)
+
+    def check(self, key: str, value: object, way_out: str) -> None:
+        """Raises an InputError unless `value` is one of the texts."""
+        check_one_of(key, value, self.known)
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+
+
+def declared_limits(kind: Any) -> Range | OneOf | None:
+    """Returns the limits that an annotation declares, with or without `| None`."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return next(filter(None, map(declared_limits, parts)), None)
+    return next((part for part in parts[1:] if isinstance(part, Range | OneOf)), None)
+
+
+def check_fields(section: str, owner: object) -> None:
+    """Raises an InputError for a field of a dataclass that is not as its annotation declares.
+
+    A value must be of the declared type and within the declared limits (`Range`, `OneOf`). Values
+    of a config have been decoded to these types; a Python program may pass any. Whole numbers
+    without limits are not checked.
 
     Args:
       section: the fields' section of the config, for error messages; empty: the top level.
       owner: the dataclass instance.
     """
     for field in dataclasses.fields(owner):
+        key, value = f"{section}.{field.name}".lstrip("."), getattr(owner, field.name)
         kind = _annotations(type(owner)).get(field.name, Any)
-        if int not in (kind, *typing.get_args(kind)):
-            _check_annotated(
-                f"{section}.{field.name}" if section else field.name,
-                getattr(owner, field.name),
-                kind,
-            )
+        declared = declared_limits(_declarations(type(owner)).get(field.name))
+        if declared is not None:
+            optional = types.NoneType in typing.get_args(kind)
+            if not (optional and value is None):
+                declared.check(key, value, "null leaves it open" if optional else "")
+        elif int not in (kind, *typing.get_args(kind)):
+            _check_annotated(key, value, kind)
 
 
 def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
@@ -148,6 +193,15 @@ def _annotations(owner: Any) -> dict[str, Any]:
         return typing.get_type_hints(owner)
     except NameError:  # of a class that only type checkers import
         return getattr(owner, "__annotations__", {})
+
+
+@functools.cache
+def _declarations(owner: type) -> dict[str, Any]:
+    """Returns the annotations of a class with the limits that they declare."""
+    try:
+        return typing.get_type_hints(owner, include_extras=True)
+    except NameError:
+        return {}
 
 
 def _is_of(value: object, kind: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.relative import RelativeTerms
-from lcjax.errors import InputError
+from lcjax.errors import InputError, check_fields
 from lcjax.rope.rotation import Rotation, no_rotation, rotate
 from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
 
@@ -250,6 +250,9 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     allows_eviction: ClassVar[bool] = False
     # Whether the model reads texts with inserted landmark tokens.
     has_landmarks: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_fields("pattern", self)
 
     def check_scores(self) -> None:
         """Raises an InputError if a loss under this pattern is meaningless (`is_causal`)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, NonNegativeInt, PositiveInt, check_integer
 from pallas_kernels import Mask, causal, chunk_distance, per_head, prefix, random_blocks
 
 Plan = tuple[tuple[int, ...], ...]  # the random blocks of each block of queries
@@ -36,17 +36,16 @@ class BigBird(Pattern):
         {"block": 16, "table": (((), (2,), (0,), (1, 0), (1,), (2,)),)},
     )
 
-    block: int = 64  # tokens
-    near: int = 1  # blocks of the window before the block of the query
-    global_blocks: int = 1  # first blocks of the text, seen by all
-    random: int = 3  # blocks drawn for each block of queries
+    block: PositiveInt = 64  # tokens
+    near: NonNegativeInt = 1  # blocks of the window before the block of the query
+    global_blocks: NonNegativeInt = 1  # first blocks of the text, seen by all
+    random: NonNegativeInt = 3  # blocks drawn for each block of queries
     per_head: bool = True  # each head draws its own blocks and needs its own kernel call
-    seed: int = 0
+    seed: NonNegativeInt = 0
     table: tuple[Plan, ...] | None = None  # fixed plan: [heads or 1][query block][blocks]
 
     def __post_init__(self):
-        check_integer("pattern.block", self.block, 1)
-        check_integers("pattern", self, 0, "near", "global_blocks", "random", "seed")
+        super().__post_init__()
         for plan in self.table or ():
             for block_id in itertools.chain.from_iterable(plan):
                 check_integer("pattern.table: a block", block_id, 0)

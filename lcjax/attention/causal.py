@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.attention.cache import LayerCache, RingCache
-from lcjax.errors import check_integer
+from lcjax.errors import PositiveInt
 from pallas_kernels import causal, chunks, everything, window
 
 
@@ -44,10 +44,8 @@ class Sliding(Pattern):
 
     examples = ({"window": 7}, {"window": 1})
 
-    window: int  # visible tokens, the token itself included (Hugging Face's `sliding_window`)
-
-    def __post_init__(self):
-        check_integer("pattern.window", self.window, 1)
+    # Visible tokens, the token itself included (Hugging Face's `sliding_window`)
+    window: PositiveInt
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & window(self.window))]
@@ -68,10 +66,7 @@ class Chunked(Pattern):
 
     examples = ({"size": 6}, {"size": 1})
 
-    size: int  # tokens of a chunk; the first one begins at the first token
-
-    def __post_init__(self):
-        check_integer("pattern.size", self.size, 1)
+    size: PositiveInt  # tokens of a chunk; the first one begins at the first token
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return [Pass(metadata.q_positions, metadata.k_positions, causal() & chunks(self.size))]

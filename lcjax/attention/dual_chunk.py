@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, PositiveInt, Range
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
@@ -43,15 +44,16 @@ class DualChunk(Pattern):
     )
     encodings = ("rope",)
 
-    chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
+    # The largest distance: 3/4 of the trained length in the released code
+    chunk: Annotated[int, Range(2)] = 3072
     # Nearest keys at exact distance: 1/8 of the trained length, 1/4 in the code's perplexity script
-    local: int = 512
-    train_length: int | None = None  # longer requests scale logits; null: never, as in the paper
+    local: PositiveInt = 512
+    # Longer requests scale logits; null: never, as in the paper
+    train_length: PositiveInt | None = None
     growth: str = "square"  # square (ChunkLlama's code) or linear (Qwen2.5-1M)
 
     def __post_init__(self):
-        check_integer("pattern.chunk", self.chunk, 2)
-        check_integers("pattern", self, 1, "local", "train_length")
+        super().__post_init__()
         if self.local >= self.chunk:
             raise InputError(
                 f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "

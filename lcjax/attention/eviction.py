@@ -27,7 +27,7 @@ from lcjax.attention.cache import (
     View,
     whole_blocks,
 )
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields
 from lcjax.rope import rotate
 
 
@@ -54,12 +54,13 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
     # Fields of small instances, on which the tests of all policies run.
     examples: ClassVar[tuple[dict, ...]] = ({},)
 
-    tokens: int = 1024  # tokens that each key head keeps
-    chunk: int | None = None  # tokens read between two cuts; null: a prompt is cut at its end only
-    every: int = 512  # generated tokens between two cuts
+    tokens: PositiveInt = 1024  # tokens that each key head keeps
+    # Tokens read between two cuts; null: a prompt is cut at its end only
+    chunk: PositiveInt | None = None
+    every: PositiveInt = 512  # generated tokens between two cuts
 
     def __post_init__(self):
-        check_integers("model.cache", self, 1, "tokens", "every", "chunk")
+        check_fields("model.cache", self)
 
     @abc.abstractmethod
     def score(self, slots: Candidates) -> Float[Array, "B K S"]:

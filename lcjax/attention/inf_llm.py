@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, near_and_far, rotate_queries
 from lcjax.attention.cache import FullCache, LayerCache
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, NonNegativeInt, PositiveInt
 from lcjax.rope.rotation import rotate
 from pallas_kernels import Mask, causal, flash, gather, merge, prefix, window
 
@@ -60,17 +60,17 @@ class InfLLM(Pattern):
     )  # fmt: skip
     moves_keys = True
 
-    window: int = 4096  # keys at their own distance, the token itself included (released: n_local)
-    sinks: int = 128  # first tokens that stay visible (n_init)
-    block: int = 128  # tokens of a block (block_size)
-    top_k: int = 16  # blocks that are read (topk)
-    representatives: int = 4  # tokens of a block whose keys form its summary (repr_topk)
-    chunk: int = 512  # consecutive tokens with one choice (exc_block_size)
+    # Keys at their own distance, the token itself included (released: n_local)
+    window: PositiveInt = 4096
+    sinks: NonNegativeInt = 128  # first tokens that stay visible (n_init)
+    block: PositiveInt = 128  # tokens of a block (block_size)
+    top_k: PositiveInt = 16  # blocks that are read (topk)
+    representatives: PositiveInt = 4  # tokens of a block whose keys form its summary (repr_topk)
+    chunk: PositiveInt = 512  # consecutive tokens with one choice (exc_block_size)
     per_head: bool = False  # whether every query head chooses for itself
 
     def __post_init__(self):
-        check_integer("pattern.sinks", self.sinks, 0)
-        check_integers("pattern", self, 1, "window", "block", "top_k", "representatives", "chunk")
+        super().__post_init__()
         if self.representatives > self.block:
             raise InputError(
                 f"pattern.representatives={self.representatives} must be at most "

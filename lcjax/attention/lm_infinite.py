@@ -20,7 +20,7 @@ from lcjax.attention.base import (
     rotate_qk,
 )
 from lcjax.attention.cache import LayerCache, RingCache
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, NonNegativeInt, PositiveInt
 from pallas_kernels import causal, everything, gather, merge, prefix, window
 
 
@@ -52,15 +52,16 @@ class LMInfinite(Pattern):
     moves_keys = True
     encodings = ("rope", "alibi")  # ALiBi's bias also stops growing at `distance` (sec. 4, for MPT)
 
-    window: int = 4096  # visible keys at their own distance, the token itself included
-    sinks: int = 10  # first tokens that stay visible (LCEG 10; the paper 5 to 100)
-    distance: int | None = None  # distance of sinks before the window; null: `window`
-    top_k: int | None = None  # keys that a query chooses from the others (passkey script: 5)
-    top_k_position: int | None = None  # their distance; null: half of `window`, as released
+    window: PositiveInt = 4096  # visible keys at their own distance, the token itself included
+    sinks: PositiveInt = 10  # first tokens that stay visible (LCEG 10; the paper 5 to 100)
+    distance: PositiveInt | None = None  # distance of sinks before the window; null: `window`
+    # Keys that a query chooses from the others (passkey script: 5)
+    top_k: PositiveInt | None = None
+    # Their distance; null: half of `window`, as released
+    top_k_position: NonNegativeInt | None = None
 
     def __post_init__(self):
-        check_integers("pattern", self, 1, "window", "sinks", "distance", "top_k")
-        check_integers("pattern", self, 0, "top_k_position")
+        super().__post_init__()
         if self.top_k_position is not None and self.top_k is None:
             raise InputError(
                 f"pattern.top_k_position={self.top_k_position} needs pattern.top_k; set both, or "
@@ -113,10 +114,8 @@ class ReRoPE(Pattern):
     moves_keys = True
     encodings = ("rope",)
 
-    window: int  # keys at their own distance, the token itself included; at most the trained length
-
-    def __post_init__(self):
-        check_integer("pattern.window", self.window, 1)
+    # Keys at their own distance, the token itself included; at most the trained length
+    window: PositiveInt
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         return near_and_far(metadata, self.window, self.window, everything())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.attention.cache import LayerCache, RingCache
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, PositiveInt, check_integer
 from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
 
 
@@ -28,13 +28,14 @@ class Longformer(Pattern):
         {"window": 4, "dilation": 2, "dilated_heads": 2, "global_tokens": (0,)},
     )
 
-    window: int = 512  # visible tokens of the window, the token itself included
+    window: PositiveInt = 512  # visible tokens of the window, the token itself included
     global_tokens: tuple[int, ...] = ()  # order indices of the global tokens
-    dilation: int = 1  # distance between neighbouring tokens of a dilated window
-    dilated_heads: int | None = None  # how many of the last heads dilate (sec. 4.1: 2); null: all
+    dilation: PositiveInt = 1  # distance between neighbouring tokens of a dilated window
+    # How many of the last heads dilate (sec. 4.1: 2); null: all
+    dilated_heads: PositiveInt | None = None
 
     def __post_init__(self):
-        check_integers("pattern", self, 1, "window", "dilation", "dilated_heads")
+        super().__post_init__()
         for index in self.global_tokens:
             check_integer("pattern.global_tokens", index, 0)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax.numpy as jnp
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import check_integers
+from lcjax.errors import PositiveInt, Range
 from pallas_kernels import causal, window
 
 
@@ -35,13 +36,10 @@ class SelfExtend(Pattern):
     encodings = ("rope",)
     is_position_based = True  # although it overrides `attend`
 
-    window: int = 1024  # keys at their own distance, the token itself included
-    group: int = 64  # tokens that share one position beyond the window
-    scale_base: int | None = None  # keys from which queries grow: the trained length; null: never
-
-    def __post_init__(self):
-        check_integers("pattern", self, 1, "window", "group")
-        check_integers("pattern", self, 2, "scale_base")
+    window: PositiveInt = 1024  # keys at their own distance, the token itself included
+    group: PositiveInt = 64  # tokens that share one position beyond the window
+    # Keys from which queries grow: the trained length; null: never
+    scale_base: Annotated[int, Range(2)] | None = None
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         near, shift = causal() & window(self.window), self.window - self.window // self.group

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt
 from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tail_of, window
 
 
@@ -30,16 +31,16 @@ class SparseTransformer(Pattern):
         {"stride": 8, "kind": "fixed", "summary": 2},
     )
 
-    kind: str = "strided"  # or fixed
-    stride: int = 128  # l; near the square root of the length, in the paper 128 or 256
-    summary: int = 8  # c: tokens of a segment that later segments see; fixed only (8, 16 or 32)
-    heads: str = "merged"  # both sets in every head; split: near tokens in the first half of heads
-    columns: int = 1  # number of summary groups that heads alternate between; fixed only
+    kind: Annotated[str, OneOf(("strided", "fixed"))] = "strided"  # or fixed
+    stride: PositiveInt = 128  # l; near the square root of the length, in the paper 128 or 256
+    # C: tokens of a segment that later segments see; fixed only (8, 16 or 32)
+    summary: PositiveInt = 8
+    # Both sets in every head; split: near tokens in the first half of heads
+    heads: Annotated[str, OneOf(("merged", "split"))] = "merged"
+    columns: PositiveInt = 1  # number of summary groups that heads alternate between; fixed only
 
     def __post_init__(self):
-        check_one_of("pattern.kind", self.kind, ("strided", "fixed"))
-        check_one_of("pattern.heads", self.heads, ("merged", "split"))
-        check_integers("pattern", self, 1, "stride", "summary", "columns")
+        super().__post_init__()
         if self.kind == "fixed" and self.summary * self.columns > self.stride:
             raise InputError(
                 f"pattern.summary={self.summary} times pattern.columns={self.columns} must not "

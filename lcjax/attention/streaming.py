@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.attention.cache import LayerCache, RingCache
-from lcjax.errors import check_integer, check_integers
+from lcjax.errors import NonNegativeInt, PositiveInt
 from pallas_kernels import causal, prefix, since_chunk
 
 
@@ -33,14 +33,11 @@ class Streaming(Pattern):
     # ALiBi's distances count places in the cache, too (sec. 3.2).
     encodings = ("rope", "alibi", "transformer_xl")
 
-    sinks: int = 4  # first tokens that stay visible (sec. 3.1)
-    recent: int = 2044  # keys kept beside the sinks; sinks + recent + stride <= the trained length
-    stride: int = 1  # tokens read between two evictions
-    first: int | None = None  # tokens read before the first eviction; null: sinks + recent
-
-    def __post_init__(self):
-        check_integer("pattern.sinks", self.sinks, 0)
-        check_integers("pattern", self, 1, "recent", "stride", "first")
+    sinks: NonNegativeInt = 4  # first tokens that stay visible (sec. 3.1)
+    # Keys kept beside the sinks; sinks + recent + stride <= the trained length
+    recent: PositiveInt = 2044
+    stride: PositiveInt = 1  # tokens read between two evictions
+    first: PositiveInt | None = None  # tokens read before the first eviction; null: sinks + recent
 
     @property
     def _first_chunk(self) -> int:

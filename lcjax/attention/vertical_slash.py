@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
-from lcjax.errors import check_integers
+from lcjax.errors import PositiveInt
 from pallas_kernels import causal, flash, gather, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses keys for all queries (sec. 3.2)
@@ -46,11 +46,8 @@ class VerticalSlash(Pattern):
     needs_whole_prompt = True
     is_causal = False
 
-    vertical: int = 1000  # number of columns (the released code's default), at least 30
-    slash: int = 6096  # number of diagonals, at least 50
-
-    def __post_init__(self):
-        check_integers("pattern", self, 1, "vertical", "slash")
+    vertical: PositiveInt = 1000  # number of columns (the released code's default), at least 30
+    slash: PositiveInt = 6096  # number of diagonals, at least 50
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Returns a pass of full attention, which calls with fewer than 64 queries use."""

@@ -7,10 +7,11 @@ documents begin and end, not at the beginning of each chunk.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from lcjax.errors import InputError, check_fields, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 
 Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning", "retrieved")
@@ -27,7 +28,7 @@ class Noise:
 
     rate: float = 0.3
     whole: float = 0.1
-    leave: int = 0  # tokens of a chunk that always stay visible; the released code has 1
+    leave: NonNegativeInt = 0  # tokens of a chunk that always stay visible; the released code has 1
 
     def __post_init__(self):
         check_fields("noise", self)
@@ -36,34 +37,33 @@ class Noise:
                 raise InputError(
                     f"noise.{name}={getattr(self, name)} must lie in 0 ... 1, such as 0.3"
                 )
-        check_integers("noise", self, 0, "leave")
 
 
 @dataclass(frozen=True)
 class Chunks:
     """`data.chunks`: the context of a row, `count` chunks of `length` tokens."""
 
-    count: int = 16  # chunks in a row
-    length: int = 256  # tokens in a chunk
+    count: PositiveInt = 16  # chunks in a row
+    length: PositiveInt = 256  # tokens in a chunk
     # Text in the chunks. before: the tokens before the decoder's. same: the decoder's tokens, which
     # it learns to copy (the warm-up of CEPE). beginning: the first full chunks of a document, or of
     # the question in a conversation (SharedLLM); see `cut_context`. retrieved: passages of a
     # datastore, stored with the rows by `python -m lcjax.retrieval chunks`
-    text: str = "before"
+    text: Annotated[str, OneOf(TEXTS)] = "before"
     noise: Noise | None = None  # hides parts of the context in training, not in validation
-    decoder: int | None = None  # text=beginning: maximum number of tokens that the decoder reads
-    most: int | None = None  # text=beginning: maximum for a text without a question; null: count
+    # text=beginning: maximum number of tokens that the decoder reads
+    decoder: PositiveInt | None = None
+    # text=beginning: maximum for a text without a question; null: count
+    most: PositiveInt | None = None
     # Learn to predict the tokens of chunks, too: for memories whose chunks the decoder reads one
     # after the other (beacon, auto_compressor)
     learned: bool = False
     # text=retrieved: tokens of a document from one search to the next; each search fills an equal
     # share of the chunks (RETRO). null: one search for the row
-    stride: int | None = None
+    stride: PositiveInt | None = None
 
     def __post_init__(self):
         check_fields("chunks", self)
-        check_integers("chunks", self, 1, "count", "length", "decoder", "most", "stride")
-        check_one_of("chunks.text", self.text, TEXTS)
         if self.noise is not None and self.noise.leave >= self.length:
             raise InputError(
                 f"chunks.noise.leave={self.noise.leave} hides no token of chunks.length="

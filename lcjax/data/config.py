@@ -2,7 +2,7 @@
 
 import string
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
 
@@ -10,9 +10,11 @@ from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
 from lcjax.errors import (
     InputError,
+    NonNegativeInt,
+    OneOf,
+    PositiveInt,
     check_fields,
     check_integer,
-    check_integers,
     check_one_of,
     check_seed,
 )
@@ -58,17 +60,16 @@ class Source(draccus.ChoiceRegistry):
     stream, upsample, hashes = False, None, None
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
     # Tokens from the start of a row to the start of the next; null: data.length, without overlap
-    stride: int | None = field(default=None, kw_only=True)
+    stride: PositiveInt | None = field(default=None, kw_only=True)
     # null: data.min_document_tokens
-    min_document_tokens: int | None = field(default=None, kw_only=True)
+    min_document_tokens: PositiveInt | None = field(default=None, kw_only=True)
     # Longer documents (without BOS, EOS) are left out; null: no limit
-    max_document_tokens: int | None = field(default=None, kw_only=True)
+    max_document_tokens: PositiveInt | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         check_fields("", self)
         if self.pack is not None:
             check_one_of("pack", self.pack, PACKINGS)
-        check_integers("", self, 1, "stride", "min_document_tokens", "max_document_tokens")
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -145,7 +146,7 @@ class ChatSource(Source):
     prompt: str = ""
     answer: str = "{output}"  # with prompt: the text after it; EOS is added
     # Tokens to learn: answers (what follows the last one is left out), or all
-    learn: str = "answers"
+    learn: Annotated[str, OneOf(("answers", "all"))] = "answers"
     # Read the strings of special tokens in messages as special tokens, as transformers does
     allow_special: bool = False
     stream: bool = False  # one file after the other, as in type text
@@ -156,7 +157,7 @@ class ChatSource(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of("learn", self.learn, ("answers", "all"))
+        check_fields("", self)
         for key in ("prompt", "answer"):
             try:
                 list(string.Formatter().parse(getattr(self, key)))
@@ -180,14 +181,15 @@ class TokenSource(Source):
     rows: bool = False
     stream: bool = False  # one shard after the other, as in type text
     upsample: Upsample | None = None  # fewer short documents, by the characters of their text
-    dtype: str = "uint16"  # of a bare .bin: uint16 or uint32
+    # Of a bare .bin: uint16 or uint32
+    dtype: Annotated[str, OneOf(("uint16", "uint32"))] = "uint16"
     # Of a bare .bin: first token of every document; null: the file's first; -1: one document
     document_start: int | None = None
     document_end: int | None = None  # of a bare .bin: last token of every document
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of("dtype", self.dtype, ("uint16", "uint32"))
+        check_fields("", self)
         if self.document_start is not None and self.document_end is not None:
             raise InputError("document_start and document_end are both set: keep one of them")
         for key in ("stream", "upsample", "pack", "max_document_tokens"):
@@ -287,7 +289,7 @@ class Masking:
 
     rate: float = 0.3  # fraction of the ordinary tokens
     # Id of [MASK]; null: the vocabulary size, for which the model needs one more embedding
-    token: int | None = None
+    token: NonNegativeInt | None = None
     # Ids that are never masked, in addition to BOS, EOS, padding and UNK
     keep: list[int] = field(default_factory=list)
 
@@ -295,7 +297,6 @@ class Masking:
         check_fields("masking", self)
         if not 0 < self.rate < 1:
             raise InputError(f"masking.rate={self.rate} must lie between 0 and 1, such as 0.3")
-        check_integers("masking", self, 0, "token")
 
 
 @dataclass(frozen=True)
@@ -305,13 +306,13 @@ class TextConfig:
     path: str = ""  # one source of text or tokens; use sources for several, or for settings
     sources: list[Source] = field(default_factory=list)  # rows are mixed by weight
     holdout: float = 0.0  # fraction of the documents for validation, by hash of the name
-    on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
-    on_bad_record: str = "error"  # a record without the text, or damaged: error, or skip it
+    # Invalid UTF-8: error, skip the document, or replace the bytes
+    on_bad_text: Annotated[str, OneOf(ON_BAD_TEXT)] = "error"
+    # A record without the text, or damaged: error, or skip it
+    on_bad_record: Annotated[str, OneOf(ON_BAD_RECORD)] = "error"
 
     def __post_init__(self):
         check_fields("data", self)
-        check_one_of("data.on_bad_text", self.on_bad_text, ON_BAD_TEXT)
-        check_one_of("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
         if not 0 <= self.holdout < 1:
             raise InputError(
                 f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
@@ -356,40 +357,38 @@ class DataConfig(TextConfig):
     length: int = 1024  # tokens in a row, including those of chunks that are cut from it
     # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
     # within one document; the rest of the document is left out. single: one padded row per document
-    pack: str = "concat"
+    pack: Annotated[str, OneOf(PACKINGS)] = "concat"
     # first_fit, best_fit, single: split, truncate or drop documents longer than a row. windows:
     # truncate takes the first row of a document only
-    overlong: str = "split"
-    packing_bins: int = 32  # first_fit, best_fit: rows filled at the same time
+    overlong: Annotated[str, OneOf(OVERLONG)] = "split"
+    packing_bins: PositiveInt = 32  # first_fit, best_fit: rows filled at the same time
     # true: a token attends to its own document only, and positions start at 0 in each document.
     # false: the same for rows. null: true, but false if the documents of a row share data.chunks
     document_mask: bool | None = None
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
-    min_document_tokens: int = 1  # shorter documents (without BOS, EOS) are left out
+    min_document_tokens: PositiveInt = 1  # shorter documents (without BOS, EOS) are left out
     # pack=single: shares of the rows of each source by the length of their documents: up to the
     # first number of tokens, from there up to the second one, ...; the last includes longer ones.
     # `python -m lcjax.data lengths` counts them. Empty: as in the text
     length_shares: list[LengthShare] = field(default_factory=list)
     shuffle: bool = True  # read documents in a new random order in every epoch
-    shuffle_rows: int = 0  # rows in the window of a second shuffle, which separates parts of a book
+    # Rows in the window of a second shuffle, which separates parts of a book
+    shuffle_rows: NonNegativeInt = 0
     seed: int = 0  # of all random numbers in the data
     masking: Masking | None = None  # null: next-token prediction
     # Context for an encoder (model.memory): the beginning of a row (the decoder reads the rest), or
     # retrieved passages
     chunks: Chunks | None = None
-    repeat: int | None = None  # epochs; null: no end; a mixture ends when one source ends
-    threads: int = 2  # threads that read and tokenise
-    prefetch: int = 2  # batches computed ahead
+    repeat: PositiveInt | None = None  # epochs; null: no end; a mixture ends when one source ends
+    threads: NonNegativeInt = 2  # threads that read and tokenise
+    prefetch: NonNegativeInt = 2  # batches computed ahead
     scan: bool = False  # read all documents before the training, to find bad records early
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of("data.pack", self.pack, PACKINGS)
-        check_one_of("data.overlong", self.overlong, OVERLONG)
+        check_fields("data", self)
         check_integer("data.length", self.length, 2, "a row holds a token and its target")
-        check_integers("data", self, 1, "packing_bins", "min_document_tokens", "repeat")
-        check_integers("data", self, 0, "shuffle_rows", "threads", "prefetch")
         check_seed("data.seed", self.seed)
         for i, source in enumerate(self.sources):
             self._check_source(f"data.sources.{i}", source)

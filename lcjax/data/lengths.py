@@ -10,7 +10,7 @@ import numpy as np
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data.config import DataConfig
 from lcjax.data.loader import Batch, make_loader
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class LengthsConfig:
 
     tokenizer: str = ""  # tokenizer of the model, as model.path
     data: DataConfig = field(default_factory=DataConfig)  # rows as the training will read them
-    rows: int = 1000  # number of rows that are counted
+    rows: PositiveInt = 1000  # number of rows that are counted
 
     def __post_init__(self):
-        check_integers("", self, 1, "rows")
+        check_fields("", self)
         if not self.tokenizer:
             raise InputError("tokenizer is empty: name the model whose tokens are counted")
 

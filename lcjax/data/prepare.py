@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from lcjax.data.jobs import (
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError, check_integers, check_one_of, check_seed
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields, check_seed
 from lcjax.files import atomic_file, check_path, sums_of, write_index, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.storage import local_path
@@ -52,16 +52,15 @@ class PrepareConfig:
     out: str = ""  # folder to write
     shuffle: bool = True  # write files, and the documents of each, in random order
     seed: int = 0  # seed of that order, which equals that of a stream with this data.seed
-    min_document_tokens: int = 1  # shorter documents are left out
-    on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
-    dtype: str = "auto"  # dtype of the ids; auto: uint16 if the vocabulary fits, else uint32
-    workers: int = 0  # number of processes; 0: one for each core
+    min_document_tokens: PositiveInt = 1  # shorter documents are left out
+    # Invalid UTF-8: error, skip the document, or replace the bytes
+    on_bad_text: Annotated[str, OneOf(ON_BAD_TEXT)] = "error"
+    # Dtype of the ids; auto: uint16 if the vocabulary fits, else uint32
+    dtype: Annotated[str, OneOf(("auto", *DTYPES))] = "auto"
+    workers: NonNegativeInt = 0  # number of processes; 0: one for each core
 
     def __post_init__(self):
-        check_one_of("dtype", self.dtype, ("auto", *DTYPES))
-        check_one_of("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
-        check_integers("", self, 1, "min_document_tokens")
-        check_integers("", self, 0, "workers")
+        check_fields("", self)
         check_seed("seed", self.seed)
         if bool(self.path) == bool(self.sources):
             raise InputError("give --path= or sources (one of them, not both): what to tokenise")

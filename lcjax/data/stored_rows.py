@@ -30,7 +30,7 @@ from lcjax.data.token_files import (
     list_shards,
     read_index,
 )
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields
 from lcjax.files import atomic_file, sums_of, write_index, write_json
 from lcjax.parallel import distributed
 from lcjax.storage import local_path, to_path
@@ -42,12 +42,12 @@ class RowsConfig:
 
     data: DataConfig = field(default_factory=DataConfig)  # the data section of the training
     out: str = ""  # folder to write
-    rows: int | None = None  # number of rows; null: to the end of the text (data.repeat)
-    batch_size: int = 8  # rows of a batch, over all devices
-    save_every: int = 16  # batches in a shard; a kill loses at most one shard
+    rows: PositiveInt | None = None  # number of rows; null: to the end of the text (data.repeat)
+    batch_size: PositiveInt = 8  # rows of a batch, over all devices
+    save_every: PositiveInt = 16  # batches in a shard; a kill loses at most one shard
 
     def __post_init__(self):
-        check_integers("", self, 1, "rows", "batch_size", "save_every")
+        check_fields("", self)
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         if self.rows is None and self.data.repeat is None:

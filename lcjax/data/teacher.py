@@ -20,7 +20,7 @@ from lcjax.data.corpus import check_sources
 from lcjax.data.jobs import begin
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.stored_rows import RowsConfig, write_rows
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields
 from lcjax.files import read_json
 from lcjax.models import Decoder, head
 from lcjax.models.distill import Teacher, largest_probabilities
@@ -38,13 +38,13 @@ class TeacherConfig(RowsConfig):
     """Settings of `python -m lcjax.data teacher`."""
 
     model: ModelSection = field(default_factory=ModelSection)  # the teacher: a plain decoder
-    top: int = 50  # number of the largest probabilities of each distribution to store
+    top: PositiveInt = 50  # number of the largest probabilities of each distribution to store
     mesh: Mesh = field(default_factory=Mesh)
     distributed: Distributed = field(default_factory=Distributed)
 
     def __post_init__(self):
         super().__post_init__()
-        check_integers("", self, 1, "top")
+        check_fields("", self)
         chunks = self.data.chunks
         if chunks is None or chunks.text != "before":
             raise InputError(

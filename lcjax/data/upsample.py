@@ -9,10 +9,11 @@ authors' program.
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 
-from lcjax.errors import InputError, check_fields, check_one_of, check_seed, is_finite_number
+from lcjax.errors import InputError, OneOf, check_fields, check_seed, is_finite_number
 
 MODES = ("per_source", "code_arxiv_book", "global", "none")
 _DRAWS = 1 << 20  # random numbers drawn at once when a position is restored
@@ -47,7 +48,7 @@ class Upsample:
 
     # per_source: a token budget for each label. code_arxiv_book: the same, with larger shares for
     # code, arXiv and books. global: no budgets by label. none: all documents, up to `tokens`
-    mode: str = "per_source"
+    mode: Annotated[str, OneOf(MODES)] = "per_source"
     tokens: int = 5_000_000_000  # tokens of an epoch, estimated from characters
     ratio: float = 0.1  # fraction of the short documents that is kept
     below: int = 4096  # estimated tokens below which a document is short
@@ -59,7 +60,6 @@ class Upsample:
 
     def __post_init__(self):
         check_fields("upsample", self)
-        check_one_of("upsample.mode", self.mode, MODES)
         if not 0 <= self.ratio <= 1:
             raise InputError(f"upsample.ratio={self.ratio} must be a fraction in [0, 1]")
         for key in ("tokens", "below", "characters_per_token"):

@@ -3,11 +3,11 @@
 import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import check_integers, check_one_of
+from lcjax.errors import OneOf, PositiveInt
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Prompt, PromptEncoder, Segment, fit
 from lcjax.evaluation.split import generate
@@ -117,8 +117,9 @@ class GenerationTask(PromptTask):
 
     generates: ClassVar[bool] = True
 
-    max_new_tokens: int = 64  # counted in the length, like everything else
-    template: str = "none"  # chat: the tokenizer's chat template around the text
+    max_new_tokens: PositiveInt = 64  # counted in the length, like everything else
+    # Chat: the tokenizer's chat template around the text
+    template: Annotated[str, OneOf(TEMPLATES)] = "none"
 
     @abc.abstractmethod
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
@@ -131,11 +132,6 @@ class GenerationTask(PromptTask):
     @abc.abstractmethod
     def main_score(self) -> str:
         """The name of the score that tables show."""
-
-    def check(self, limits: Limits, key: str) -> None:
-        super().check(limits, key)
-        check_one_of(f"{key}.template", self.template, TEMPLATES)
-        check_integers(key, self, 1, "max_new_tokens")
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         _, new, stop, *sampling = units[0].shape

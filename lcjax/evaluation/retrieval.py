@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt, check_fields
 from lcjax.evaluation.split import SOURCES, check_scored, windows_of_others
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.retrieval_reader import METHODS, RetrievalReader, Retriever
@@ -24,7 +24,8 @@ class RetrieverSection:
     kind: str | None = None  # sparse, dense or hybrid; null: what the datastore has
     encoder: str | None = None  # encoder of queries; null: the one that made the vectors
     index: str = "exact"  # index of the vectors: exact, or one that was built
-    k: int | None = None  # maximum hits of a search; null: 100, or 4 if a method reads all of them
+    # Maximum hits of a search; null: 100, or 4 if a method reads all of them
+    k: PositiveInt | None = None
     name: str = ""  # row of a table; empty: the kind, or else the name of the folder
 
     def check(self, key: str) -> None:
@@ -35,7 +36,7 @@ class RetrieverSection:
         """
         from lcjax.retrieval.datastore import WHY_MAPPED
 
-        check_integers(key, self, 1, "k")
+        check_fields(key, self)
         folder = local_path(f"{key}.folder", self.folder, WHY_MAPPED)
         if not self.folder or not folder.is_dir():
             raise InputError(
@@ -78,20 +79,20 @@ class RetrievalMethod:
 
     # The datastore; its k is the number of passages that are read.
     retriever: RetrieverSection = dataclasses.field(default_factory=RetrieverSection)
-    how: str = "input"  # input, context, fid, mixture, rag_token, rag_sequence
-    stride: int | None = None  # tokens from one search to the next; null: one search
-    query_tokens: int | None = None  # tokens at the text's end; null: all, or 32 with a stride
+    # Input, context, fid, mixture, rag_token, rag_sequence
+    how: Annotated[str, OneOf(METHODS)] = "input"
+    stride: PositiveInt | None = None  # tokens from one search to the next; null: one search
+    # Tokens at the text's end; null: all, or 32 with a stride
+    query_tokens: PositiveInt | None = None
     temperature: float = 1.0  # of scores, for mixture
-    passage_tokens: int | None = None  # longer passages are cut; null: whole
-    decoder: int | None = None  # tokens at the end of a window that are read; null: all
+    passage_tokens: PositiveInt | None = None  # longer passages are cut; null: whole
+    decoder: PositiveInt | None = None  # tokens at the end of a window that are read; null: all
     # own, or foreign as a control: passages retrieved for a window of another document. It needs
     # `decoder`, and windows twice as long
-    source: str = "own"
+    source: Annotated[str, OneOf(SOURCES)] = "own"
 
     def __post_init__(self):
-        check_one_of("retrieval.how", self.how, METHODS)
-        check_one_of("retrieval.source", self.source, SOURCES)
-        check_integers("retrieval", self, 1, "stride", "query_tokens", "passage_tokens", "decoder")
+        check_fields("retrieval", self)
         if self.source == "foreign" and self.decoder is None:
             raise InputError(
                 "retrieval.source=foreign needs retrieval.decoder, the tokens at the end of a"

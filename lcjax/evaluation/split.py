@@ -15,11 +15,11 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 from lcjax.evaluation.corpus import SentenceEnds
 from lcjax.evaluation.prompt import Prompt
 from lcjax.generation.contexts import context_chunk_size, split_into_chunks
@@ -51,16 +51,14 @@ class Split(abc.ABC):
 
     # Tokens at the end of a window that the decoder reads; null: half of the window, at most the
     # trained length, or the window size of a memory that reads window by window.
-    decoder: int | None = None
-    chunk: int | None = None  # tokens of a chunk; null: as the memory was trained
-    chunks: int | None = None  # maximum number of chunks, the last ones; null: all
+    decoder: PositiveInt | None = None
+    chunk: PositiveInt | None = None  # tokens of a chunk; null: as the memory was trained
+    chunks: NonNegativeInt | None = None  # maximum number of chunks, the last ones; null: all
     # own, or foreign as a control: chunks of other documents.
-    source: str = "own"
+    source: Annotated[str, OneOf(SOURCES)] = "own"
 
     def __post_init__(self):
-        check_integers(self.key, self, 1, "decoder", "chunk")
-        check_integers(self.key, self, 0, "chunks")
-        check_one_of(f"{self.key}.source", self.source, SOURCES)
+        check_fields(self.key, self)
 
     @abc.abstractmethod
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
@@ -118,17 +116,17 @@ class ContextSplit(Split):
     key: ClassVar[str] = "context"
 
     # Longer contexts scale attention logits (Cepe.trained_context); null: no scaling.
-    trained_context: int | None = None
+    trained_context: PositiveInt | None = None
     # Half of a node that is split again (SharedLLM): right, query, random; null: the model's own.
     policy: Policy | None = None
     # Compression ratio of each level of a tree (SharedLLM), which sets the number of levels; null:
     # as the model was trained.
     ratios: tuple[int, ...] | None = None
     # Tokens per beacon (Activation Beacon), 0 for all ratios; null: the model's own.
-    ratio: int | None = None
+    ratio: NonNegativeInt | None = None
     # Retrieved passages, the best ones, that the decoder reads; all others are chunks of the
     # context (CEPE, section 4.2: 10; by the caption of its table 7 these are chunks as well).
-    decoder_passages: int = 10
+    decoder_passages: NonNegativeInt = 10
     # Chunks of up to `chunk` tokens end where sentences end, and the decoder's part of a prompt
     # begins with a sentence (CEPE's needle test); false: chunks of `chunk` tokens
     sentences: bool = False
@@ -140,8 +138,7 @@ class ContextSplit(Split):
                 f"context.chunks={self.chunks} counts chunks of equal length, and with"
                 " context.sentences=true they differ; leave one of them out"
             )
-        check_integers(self.key, self, 1, "trained_context")
-        check_integers(self.key, self, 0, "ratio", "decoder_passages")
+        check_fields(self.key, self)
 
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)
@@ -222,16 +219,16 @@ class ReplugSplit(Split):
 
     chunk: int = 256
     temperature: float = 1.0  # temperature of the scores
-    marginal: str = "token"  # what is mixed (`Replug.marginal`): token or sequence
+    # What is mixed (`Replug.marginal`): token or sequence
+    marginal: Annotated[str, OneOf(MARGINALS)] = "token"
     encoder: EncoderSection | None = None  # scores chunks without a score; null: equal weights
     # Tokens of the query of `encoder`; fewer if the scored or generated tokens begin earlier
-    query_tokens: int = 256
+    query_tokens: PositiveInt = 256
 
     def __post_init__(self):
         super().__post_init__()
-        check_integers(self.key, self, 1, "query_tokens")
+        check_fields(self.key, self)
         log_weights(np.zeros(1), self.temperature)
-        check_one_of(f"{self.key}.marginal", self.marginal, MARGINALS)
 
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
+from lcjax.errors import check_fields
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt
@@ -100,12 +101,12 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """The title of the metric after the name of the task, if it has one."""
         return f"{self.name}: {self.metric.title}" if self.name else self.metric.heading
 
-    @abc.abstractmethod
     def check(self, limits: Limits, key: str) -> None:
         """Raises InputError for invalid settings, before a model is loaded.
 
         `key` is the place of the task in the config, such as `tasks.0`, for messages.
         """
+        check_fields(key, self)
 
     @abc.abstractmethod
     def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:

@@ -6,13 +6,13 @@ import difflib
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Bidirectional, CachePolicy, Causal, Pattern, Sliding
 from lcjax.config import check_instance
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, PositiveInt, Range, check_fields, check_one_of
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
@@ -42,12 +42,12 @@ def check_choice(field: str, value: Any) -> None:
 class LayerKind:
     """Successive layers with their own pattern or RoPE method: an entry of `model.layers`."""
 
-    repeat: int = 1  # layers
+    repeat: PositiveInt = 1  # layers
     pattern: Pattern | None = None  # attention pattern; null: that of the model
     rope: Rope | None = None  # position method; null: that of the model
 
     def __post_init__(self):
-        check_integer("layers.repeat", self.repeat, 1)
+        check_fields("layers", self)
         for field, base in (("pattern", Pattern), ("rope", Rope)):
             check_instance(f"layers.{field}", getattr(self, field), base)
 
@@ -65,7 +65,7 @@ class ModelConfig:
     vocab_size: int
     width: int  # D, the size of a token's hidden state
     mlp_width: int  # F
-    num_layers: int
+    num_layers: Annotated[int, Range(0, MAX_LAYERS)]
     num_heads: int  # query heads
     num_kv_heads: int  # key/value heads; must divide num_heads (grouped-query attention)
     head_dim: int
@@ -123,7 +123,7 @@ class ModelConfig:
     def __post_init__(self):
         for field in _CHOICES:
             check_choice(field, getattr(self, field))
-        check_integer("model.num_layers", self.num_layers, 0, most=MAX_LAYERS)
+        check_fields("model", self)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model.num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"

@@ -13,13 +13,13 @@ gradient moves q_j towards p_j. `rest` is not defined if the student has no rema
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt, check_fields
 from lcjax.models.loss import Projection, negative_log_likelihood, over_chunks, weighted_loss
 
 MODES = ("drop", "renormalise", "rest", "smooth")
@@ -33,8 +33,9 @@ class Distill:
 
     ce: float = 1.0  # weight of the cross-entropy with the text
     kl: float = 2.0  # weight of the divergence from the teacher
-    mode: str = "drop"  # which divergence: drop, renormalise, rest or smooth
-    top: int = 50  # number of teacher probabilities used, at most as many as the rows have
+    # Which divergence: drop, renormalise, rest or smooth
+    mode: Annotated[str, OneOf(MODES)] = "drop"
+    top: PositiveInt = 50  # number of teacher probabilities used, at most as many as the rows have
 
     def __post_init__(self):
         for name in ("ce", "kl"):
@@ -43,8 +44,7 @@ class Distill:
                 raise InputError(f"train.distill.{name}={value} must be a number of at least 0")
         if self.ce == self.kl == 0:
             raise InputError("train.distill.ce=0 and kl=0 leave nothing to learn; raise one")
-        check_one_of("train.distill.mode", self.mode, MODES)
-        check_integer("train.distill.top", self.top, 1)
+        check_fields("train.distill", self)
 
 
 class Teacher(NamedTuple):

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, PositiveInt, Range, check_fields, check_integer
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 _FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
@@ -38,16 +38,15 @@ MAX_EXPERTS = 4_096  # of a layer; published mixtures have up to 512
 class Experts:
     """Options of the experts that replace the MLP of each layer."""
 
-    count: int  # E
-    top_k: int = 2  # experts that compute a token
+    count: Annotated[int, Range(1, MAX_EXPERTS)]  # E
+    top_k: PositiveInt = 2  # experts that compute a token
     width: int | None = None  # F of an expert; null: `model.mlp_width`
     normalize: bool = True  # whether the weights of a token's experts are divided by their sum
     # Factor of the load-balancing loss in training (`balance_loss`); 0: none
     balance: float = 0.001
 
     def __post_init__(self):
-        check_integer("experts.count", self.count, 1, most=MAX_EXPERTS)
-        check_integer("experts.top_k", self.top_k, 1)
+        check_fields("experts", self)
         if self.width is not None:
             check_integer("experts.width", self.width, 1)
         if self.top_k > self.count:

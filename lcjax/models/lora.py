@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, PositiveInt, check_fields
 
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
@@ -18,12 +18,12 @@ PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 class LoRA:
     """Options of low-rank adapters."""
 
-    rank: int = 8
+    rank: PositiveInt = 8
     alpha: float = 16.0  # the update is scaled by alpha / rank
     targets: tuple[str, ...] = ("query", "key", "value", "out")
 
     def __post_init__(self):
-        check_integer("lora.rank", self.rank, 1)
+        check_fields("lora", self)
         if not self.alpha > 0:
             raise InputError(
                 f"lora.alpha={self.alpha} must be above 0: it scales what adapters add; usual:"

@@ -26,7 +26,7 @@ from jax._src import distributed as runtime  # no public way to a barrier with a
 from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields, check_integer
 from pallas_kernels import self_check, timings
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
@@ -39,13 +39,14 @@ class Distributed:
     """Processes of a job; fields that are null come from the cluster's environment, if any."""
 
     coordinator: str | None = None  # host:port of process 0, reachable by all
-    processes: int | None = None  # number of processes; 1: a single process, also in a cluster
+    # Number of processes; 1: a single process, also in a cluster
+    processes: PositiveInt | None = None
     process: int | None = None  # index of this process, from 0
-    timeout: int = 300  # seconds that processes wait for each other at the start
-    heartbeat: int = 100  # seconds without a heartbeat after which a process counts as dead
+    timeout: PositiveInt = 300  # seconds that processes wait for each other at the start
+    heartbeat: PositiveInt = 100  # seconds without a heartbeat after which a process counts as dead
 
     def __post_init__(self):
-        check_integers("distributed", self, 1, "processes", "timeout", "heartbeat")
+        check_fields("distributed", self)
         if self.process is not None:
             check_integer("distributed.process", self.process, 0)
             if self.processes is not None and self.process >= self.processes:

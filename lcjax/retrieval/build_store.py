@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -33,7 +33,14 @@ from lcjax.data.jobs import (
     read_shard,
     worker_pool,
 )
-from lcjax.errors import InputError, check_arguments, check_integers, check_one_of
+from lcjax.errors import (
+    InputError,
+    NonNegativeInt,
+    OneOf,
+    check_arguments,
+    check_fields,
+    check_one_of,
+)
 from lcjax.files import atomic_file, check_path, read_json, seal, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -81,15 +88,16 @@ class BuildConfig:
     sparse: Sparse | None = dataclasses.field(default_factory=Sparse)
     encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
     mesh: Mesh | None = None  # devices that encode; null: one device
-    dtype: str = "float32"  # dtype of the stored vectors: float32 or bfloat16
+    # Dtype of the stored vectors: float32 or bfloat16
+    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     # An approximate index beside the vectors, built with FAISS: ivf, ivf_pq or hnsw; null: none
     faiss: str | None = None
     out: str = ""  # folder to write
-    workers: int = 0  # number of processes; 0: one for each core, or a single one with an encoder
+    # Number of processes; 0: one for each core, or a single one with an encoder
+    workers: NonNegativeInt = 0
 
     def __post_init__(self):
-        check_one_of("dtype", self.dtype, DTYPES)
-        check_integers("", self, 0, "workers")
+        check_fields("", self)
         if not self.out:
             raise InputError("out is empty: give --out=FOLDER")
         check_documents(self.data.sources)

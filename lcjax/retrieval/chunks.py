@@ -19,7 +19,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -30,7 +30,7 @@ from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer
 from lcjax.data.stored_rows import RowsConfig, write_rows
-from lcjax.errors import InputError, check_arguments, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt, check_arguments, check_fields, check_one_of
 from lcjax.files import atomic_file, check_path
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -47,16 +47,17 @@ class ChunksConfig(RowsConfig):
     store: str = ""  # folder of the datastore
     kind: str | None = None  # sparse, dense or hybrid; null: by the indices of the datastore
     encoder: str | None = None  # encoder of queries; null: the one that made the vectors
-    index: str = "exact"  # search of vectors: exact, or an existing index: ivf, ivf_pq or hnsw
-    query_tokens: int = 256  # first tokens of a row that are its query; not used with a stride
+    # Search of vectors: exact, or an existing index: ivf, ivf_pq or hnsw
+    index: Annotated[str, OneOf(("exact", *FAISS_KINDS))] = "exact"
+    # First tokens of a row that are its query; not used with a stride
+    query_tokens: PositiveInt = 256
     # Whether passages may come from the documents of the row. Documents are compared by name
     same_document: bool = False
     mesh: Mesh | None = None  # devices that search vectors; null: one device
 
     def __post_init__(self):
         super().__post_init__()
-        check_integers("", self, 1, "query_tokens")
-        check_one_of("index", self.index, ("exact", *FAISS_KINDS))
+        check_fields("", self)
         if self.kind is not None:
             check_one_of("kind", self.kind, KINDS)
         for key in ("tokenizer", "store"):

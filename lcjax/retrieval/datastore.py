@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 
 from lcjax.data.files import LRUCache, import_pyarrow
-from lcjax.errors import InputError, check_integers, check_one_of, one_line
+from lcjax.errors import InputError, PositiveInt, check_fields, check_one_of, one_line
 from lcjax.files import (
     SMALL,
     FileSum,
@@ -80,15 +80,16 @@ class EncoderSection:
     normalize: bool | None = None  # whether vectors have unit length
     query_prefix: str | None = None  # text before every question
     passage_prefix: str | None = None  # text before every passage
-    max_tokens: int | None = None  # tokens of the longest text
+    max_tokens: PositiveInt | None = None  # tokens of the longest text
     on_long: str | None = None  # what happens to longer texts: truncate (with a warning), or error
-    layer: int | None = None  # layer of a language model that gives the vector; null: the middle
+    # Layer of a language model that gives the vector; null: the middle
+    layer: PositiveInt | None = None
     dtype: str | None = None  # dtype of the computation: float32 or bfloat16
-    batch_tokens: int | None = None  # tokens that are computed at once
+    batch_tokens: PositiveInt | None = None  # tokens that are computed at once
     allow_pickle: bool = False  # read .bin weights with a restricted reader
 
     def __post_init__(self):
-        check_integers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
+        check_fields("encoder", self)
 
     def open(self, mesh: Mesh | None = None) -> Encoder | None:
         """Opens the encoder; returns None if `path` is empty.

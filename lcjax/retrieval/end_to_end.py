@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,15 @@ from lcjax.checkpoints.orbax_io import steps_in
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.data import Loader
 from lcjax.data.config import StoredSource
-from lcjax.errors import InputError, check_integer, check_integers, check_one_of, is_finite_number
+from lcjax.errors import (
+    InputError,
+    OneOf,
+    PositiveInt,
+    Range,
+    check_fields,
+    check_integer,
+    is_finite_number,
+)
 from lcjax.files import atomic_file, check_destination, read_json, write_json
 from lcjax.generation.retrieval_reader import SEPARATOR
 from lcjax.parallel import distributed
@@ -133,19 +141,19 @@ class EndToEnd(RetrieverTraining):
 
     encoder: EncoderSection = field(default_factory=EncoderSection)  # a BERT
     store: str = ""  # folder of the datastore, which is not changed
-    k: int = 10  # number of passages of each query
-    query_tokens: int = 128  # of the query; in a row without a question its first tokens
-    passage_tokens: int = 128  # of a passage in training; the index encodes longer ones
+    k: PositiveInt = 10  # number of passages of each query
+    query_tokens: PositiveInt = 128  # of the query; in a row without a question its first tokens
+    # Of a passage in training; the index encodes longer ones
+    passage_tokens: Annotated[int, Range(3)] = 128
     # Steps after which all passages are encoded again with the current weights; null: never
-    refresh: int | None = 500
-    passages: str = "trained"  # weights that encode passages: trained or frozen
+    refresh: PositiveInt | None = 500
+    # Weights that encode passages: trained or frozen
+    passages: Annotated[str, OneOf(("trained", "frozen"))] = "trained"
     same_document: bool = False  # whether passages may come from the documents of the row
     unit: ClassVar[str] = "tokens"
 
     def __post_init__(self):
-        check_integers("retriever", self, 1, "k", "query_tokens", "refresh")
-        check_integer("retriever.passage_tokens", self.passage_tokens, 3)
-        check_one_of("retriever.passages", self.passages, ("trained", "frozen"))
+        check_fields("retriever", self)
         if not self.store:
             raise InputError("retriever.store is empty: name a folder of lcjax.retrieval build")
 
@@ -186,12 +194,13 @@ class LSR(EndToEnd):
 class Marginal(EndToEnd):
     """Marginal likelihood of a text over its passages; `train.trainable` selects the parameters."""
 
-    marginal: str = "sequence"  # sequence mixes probabilities of whole texts, token of each token
+    # Sequence mixes probabilities of whole texts, token of each token
+    marginal: Annotated[str, OneOf(("sequence", "token"))] = "sequence"
     temperature: float = 1.0  # divides the scores
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of("retriever.marginal", self.marginal, ("sequence", "token"))
+        check_fields("retriever", self)
         self._check_temperature("temperature")
 
     def loss(self, scores: jax.Array, nll: jax.Array, batch: dict) -> jax.Array:

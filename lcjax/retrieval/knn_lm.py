@@ -30,7 +30,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,12 @@ from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, op
 from lcjax.data.jobs import begin
 from lcjax.errors import (
     InputError,
+    OneOf,
+    PositiveInt,
+    Range,
     check_arguments,
     check_fields,
     check_integer,
-    check_integers,
     check_one_of,
     is_finite_number,
 )
@@ -98,19 +100,17 @@ class TokenConfig:
     data: TextConfig = dataclasses.field(default_factory=TextConfig)  # text of the tokens
     model: ModelSection = dataclasses.field(default_factory=ModelSection)  # gives the keys
     mesh: Mesh | None = None  # devices of the model; null: one device
-    window: int = 1024  # tokens that the model reads at once
-    overlap: int = 512  # first tokens of a window, from the window before: only context
-    batch_size: int = 4  # windows of a batch
-    max_tokens: int | None = None  # number of tokens to store, from the beginning; null: all
-    dtype: str = "float16"  # dtype of the keys: float16 or float32
+    window: Annotated[int, Range(2)] = 1024  # tokens that the model reads at once
+    overlap: PositiveInt = 512  # first tokens of a window, from the window before: only context
+    batch_size: PositiveInt = 4  # windows of a batch
+    # Number of tokens to store, from the beginning; null: all
+    max_tokens: PositiveInt | None = None
+    dtype: Annotated[str, OneOf(DTYPES)] = "float16"  # dtype of the keys: float16 or float32
     faiss: str | None = None  # an approximate index: ivf or ivf_pq; null: exact search only
     out: str = ""  # folder to write
 
     def __post_init__(self):
-        check_one_of("dtype", self.dtype, DTYPES)
-        check_integer("window", self.window, 2)
-        check_integer("overlap", self.overlap, 1)  # a window cannot predict its first token
-        check_integers("", self, 1, "batch_size", "max_tokens")
+        check_fields("", self)
         if self.overlap >= self.window - 1:
             raise InputError(
                 f"overlap={self.overlap} must be below window - 1 = {self.window - 1}, so that"

@@ -9,7 +9,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lcjax.data.chat import Conversation, PromptAnswer
 from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
 from lcjax.data.readers import Reader, RecordFiles, SourceFiles
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 from lcjax.generation.retrieval_reader import join_title
 
 UNITS = ("tokens", "words", "sentences")
@@ -73,19 +73,18 @@ class Passage:
 class Chunking:
     """Rules that cut documents into passages."""
 
-    unit: str = "words"  # tokens, words, or sentences (as many whole sentences as fit)
-    size: int = 100  # size of a passage in tokens, or in words with unit words or sentences
+    # Tokens, words, or sentences (as many whole sentences as fit)
+    unit: Annotated[str, OneOf(UNITS)] = "words"
+    size: PositiveInt = 100  # size of a passage in tokens, or in words with unit words or sentences
     # Tokens or words that a passage repeats from the one before (with unit sentences at most)
-    overlap: int = 0
+    overlap: NonNegativeInt = 0
     tokenizer: str = ""  # as model.path; for unit tokens, and to decode sources of type tokens
     # Field of a record that holds its title; empty: none. A file that is one document has its name
     # as the title
     title_field: str = ""
 
     def __post_init__(self):
-        check_one_of("chunking.unit", self.unit, UNITS)
-        check_integer("chunking.size", self.size, 1)
-        check_integer("chunking.overlap", self.overlap, 0)
+        check_fields("chunking", self)
         if self.overlap >= self.size:
             raise InputError(
                 f"chunking.overlap={self.overlap} must be below chunking.size={self.size}"

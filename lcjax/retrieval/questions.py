@@ -19,7 +19,14 @@ import string
 from pathlib import Path
 from typing import Any
 
-from lcjax.errors import InputError, check_arguments, check_integer, check_seed
+from lcjax.errors import (
+    InputError,
+    NonNegativeInt,
+    PositiveInt,
+    check_arguments,
+    check_fields,
+    check_seed,
+)
 from lcjax.files import check_path, write_whole
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.passages import Passage
@@ -91,14 +98,14 @@ class QuestionsConfig:
 
     store: str = ""  # the datastore
     kinds: tuple[QuestionKind, ...] = ()
-    count: int = 100  # questions of each kind
-    demonstrations: int = 20  # further questions of each kind, for demonstrations in prompts
+    count: PositiveInt = 100  # questions of each kind
+    # Further questions of each kind, for demonstrations in prompts
+    demonstrations: NonNegativeInt = 20
     seed: int = 0  # seed of the choice of questions
     out: str = ""  # folder to write
 
     def __post_init__(self):
-        check_integer("count", self.count, 1)
-        check_integer("demonstrations", self.demonstrations, 0)
+        check_fields("", self)
         check_seed("seed", self.seed)
         for key in ("store", "out"):
             if not getattr(self, key):

@@ -28,7 +28,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -37,9 +37,10 @@ from lcjax.checkpoints.tokenizer import check_text
 from lcjax.errors import (
     INT32_MAX,
     InputError,
+    OneOf,
     check_arguments,
+    check_fields,
     check_integer,
-    check_one_of,
     check_type,
     is_finite_number,
     missing_extra,
@@ -62,7 +63,8 @@ _INFINITE_K1 = 1e12
 class Sparse:
     """Settings of a search by words."""
 
-    method: str = "lucene"  # lucene, robertson, atire, bm25l, bm25+ or tfidf
+    # Lucene, robertson, atire, bm25l, bm25+ or tfidf
+    method: Annotated[str, OneOf(METHODS)] = "lucene"
     k1: float = 1.5  # saturation: larger values count repeated words more; Pyserini has 0.9
     b: float = 0.75  # normalisation by passage length, 0 (none) ... 1 (full); Pyserini has 0.4
     delta: float | None = None  # delta of bm25l and bm25+; null: 0.5 and 1
@@ -72,7 +74,7 @@ class Sparse:
     stemmer: str | None = None
 
     def __post_init__(self):
-        check_one_of("sparse.method", self.method, METHODS)
+        check_fields("sparse", self)
         for key, most in (("k1", 1e6), ("b", 1.0), ("delta", 1e6)):
             value = getattr(self, key)
             if key == "delta" and value is None:

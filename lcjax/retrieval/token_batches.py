@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from lcjax.checkpoints.bert_folder import BertFolder, BertTokenizer
 from lcjax.checkpoints.tokenizer import check_text
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, OneOf, check_fields, check_integer, check_one_of
 from lcjax.generation.session import round_up_to_bucket
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel import distributed
@@ -249,13 +249,13 @@ class LengthLimit:
     """Cuts texts to `max_tokens`, counts the long ones, and warns once for all texts of a call."""
 
     max_tokens: int
-    on_long: str
+    on_long: Annotated[str, OneOf(_ON_LONG)]
     name: str
     num_long: int = 0
     num_texts: int = 0
 
     def __post_init__(self):
-        check_one_of("on_long", self.on_long, _ON_LONG)
+        check_fields("", self)
 
     def cut(self, ids: Sequence[int], num_special: int) -> Sequence[int]:
         """Returns the first tokens of a text; with `num_special` more they fit `max_tokens`."""

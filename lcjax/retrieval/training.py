@@ -11,6 +11,7 @@ Training loop, checkpoints and optimizer are shared with language models (`lcjax
 import copy
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.hub import find_encoder
 from lcjax.checkpoints.run_folder import BaseModel
 from lcjax.data import DataConfig, Loader
-from lcjax.errors import InputError, check_integers, is_finite_number
+from lcjax.errors import InputError, NonNegativeInt, Range, check_fields, is_finite_number
 from lcjax.files import FolderFormat
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.models.lora import LoRA
@@ -68,20 +69,20 @@ class Contrastive(RetrieverTraining):
     # Initial weights: a BERT, or two (`query_folder`). Settings default to those of its folder
     encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
     temperature: float = 0.05  # divides the similarities; 0.05 in Contriever, 1 in DPR
-    negatives: int = 0  # hard negatives of each query, from records
+    negatives: NonNegativeInt = 0  # hard negatives of each query, from records
     # Whether to average with the loss of each passage over the queries (as in CLIP)
     symmetric: bool = False
     pairs: Pairs = dataclasses.field(default_factory=Records)
-    query_tokens: int = 128  # maximum tokens of a query, special tokens included; longer: cut
-    passage_tokens: int = 256  # the same of a passage
+    # Maximum tokens of a query, special tokens included; longer: cut
+    query_tokens: Annotated[int, Range(3)] = 128
+    passage_tokens: Annotated[int, Range(3)] = 256  # the same of a passage
 
     def __post_init__(self):
         if not is_finite_number(self.temperature) or not self.temperature > 0:
             raise InputError(
                 f"retriever.temperature={self.temperature!r} must be above 0, such as 0.05"
             )
-        check_integers("retriever", self, 0, "negatives")
-        check_integers("retriever", self, 3, "query_tokens", "passage_tokens")
+        check_fields("retriever", self)
 
     def make_task(self, config: TrainConfig, mesh: jax.sharding.Mesh) -> "ContrastiveTask":
         return ContrastiveTask(config, mesh)

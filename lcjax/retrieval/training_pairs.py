@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import draccus
 import grain
@@ -26,7 +26,7 @@ from lcjax.data.corpus import Corpus, Documents, corpus_identity, open_split
 from lcjax.data.files import FileCache, FileList, kind
 from lcjax.data.loader import batch_rows, concatenate, mixed_rows, read_elements
 from lcjax.data.readers import Document, JsonLinesReader, Reader, RecordFiles
-from lcjax.errors import InputError, check_integer, is_finite_number
+from lcjax.errors import InputError, Range, check_fields, is_finite_number
 from lcjax.files import parse_json
 from lcjax.retrieval.encoder import with_title
 from lcjax.retrieval.passages import sentences
@@ -257,13 +257,14 @@ class Crops(TextPairs):
     Lengths and deleted tokens are drawn independently for both crops.
     """
 
-    length: int = 256  # maximum tokens of the pieces into which documents are cut
+    # Maximum tokens of the pieces into which documents are cut
+    length: Annotated[int, Range(2)] = 256
     least: float = 0.05  # minimum length of a crop, as a share of the piece
     most: float = 0.5  # maximum length of a crop, as a share of the piece
     delete: float = 0.1  # probability that a token is left out
 
     def __post_init__(self):
-        check_integer("retriever.pairs.length", self.length, 2)
+        check_fields("retriever.pairs", self)
         _share("least", self.least, most=1)
         _share("most", self.most, most=1)
         _share("delete", self.delete, most=0.9)

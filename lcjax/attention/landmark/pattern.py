@@ -20,14 +20,14 @@ Letters: C blocks of the cache, M selected blocks, P tokens of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk, rotate_queries
-from lcjax.errors import InputError, check_integer, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, Range, check_integer
 from lcjax.rope.rotation import rotate
 from pallas_kernels import causal, flash, gather, landmark_attention, merge
 from pallas_kernels.landmark import older_blocks, own_block
@@ -57,21 +57,21 @@ class Landmark(Pattern):
     )
     has_landmarks = True
 
-    block: int = 64  # tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
-    top_k: int | None = 5  # cached blocks that a query sees; null: all, at their true positions
-    select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for all tokens of a call
+    # Tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
+    block: Annotated[int, Range(2)] = 64
+    # Cached blocks that a query sees; null: all, at their true positions
+    top_k: PositiveInt | None = 5
+    # Or per_head_and_chunk: one choice for all tokens of a call
+    select: Annotated[str, OneOf(SELECT)] = "per_token_and_head"
     train_length: int = 512  # the trained length in tokens, landmarks included
-    token: int | None = None  # id of the landmark token
-    loss: str = "predict"  # targets around landmarks: predict, skip or drop (see tokens.py)
+    token: NonNegativeInt | None = None  # id of the landmark token
+    # Targets around landmarks: predict, skip or drop (see tokens.py)
+    loss: Annotated[str, OneOf(LOSSES)] = "predict"
 
     def __post_init__(self):
-        check_integer("pattern.block", self.block, 2)
-        check_integers("pattern", self, 0, "token")
-        check_one_of("pattern.select", self.select, SELECT)
-        check_one_of("pattern.loss", self.loss, LOSSES)
+        super().__post_init__()
         if self.top_k is None:
             return
-        check_integer("pattern.top_k", self.top_k, 1)
         check_integer("pattern.train_length", self.train_length, self.block)
         if self.chunk < 1:
             raise InputError(

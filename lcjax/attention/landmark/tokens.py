@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.attention.landmark.pattern import LOSSES
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, check_fields, check_integer
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,16 @@ class Landmarks:
         have targets. Rows must consist of whole blocks (LLaMA with fused attention).
     """
 
-    token: int
+    token: NonNegativeInt
     tokens_per_block: int = 63  # the landmark not included
-    loss: str = "predict"
+    loss: Annotated[str, OneOf(LOSSES)] = "predict"
 
     def __post_init__(self):
-        check_integer("landmarks.token", self.token, 0)
+        check_fields("landmarks", self)
         check_integer(
             "landmarks.tokens_per_block", self.tokens_per_block, 1,
             "released models have 63, the paper 50",
         )  # fmt: skip
-        check_one_of("landmarks.loss", self.loss, LOSSES)
 
     @classmethod
     def from_pattern(cls, pattern: Landmark) -> Landmarks:

@@ -11,11 +11,11 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
@@ -55,11 +55,12 @@ class LmEval(Task):
 
     tasks: tuple[str, ...] = ()  # names of tasks or groups, with an optional :METRIC
     include_path: str | None = None  # folder with more tasks as YAML files
-    num_fewshot: int | None = None  # examples before each question; null: each task's own
-    max_examples: int | None = None  # per task, the first ones; null: all
-    max_new_tokens: int = 256  # for tasks that do not set it
+    # Examples before each question; null: each task's own
+    num_fewshot: NonNegativeInt | None = None
+    max_examples: PositiveInt | None = None  # per task, the first ones; null: all
+    max_new_tokens: PositiveInt = 256  # for tasks that do not set it
     # chat: the tokenizer's chat template around the prompts, with examples as turns
-    template: str = "none"
+    template: Annotated[str, OneOf(TEMPLATES)] = "none"
     system: str | None = None  # system message before each prompt
     unsafe_code: bool = False  # whether tasks may run code that the model writes
 
@@ -82,9 +83,7 @@ class LmEval(Task):
             raise InputError(
                 f"{key}.tasks is empty; name tasks of the harness, such as --tasks piqa,hellaswag"
             )
-        check_one_of(f"{key}.template", self.template, TEMPLATES)
-        check_integers(key, self, 0, "num_fewshot")
-        check_integers(key, self, 1, "max_examples", "max_new_tokens")
+        check_fields(key, self)
         harness.check_installed()
 
         def load() -> None:

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_one_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text, document_segments
@@ -73,8 +73,9 @@ class FileBenchmark(PromptTask):
 
     path: str = ""  # folder with the official files
     tasks: tuple[str, ...] = ()  # data sets, categories, or names of several; empty: all
-    max_examples: int | None = None  # per data set, the first ones unless drawn; null: all
-    aggregate: str = "flat"  # flat: mean over data sets; category_macro: over means of categories
+    max_examples: PositiveInt | None = None  # per data set, the first ones unless drawn; null: all
+    # Flat: mean over data sets; category_macro: over means of categories
+    aggregate: Annotated[str, OneOf(AGGREGATES)] = "flat"
 
     @abc.abstractmethod
     def files(self, name: str) -> tuple[str, ...]:
@@ -104,11 +105,9 @@ class FileBenchmark(PromptTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        check_one_of(f"{key}.aggregate", self.aggregate, AGGREGATES)
         names = dict.fromkeys([*self._groups(), *self.datasets])
         for name in self.tasks:
             check_one_of(f"{key}.tasks", name, names)
-        check_integers(key, self, 1, "max_examples")
         for data in filter(self.has_file, self.selection()):
             find(self.path, self.files(data.name), key, self.source)
 
@@ -264,13 +263,12 @@ class TextCutBenchmark(AnswerBenchmark):
     cut: ClassVar[str] = "middle"
 
     # official: the prompt is cut as text, template and answer come on top; total: everything counts
-    budget_rule: str = "official"
-    reserve: int = 0  # tokens of the length that prompts leave unused, with the official budget
+    budget_rule: Annotated[str, OneOf(BUDGETS)] = "official"
+    # Tokens of the length that prompts leave unused, with the official budget
+    reserve: NonNegativeInt = 0
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        check_one_of(f"{key}.budget_rule", self.budget_rule, BUDGETS)
-        check_integers(key, self, 0, "reserve")
         if self.budget_rule == "official" and self.cut_length(limits.lengths[0]) <= 0:
             raise InputError(
                 f"lengths: {limits.lengths[0]} leaves no room for prompts with"

@@ -20,12 +20,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt
 from lcjax.evaluation.corpus import TokenizedCorpus, prefix_token
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.prompt_task import Example
@@ -79,22 +79,21 @@ class Icl(FileBenchmark):
     source: ClassVar[str] = SOURCE
 
     max_examples: int | None = 250
-    shots: int = 2
-    context_shots: int = 0  # further demonstrations, for the context of models with a memory
+    shots: NonNegativeInt = 2
+    # Further demonstrations, for the context of models with a memory
+    context_shots: NonNegativeInt = 0
     # Which texts are used: drawn with the seed, or the first ones (CEPE; in sorted files these
     # have one class)
-    order: str = "shuffled"
-    seed: int = 42
-    seeds: int = 1  # number of runs, with `seed`, `seed` + 1, ..., whose mean counts (CEPE: 3)
+    order: Annotated[str, OneOf(ORDERS)] = "shuffled"
+    seed: NonNegativeInt = 42
+    # Number of runs, with `seed`, `seed` + 1, ..., whose mean counts (CEPE: 3)
+    seeds: PositiveInt = 1
     # YAML file with an instruction and an example for each data set; null: this library's own
     wording: str | None = None
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         self.read_wording(key)
-        check_integers(key, self, 0, "shots", "context_shots", "seed")
-        check_integers(key, self, 1, "seeds")
-        check_one_of(f"{key}.order", self.order, ORDERS)
         for data in self.selection():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 

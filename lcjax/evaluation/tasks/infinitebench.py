@@ -17,9 +17,9 @@ import statistics
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from lcjax.errors import InputError, check_one_of
+from lcjax.errors import InputError, OneOf
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.metrics import qa, rouge
@@ -184,7 +184,7 @@ class InfiniteBench(TextCutBenchmark):
 
     # Whose official prompts: yarn-mistral (for base models, with the answer's beginning), gpt4,
     # claude2
-    family: str = "yarn-mistral"
+    family: Annotated[str, OneOf(_VARIABLES)] = "yarn-mistral"
     # A YAML file with your own prompts; null: the official ones in the folder, else this library's
     wording: str | None = None
     # Make passkey, number_string, kv_retrieval and math_find from the run's seed, without files
@@ -200,7 +200,6 @@ class InfiniteBench(TextCutBenchmark):
         return f"{name}.jsonl", f"data/{name}.jsonl", f"data/InfiniteBench/{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
-        check_one_of(f"{key}.family", self.family, _VARIABLES)
         super().check(limits, key)
         for data in self.selection():
             self._template(data.name, key)

@@ -15,11 +15,11 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_one_of
+from lcjax.errors import InputError, OneOf
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt_task import Example
@@ -184,8 +184,9 @@ class LongBench(TextCutBenchmark):
     wording: str | None = None
     e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
     # difflib: fuzzywuzzy alone, as in the official requirements; indel: with python-Levenshtein
-    code_metric: str = "difflib"
-    first_lines: str = "official"  # few-shot tasks; lceg: also English QA and synthetic tasks
+    code_metric: Annotated[str, OneOf(("difflib", "indel"))] = "difflib"
+    # few-shot tasks; lceg: also English QA and synthetic tasks
+    first_lines: Annotated[str, OneOf(("official", "lceg"))] = "official"
 
     @property
     def label(self) -> str:
@@ -199,8 +200,6 @@ class LongBench(TextCutBenchmark):
         return file, f"data/{file}"
 
     def check(self, limits: Limits, key: str) -> None:
-        check_one_of(f"{key}.code_metric", self.code_metric, ("difflib", "indel"))
-        check_one_of(f"{key}.first_lines", self.first_lines, ("official", "lceg"))
         super().check(limits, key)
         if not self.selection():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, NonNegativeInt
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Segment
@@ -63,7 +63,7 @@ class ManyShot(TextCutBenchmark):
     balanced: bool = False
     options: bool = False  # also rank the classes: by sum of log p, and by that over their tokens
     wording: str | None = None  # a YAML file with your own prompt; null: as LongBench's task trec
-    seed: int = 0
+    seed: NonNegativeInt = 0
 
     @property
     def ranks_options(self) -> bool:
@@ -71,7 +71,6 @@ class ManyShot(TextCutBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        check_integers(key, self, 0, "seed")
         self._template(key)
         for data in self.selection():
             path = local_files.find(self.path, self.files(data.name), key, SOURCE)

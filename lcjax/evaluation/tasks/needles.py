@@ -21,12 +21,12 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import SentenceEnds, TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.metrics import infinitebench, qa, rouge
@@ -52,10 +52,10 @@ class Placement:
 class DepthTask(GenerationTask):
     """A text hidden at several depths, with a number of questions for each depth."""
 
-    depths: int = 10  # number of depths, from the context's beginning to its end
+    depths: PositiveInt = 10  # number of depths, from the context's beginning to its end
     # linear: evenly spaced; sigmoid: closer to each other near both ends (`depth_grid`)
-    depth_spacing: str = "linear"
-    trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
+    depth_spacing: Annotated[str, OneOf(("linear", "sigmoid"))] = "linear"
+    trials: PositiveInt = 1  # questions per length and depth; one makes a cell 0 or 1
     wording: str | None = None  # YAML file with the texts of prompts; null: this library's own
 
     # Placeholders that texts may have (`local_files.read_wording`).
@@ -67,8 +67,6 @@ class DepthTask(GenerationTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        check_integers(key, self, 1, "depths", "trials")
-        check_one_of(f"{key}.depth_spacing", self.depth_spacing, ("linear", "sigmoid"))
         self.read_wording(key)
 
     def library_texts(self) -> Mapping[str, Any]:
@@ -140,8 +138,9 @@ class Passkey(DepthTask):
     scoring_settings: ClassVar[tuple[str, ...]] = ("match",)
 
     max_new_tokens: int = 10  # counted in the length, like everything else
-    repeat: int = 2  # how often the line states the key (2 in the published versions)
-    match: str = "first_integer"  # first_integer (YaRN), first_digits (InfiniteBench), token_ids
+    repeat: PositiveInt = 2  # how often the line states the key (2 in the published versions)
+    # first_integer (YaRN), first_digits (InfiniteBench), token_ids
+    match: Annotated[str, OneOf(_KEY_MATCHES)] = "first_integer"
 
     placeholders: ClassVar[Mapping[str, str]] = {
         "instruction": "", "question": "", "answer_prefix": "", "key_line": "key",
@@ -155,11 +154,6 @@ class Passkey(DepthTask):
     @property
     def main_score(self) -> str:
         return self.match
-
-    def check(self, limits: Limits, key: str) -> None:
-        super().check(limits, key)
-        check_one_of(f"{key}.match", self.match, _KEY_MATCHES)
-        check_integers(key, self, 1, "repeat")
 
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         rng = np.random.default_rng(placement.seeds)
@@ -373,12 +367,12 @@ class Niah(DepthTask):
     max_new_tokens: int = 50  # counted in the length, like everything else
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence.
     # A file of `wording` replaces it, with {key} and {value} where those belong.
-    needle: str = "random"
+    needle: Annotated[str, OneOf(("random", "kamradt"))] = "random"
     # The score in tables. value_match: whether the answer contains the value; rouge1_f: ROUGE-1 F1
     # with the needle's sentence; word_recall: the share of words of the expected answer (the part
     # of the sentence that answers the question) in the answer; word_recall_lceg: the same with
     # LCEG's count of repeated words
-    measure: str = "value_match"
+    measure: Annotated[str, OneOf(_NEEDLE_SCORES)] = "value_match"
 
     placeholders: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("instruction", "sentence", "question", "answer_prefix", "value", "answer"), "key? value?"
@@ -395,11 +389,6 @@ class Niah(DepthTask):
     @property
     def main_score(self) -> str:
         return self.measure
-
-    def check(self, limits: Limits, key: str) -> None:
-        check_one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
-        super().check(limits, key)
-        check_one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
 
     def read_wording(self, key: str) -> Wording:
         wording = super().read_wording(key)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers
+from lcjax.errors import InputError, NonNegativeInt
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa
@@ -99,8 +99,8 @@ class OpenQa(AnswerBenchmark):
     source: ClassVar[str] = SOURCE
     cut: ClassVar[str] = "right"
 
-    demonstrations: int = 2
-    seed: int = 42  # of the demonstrations, and of the choice of max_examples questions
+    demonstrations: NonNegativeInt = 2
+    seed: NonNegativeInt = 42  # of the demonstrations, and of the choice of max_examples questions
     retriever: RetrieverSection | None = None  # finds the passages; null: those of the files
     # YAML file with instruction, passage, untitled, question and omitted; null: this library's own
     wording: str | None = None
@@ -115,7 +115,6 @@ class OpenQa(AnswerBenchmark):
         super().check(limits, key)
         if self.retriever is not None:
             self.retriever.check(f"{key}.retriever")
-        check_integers(key, self, 0, "demonstrations", "seed")
         self.read_wording(key)
         for data in self.selection():
             if self.demonstrations:

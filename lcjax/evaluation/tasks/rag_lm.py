@@ -19,12 +19,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lcjax.config import to_data_path
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt, check_fields
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt, Span
 from lcjax.evaluation.retrieval import RetrieverSection
@@ -66,13 +66,13 @@ class RagLm(Task):
     )
 
     path: str = ""  # the JSONL file; empty, with a retriever: beginnings of the run's `data`
-    decoder: int = 2048  # tokens of the text
-    scored: int = 1792  # scored tokens, at the end of the text
-    chunk: int = 256  # tokens of a chunk: longer chunks are cut, shorter ones left out
+    decoder: PositiveInt = 2048  # tokens of the text
+    scored: PositiveInt = 1792  # scored tokens, at the end of the text
+    chunk: PositiveInt = 256  # tokens of a chunk: longer chunks are cut, shorter ones left out
     # Place of the best chunk: last, next to the text, or first. A method that reads only some
     # chunks (its `chunks`) reads the last ones if they have no scores.
-    best: str = "last"
-    max_examples: int | None = None  # maximum number of texts, the first ones; null: all
+    best: Annotated[str, OneOf(PLACES)] = "last"
+    max_examples: PositiveInt | None = None  # maximum number of texts, the first ones; null: all
     retriever: RetrieverSection | None = None  # finds the chunks; null: those of the file
 
     @property
@@ -85,8 +85,7 @@ class RagLm(Task):
         return Perplexity(protocol="last_k", last=self.scored)
 
     def check(self, limits: Limits, key: str) -> None:
-        check_integers(key, self, 1, "decoder", "scored", "chunk", "max_examples")
-        check_one_of(f"{key}.best", self.best, PLACES)
+        check_fields(key, self)
         if self.scored >= self.decoder:
             raise InputError(
                 f"{key}.scored={self.scored} must be below {key}.decoder={self.decoder}: what is"

@@ -18,11 +18,11 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, NonNegativeInt, OneOf
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import document_segments
@@ -103,13 +103,14 @@ class ZeroScrolls(AnswerBenchmark):
     source: ClassVar[str] = SOURCE
 
     split: str = "validation"  # references of the official test split are private
-    keep: str = "head"  # part kept of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
+    # Part kept of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
+    keep: Annotated[str, OneOf(("head", "tail"))] = "head"
     # Number of answers to each report of GovReport, whose mean counts; they are sampled from the
     # nucleus of 0.95 at temperature 1. 0: one greedy answer
-    draws: int = 0
+    draws: NonNegativeInt = 0
     # Whose rules. zeroscrolls: 1,024 new tokens in every task, and no stop at a newline; cepe: for
     # questions 50 and a stop, one reference each but in NarrativeQA, F1 with its rule, and ROUGE-L
-    flavour: str = "zeroscrolls"
+    flavour: Annotated[str, OneOf(("zeroscrolls", "cepe"))] = "zeroscrolls"
     # YAML file with a prompt for each task, and the line `omitted`, for rows of SCROLLS; null: this
     # library's own
     wording: str | None = None
@@ -122,9 +123,6 @@ class ZeroScrolls(AnswerBenchmark):
         return f"{name}/{self.split}.jsonl", f"{name}_{self.split}.jsonl", f"{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
-        check_integers(key, self, 0, "draws")
-        check_one_of(f"{key}.keep", self.keep, ("head", "tail"))
-        check_one_of(f"{key}.flavour", self.flavour, ("zeroscrolls", "cepe"))
         super().check(limits, key)
         self.read_wording(key)
 

@@ -4,11 +4,11 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt, check_one_of
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import qa
@@ -79,9 +79,9 @@ class Ruler(GenerationTask):
 
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
-    samples: int = 100  # questions of each task; the paper has 500
+    samples: PositiveInt = 100  # questions of each task; the paper has 500
     # fixed: upstream's shuffles, the same for all samples; random: another one for each
-    shuffles: str = "random"
+    shuffles: Annotated[str, OneOf(_SHUFFLES)] = "random"
     benchmark: str | None = None  # copy of NVIDIA/RULER with its wording; null: this library's own
     # One word a line, or a folder with wonderwords' lists; null: installed
     words: str | None = None
@@ -102,12 +102,10 @@ class Ruler(GenerationTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        check_integers(key, self, 1, "samples")
         for name in self.task_names:
             check_one_of(f"{key}.tasks", name, TASKS)
         if len(set(self.task_names)) < len(self.task_names):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
-        check_one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
         read_templates(self.benchmark, f"{key}.benchmark")
         if any(map(_needs_words, self.task_names)):
             read_words(self.words, f"{key}.words")
