@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rope_examples import rope_examples
 from scipy.special import log_softmax
 from tiny_lm import generated
 
@@ -18,37 +19,23 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling, join_pieces, pick
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.decoder import random_params
-from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
+from lcjax.models.decoder import random_params, with_learned_rope
+from lcjax.rope import Default, DynamicNTK, Yarn
 
-ROPES = {
-    "default": Default(theta=1e4),
-    "linear": Linear(theta=1e4, factor=4.0),
-    "ntk": NTK(theta=1e4, alpha=9.0),
-    "dynamic_ntk": DynamicNTK(theta=1e4, factor=2.0, original_length=16),
-    "yarn": Yarn(theta=1e4, factor=4.0, original_length=16),
-    "longrope": LongRope(
-        theta=1e4,
-        original_length=32,  # crossed while the tests decode
-        factor=4.0,
-        short_factor=(1.0,) * 8,
-        long_factor=tuple(1.0 + j / 2 for j in range(8)),
-    ),
-    "llama3": Llama3(theta=1e4, factor=8.0, original_length=16),
-    "e2_llm": E2LLM(theta=1e4, original_length=16),
-    "clex": Clex(theta=1e4, original_length=16, max_factor=8),
-}
+ROPES = rope_examples(theta=1e4, length=16)
+PLAIN, YARN = Default(theta=1e4), Yarn(theta=1e4, factor=4.0, original_length=16)
 
 
 @pytest.fixture(scope="module")
 def params():
-    params = random_params(preset("tiny").replace(rope=ROPES["clex"]), 0)
+    params = random_params(preset("tiny"), 0)
     # Sharper than at initialisation, so that the greedy choice does not hang on rounding.
     return jax.tree.map(lambda x: np.asarray(x) * (3 if x.ndim > 1 else 1), params)
 
 
-def _model(params, rope=ROPES["default"]):
-    return LanguageModel(Decoder(preset("tiny").replace(rope=rope)), params, ByteTokenizer())
+def _model(params, rope=PLAIN, **changes):
+    config = preset("tiny").replace(rope=rope, **changes)
+    return LanguageModel(Decoder(config), with_learned_rope(params, config, 0), ByteTokenizer())
 
 
 def _ids(seed, length):
@@ -74,8 +61,9 @@ def _greedy_by_full_forward(lm, prompt, count, *, exact):
         rotation = lm.rotation(len(prompt) + step if exact else total)
         tokens = np.zeros((1, total), np.int32)
         tokens[0, : len(ids)] = ids
-        logits = np.asarray(_logits(lm.model, lm.params, tokens, rotation))
-        ids.append(int(logits[0, len(ids) - 1].argmax()))
+        logits = np.array(_logits(lm.model, lm.params, tokens, rotation)[0, len(ids) - 1])
+        logits[list(lm.tokenizer.eos_ids)] = -np.inf  # all samplings have min_new_tokens=count
+        ids.append(int(logits.argmax()))
     return ids[len(prompt) :]
 
 
@@ -92,8 +80,7 @@ def test_greedy_text_equals_reading_everything_anew_past_the_trained_length(para
 def test_unrotated_keys_follow_a_rotation_that_changes_while_decoding(params, name):
     # One layer: what deeper layers kept of the past was computed at the length of that moment.
     first = params | {"layers": jax.tree.map(lambda leaf: leaf[:1], params["layers"])}
-    config = preset("tiny").replace(rope=ROPES[name], num_layers=1)
-    lm, prompt = LanguageModel(Decoder(config), first, ByteTokenizer()), _ids(1, 29)
+    lm, prompt = _model(first, ROPES[name], num_layers=1), _ids(1, 29)
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
     got = generated(lm, [prompt], sampling, exact=True)
     assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
@@ -104,8 +91,7 @@ def test_unrotated_keys_follow_a_rotation_that_changes_while_decoding(params, na
 def test_unrotated_keys_follow_logits_that_grow_while_decoding(params):
     first = params | {"layers": jax.tree.map(lambda leaf: leaf[:1], params["layers"])}
     pattern = DualChunk(chunk=12, local=4, train_length=16)
-    config = preset("tiny").replace(rope=ROPES["default"], num_layers=1, pattern=pattern)
-    lm, prompt = LanguageModel(Decoder(config), first, ByteTokenizer()), _ids(1, 29)
+    lm, prompt = _model(first, num_layers=1, pattern=pattern), _ids(1, 29)
     got = generated(lm, [prompt], Sampling(max_new_tokens=9, min_new_tokens=9), exact=True)
     assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
     assert lm.rotation(30).scale > lm.rotation(29).scale > lm.rotation(16).scale == 1.0
@@ -137,7 +123,7 @@ def test_generation_with_patterns_equals_full_recomputation(params, pattern, slo
 
 
 def test_rows_of_a_batch_do_not_know_of_each_other(params):
-    lm = _model(params, ROPES["dynamic_ntk"])
+    lm = _model(params, DynamicNTK(theta=1e4, factor=2.0, original_length=16))
     prompts = [_ids(2, 5), _ids(3, 57), _ids(4, 33)]
     sampling = Sampling(max_new_tokens=7, min_new_tokens=7)
     alone = [generated(lm, [prompt], sampling)[0] for prompt in prompts]
@@ -362,7 +348,7 @@ def test_a_chunk_longer_than_the_prompt_and_its_cache_reads_it_at_once(params):
 
 
 def test_scores_are_those_of_the_full_logits_and_padding_counts_nothing(params):
-    lm = _model(params, ROPES["yarn"])
+    lm = _model(params, YARN)
     tokens = np.array([_ids(7, 40), _ids(8, 40)])
     model = Decoder(lm.config.replace(scan_layers=False))
     logits = _logits(model, lm.params, tokens, None)
@@ -381,9 +367,7 @@ def test_a_method_is_exchanged_without_touching_the_weights(params):
     assert other.config.rope == Yarn(theta=1e4, factor=8.0, original_length=128)
     assert other.params is lm.params
     assert np.abs(other.nll(tokens) - lm.nll(tokens)).max() > 1e-3
-    np.testing.assert_array_equal(
-        other.with_method(rope=ROPES["default"]).nll(tokens), lm.nll(tokens)
-    )
+    np.testing.assert_array_equal(other.with_method(rope=PLAIN).nll(tokens), lm.nll(tokens))
 
 
 def test_requests_that_differ_in_seed_stop_length_or_temperature_share_one_compiled_choice(params):
@@ -402,7 +386,7 @@ def test_requests_that_differ_in_seed_stop_length_or_temperature_share_one_compi
 
 
 def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
-    lm = _model(params, ROPES["yarn"])
+    lm = _model(params, YARN)
     model, places = lm.model, np.arange(20, dtype=np.float32)[None] / 3
     tokens, rotation = np.array([_ids(10, 20)]), lm.rotation(64)
     options = {"positions": places, "rotation": rotation}

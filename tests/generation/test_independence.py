@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rope_examples import rope_examples
 from tiny_lm import ids, sharper
 
 from lcjax.attention import InfLLM, Landmark, LMInfinite, Longformer, Pattern, Sliding
@@ -26,25 +27,12 @@ from lcjax.memory import (
     RetroSection,
     SharedLlmSection,
 )
-from lcjax.models import Decoder, LayerKind, preset
-from lcjax.rope import (
-    E2LLM,
-    NTK,
-    Clex,
-    Default,
-    DynamicNTK,
-    Linear,
-    Llama3,
-    LongRope,
-    NoRotation,
-    Rope,
-    Yarn,
-)
+from lcjax.models import Decoder, LayerKind
+from lcjax.rope import Default, DynamicNTK, NoRotation
 
 LENGTHS = [61, 23, 23, 61]
 TOLERANCE = 5e-5
 MARK = 258
-PAIRS = preset("tiny").rotary_dim // 2
 TRAINED = 32  # between the lengths, so that a rope that follows the length differs among the rows
 
 
@@ -73,23 +61,7 @@ for name, choice in Pattern.get_known_choices().items():
             mark = {"token": MARK} if name == "landmark" else {}
             PATTERNS[f"{name}-{number}"] = draccus.decode(Pattern, {"type": name, **fields, **mark})
 
-ROPES = {
-    "default": Default(),
-    "linear": Linear(factor=2.0),
-    "ntk": NTK(alpha=4.0),
-    "dynamic_ntk": DynamicNTK(factor=2.0, original_length=TRAINED),
-    "yarn": Yarn(factor=2.0, original_length=TRAINED),
-    "longrope": LongRope(
-        short_factor=(1.0,) * PAIRS,
-        long_factor=(4.0,) * PAIRS,
-        factor=2.0,
-        original_length=TRAINED,
-    ),
-    "llama3": Llama3(original_length=TRAINED),
-    "clex": Clex(original_length=16, max_factor=8, time_dt=0.1),
-    "e2_llm": E2LLM(original_length=TRAINED),
-    "none": NoRotation(),
-}
+ROPES = rope_examples()
 # Layers that fix their pattern or rope, under the model's own.
 LAYERS = {
     "local": (LayerKind(pattern=Sliding(9), rope=Default(theta=100.0)), LayerKind()),
@@ -99,7 +71,7 @@ LAYERS = {
     ),
     "windows": (LayerKind(pattern=Longformer(5)), LayerKind(pattern=Longformer(9, (0,)))),
 }
-FOLLOW = ["dynamic_ntk", "longrope", "clex", "e2_llm"]
+FOLLOW = [name for name, rope in ROPES.items() if rope.depends_on_length]
 MEMORIES = {
     "cepe": CepeSection(encoder="tiny-encoder", output_share=1.0),
     "shared_llm": SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0),
@@ -113,26 +85,28 @@ CONTEXT = [[ids(20, 39)], [], [ids(21, 16), ids(22, 7)], [ids(23, 5)]]
 # and with one that is not (which memories that stand before the text refuse), each rope with plain
 # attention.
 CASES = [
-    ("causal-0", "dynamic_ntk", None, "local"),  # layers that differ
-    ("inf_llm-chunks", "default", None, "local"),
-    *((name, "default", None) for name in HARD),
+    ("causal-0", "dynamic_ntk-0", None, "local"),  # layers that differ
+    ("inf_llm-chunks", "default-0", None, "local"),
+    *((name, "default-0", None) for name in HARD),
     *(("causal-0", rope, None) for rope in FOLLOW),
 ]
 CASES += [
     case
     for case in [
-        *((name, rope, None) for name in PATTERNS for rope in ("default", "dynamic_ntk")),
+        *((name, rope, None) for name in PATTERNS for rope in ("default-0", "dynamic_ntk-0")),
         *(("causal-0", rope, None) for rope in ROPES),
-        *(("causal-0", "default", memory) for memory in MEMORIES),
-        *(("causal-0", "longrope", memory) for memory in ("cepe", "shared_llm")),
-        *(("inf_llm-chunks", "default", memory) for memory in ("cepe", "shared_llm")),
-        ("landmark-per-chunk", "default", "cepe"),
-        *(("causal-0", rope, None, name) for name in LAYERS for rope in ("default", "none")),
-        ("causal-0", "default", "cepe", "local"),
-        ("causal-0", "default", "retro", "moves"),
+        *(("causal-0", "default-0", memory) for memory in MEMORIES),
+        *(("causal-0", "longrope-0", memory) for memory in ("cepe", "shared_llm")),
+        *(("inf_llm-chunks", "default-0", memory) for memory in ("cepe", "shared_llm")),
+        ("landmark-per-chunk", "default-0", "cepe"),
+        *(("causal-0", rope, None, name) for name in LAYERS for rope in ("default-0", "none-0")),
+        ("causal-0", "default-0", "cepe", "local"),
+        ("causal-0", "default-0", "retro", "moves"),
     ]
     if case not in CASES
 ]
+# Those that share one compiled program: a rotation is an argument of it.
+QUICK = [f"quick-causal-0-{name}" for name in FOLLOW if not ROPES[name].learned]
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(filter(None, case)))
 
 
@@ -141,7 +115,7 @@ def model(memory, rope, layers):
     section = ModelSection(
         preset="tiny",
         memory=MEMORIES.get(memory),
-        rope=ROPES[rope] if rope == "clex" else None,
+        rope=ROPES[rope] if ROPES[rope].learned else None,
         layers=LAYERS.get(layers),
     )
     # An AutoCompressor reads its own summaries: with weights times 3 a change of the last bit of
@@ -180,12 +154,7 @@ def padded(rows, width, seed):
 BATCHES = (([0, 1, 2, 3], 61), ([3, 1, 3, 0], 77), ([1], 64))
 
 
-@pytest.mark.slow_except(
-    "quick-causal-0-dynamic_ntk",
-    "quick-causal-0-clex",
-    "quick-causal-0-e2_llm",
-    "quick-causal-0-longrope",
-)
+@pytest.mark.slow_except(*(f"quick-causal-0-{name}" for name in FOLLOW))
 @EVERY
 def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
     lm = loaded(case)
@@ -205,9 +174,7 @@ def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
                     assert not row_scores[end:].any()
 
 
-@pytest.mark.slow_except(
-    "quick-causal-0-dynamic_ntk", "quick-causal-0-e2_llm", "quick-causal-0-longrope"
-)
+@pytest.mark.slow_except(*QUICK)
 @EVERY
 def test_continuations_of_a_prompt_are_scored_as_alone(case):
     lm = loaded(case)
@@ -224,12 +191,7 @@ def test_continuations_of_a_prompt_are_scored_as_alone(case):
                 assert one.greedy == expected.greedy
 
 
-@pytest.mark.slow_except(
-    "quick-landmark-all-default",
-    "quick-causal-0-dynamic_ntk",
-    "quick-causal-0-e2_llm",
-    "quick-causal-0-longrope",
-)
+@pytest.mark.slow_except("quick-landmark-all-default-0", *QUICK)
 @EVERY
 def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
     lm, sampling = loaded(case), Sampling(max_new_tokens=5, min_new_tokens=5)
@@ -258,7 +220,7 @@ def hidden_states(model, params, tokens, segments, rotation):
 @pytest.mark.parametrize("name", [name for name in PATTERNS if "causal" not in name])
 def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
     """Without positions: they count in each document."""
-    lm = loaded((name, "default", None))
+    lm = loaded((name, "default-0", None))
     rotation = lm.rotation(1)
     config = lm.config.replace(rope=Default(theta=10_000.0), scan_layers=False)
     decoder, sizes = Decoder(config), (37, 24, 12)
@@ -282,9 +244,8 @@ def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
 
 
 def test_every_registered_method_has_a_case():
-    assert {type(rope) for rope in ROPES.values()} == set(Rope.get_known_choices().values())
+    assert {case[1] for case in CASES} == ROPES.keys() and FOLLOW
     kinds = {type(pattern) for pattern in PATTERNS.values()}
     known = Pattern.get_known_choices().values()
     assert kinds == {choice for choice in known if choice.is_causal}
-    assert all(ROPES[name].depends_on_length for name in FOLLOW)
     assert dataclasses.replace(HARD["landmark-retrieves"]) in PATTERNS.values()
