@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rope_examples import library_ropes
 
 from lcjax import config, cost
 from lcjax.attention import Causal, DualChunk, Pattern, ShiftedSparse
@@ -618,6 +619,6 @@ def test_the_small_study_covers_every_rope_type():
     evaluation = read(ROOT / "configs" / "study_tiny.yaml")
     _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
     types = {t.model.rope.type for t in trained.values() if t.model.rope is not None}
-    assert types == set(Rope.get_known_choices()) - {"default", "none"}
+    assert types == library_ropes().keys() - {"default", "none"}
     patterns = {type(m.pattern) for m in evaluation.methods if m.pattern is not None}
     assert len(patterns) == 6

@@ -11,6 +11,7 @@ import pytest
 from convert_support import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
+from rope_examples import HEAD_DIM, rope_examples
 
 from lcjax.attention import Causal, DualChunk, Landmark, Pattern, Sliding
 from lcjax.attention.landmark.pattern import LOSSES, SELECT
@@ -28,19 +29,7 @@ from lcjax.memory import (
 )
 from lcjax.memory.context_tree import Policy, Tree
 from lcjax.models import LayerKind, ModelConfig, preset
-from lcjax.rope import (
-    E2LLM,
-    NTK,
-    Clex,
-    Default,
-    DynamicNTK,
-    Linear,
-    Llama3,
-    LongRope,
-    NoRotation,
-    Rope,
-    Yarn,
-)
+from lcjax.rope import Linear, NoRotation, Rope
 
 # What a field may be changed to, by its type; the classes refuse what they cannot have.
 VALUES = {
@@ -53,7 +42,10 @@ VALUES = {
         *("square", "linear", "strided", "fixed", "merged", "split", "silu", "tanh"),
         *("index", "frequency", "bottom", "top", "interleaved", "paper", "released", "none"),
     ),
-    tuple: ((), (1,), (2,), (4,), (1, 2), (2, 4), (8, 2, 1), (1.5, 2.0, 3.0, 4.0)),
+    tuple: (
+        *((), (1,), (2,), (4,), (1, 2), (2, 4), (8, 2, 1), (1.5, 2.0, 3.0, 4.0)),
+        (1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),  # one for each pair of 16 rotary channels
+    ),
     Tree: (Tree((8, 2), 5.0), Tree((4, 2, 1), None), Tree((4, 2, 1), 2.5)),
     Policy: (QueryAware(), Random()),
 }
@@ -78,6 +70,8 @@ def others(start, name):
     hint, value = typing.get_type_hints(type(start))[name], getattr(start, name)
     kinds = [hint] if typing.get_origin(hint) is tuple else typing.get_args(hint) or [hint]
     values = [x for kind in kinds for x in VALUES.get(typing.get_origin(kind) or kind, ())]
+    # The other examples of the class have the values of options that no other class has.
+    values += [x[name] for x in getattr(start, "examples", ()) if name in x]
     if hint is ModelConfig:
         changes = {"rope": Linear(theta=1e4, factor=3.0)}, {"num_layers": 1}, {"num_layers": 2}
         values = [value.replace(**change) for change in changes]
@@ -184,19 +178,11 @@ def test_every_field_of_memories(memory, name):
     assert number_saved(with_memory(others(memory, name)))
 
 
+# What is null is filled with the checkpoint's own values.
 ROPES = {
-    "default": Default(theta=1e4),
-    "linear": Linear(theta=1e4, factor=3.0),
-    "ntk": NTK(theta=1e4, alpha=3.0),
-    "dynamic_ntk": DynamicNTK(theta=1e4, factor=3.0, original_length=64),
-    "yarn": Yarn(theta=1e4, factor=3.0, original_length=64),
-    "longrope": LongRope(
-        theta=1e4, short_factor=(1.0,) * 4, long_factor=(4.0,) * 4, original_length=64, factor=3.0
-    ),
-    "llama3": Llama3(theta=1e4, original_length=64),
-    "clex": Clex(theta=1e4, original_length=64),
-    "e2_llm": E2LLM(theta=1e4, original_length=64),
-    "none": NoRotation(),
+    name.removesuffix("-0"): rope
+    for name, rope in rope_examples(theta=1e4, length=64).items()
+    if name.endswith("-0")
 }
 
 
@@ -206,8 +192,7 @@ def test_every_position_method_has_a_case():
 
 @pytest.mark.parametrize(("rope", "name"), fields_of(ROPES))
 def test_every_field_of_position_methods(rope, name):
-    # What is null is filled with the checkpoint's own values, or so in the case itself.
+    assert number_saved([tiny_config(rope=rope, head_dim=HEAD_DIM)]) == 1
     ropes = [other for other in others(rope, name) if getattr(other, name) is not None]
-    assert number_saved([tiny_config(rope=rope)]) == 1
-    saved = number_saved(tiny_config(rope=other) for other in ropes)
+    saved = number_saved(tiny_config(rope=other, head_dim=HEAD_DIM) for other in ropes)
     assert bool(saved) == (rope != NoRotation())  # which has no base

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from convert_support import FAMILIES, tiny_config
+from rope_examples import HEAD_DIM, rope_examples
 
 from lcjax.attention import Causal, DualChunk, Longformer, Sliding
 from lcjax.checkpoints import config_from_hf, config_to_hf
@@ -21,7 +22,6 @@ from lcjax.rope import (
     Llama3,
     LongRope,
     NoRotation,
-    Rope,
     Yarn,
 )
 
@@ -51,44 +51,63 @@ def test_a_config_survives_the_way_out_and_back(family):
     assert config_from_hf(config_to_hf(config)) == config
 
 
-ROPES = (
-    Default(theta=1e4),
-    Linear(theta=1e4, factor=4.0),
-    NTK(theta=1e4, alpha=29.0),
-    DynamicNTK(theta=1e4, factor=2.0, original_length=64),
-    DynamicNTK(theta=1e4, factor=2.0, original_length=32),
-    DynamicNTK(theta=1e4, factor=4.0, original_length=64, min_length=512),
-    Yarn(theta=1e4, factor=8.0, original_length=64),
-    Yarn(theta=1e4, factor=8.0, original_length=64, ramp="frequency"),
-    LongRope(theta=1e4, short_factor=(1,) * 4, long_factor=(4,) * 4, original_length=32, factor=2),
-    Llama3(theta=1e4, factor=8.0, original_length=32),
-    Clex(theta=1e4, original_length=64, max_factor=4),
-    E2LLM(theta=1e4, original_length=64),
-    E2LLM(theta=1e4, original_length=64, factor=8.0),
-    NoRotation(),
-)
+LINEAR = Linear(theta=1e4, factor=4.0)
+LCEG = DynamicNTK(theta=1e4, factor=4.0, original_length=64, min_length=512)
+YARN = Yarn(theta=1e4, factor=8.0, original_length=64)
+CLEX = Clex(theta=1e4, original_length=64, max_factor=4)
+# The lengths that transformers reads with these methods of a model of 64 tokens. DynamicNTK's are
+# the `max_position_embeddings` of its formula.
+ANNOUNCED = {
+    Default(theta=1e4): 64,
+    LINEAR: 256,
+    NTK(theta=1e4, alpha=29.0): 512,
+    DynamicNTK(theta=1e4, factor=2.0, original_length=64): 64,
+    DynamicNTK(theta=1e4, factor=2.0, original_length=32): 32,
+    LCEG: 512,
+    YARN: 512,
+    Yarn(theta=1e4, factor=8.0, original_length=64, ramp="frequency"): 512,
+    LongRope(
+        theta=1e4, short_factor=(1,) * 4, long_factor=(4,) * 4, original_length=32, factor=2
+    ): 64,
+    Llama3(theta=1e4, factor=8.0, original_length=32): 256,
+    CLEX: 64,
+    E2LLM(theta=1e4, original_length=64): 64,
+    E2LLM(theta=1e4, original_length=64, factor=8.0): 512,
+    NoRotation(): 64,
+}
+EXAMPLES = {
+    name: tiny_config(rope=rope, head_dim=HEAD_DIM)
+    for name, rope in rope_examples(theta=1e4, length=64).items()
+}
+CONFIGS = EXAMPLES | {str(rope): tiny_config(rope=rope) for rope in ANNOUNCED}
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.type)
-def test_the_whole_config_survives_with_every_position_method(rope):
-    assert {rope.type for rope in ROPES} == set(Rope.get_known_choices())
-    config = tiny_config(rope=rope)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=lambda config: config.rope.type)
+def test_the_whole_config_survives_with_every_position_method(config):
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
-LENGTHS = (64, 256, 512, 64, 64, 512, 512, 512, 64, 256, 64, 64, 512, 64)
-
-
 def test_the_announced_length_is_that_of_the_method():
-    for rope, length in zip(ROPES, LENGTHS, strict=True):
+    for rope, length in ANNOUNCED.items():
         config = tiny_config(rope=rope)
         hf = config_to_hf(config)
+        assert hf["max_position_embeddings"] == length, rope
         if rope.hf_length is None:  # dynamic: transformers' formula reads the key
-            assert hf["max_position_embeddings"] == announced_length(config) == length, rope
-        assert hf.get("lcjax_max_length", hf["max_position_embeddings"]) == 64
+            assert announced_length(config) == length, rope
+        assert hf.get("lcjax_max_length", length) == 64
     dynamic = tiny_config(rope=DynamicNTK(theta=1e4, factor=2.0, original_length=64))
     assert announced_length(dynamic) == 128
-    assert announced_length(dynamic.replace(rope=ROPES[5])) == 512
+    assert announced_length(dynamic.replace(rope=LCEG)) == 512
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_announced_length_of_examples_is_the_extended_one(name):
+    config = EXAMPLES[name]
+    hf, rope = config_to_hf(config), config.rope
+    length = 64 if rope.hf_limit is not None else rope.extended_length(64)
+    assert announced_length(config) == length >= 64
+    assert hf["max_position_embeddings"] == (rope.hf_length or length)
+    assert hf.get("lcjax_max_length", hf["max_position_embeddings"]) == 64
 
 
 def test_a_stated_length_is_kept_unless_it_is_the_one_before_the_extension():
@@ -104,13 +123,13 @@ def test_a_stated_length_is_kept_unless_it_is_the_one_before_the_extension():
 
 
 def test_training_on_longer_rows_extends_the_model():
-    plain, yarn = tiny_config(), tiny_config(rope=ROPES[6])
-    for config, length in ((plain, 128), (yarn, 1024), (tiny_config(rope=ROPES[1]), 300)):
+    plain, yarn = tiny_config(), tiny_config(rope=YARN)
+    for config, length in ((plain, 128), (yarn, 1024), (tiny_config(rope=LINEAR), 300)):
         trained = trained_for(config, length)
         assert announced_length(trained) == config_to_hf(trained)["max_position_embeddings"]
         assert announced_length(trained) == length
         assert trained_for(config, 8) is config
-    clex = tiny_config(rope=ROPES[10])  # transformers reads it up to the length of the base
+    clex = tiny_config(rope=CLEX)  # transformers reads it up to the length of the base
     assert trained_for(clex, 256) is clex
 
 

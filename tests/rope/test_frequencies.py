@@ -204,21 +204,6 @@ def test_two_ropes_in_one_process_give_two_results():
     assert (first[1:] > second[1:]).all()
 
 
-LENGTH_FREE = (
-    Default(theta=1e4),
-    Linear(theta=1e4, factor=4.0),
-    NTK(theta=1e4, alpha=5.0),
-    Yarn(theta=1e4, factor=4.0, original_length=64),
-    Llama3(theta=1e4, original_length=64),
-)
-
-
-@pytest.mark.parametrize("rope", LENGTH_FREE, ids=lambda rope: rope.type)
-def test_ropes_that_claim_so_ignore_the_length(rope):
-    assert not rope.depends_on_length
-    np.testing.assert_array_equal(rope.frequencies(32, 1)[0], rope.frequencies(32, 100_000)[0])
-
-
 def test_open_fields_are_filled_from_the_checkpoint_and_set_ones_stay():
     rope = Yarn(factor=8.0).resolve(theta=1e4, length=4096)
     assert rope == Yarn(theta=1e4, factor=8.0, original_length=4096)

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from rope_examples import HEAD_DIM, rope_examples
 
 from lcjax.errors import InputError
 from lcjax.rope import (
@@ -27,6 +28,7 @@ HEAD = 32
 SHORT = tuple(1 + 0.02 * j for j in range(HEAD // 2))
 LONG = tuple(1 + 4.0 * j for j in range(HEAD // 2))
 
+# Values of published models and options that the examples of the types do not have.
 ROPES = (
     Default(theta=1e4),
     Linear(theta=1e4, factor=8.0),
@@ -63,27 +65,27 @@ OPEN = (
 )
 
 
-def name(rope):
-    return rope.type
+def cases(*ropes, without=()):
+    """(rope, rotary channels): `ropes` and the examples of all types, except of `without`."""
+    named = [(rope.type, rope, HEAD) for rope in ropes]
+    named += [(key, rope, HEAD_DIM) for key, rope in rope_examples(theta=1e4, length=16).items()]
+    params = [pytest.param(*case, id=key) for key, *case in named if type(case[0]) not in without]
+    return pytest.mark.parametrize(("rope", "head"), params)
 
 
-def test_every_type_is_in_the_cases():
-    assert {rope.type for rope in ROPES} == set(Rope.get_known_choices())
-
-
-@pytest.mark.parametrize("rope", ROPES + OPEN, ids=name)
-def test_export_then_import_is_the_identity(rope):
-    entries = json.loads(json.dumps(rope.to_hf(HEAD)))
+@cases(*ROPES, *OPEN)
+def test_export_then_import_is_the_identity(rope, head):
+    entries = json.loads(json.dumps(rope.to_hf(head)))
     assert from_hf(entries) == rope
     # and under either spelling alone
     for other in ("rope_scaling", "rope_parameters"):
         assert from_hf({k: v for k, v in entries.items() if k != other or v is None}) == rope
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=name)
-def test_import_survives_a_config_that_transformers_wrote_again(rope, tmp_path):
+@cases(*ROPES)
+def test_import_survives_a_config_that_transformers_wrote_again(rope, head, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = hf_config(transformers, rope)
+    config = hf_config(transformers, rope, head)
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert from_hf(written) == rope
@@ -92,15 +94,15 @@ def test_import_survives_a_config_that_transformers_wrote_again(rope, tmp_path):
     assert from_hf(json.loads((tmp_path / "config.json").read_text())) == rope
 
 
-def hf_config(transformers, rope, **options):
+def hf_config(transformers, rope, head):
     model = {
-        "hidden_size": 4 * HEAD,
+        "hidden_size": 4 * head,
         "num_attention_heads": 4,
         "num_hidden_layers": 1,
         "max_position_embeddings": 2048,
         "vocab_size": 8,
     }
-    return transformers.LlamaConfig(**{**model, **rope.to_hf(HEAD), **options})
+    return transformers.LlamaConfig(**{**model, **rope.to_hf(head)})
 
 
 def hf_frequencies(config, length):
@@ -116,16 +118,21 @@ def hf_frequencies(config, length):
     return inv_freq.numpy(), scale
 
 
-@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope.type != "none"], ids=name)
-def test_transformers_computes_the_same_frequencies_from_the_export(rope):
+# A family exports layers without positions as `no_rope_layers`.
+@cases(*ROPES, without=[NoRotation])
+def test_transformers_computes_the_same_frequencies_from_the_export(rope, head):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = hf_config(transformers, rope)
-    # CLEX and an E2 scale that follows the length are plain in transformers: up to 64 tokens
-    params = rope.init(jax.random.key(0), HEAD)
-    follows = rope.type == "clex" or rope == E2LLM(theta=1e4, original_length=64)
-    for length in (1, 64) if follows else (1, 64, 65, 300, 512, 513, 4096):
-        inv_freq, scale = rope.frequencies(HEAD, length, params)
+    config = hf_config(transformers, rope, head)
+    params = rope.init(jax.random.key(0), head)
+    if isinstance(rope, Clex):  # log_scale changes queries, and no frequencies
+        rope = dataclasses.replace(rope, log_scale=False)
+    limit = rope.hf_limit  # beyond it transformers reads plain rope
+    lengths = (1, 16, 17, 32, 33, 64, 65, 300, 512, 513, 4096)
+    lengths = [n for n in lengths if limit is None or n <= limit]
+    assert lengths or type(rope).hf_rope is Rope.hf_rope
+    for length in lengths:
+        inv_freq, scale = rope.frequencies(head, length, params)
         theirs, their_scale = hf_frequencies(config, length)
         np.testing.assert_allclose(inv_freq, theirs, rtol=1e-6, err_msg=str(length))
         assert scale == pytest.approx(their_scale, rel=1e-6)
@@ -144,9 +151,9 @@ def test_transformers_rotates_phi_channels_the_same():
     assert our_scale == pytest.approx(scale)
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=name)
-def test_both_spellings_are_written(rope):
-    entries = rope.to_hf(HEAD)
+@cases(*ROPES)
+def test_both_spellings_are_written(rope, head):
+    entries = rope.to_hf(head)
     parameters, scaling = entries["rope_parameters"], entries["rope_scaling"]
     assert parameters["rope_theta"] == entries["rope_theta"]
     if parameters["rope_type"] == "default":
