@@ -131,11 +131,29 @@ PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 
 
-def declared_limits(kind: Any) -> Range | OneOf | None:
-    """Returns the limits that an annotation declares, with or without `| None`."""
+@functools.cache
+def declared_limits(owner: type) -> dict[str, Range | OneOf]:
+    """Returns the limits of a dataclass's fields by name.
+
+    A class that declares a field again, with another default, keeps the limits of its base class
+    unless it declares others.
+    """
+    limits: dict[str, Range | OneOf] = {}
+    for cls in reversed(owner.__mro__):
+        try:
+            hints = typing.get_type_hints(cls, include_extras=True)
+        except NameError:  # of a class that only type checkers import
+            continue
+        own = {name: _limits(hints[name]) for name in inspect.get_annotations(cls)}
+        limits |= {name: found for name, found in own.items() if found is not None}
+    return limits
+
+
+def _limits(kind: Any) -> Range | OneOf | None:
+    """Returns the limits in an annotation, with or without `| None`."""
     parts = typing.get_args(kind)
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return next(filter(None, map(declared_limits, parts)), None)
+        return next(filter(None, map(_limits, parts)), None)
     return next((part for part in parts[1:] if isinstance(part, Range | OneOf)), None)
 
 
@@ -153,11 +171,11 @@ def check_fields(section: str, owner: object) -> None:
     for field in dataclasses.fields(owner):
         key, value = f"{section}.{field.name}".lstrip("."), getattr(owner, field.name)
         kind = _annotations(type(owner)).get(field.name, Any)
-        declared = declared_limits(_declarations(type(owner)).get(field.name))
-        if declared is not None:
+        limits = declared_limits(type(owner)).get(field.name)
+        if limits is not None:
             optional = types.NoneType in typing.get_args(kind)
             if not (optional and value is None):
-                declared.check(key, value, "null leaves it open" if optional else "")
+                limits.check(key, value, "null leaves it open" if optional else "")
         elif int not in (kind, *typing.get_args(kind)):
             _check_annotated(key, value, kind)
 
@@ -193,15 +211,6 @@ def _annotations(owner: Any) -> dict[str, Any]:
         return typing.get_type_hints(owner)
     except NameError:  # of a class that only type checkers import
         return getattr(owner, "__annotations__", {})
-
-
-@functools.cache
-def _declarations(owner: type) -> dict[str, Any]:
-    """Returns the annotations of a class with the limits that they declare."""
-    try:
-        return typing.get_type_hints(owner, include_extras=True)
-    except NameError:
-        return {}
 
 
 def _is_of(value: object, kind: Any) -> bool:

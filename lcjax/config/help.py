@@ -130,7 +130,7 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[Line | None]:
     """
     keys, sections = [], []
     hints, notes = typing.get_type_hints(cls), comments(cls)
-    declared = typing.get_type_hints(cls, include_extras=True)
+    limits = declared_limits(cls)
     for field in dataclasses.fields(cls):
         kinds, optional = split_union(hints[field.name])
         many = typing.get_origin(kinds[0]) in (tuple, list)
@@ -148,7 +148,7 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[Line | None]:
             head = [Line(key, default=default, is_optional=True, note=note)] if optional else []
             sections += [None, *head, *_lines(item, inner, seen)]
         else:
-            text = type_text(hints[field.name], declared_limits(declared[field.name]))
+            text = type_text(hints[field.name], limits.get(field.name))
             keys.append(Line(key, text, _default(field), note=note))
     return keys + sections
 
@@ -174,13 +174,13 @@ def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[Line]:
     return result
 
 
-def type_text(kind: typing.Any, declared: Range | OneOf | None = None) -> str:
+def type_text(kind: typing.Any, limits: Range | OneOf | None = None) -> str:
     """Formats a type for `--help`: `int | null`, `cosine | linear`, `int, at least 1`."""
     kinds, optional = split_union(kind)
-    if isinstance(declared, OneOf):
-        return " | ".join([str(declared)] + ["null"] * optional)
-    if declared is not None:
-        return f"{type_text(kind)}, {declared}"
+    if isinstance(limits, OneOf):
+        return " | ".join([str(limits)] + ["null"] * optional)
+    if limits is not None:
+        return f"{type_text(kind)}, {limits}"
     names = [
         " | ".join(map(str, typing.get_args(k)))
         if typing.get_origin(k) is typing.Literal

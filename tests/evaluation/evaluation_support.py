@@ -90,7 +90,7 @@ class BigramModel(Scorer):
         self.log = [] if log is None else log
         self.fail_after, self.broken = fail_after, None
 
-    def with_method(self, rope=None, pattern=None, length=None):
+    def with_method(self, rope=None, pattern=None, cache=None, length=None):
         bonus = self.bonus if rope is None else self.bonus / rope.factor
         copy = BigramModel(
             self.tokenizer,
