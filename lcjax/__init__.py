@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports these names
     from lcjax.generation.conversation import Conversation
     from lcjax.generation.language_model import LanguageModel
     from lcjax.generation.replug import Replug
-    from lcjax.generation.retrieval_reader import RetrievalReader
     from lcjax.generation.sampling import Sampling
     from lcjax.parallel.sharding import Mesh
+    from lcjax.retrieval.reader import RetrievalReader
 
     __version__: str
 
@@ -44,7 +44,7 @@ _NAMES = {
     "Mesh": "lcjax.parallel.sharding",
     "ModelSection": "lcjax.checkpoints.build",
     "Replug": "lcjax.generation.replug",
-    "RetrievalReader": "lcjax.generation.retrieval_reader",
+    "RetrievalReader": "lcjax.retrieval.reader",
     "Sampling": "lcjax.generation.sampling",
 }
 

@@ -262,7 +262,8 @@ print(f"{question['question']} {question['answer']}\n")
 prompt = f"Question: {question['question']}\nAnswer: the function `"
 short = lcjax.Sampling(max_new_tokens=12)
 print("alone:        ", lm.generate([prompt], short)[0].splitlines()[:1])
-(text,) = lm.generate([prompt], short, retriever=Retriever.open(whole.out), k=1)
+reader = lcjax.RetrievalReader(lm, Retriever.open(whole.out), k=1)
+(text,) = reader.generate([prompt], short)
 print("with a search:", text.splitlines()[:1])
 print(f"it read {text.passages[0].hits[0].passage.id}")
 

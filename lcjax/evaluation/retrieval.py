@@ -10,9 +10,10 @@ import numpy as np
 from lcjax.errors import InputError, OneOf, PositiveInt, check_fields
 from lcjax.evaluation.split import SOURCES, check_scored, windows_of_others
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.retrieval_reader import METHODS, RetrievalReader, Retriever
+from lcjax.generation.passages import Retriever
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScorer
+from lcjax.retrieval.reader import METHODS, RetrievalReader
 from lcjax.storage import local_path
 
 

@@ -22,7 +22,7 @@ from lcjax.errors import InputError, check_integer
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.retrieval_reader import (
+from lcjax.generation.passages import (
     SEPARATOR,
     Retriever,
     Search,
@@ -82,7 +82,7 @@ class Conversation:
             announces it.
           projected: as in `LanguageModel.encode_contexts`.
           prefill_chunk: as in `LanguageModel.generate`.
-          retriever: finds passages for every message (`lcjax.generation.retrieval_reader`).
+          retriever: finds passages for every message (`lcjax.generation.passages`).
           k: number of passages of a search.
           chat_template_kwargs: as in `LanguageModel.chat`, for all turns.
           allow_special: as in `LanguageModel.chat`.

@@ -530,10 +530,6 @@ class LanguageModel(Scorer):
         context: Contexts | Sequence[ContextRow] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-        retriever: Any = None,
-        k: int = 4,
-        how: str = "input",
-        when: str | int = "once",
     ) -> list[GeneratedText]:
         """Generates text for every prompt.
 
@@ -549,27 +545,10 @@ class LanguageModel(Scorer):
           prefill_chunk: number of prompt tokens that are read at once, which bounds the memory;
             None: a size that suits the platform. vertical_slash always reads the whole prompt at
             once.
-          retriever: finds passages to read with each prompt; the texts have them as `passages`.
-          k: number of passages of a search.
-          how: how the passages are read, as in `RetrievalReader`.
-          when: "once", or the number of generated tokens after which passages are searched again.
 
         Returns:
           A string for each prompt, with its token ids as `ids`.
         """
-        if retriever is not None:
-            # Imported here because the module imports this one.
-            from lcjax.generation.retrieval_reader import RetrievalReader
-
-            if context is not None:
-                raise InputError("context and retriever both give passages to read; give one")
-            reader = RetrievalReader(self, retriever, k, how, when)
-            return reader.generate(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
-        check_integer("k", k, 1)
-        check_type("how", how, str)
-        check_type("when", when, str, int)
-        if (k, how, when) != (4, "input", "once"):
-            raise InputError("k, how and when need a retriever; give one, or leave them out")
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )

@@ -182,7 +182,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, top: int) -> TokenLogpr
 class GeneratedText(str):
     """A generated text: `ids` are the picked tokens, `finish` is "stop" or "length".
 
-    `passages` are the searches (`lcjax.generation.retrieval_reader.Search`) whose hits were read.
+    `passages` are the searches (`lcjax.generation.passages.Search`) whose hits were read.
     """
 
     def __new__(

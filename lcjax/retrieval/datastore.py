@@ -42,7 +42,7 @@ from lcjax.files import (
     sync_file,
     write_json,
 )
-from lcjax.generation.retrieval_reader import join_title
+from lcjax.generation.passages import join_title
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.encoder import Encoder, open_encoder

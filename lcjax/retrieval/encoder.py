@@ -38,8 +38,8 @@ from lcjax.errors import (
     suggestion,
 )
 from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.passages import join_title
 from lcjax.generation.programs import without_rope
-from lcjax.generation.retrieval_reader import join_title
 from lcjax.models.bert import MODEL_TYPES
 from lcjax.models.decoder import Decoder
 from lcjax.parallel.digest import weights_digest

@@ -45,7 +45,7 @@ from lcjax.errors import (
     is_finite_number,
 )
 from lcjax.files import atomic_file, check_destination, read_json, write_json
-from lcjax.generation.retrieval_reader import SEPARATOR
+from lcjax.generation.passages import SEPARATOR
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import LENGTH, process_rows
 from lcjax.retrieval.chunks import check_named, search_other_documents

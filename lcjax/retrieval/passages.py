@@ -21,7 +21,7 @@ from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
 from lcjax.data.readers import Reader, RecordFiles, SourceFiles
 from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
-from lcjax.generation.retrieval_reader import join_title
+from lcjax.generation.passages import join_title
 
 UNITS = ("tokens", "words", "sentences")
 # Characters of scripts without spaces between words, for a class of a regular expression: Chinese,

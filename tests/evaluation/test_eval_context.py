@@ -37,10 +37,10 @@ from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Unit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
-from lcjax.generation.retrieval_reader import RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, QueryAware, RetroSection, SharedLlmSection, Tree
 from lcjax.retrieval import EncoderSection, open_encoder
+from lcjax.retrieval.reader import RetrievalReader
 
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 

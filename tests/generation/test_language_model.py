@@ -22,7 +22,6 @@ from lcjax.generation import scoring
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
-from lcjax.generation.retrieval_reader import RetrievalReader
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import Beacon, CepeSection
 from lcjax.models import Decoder, preset
@@ -30,6 +29,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.retrieval import DecoderEncoder
+from lcjax.retrieval.reader import RetrievalReader
 from lcjax.rope import E2LLM, NTK, Clex, DynamicNTK, Linear, Yarn
 
 SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
@@ -331,7 +331,7 @@ def test_an_argument_of_another_type_is_named_in_one_line(alone, beside):
         (lambda: Replug(alone, marginal=table), "marginal=.* must be one of"),
         (lambda: method(rope=table), "rope=.* must be an instance of Rope"),
         (lambda: alone.generate(["a"], exact=table), "exact=.* must be True or False"),
-        (lambda: alone.generate(["a"], how=table), "how is of type ndarray, must be str"),
+        (lambda: RetrievalReader(alone, Words(), how=table), "how=.* must be of type str"),
         (lambda: alone.stream(["a"], prefix=[]), "prefix is of type list, must be CachedPrefix"),
         (lambda: alone.stream(["a"], mixture=2), "mixture is of type int, must be Mixture"),
         (lambda: alone.continuations([[1]], [[[1]]], prefix="a"), "prefix is of type str"),

@@ -14,9 +14,9 @@ from lcjax.errors import InputError
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
-from lcjax.generation.retrieval_reader import METHODS, RetrievalReader
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.memory import CepeSection, RetroSection
+from lcjax.retrieval.reader import METHODS, RetrievalReader
 
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 TEXTS = ("the sea is deep", "a ship sails", "harbour lights", "an old master")
@@ -147,12 +147,10 @@ def test_text_is_read_behind_the_passages_and_bos_before_them(lm):
     np.testing.assert_allclose(reader.nll(tokens, first=4)[0, 4:], expected, atol=1e-4)
 
 
-def test_generate_with_a_retriever_reads_its_passages(lm):
-    (generated,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2, when=4)
-    (expected,) = RetrievalReader(lm, Store(), 2, when=4).generate(["harbour"], GREEDY)
-    assert (generated, generated.ids) == (expected, expected.ids)
+def test_generated_texts_have_the_searches_that_they_were_read_with(lm):
+    (generated,) = RetrievalReader(lm, Store(), 2, when=4).generate(["harbour"], GREEDY)
     assert [search.num_tokens for search in generated.passages] == [0, 4]
-    (whole,) = lm.generate(["harbour"], GREEDY, retriever=Store(), k=2)
+    (whole,) = RetrievalReader(lm, Store(), 2).generate(["harbour"], GREEDY)
     assert [search.query for search in whole.passages] == ["harbour"]
 
 
@@ -317,9 +315,7 @@ def test_passages_may_be_those_of_other_texts(lm):
         (lambda lm: RetrievalReader(lm, Store(), passage_tokens=0), "passage_tokens=0"),
         (lambda lm: RetrievalReader(lm, Store(), when=4).generate(["a"], queries=["b"]), "queries"),
         (lambda lm: RetrievalReader(lm, Store()).generate("a"), "prompts='a' must be a list"),
-        (lambda lm: lm.generate(["a"], retriever=Store(), context=["b"]), "context and retriever"),
-        (lambda lm: lm.generate(["a"], how="mixture"), "need a retriever; give one"),
-        (lambda lm: lm.generate(["a"], retriever="store"), "retriever='store' has no search"),
+        (lambda lm: RetrievalReader(lm, "store"), "retriever='store' has no search"),
         (lambda lm: Conversation(lm, retriever="store"), "retriever='store' has no search"),
         (lambda lm: Replug(lm, marginal="word"), "marginal='word'"),
     ],
