@@ -396,7 +396,7 @@ def adapted_config(
     Raises:
       InputError: the adapters do not fit the base.
     """
-    check_tensors(base, config)
+    check_tensors(base, hf_names.entries(config), is_tied=config.tie_embeddings)
     whole = {
         name: source.tensors[stored].shape
         for name, (source, stored) in adapters.full_tensors.items()

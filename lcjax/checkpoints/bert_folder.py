@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
+from lcjax.checkpoints.hf_names import Entry, entries_of
 from lcjax.checkpoints.hf_save import HF_FOLDER, WeightStream, check_space
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.tokenizer import check_text, fingerprint
@@ -25,8 +26,10 @@ from lcjax.checkpoints.weights import (
     RenamedSource,
     Rows,
     WeightSource,
-    read_params,
+    check_tensors,
+    read_leaves,
     read_tensor,
+    resolve_names,
 )
 from lcjax.errors import InputError, check_integer, check_one_of
 from lcjax.files import (
@@ -84,6 +87,12 @@ BERT_FOLDERS = dataclasses.replace(
     files=(*(f"{name}/{file}" for name in ("query", "passage") for file in _FILES), CHECKSUMS),
     config="passage/config.json",
 )
+
+
+def bert_entries(config: BertConfig, *, older_names: bool = True) -> tuple[Entry, ...]:
+    """Returns the leaves of a BERT's tree; `older_names` as in `BertConfig.hf_rows`."""
+    rows = config.hf_rows(older_names=older_names)
+    return entries_of(rows, config.hf_axes(), config.num_layers)
 
 
 class BertFolder:
@@ -213,7 +222,10 @@ class BertFolder:
         source = RenamedSource(
             self.source, {name: [Rows(stored)] for name, stored in names.items()}
         )
-        return read_params(source, config.replace(param_dtype="float32"), mesh=mesh)
+        table = bert_entries(config)
+        source = resolve_names(source, table)
+        check_tensors(source, table)
+        return read_leaves(source, table, "float32", mesh=mesh)
 
     def head(self, name: str, outputs: int | None = None, *, bias: bool) -> dict[str, np.ndarray]:
         """Returns the kernel [D, outputs], and the bias, of a linear layer over hidden states.
@@ -249,6 +261,11 @@ class BertWeights:
     config: BertConfig
     origin: BertFolder
 
+    def stream(self, dtype: str) -> WeightStream:
+        """Returns the tensors in `dtype`, under the names that transformers writes."""
+        table = bert_entries(self.config, older_names=False)
+        return WeightStream(self.params, table, dtype, lora=self.config.lora)
+
 
 def save_bert(
     folder: str | Path,
@@ -281,7 +298,7 @@ def save_bert(
     folder = to_path(folder)
     check_one_of("dtype", dtype, DTYPES)
     berts = {"": berts} if isinstance(berts, BertWeights) else berts
-    weights = {name: WeightStream(bert.params, bert.config, dtype) for name, bert in berts.items()}
+    weights = {name: bert.stream(dtype) for name, bert in berts.items()}
     if not distributed.is_main_process():
         for stream in weights.values():
             stream.gather()

@@ -16,12 +16,11 @@ either name, or under both with equal values; both are written.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from lcjax.checkpoints.families import FAMILIES, family_of
-from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory, TensorRow
 
@@ -149,9 +148,9 @@ def parts_of(name: str) -> list[str]:
     return []
 
 
-def is_fused(config: ModelConfig | BertConfig) -> bool:
+def is_fused(config: ModelConfig) -> bool:
     """Returns whether the family of `config` stores fused matrices (`FUSED`)."""
-    return isinstance(config, ModelConfig) and FAMILIES[family_of(config)[0]].fused
+    return FAMILIES[family_of(config)[0]].fused
 
 
 def fused_name(name: str) -> str | None:
@@ -163,18 +162,22 @@ def fused_name(name: str) -> str | None:
     return None
 
 
-def entries(config: ModelConfig | BertConfig) -> tuple[Entry, ...]:
-    """Returns the leaves of `config`'s tree in the order in which the model uses them."""
-    if isinstance(config, BertConfig):
-        sizes, num_layers = config.hf_axes(), config.num_layers
-        return tuple(_entry(row, sizes, num_layers) for row in config.hf_rows())
+def entries(config: ModelConfig) -> tuple[Entry, ...]:
+    """Returns the leaves of a decoder's tree in the order in which the model uses them."""
     rows = list(_rows(config))
-    table = [_entry(row, _sizes(config), config.num_layers) for row in rows]
+    table = entries_of(rows, _sizes(config), config.num_layers)
     if config.memory is None:
-        return tuple(table)
+        return table
     after = max(i for i, entry in enumerate(table) if entry.stacked) + 1
     memory = _memory_entries(config, rows)
     return (*table[:after], *memory, *table[after:], *_encoder_entries(config.memory))
+
+
+def entries_of(
+    rows: Iterable[TensorRow], sizes: Mapping[str, int], num_layers: int
+) -> tuple[Entry, ...]:
+    """Returns the leaves that `rows` describe, for sizes of the letters; of any architecture."""
+    return tuple(_entry(row, sizes, num_layers) for row in rows)
 
 
 def _memory_entries(config: ModelConfig, decoder_rows: list[TensorRow]) -> list[Entry]:
@@ -183,7 +186,7 @@ def _memory_entries(config: ModelConfig, decoder_rows: list[TensorRow]) -> list[
     sizes = _sizes(config) | config.memory.hf_axes(config)
     reads = config.memory.reader_layers(config.num_layers)
     if all(reads):
-        return [_entry(row, sizes, config.num_layers) for row in rows]
+        return list(entries_of(rows, sizes, config.num_layers))
     return [
         _entry((name.format(i), axes, path.replace("layers/", f"layers_{i}/"), ours), sizes, 1)
         for i, layer_reads in enumerate(reads)
@@ -252,7 +255,7 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         yield (f"model.layers.{{}}.{name}" if in_layers else name), axes, path, ours
 
 
-def _entry(row: TensorRow, sizes: dict[str, int], num_layers: int) -> Entry:
+def _entry(row: TensorRow, sizes: Mapping[str, int], num_layers: int) -> Entry:
     name, axes, path, ours = row
     letters = axes.replace(",", "")
     stacked = "{}" in name

@@ -14,14 +14,13 @@ import itertools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import lcjax.models.lora
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hf_config import announced_length, decoder_to_hf
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
@@ -45,8 +44,8 @@ from lcjax.files import (
     write_hf_json,
 )
 from lcjax.memory.cepe import encoder_to_hf
-from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
+from lcjax.models.lora import LoRA, merge
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.storage import URLPath, to_path
@@ -129,7 +128,10 @@ def save_hf(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, str(folder))
         hf |= token_ids(tokenizer)
-    weights = WeightStream(params, config, dtype, progress=progress)
+    weights = WeightStream(
+        params, hf_names.entries(config), dtype, lora=config.lora,
+        is_fused=hf_names.is_fused(config), progress=progress,
+    )  # fmt: skip
     if not distributed.is_main_process():
         weights.gather()
         return folder
@@ -176,17 +178,28 @@ class WeightStream:
     def __init__(
         self,
         params: dict,
-        config: ModelConfig | BertConfig,
+        table: Sequence[hf_names.Entry],
         dtype: str,
         *,
+        lora: LoRA | None,
+        is_fused: bool = False,
         progress: Callable[[int], Any] | None = None,
     ):
-        """Takes the arguments of `save_hf`; reads nothing yet."""
-        fused_name = hf_names.fused_name if hf_names.is_fused(config) else lambda name: None
+        """Plans the tensors; reads nothing yet.
+
+        Args:
+          params: as in `save_hf`.
+          table: the leaves to write, each under its names and its aliases.
+          dtype: dtype of the stored weights.
+          lora: settings of the adapters in `params`, which are merged; None: there are none.
+          is_fused: whether some matrices are written together (`hf_names.FUSED`).
+          progress: as in `save_hf`.
+        """
+        fused_name = hf_names.fused_name if is_fused else lambda name: None
         self._tensors: dict[str, TensorInfo] = {}
         groups: list[tuple[list[str], list[_Row]]] = []
         for name, group in itertools.groupby(
-            _in_layer_order(config), lambda row: fused_name(row[0]) or row[0]
+            _in_layer_order(table), lambda row: fused_name(row[0]) or row[0]
         ):
             rows = list(group)
             entries = [entry for _, entry, _ in rows]
@@ -195,13 +208,13 @@ class WeightStream:
             shape = count, *entries[0].tensor_shape[1:]
             self._tensors |= dict.fromkeys(names, TensorInfo(shape, entries[0].dtype(dtype)))
             groups.append((names, rows))
-        self._arrays = self._read(params, config, groups, progress)
+        self._arrays = self._read(params, lora, groups, progress)
         self.nbytes = sum(map(nbytes, self._tensors.values()))
 
     def _read(
         self,
         params: dict,
-        config: ModelConfig | BertConfig,
+        lora: LoRA | None,
         groups: list[tuple[list[str], list[_Row]]],
         progress: Callable[[int], Any] | None,
     ) -> Iterator[tuple[str, np.ndarray]]:
@@ -209,7 +222,7 @@ class WeightStream:
         for names, rows in groups:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
             for _, entry, layer in rows:
-                leaf = distributed.gather(_leaf(params, config, entry, layer))
+                leaf = distributed.gather(_leaf(params, lora, entry, layer))
                 with np.errstate(over="ignore"):  # `_check_finite` raises
                     tensor = np.ascontiguousarray(entry.to_tensor(leaf), dtype)
                 _check_finite(names[0], tensor, leaf)
@@ -256,10 +269,8 @@ def _warn_of_other_memory(config: ModelConfig, folder: Path) -> None:
         )
 
 
-def _in_layer_order(config: ModelConfig | BertConfig) -> list[_Row]:
+def _in_layer_order(table: Sequence[hf_names.Entry]) -> list[_Row]:
     """Lists all tensors by layer, so that loaders read files from front to back."""
-    table = hf_names.entries(config)
-    has_aliases = not isinstance(config, BertConfig)  # older names of a BERT are for reading only
     ordered = []
     for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
         entries = list(group)
@@ -268,7 +279,7 @@ def _in_layer_order(config: ModelConfig | BertConfig) -> list[_Row]:
             (name, e, layer)
             for layer in layers
             for e in entries
-            for name in (e.names[layer or 0], *(e.aliases[layer or 0] if has_aliases else ()))
+            for name in (e.names[layer or 0], *e.aliases[layer or 0])
         ]
     return ordered
 
@@ -310,9 +321,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _leaf(
-    params: dict, config: ModelConfig | BertConfig, entry: hf_names.Entry, layer: int | None
-) -> jax.Array:
+def _leaf(params: dict, lora: LoRA | None, entry: hf_names.Entry, layer: int | None) -> jax.Array:
     """Returns one layer of a leaf, with its adapter merged in."""
     path, stacked = entry.path, "layers" in params or not entry.path.startswith("layers/")
     if layer is not None and not stacked:
@@ -336,9 +345,9 @@ def _leaf(
             " save the config of this model"
         )
     if last == "kernel" and "lora_a" in module:
-        if config.lora is None:
+        if lora is None:
             raise InputError(f"params have an adapter at {parent} but model.lora is not set")
-        return lcjax.models.lora.merge(module, config.lora)[last]
+        return merge(module, lora)[last]
     return leaf
 
 

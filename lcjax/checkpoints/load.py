@@ -22,6 +22,7 @@ from lcjax.checkpoints.adapters import (
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import WRAPPERS, decoder_from_hf, stated_dtype, text_model
 from lcjax.checkpoints.hf_files import check_folder_sums, check_types, read_hf_json
+from lcjax.checkpoints.hf_names import entries
 from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
@@ -164,7 +165,9 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
         source = text_weights(source)
     source, config = as_stored(with_base_prefix(source, config), config)
     if stated_dtype(text_model(hf)) is None:
-        config = config.replace(param_dtype=stored_dtype(resolve_names(source, config), config))
+        config = config.replace(
+            param_dtype=stored_dtype(resolve_names(source, entries(config)), config)
+        )
     return source, config, tokenizer
 
 
@@ -175,7 +178,7 @@ def _open_adapters(
     check_folder_sums(folder)
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
-    source = resolve_names(source, config)
+    source = resolve_names(source, entries(config))
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         defaults, tokenizer = tokenizer.generation, hf_tokenizer(folder)
         tokenizer.generation = defaults | tokenizer.generation

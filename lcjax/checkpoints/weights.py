@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
-from lcjax.models.bert import BertConfig
 from lcjax.models.config import ModelConfig
 from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import param_shardings
@@ -201,8 +200,8 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
     return RenamedSource(source, stored)
 
 
-def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> WeightSource:
-    """Returns `source` with the names of `hf_names.entries`: no aliases, and no fused tensors.
+def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> WeightSource:
+    """Returns `source` with the names of `table`: no aliases, and no fused tensors.
 
     The matrices of all experts are one tensor, whether they are stored one by one or in one array.
 
@@ -210,7 +209,6 @@ def resolve_names(source: WeightSource, config: ModelConfig | BertConfig) -> Wei
       InputError: the source stores a tensor under several names with different values.
     """
     stored = {name: [Rows(name)] for name in source.tensors}
-    table = hf_names.entries(config)
     for entry in table:
         for name, others in zip(entry.names, entry.aliases, strict=True):
             present = [n for n in (name, *others) if n in source.tensors]
@@ -315,9 +313,14 @@ def as_stored(source: WeightSource, config: ModelConfig) -> tuple[WeightSource, 
     return source, config
 
 
-def check_tensors(source: WeightSource, config: ModelConfig | BertConfig) -> None:
-    """Raises an InputError that lists every missing, unexpected and mis-shaped tensor."""
-    expected = _expected(source, config)
+def check_tensors(
+    source: WeightSource, table: Sequence[hf_names.Entry], *, is_tied: bool = False
+) -> None:
+    """Raises an InputError that lists every missing, unexpected and mis-shaped tensor.
+
+    With `is_tied`, the head may be stored beside the embedding that it equals.
+    """
+    expected = _expected(source, table)
     present = {name: source.tensors[name] for name in expected if name in source.tensors}
     faults = {
         "missing": [name for name in expected if name not in present],
@@ -330,7 +333,9 @@ def check_tensors(source: WeightSource, config: ModelConfig | BertConfig) -> Non
             f"{name} is {info.dtype}" for name, info in present.items() if info.dtype not in DTYPES
         ],
         "unexpected": [
-            name for name in source.tensors if name not in expected and not _ignorable(name, config)
+            name
+            for name in source.tensors
+            if name not in expected and not _ignorable(name, is_tied)
         ],
     }
     if text := describe_faults(faults):
@@ -340,10 +345,10 @@ def check_tensors(source: WeightSource, config: ModelConfig | BertConfig) -> Non
         )
 
 
-def _expected(source: WeightSource, config: ModelConfig | BertConfig) -> dict[str, tuple]:
+def _expected(source: WeightSource, table: Sequence[hf_names.Entry]) -> dict[str, tuple]:
     """Returns the expected shapes by name; experts that were not joined are listed one by one."""
     expected = {}
-    for entry in hf_names.entries(config):
+    for entry in table:
         for name in entry.names:
             if "*" not in name or name in source.tensors:
                 expected[name] = entry.tensor_shape
@@ -364,15 +369,15 @@ def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:
     )
 
 
-def _ignorable(name: str, config: ModelConfig) -> bool:
+def _ignorable(name: str, is_tied: bool) -> bool:
     """Returns whether a tensor is a table that the config determines, or a tied head's copy."""
     tables = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn.bias", "attn.masked_bias")
-    return name.endswith(tables) or (name == "lm_head.weight" and config.tie_embeddings)
+    return name.endswith(tables) or (name == "lm_head.weight" and is_tied)
 
 
 def read_params(
     source: WeightSource,
-    config: ModelConfig | BertConfig,
+    config: ModelConfig,
     *,
     mesh: jax.sharding.Mesh | None = None,
     host: bool = False,
@@ -393,10 +398,27 @@ def read_params(
       InputError: the tensors do not fit the config, they need more memory than is free, or one
         holds NaN or infinity.
     """
-    source = resolve_names(source, config)
-    check_tensors(source, config)
-    table = _leaves(config)
-    dtypes = {entry.path: DTYPES[entry.dtype(config.param_dtype)] for entry in table}
+    table = hf_names.entries(config)
+    source = resolve_names(source, table)
+    check_tensors(source, table, is_tied=config.tie_embeddings)
+    leaves = table if config.stacked else _unstacked(table)
+    return read_leaves(source, leaves, config.param_dtype, mesh=mesh, host=host, progress=progress)
+
+
+def read_leaves(
+    source: WeightSource,
+    table: Sequence[hf_names.Entry],
+    param_dtype: str,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    host: bool = False,
+    progress: Callable[[int], Any] | None = None,
+) -> dict:
+    """Returns the tree of the leaves in `table`, whose tensors `check_tensors` has checked.
+
+    The options and errors are those of `read_params`.
+    """
+    dtypes = {entry.path: DTYPES[entry.dtype(param_dtype)] for entry in table}
     shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtypes[e.path]) for e in table})
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -407,7 +429,7 @@ def read_params(
         shardings = host_shardings(shapes, shardings)
     check_fits(
         jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings),
-        f"{source.path}: its weights in {config.param_dtype}",
+        f"{source.path}: its weights in {param_dtype}",
         "read them as bfloat16 (param_dtype), spread them over more devices (mesh), or take a"
         " smaller model",
     )
@@ -423,11 +445,8 @@ def read_params(
     return nest(leaves)
 
 
-def _leaves(config: ModelConfig | BertConfig) -> list[hf_names.Entry]:
-    """Returns the leaves of `config`'s tree; layers that are not stacked have separate leaves."""
-    table = hf_names.entries(config)
-    if isinstance(config, BertConfig) or config.stacked:
-        return list(table)
+def _unstacked(table: Sequence[hf_names.Entry]) -> list[hf_names.Entry]:
+    """Returns `table` with a leaf of its own for each layer of a stacked one."""
     leaves = [entry for entry in table if not entry.path.startswith("layers/")]
     for entry in table:
         if entry.path.startswith("layers/"):

@@ -145,10 +145,12 @@ class BertConfig:
             "O": self.width,  # of the pooler
         }
 
-    def hf_rows(self) -> list[TensorRow]:
+    def hf_rows(self, *, older_names: bool) -> list[TensorRow]:
         """Returns the tensor names of Hugging Face checkpoints (see `lcjax.checkpoints.hf_names`).
 
-        Checkpoints converted from TensorFlow name the parameters of norms gamma and beta.
+        Args:
+          older_names: whether the parameters of norms have the aliases gamma and beta, as in
+            checkpoints converted from TensorFlow. They are read, and never written.
         """
         rows = [
             ("embeddings.word_embeddings.weight", "V,D", "embed/embedding", "VD"),
@@ -181,6 +183,8 @@ class BertConfig:
                 ("pooler.dense.weight", "O,D", "pooler/kernel", "DO"),
                 ("pooler.dense.bias", "O", "pooler/bias", "O"),
             ]
+        if not older_names:
+            rows = [(names.split("|")[0], *rest) for names, *rest in rows]
         return rows
 
 

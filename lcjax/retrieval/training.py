@@ -154,7 +154,7 @@ class TrainedEncoder:
         for number, (side, bert) in enumerate(self._berts.items()):
             config, params = self._models[side].config, bert.params
             if config.lora is not None:
-                adapters = new_adapters(config, self._mesh, seed=seed + number)
+                adapters = new_adapters(Bert(config).init, self._mesh, seed=seed + number)
                 params = union(params, adapters)
             trees[side], bert.params = params, {}
         return trees if self.has_two else trees[""]

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
-from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel.device_memory import Offload, host_shardings, to_device
 from lcjax.parallel.sharding import param_shardings
 from lcjax.training.optim import merge_trees, to_float32
@@ -132,14 +130,19 @@ def state_shardings(
     return dataclasses.replace(shardings, **offloaded)
 
 
-def new_adapters(config: ModelConfig | BertConfig, mesh: jax.sharding.Mesh, *, seed: int) -> dict:
-    """Initialises LoRA adapters in float32; the model's outputs do not change."""
-    model = Bert(config) if isinstance(config, BertConfig) else Decoder(config)
+def new_adapters(init: Callable[..., dict], mesh: jax.sharding.Mesh, *, seed: int) -> dict:
+    """Initialises a model's LoRA adapters in float32; the model's outputs do not change.
 
-    def init(key):
-        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+    Args:
+      init: that of a module whose config has `lora`, such as `Decoder(config).init`.
+      mesh: the devices.
+      seed: of the random values.
+    """
+
+    def adapters(key):
+        params = init(key, jnp.zeros((1, 8), jnp.int32))["params"]
         return to_float32(split(params, lora_lib.is_adapter)[0])
 
     key = jax.random.fold_in(jax.random.key(seed), 1)
-    shardings = param_shardings(mesh, jax.eval_shape(init, key))
-    return jax.jit(init, out_shardings=shardings)(key)
+    shardings = param_shardings(mesh, jax.eval_shape(adapters, key))
+    return jax.jit(adapters, out_shardings=shardings)(key)

@@ -26,7 +26,7 @@ from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.data import Loader, check_outside_data, check_sources, make_loader, scan
 from lcjax.errors import InputError
 from lcjax.files import FolderFormat, update_sums
-from lcjax.models import ModelConfig
+from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_host
@@ -192,7 +192,9 @@ class LanguageModelTask(Task):
         self.dtype = self.model.dtype
         if config.train.lora is not None:
             self.model = self.model.replace(lora=config.train.lora)
-            params = union(params, new_adapters(self.model, mesh, seed=config.train.seed))
+            params = union(
+                params, new_adapters(Decoder(self.model).init, mesh, seed=config.train.seed)
+            )
         return params
 
     def _check_new_tokens(self, frozen: dict) -> None:

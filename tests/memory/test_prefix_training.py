@@ -16,7 +16,7 @@ from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
 from lcjax.memory import AutoCompressorSection, BeaconSection, MemorySection
-from lcjax.models import preset
+from lcjax.models import Decoder, preset
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope.positions import E2Positions, PlainPositions
@@ -76,7 +76,8 @@ def test_learned_windows_are_learned_as_one_text_where_nothing_is_condensed():
 def test_summaries_and_adapters_are_trained_together():
     model, params = tiny_model(SUMMARY)
     config = model.config.replace(lora=LoRA(2, targets=("query", "value")))
-    params = union(params, new_adapters(config, make_mesh(Mesh(fsdp=1), jax.devices()[:1]), seed=0))
+    mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
+    params = union(params, new_adapters(Decoder(config).init, mesh, seed=0))
     _, grads = gradients(config, params, ("memory", "lora"), batch(2))
     flat = flatten(grads)
     assert flat.pop("encoder/embedding").any() and len(flat) == 4

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from lcjax.checkpoints.hf_names import entries
+from lcjax.checkpoints.bert_folder import bert_entries
 from lcjax.checkpoints.safetensors_io import write_file
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.models.bert import BertConfig
@@ -79,7 +79,7 @@ def write_bert(folder, words, seed=0, prefix="", **changes):
     (folder / "config.json").write_text(json.dumps(hf))
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     rng, arrays = np.random.default_rng(seed), {}
-    for entry in entries(BertConfig.from_hf(hf)):
+    for entry in bert_entries(BertConfig.from_hf(hf)):
         for name in entry.names:
             noise = 0.2 * rng.normal(size=entry.tensor_shape)
             arrays[prefix + name] = (noise + ("LayerNorm.weight" in name)).astype(np.float32)

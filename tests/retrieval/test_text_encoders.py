@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from lcjax.checkpoints.bert_folder import BertFolder
+from lcjax.checkpoints.bert_folder import BertFolder, bert_entries
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, write_file
 from lcjax.checkpoints.tokenizer import ByteTokenizer
 from lcjax.errors import InputError
@@ -191,13 +191,12 @@ def test_hidden_states_of_random_models_equal_transformers(sizes, tmp_path):
 
 
 def test_initial_parameters_have_the_paths_of_the_table_of_names():
-    from lcjax.checkpoints.hf_names import entries
     from lcjax.tree import flatten
 
     config = BertConfig(50, 12, 20, 2, 3, 16, pooler=True)
     shapes = jax.eval_shape(Bert(config).init, jax.random.key(0), np.zeros((1, 4), np.int32))
     leaves = {path: leaf.shape for path, leaf in flatten(shapes["params"]).items()}
-    assert leaves == {entry.path: entry.shape for entry in entries(config)}
+    assert leaves == {entry.path: entry.shape for entry in bert_entries(config)}
 
 
 @pytest.mark.slow

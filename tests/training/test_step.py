@@ -307,7 +307,7 @@ def total(params, batch):
 
 @functools.cache
 def lora_setup():
-    params = union(random_params(), new_adapters(LORA, one_device(), seed=0))
+    params = union(random_params(), new_adapters(Decoder(LORA).init, one_device(), seed=0))
     return split(params, trainable(flatten(params), ("lora",)))
 
 
