@@ -41,7 +41,7 @@ from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.scorer import Scorer
-from lcjax.generation.shared_prefix import can_share_prefix
+from lcjax.generation.session import can_share_prefix
 from lcjax.models import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import check_estimate

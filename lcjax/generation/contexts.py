@@ -17,7 +17,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 
 from lcjax.checkpoints.tokenizer import without_bos
 from lcjax.errors import InputError, check_integer
+from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import check_rows, check_token_ids, round_up_to_bucket
 from lcjax.memory import Tree
@@ -34,9 +35,6 @@ from lcjax.models.memory import EncodedContext, Memory, token_axis
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, keep_tokens, padding_rows
 from lcjax.rope import Rope, Rotation
-
-if TYPE_CHECKING:
-    from lcjax.generation.language_model import LanguageModel
 
 _MIN_WIDTH = 32  # tokens of the narrowest batch of chunks that is compiled
 
@@ -87,7 +85,7 @@ class Contexts:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.encoded))
 
-    def check(self, lm: "LanguageModel") -> None:
+    def check(self, lm: InferenceModel) -> None:
         """Raises an InputError if `lm` would have encoded the contexts differently."""
         memory, rope = lm.config.memory, lm.prefix_rope
         if lm.params is not self.weights:
@@ -225,7 +223,7 @@ def split_row(
 
 
 def encode(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     rows: Sequence[Sequence[Sequence[np.ndarray]]],
     *,
     batch_tokens: int | None = None,
@@ -281,7 +279,7 @@ def encode(
 
 
 def embed_queries(
-    lm: "LanguageModel", texts: Sequence[str | Sequence[int]], num_rows: int
+    lm: InferenceModel, texts: Sequence[str | Sequence[int]], num_rows: int
 ) -> jax.Array:
     """Embeds questions for `search`: the first layer's states of their last tokens, float32 [B, D].
 
@@ -324,7 +322,7 @@ def _embed(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> ja
 
 
 def search(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     contexts: Contexts,
     query: jax.Array,
     *,
@@ -401,7 +399,7 @@ def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Con
 
 
 def _choose_paths(
-    lm: "LanguageModel", chunks: Sequence[Chunk], query: jax.Array, batch_tokens: int | None
+    lm: InferenceModel, chunks: Sequence[Chunk], query: jax.Array, batch_tokens: int | None
 ) -> list[Chunk]:
     """Returns `chunks` with the paths that are chosen for the `query` [B, D] of their rows."""
     paths: list[np.ndarray | None] = [None] * len(chunks)
@@ -416,7 +414,7 @@ def _choose_paths(
 
 
 def _encode_into(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     encoded: EncodedContext | None,
     chunks: Sequence[Chunk],
     shape: tuple[int, int],

@@ -7,7 +7,6 @@ wait for Python.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +16,17 @@ from lcjax.attention import Landmark
 from lcjax.attention.landmark.tokens import Landmarks, in_prompt
 from lcjax.checkpoints.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
+from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.sampling import Mixture, Sampling, TokenLogprobs, pick, token_logprobs
-from lcjax.generation.session import check_token_ids, fill_rows, prefill_chunk_size, read_prompts
+from lcjax.generation.session import (
+    CachedPrefix,
+    check_token_ids,
+    fill_rows,
+    prefill_chunk_size,
+    read_prompts,
+)
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
-
-if TYPE_CHECKING:
-    from lcjax.generation.language_model import LanguageModel
-    from lcjax.generation.shared_prefix import CachedPrefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Piece:
 
 
 def generate_pieces(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -51,7 +53,7 @@ def generate_pieces(
     prefill_chunk: int | None = None,
     memory: EncodedContext | None = None,
     mixture: Mixture | None = None,
-    prefix: "CachedPrefix | None" = None,
+    prefix: CachedPrefix | None = None,
     top_logprobs: int | None = None,
 ) -> Iterator[Piece]:
     """Returns an iterator over pieces of text for every prompt, until all have finished.

@@ -17,7 +17,7 @@ import numpy as np
 from lcjax import cost
 from lcjax.attention import CachePolicy, Pattern
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints import Tokenizer, save_hf
+from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.config import check_instance
@@ -29,7 +29,6 @@ from lcjax.errors import (
     check_type,
     suggestion,
 )
-from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
     Contexts,
@@ -40,6 +39,7 @@ from lcjax.generation.contexts import (
     split_row,
 )
 from lcjax.generation.generate import Piece, generate_pieces
+from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
 from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
@@ -51,37 +51,23 @@ from lcjax.generation.scoring import (
     score_with_landmarks,
     text_logits,
 )
-from lcjax.generation.session import check_first, check_rows, check_token_rows
-from lcjax.models import Decoder, ModelConfig, unstack_layers
+from lcjax.generation.session import (
+    CachedPrefix,
+    can_share_prefix,
+    check_first,
+    check_rows,
+    check_token_rows,
+)
+from lcjax.generation.shared_prefix import PrefixReader
+from lcjax.models import Decoder
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, device_mesh, padding_rows
-from lcjax.rope import Rope, Rotation, stack_rotations
+from lcjax.rope import Rope
 
 
-class LanguageModel(Scorer):
-    """A decoder with its weights, tokenizer and method; `with_method` changes only the method.
-
-    Layers are not stacked (`scan_layers=False`): a scanned layer would copy its weights and its
-    part of the cache out of the stack for every token.
-    """
-
-    def __init__(self, model: Decoder, params: dict, tokenizer: Tokenizer):
-        """Wraps a decoder and its parameters.
-
-        Args:
-          model: the decoder. Its parameters must be laid out on its mesh as
-            `lcjax.parallel.sharding.param_shardings` says.
-          params: the parameters. Stacked layers are unstacked, which copies them; `load` makes no
-            copy.
-          tokenizer: encodes and decodes text.
-        """
-        config = model.config.for_inference()
-        self.params = unstack_layers(params, config) if config.stacked else params
-        self.model = Decoder(config.replace(scan_layers=False), model.mesh)
-        self.tokenizer = tokenizer
-        self.length: int | None = None  # set by `with_method`
-        self._rotations: dict[int, Rotation] = {}
+class LanguageModel(InferenceModel, Scorer):
+    """A decoder with its weights, tokenizer and method; `with_method` changes only the method."""
 
     @classmethod
     def load(
@@ -131,21 +117,6 @@ class LanguageModel(Scorer):
         return f"LanguageModel({', '.join(parts)})"
 
     @property
-    def config(self) -> ModelConfig:
-        """The config of the decoder, with the method."""
-        return self.model.config
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices that share weights, rows and caches; None: everything is on one device."""
-        return self.model.mesh
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether `rotation` changes with the length of a request."""
-        return self.config.depends_on_length
-
-    @property
     def shares_prefixes(self) -> bool:
         """Whether prompts can reuse the KV cache of a common prefix.
 
@@ -153,13 +124,13 @@ class LanguageModel(Scorer):
         vertical_slash they depend on the other tokens of the call. The cache must keep all keys: a
         pattern that keeps only a few has little to share.
         """
-        return shared_prefix.can_share_prefix(self.config)
+        return can_share_prefix(self.config)
 
     @check_arguments
     def with_shared_prefixes(self, prompts: Sequence[Sequence[int]]) -> Scorer:
         if not len(prompts) or not self.shares_prefixes:
             return self
-        return shared_prefix.PrefixReader(self, prompts)
+        return PrefixReader(self, prompts)
 
     @check_arguments
     def inference_memory(
@@ -259,30 +230,6 @@ class LanguageModel(Scorer):
         options = {"dtype": dtype, "overwrite": overwrite, "checksums": checksums}
         return save_hf(folder, self.params, self.config, self.tokenizer, **options)
 
-    @check_arguments
-    def rotation(self, length: int) -> Rotation:
-        """Returns the rotation of queries and keys in a request of `length` tokens."""
-        length = max(length, self.length or 0)
-        if length not in self._rotations:
-            # Cached: a learned rope solves a differential equation for each length.
-            self._rotations[length] = self.config.rotation(length, self.params.get("rope"))
-        return self._rotations[length]
-
-    @check_arguments
-    def rotations(self, lengths: Sequence[int]) -> Rotation:
-        """Returns the rotation of a batch of requests: one for all, or stacked if they differ.
-
-        Each row is rotated for its own length, so its results do not depend on the other rows.
-        """
-        if not len(lengths):
-            raise InputError("lengths has no request; give one length or more")
-        for length in lengths:
-            check_integer("lengths: one", length, 0)
-        lengths = [max(int(length), self.length or 0) for length in lengths]
-        if not self.depends_on_length or len(set(lengths)) == 1:
-            return self.rotation(max(lengths))
-        return stack_rotations([self.rotation(length) for length in lengths])
-
     def encode_contexts(
         self,
         contexts: Sequence[ContextRow],
@@ -350,12 +297,6 @@ class LanguageModel(Scorer):
         contexts = contexts.repeated(len(query))
         embedded = embed_queries(self, query, len(contexts.tokens))
         return search(self, contexts, embedded)
-
-    @property
-    def prefix_rope(self) -> Rope | None:
-        """RoPE method of the windows before a text; None without a prefix memory."""
-        memory = self.config.memory
-        return self.config.rope if memory is not None and memory.is_prefix else None
 
     def _encode_if_needed(self, context: Contexts | Sequence[ContextRow] | None) -> Contexts | None:
         if context is None or (isinstance(context, list | tuple) and not context):
@@ -507,7 +448,7 @@ class LanguageModel(Scorer):
         continuations: Sequence[Sequence[Sequence[int]]],
         *,
         context: Contexts | Sequence[ContextRow] | None = None,
-        prefix: shared_prefix.CachedPrefix | None = None,
+        prefix: CachedPrefix | None = None,
     ) -> list[list[Continuation]]:
         """Scores the continuations of each prompt (token ids), reading the prompt once.
 
@@ -515,7 +456,7 @@ class LanguageModel(Scorer):
         """
         self.config.check_scores()
         if prefix is not None:
-            check_type("prefix", prefix, shared_prefix.CachedPrefix)
+            check_type("prefix", prefix, CachedPrefix)
             prefix.check(self.config, prompts, context=context, exact=False)
         if Landmarks.read_by(self.config.pattern) is not None:
             return super().continuations(prompts, continuations, context=context)
@@ -563,7 +504,7 @@ class LanguageModel(Scorer):
         exact: bool = False,
         prefill_chunk: int | None = None,
         mixture: Mixture | None = None,
-        prefix: shared_prefix.CachedPrefix | None = None,
+        prefix: CachedPrefix | None = None,
         top_logprobs: int | None = None,
     ) -> Iterator[Piece]:
         """Yields the text of `generate` piece by piece; the call itself checks the arguments.
@@ -588,7 +529,7 @@ class LanguageModel(Scorer):
         ]
         exact = exact and self.depends_on_length
         if prefix is not None:
-            check_type("prefix", prefix, shared_prefix.CachedPrefix)
+            check_type("prefix", prefix, CachedPrefix)
             prefix.check(self.config, ids, context=context, exact=exact)
         return generate_pieces(
             self, ids, sampling, exact=exact, prefill_chunk=prefill_chunk,
@@ -621,9 +562,3 @@ class LanguageModel(Scorer):
             context = context if isinstance(context, Contexts) else self.encode_contexts([context])
             ids = context.without_bos(list(ids), self.tokenizer.bos_id)
         return self.generate([ids], sampling, context=context)[0]
-
-    def encode(self, text: str, *, begins: bool = True) -> list[int]:
-        """Encodes a text; BOS precedes it if the model expects one and it `begins` a sequence."""
-        check_flags(begins=begins)
-        ids = self.tokenizer.encode(text)
-        return [self.tokenizer.bos_id, *ids] if begins and self.tokenizer.add_bos else ids

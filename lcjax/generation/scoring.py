@@ -14,7 +14,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ import numpy as np
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
+from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.programs import InferenceJit
 from lcjax.generation.session import (
+    CachedPrefix,
     Session,
     check_rows,
     check_token_ids,
@@ -42,10 +44,6 @@ from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.rope import Rotation
-
-if TYPE_CHECKING:
-    from lcjax.generation.language_model import LanguageModel
-    from lcjax.generation.shared_prefix import CachedPrefix
 
 Ids = Sequence[int]
 
@@ -115,7 +113,7 @@ class TextRows(NamedTuple):
 
 
 def score_texts(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     score: Callable[..., Any],
     texts: Sequence[Text],
     rotation: Rotation,
@@ -218,7 +216,7 @@ def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]],
 
 
 def score_with_landmarks(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     score: Callable[..., Any],
     landmarks: Landmarks,
     tokens: np.ndarray,
@@ -267,7 +265,7 @@ def score_with_landmarks(
 
 
 def score_by_chunk(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     score: Callable[..., Any],
     tokens: np.ndarray,
     lengths: np.ndarray,
@@ -344,12 +342,12 @@ def check_continuations(
 
 
 def score_continuations(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     prompts: Sequence[Ids],
     continuations: Sequence[Sequence[Ids]],
     *,
     memory: EncodedContext | None = None,
-    prefix: "CachedPrefix | None" = None,
+    prefix: CachedPrefix | None = None,
 ) -> list[list[Continuation]]:
     """Scores the continuations of each prompt, whose KV cache is shared by its continuations.
 
@@ -416,11 +414,11 @@ def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefi
 
 
 def score_after_prefix(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     of_logits: Callable[..., Any],
     prompt: Ids,
     texts: Sequence[Ids],
-    prefix: "CachedPrefix",
+    prefix: CachedPrefix,
 ) -> Any:
     """Scores texts that follow one prompt, of which `prefix` holds all but the last tokens.
 

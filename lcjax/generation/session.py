@@ -7,7 +7,7 @@ rounded up to a few sizes, because each size compiles a program.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, aligned
 from lcjax.errors import InputError, check_integer
+from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.programs import InferenceJit
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
@@ -25,10 +26,6 @@ from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows, replicated
 from lcjax.rope import Rotation
-
-if TYPE_CHECKING:
-    from lcjax.generation.language_model import LanguageModel
-    from lcjax.generation.shared_prefix import CachedPrefix
 
 # Maximum tokens of a row of packed texts, unless one text is longer: the program itself computes
 # the table of visible blocks of a packed row, and the table grows with the square of the row.
@@ -415,8 +412,79 @@ def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.
     return np.maximum(np.array(lengths) - prompt_bucket(max(lengths) - tokens, chunk), 0)
 
 
+class CachedPrefix(NamedTuple):
+    """The KV cache of the common prefix of a batch, read with the rotation of all rows."""
+
+    cache: cache_lib.Cache  # full, of one row without padding
+    ids: np.ndarray  # int32 [n], the first tokens of the cache
+    lm: InferenceModel  # the model that read it
+    length: int  # number of tokens that its rotation was made for
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def check(
+        self, config: ModelConfig, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
+    ) -> None:
+        """Raises an InputError if prompts cannot continue from this prefix.
+
+        `exact` is whether rotations change while text is generated.
+        """
+        if not can_share_prefix(config):
+            names = [type(pattern).__name__ for pattern in config.patterns]
+            names += [] if config.cache is None else [type(config.cache).__name__]
+            names = " or ".join(names)
+            raise InputError(
+                f"prefix: with {names} the keys that a token sees depend on other tokens of the"
+                " prompt, so prompts cannot share a prefix; leave prefix out"
+            )
+        if context is not None or exact:
+            name = "exact=True" if context is None else "context"
+            raise InputError(f"prefix was read without {name}; leave one of the two out")
+        for number, prompt in enumerate(prompts):
+            ids = np.asarray(prompt)
+            if len(ids) <= self.tokens or not np.array_equal(ids[: self.tokens], self.ids):
+                raise InputError(
+                    f"prompts[{number}] must begin with the {self.tokens} tokens of prefix and go"
+                    " on; leave prefix out"
+                )
+
+    def check_keys(self, lm: InferenceModel, lengths: Sequence[int]) -> None:
+        """Raises an InputError if `lm` reads requests of `lengths` tokens with other keys."""
+        if lm.params is not self.lm.params:
+            raise InputError(
+                "prefix was read by another model; read it with the one that reads the prompts"
+            )
+        for name in ("rope", "pattern", "layers", "cache"):
+            read_with, expected = getattr(self.lm.config, name), getattr(lm.config, name)
+            if read_with != expected:
+                raise InputError(
+                    f"prefix was read with {name}={read_with!r}, and the prompts are read with"
+                    f" {expected!r}; read the prefix with the model that reads the prompts (the"
+                    " result of with_method)"
+                )
+        if not lm.depends_on_length:
+            return
+        lengths = {max(int(length), lm.length or 0) for length in lengths}
+        rotation = self.lm.rotation(self.length)
+        for length in lengths - {self.length}:
+            if not rotation.equals(lm.rotation(length)):
+                raise InputError(
+                    f"prefix was read with the rotation for {self.length} tokens, and a prompt and"
+                    f" its continuation need the rotation for {length}; read both with"
+                    f" lm.with_method(length={max(lengths)})"
+                )
+
+
+def can_share_prefix(config: ModelConfig) -> bool:
+    """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
+    keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
+    return config.is_position_based and keeps_all and config.cache is None
+
+
 def read_prompts(
-    lm: "LanguageModel",
+    lm: InferenceModel,
     prompts: Sequence[Sequence[int]],
     rotation: Rotation,
     *,
@@ -425,7 +493,7 @@ def read_prompts(
     rotated: bool | None = None,
     landmarks: Landmarks | None = None,
     memory: EncodedContext | None = None,
-    prefix: "CachedPrefix | None" = None,
+    prefix: CachedPrefix | None = None,
     with_ffn_input: bool = False,
 ) -> tuple[Any, Session]:
     """Reads prompts into a new cache.

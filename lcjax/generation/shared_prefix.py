@@ -15,28 +15,27 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import check_integer
+from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
 from lcjax.generation.scorer import Ids, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import (
+    CachedPrefix,
     Session,
+    can_share_prefix,
     check_token_ids,
     prefill_chunk_size,
     prefix_tokens_reused,
 )
-from lcjax.models import ModelConfig
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
-
-if TYPE_CHECKING:
-    from lcjax.generation.language_model import LanguageModel
 
 # Tokens of the shortest shared prefix; lengths are multiples of it, so that few programs are
 # compiled, and none for short prompts.
@@ -82,78 +81,7 @@ def _worth(tokens: int, length: int, least: int) -> bool:
     return tokens >= least and tokens * _MIN_SHARE >= length
 
 
-class CachedPrefix(NamedTuple):
-    """The KV cache of the common prefix of a batch, read with the rotation of all rows."""
-
-    cache: cache_lib.Cache  # full, of one row without padding
-    ids: np.ndarray  # int32 [n], the first tokens of the cache
-    lm: "LanguageModel"  # the model that read it
-    length: int  # number of tokens that its rotation was made for
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids)
-
-    def check(
-        self, config: ModelConfig, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
-    ) -> None:
-        """Raises an InputError if prompts cannot continue from this prefix.
-
-        `exact` is whether rotations change while text is generated.
-        """
-        if not can_share_prefix(config):
-            names = [type(pattern).__name__ for pattern in config.patterns]
-            names += [] if config.cache is None else [type(config.cache).__name__]
-            names = " or ".join(names)
-            raise InputError(
-                f"prefix: with {names} the keys that a token sees depend on other tokens of the"
-                " prompt, so prompts cannot share a prefix; leave prefix out"
-            )
-        if context is not None or exact:
-            name = "exact=True" if context is None else "context"
-            raise InputError(f"prefix was read without {name}; leave one of the two out")
-        for number, prompt in enumerate(prompts):
-            ids = np.asarray(prompt)
-            if len(ids) <= self.tokens or not np.array_equal(ids[: self.tokens], self.ids):
-                raise InputError(
-                    f"prompts[{number}] must begin with the {self.tokens} tokens of prefix and go"
-                    " on; leave prefix out"
-                )
-
-    def check_keys(self, lm: "LanguageModel", lengths: Sequence[int]) -> None:
-        """Raises an InputError if `lm` reads requests of `lengths` tokens with other keys."""
-        if lm.params is not self.lm.params:
-            raise InputError(
-                "prefix was read by another model; read it with the one that reads the prompts"
-            )
-        for name in ("rope", "pattern", "layers", "cache"):
-            read_with, expected = getattr(self.lm.config, name), getattr(lm.config, name)
-            if read_with != expected:
-                raise InputError(
-                    f"prefix was read with {name}={read_with!r}, and the prompts are read with"
-                    f" {expected!r}; read the prefix with the model that reads the prompts (the"
-                    " result of with_method)"
-                )
-        if not lm.depends_on_length:
-            return
-        lengths = {max(int(length), lm.length or 0) for length in lengths}
-        rotation = self.lm.rotation(self.length)
-        for length in lengths - {self.length}:
-            if not rotation.equals(lm.rotation(length)):
-                raise InputError(
-                    f"prefix was read with the rotation for {self.length} tokens, and a prompt and"
-                    f" its continuation need the rotation for {length}; read both with"
-                    f" lm.with_method(length={max(lengths)})"
-                )
-
-
-def can_share_prefix(config: ModelConfig) -> bool:
-    """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
-    keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
-    return config.is_position_based and keeps_all and config.cache is None
-
-
-def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:
+def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
     """Reads a text once, as the `prefix` of any number of prompts that begin with it.
 
     Returns None if prompts must be read in full: for a model without `shares_prefixes`, or one
@@ -162,7 +90,7 @@ def read_prefix(lm: "LanguageModel", ids: Ids) -> CachedPrefix | None:
     rotation than the prefix has, and reading them raises an InputError.
     """
     follows_each = lm.depends_on_length and lm.length is None
-    if not lm.shares_prefixes or follows_each or not len(ids):
+    if not can_share_prefix(lm.config) or follows_each or not len(ids):
         return None
     array = check_token_ids("prefix", ids, lm.config.vocab_size)
     slots = cache_lib.whole_blocks(len(array))
@@ -185,11 +113,11 @@ class PrefixReader(WrappedScorer):
         prefix has not paid off yet.
     """
 
-    def __init__(self, lm: "LanguageModel", prompts: Sequence[Ids] = (), *, least: int = LEAST):
+    def __init__(self, lm: InferenceModel, prompts: Sequence[Ids] = (), *, least: int = LEAST):
         """Prepares to read `prompts`.
 
         Args:
-          lm: the model.
+          lm: the `LanguageModel`: a scorer whose `stream` and `continuations` take a `prefix`.
           prompts: the prompts that will be read, each once, best in the order of
             `group_by_prefix`; empty: not known, and a prefix is never freed.
           least: minimum number of tokens of a shared prefix, 1 or more.

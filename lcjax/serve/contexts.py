@@ -13,8 +13,8 @@ import jax
 from lcjax.errors import InputError
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.session import check_token_ids
-from lcjax.generation.shared_prefix import CachedPrefix, read_prefix
+from lcjax.generation.session import CachedPrefix, check_token_ids
+from lcjax.generation.shared_prefix import read_prefix
 
 
 class NotFoundError(Exception):

@@ -17,8 +17,7 @@ from lcjax.attention import InfLLM, Landmark, LMInfinite
 from lcjax.checkpoints import ByteTokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings
 from lcjax.errors import InputError
-from lcjax.generation import language_model as lm_lib
-from lcjax.generation import scoring
+from lcjax.generation import inference_model, scoring
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
@@ -103,7 +102,9 @@ def test_a_mesh_of_jax_and_the_shape_of_one_are_the_same(spread):
 
 def test_loading_leaves_one_copy_of_the_weights_in_memory(monkeypatch):
     copied = pytest.fail
-    monkeypatch.setattr(lm_lib, "unstack_layers", lambda *_: copied("all layers were copied"))
+    monkeypatch.setattr(
+        inference_model, "unstack_layers", lambda *_: copied("all layers were copied")
+    )
     gc.collect()
     before = sum(leaf.nbytes for leaf in jax.live_arrays())
     lm = LanguageModel.load(ModelSection(preset="tiny"))
