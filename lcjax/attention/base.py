@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Num
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError, check_fields
-from lcjax.rope.rotation import Rotation, no_rotation, rotate
+from lcjax.rope.rotation import Rotation, no_rotation
 from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.
@@ -163,7 +163,7 @@ def rotate_qk(
     with jax.named_scope("rope"):
         q = rotate_queries(q, positions.q_positions, rotation)
         if not metadata.keys_rotated:
-            k = rotate(k, positions.k_positions, rotation.inv_freq, rotation.scale)
+            k = rotation.rotate(k, positions.k_positions)
     return q, k
 
 
@@ -175,7 +175,7 @@ def rotate_queries(
     It multiplies in float32 and rounds once. JAX would round a Python float to the dtype of q
     first, so the same bfloat16 row would get different factors alone and in a stacked rotation.
     """
-    rotated = rotate(q.astype(jnp.float32), positions, rotation.inv_freq, rotation.scale)
+    rotated = rotation.rotate(q.astype(jnp.float32), positions)
     return (rotated * rotation.query_scale).astype(q.dtype)
 
 

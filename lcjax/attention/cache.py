@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.errors import InputError
-from lcjax.rope import rotate
 
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
@@ -225,7 +224,7 @@ class FullCache(LayerCache):
         """
         if self.rotated:
             positions = pattern.key_positions(metadata.q_positions, view.new.index)
-            k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
+            k = metadata.rotation.rotate(k, positions)
         return _write(arrays["keys"], k, view), _write(arrays["values"], v, view)
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):

@@ -28,7 +28,6 @@ from lcjax.attention.cache import (
     whole_blocks,
 )
 from lcjax.errors import InputError, PositiveInt, check_fields
-from lcjax.rope import rotate
 
 
 class Candidates(NamedTuple):
@@ -179,7 +178,7 @@ class Evicting(LayerCache):
 
     def _append(self, arrays: Arrays, k, v, pattern, view, metadata) -> Arrays:
         positions = pattern.key_positions(metadata.q_positions, view.new.index)
-        k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
+        k = metadata.rotation.rotate(k, positions)
         order = jnp.where(view.new.segments != 0, view.new.index + 1, 0)[:, :, None, None]
         order = jnp.broadcast_to(order, (*k.shape[:3], 1))
 

@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, near_and_far, rotate_queries
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.errors import InputError, NonNegativeInt, PositiveInt
-from lcjax.rope.rotation import rotate
 from pallas_kernels import Mask, causal, flash, gather, merge, prefix, window
 
 # (received [B, N, 1, S], summaries [B, N, C, H]) in float32; empty if no block is complete.
@@ -278,7 +277,7 @@ def _attend_chunk(
     near = _slice_keys(inputs, chunk, _window_start(inputs, chunk), _window_size(inputs, chunk))
     with jax.named_scope("window"):
         q = rotate_queries(chunk.q, chunk.tokens.positions, inputs.metadata.rotation)
-        k = rotate(near.k.swapaxes(1, 2), near.positions, *inputs.metadata.rotation[:2])
+        k = inputs.metadata.rotation.rotate(near.k.swapaxes(1, 2), near.positions)
         mask = causal() & window(pattern.window)
         local = _attend_keys(inputs, chunk, q, k, near.v.swapaxes(1, 2), near, mask)
     total = local
@@ -428,7 +427,7 @@ def _attend_far(
     index = jnp.concatenate([part.index for part in parts], 1)
     is_valid = jnp.concatenate([part.is_valid for part in parts], 1)
     keys = _Keys(k, v, index, is_valid, jnp.zeros_like(index))
-    k = rotate(k, keys.positions, *inputs.metadata.rotation[:2])  # by angle 0, but with the scale
+    k = inputs.metadata.rotation.rotate(k, keys.positions)  # by angle 0, but with the scale
     return _attend_keys(inputs, chunk, far_q, k, v, keys, ~window(inputs.pattern.window))
 
 

@@ -50,7 +50,6 @@ from lcjax.models.layers import (
 )
 from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
 from lcjax.parallel.sharding import attention_layout
-from lcjax.rope import rotate
 
 # Defaults of the released config class, which are also all that is computed here; a window is
 # condensed as a whole if its stride is its length.
@@ -262,7 +261,7 @@ def _self_partial(
     """Returns the partial of each beacon to itself; it is empty for the `size` tokens before."""
     positions = context.positions[:, size:]
     q = rotate_queries(q, positions, context.rotation).astype(jnp.float32)
-    k = rotate(k, positions, *context.rotation[:2]).astype(jnp.float32)
+    k = context.rotation.rotate(k, positions).astype(jnp.float32)
     k, v = (jnp.repeat(part, q.shape[2] // part.shape[2], axis=2) for part in (k, v))
     lse = (q * k).sum(-1) * q.shape[-1] ** -0.5
     padding = [(0, 0), (size, 0), (0, 0)]

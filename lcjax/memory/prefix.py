@@ -39,7 +39,7 @@ from lcjax.models.memory import (
     token_axis,
 )
 from lcjax.parallel.sharding import LENGTH, attention_layout
-from lcjax.rope import Rotation, rotate
+from lcjax.rope import Rotation
 from pallas_kernels import flash
 
 
@@ -156,7 +156,7 @@ class PrefixMemory(Memory):
         encoded = context.memory
         k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
         k_segments = encoded.mask.astype(jnp.int32)
-        k = rotate(k, jnp.cumsum(k_segments, axis=1) - 1, *context.rotation[:2])
+        k = context.rotation.rotate(k, jnp.cumsum(k_segments, axis=1) - 1)
         q = rotate_queries(q, context.positions, context.rotation)
         return [
             flash(

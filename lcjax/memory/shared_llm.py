@@ -60,7 +60,7 @@ from lcjax.models.memory import (
     WriteConfig,
     check_chunks,
 )
-from lcjax.rope import Rotation, rotate
+from lcjax.rope import Rotation
 
 PLACEMENTS = ("bottom", "top", "interleaved")
 POSITIONS = ("paper", "chunk_index", "released", "none")
@@ -439,7 +439,7 @@ class TreeAttention(CrossAttention):
         if memory.positions == "none":
             return q
         position = encoded.num_chunks + (memory.positions == "released")
-        return rotate(q, position[:, None], *memory.rotation()[:2])
+        return memory.rotation().rotate(q, position[:, None])
 
 
 @MemorySection.register_subclass("shared_llm")

@@ -217,7 +217,6 @@ class ModelConfig:
 
     def _check_cache(self) -> None:
         """Raises an InputError if tokens cannot be evicted from caches of this model."""
-        check_instance("model.cache", self.cache, CachePolicy)
         if self.memory is not None or self.position != "rope":
             reason = "model.memory" if self.memory is not None else f"position={self.position}"
             raise InputError(

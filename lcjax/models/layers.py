@@ -31,7 +31,7 @@ from lcjax.parallel.sharding import (
     spread_over,
     tokens_spec,
 )
-from lcjax.rope import Rotation, rotate
+from lcjax.rope import Rotation
 from pallas_kernels import Bias, Layout
 
 DEBERTA_SPAN = 256  # buckets of each direction (DeBERTa V3)
@@ -346,7 +346,7 @@ def collect_key_values(
     k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
     if positions is None or pattern.moves_keys:
         return k, v
-    return rotate(k, pattern.key_positions(positions, positions), *inputs.rotation[:2]), v
+    return inputs.rotation.rotate(k, pattern.key_positions(positions, positions)), v
 
 
 def multiply(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:

@@ -35,6 +35,12 @@ class Rotation(NamedTuple):
     # The rotation of each of `ModelConfig.kinds` if layers differ
     kinds: tuple["Rotation", ...] = ()
 
+    def rotate(
+        self, x: Float[Array, "B T N H"], positions: Num[Array, "B T"]
+    ) -> Float[Array, "B T N H"]:
+        """Rotates queries or keys to `positions`, without `query_scale` (`rotate`)."""
+        return rotate(x, positions, self.inv_freq, self.scale)
+
     def rows(self, index: Int[np.ndarray, " M"]) -> "Rotation":
         """Returns the rows `index` of a stacked rotation (`stack_rotations`)."""
         return jax.tree.map(lambda x: x[index], self)
