@@ -43,9 +43,7 @@ CIRCLES = [
     {"lcjax.data.corpus", "lcjax.data.seqio_source"},
     {f"lcjax.training.{name}" for name in ("batches", "config", "estimate", "folder", "optim")}
     | {f"lcjax.training.{name}" for name in ("state", "task", "tracking")},
-    {f"lcjax.generation.{name}" for name in ("language_model", "replug", "retrieval_reader")},
     {"lcjax.evaluation.plots", "lcjax.evaluation.task"},
-    {"lcjax.evaluation.prompt_task", "lcjax.evaluation.tasks.local_files"},
     {"lcjax.serve.app", "lcjax.serve.command"},
 ]
 

@@ -15,10 +15,8 @@ from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.session import round_up_to_bucket
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # the package imports this module
     from lcjax.evaluation.tasks.local_files import Wording
-
-PROMPTS_VERSION = "lcjax-2"  # version of this library's own prompts, in records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lcjax.errors import InputError, OneOf
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.metrics import qa, rouge
-from lcjax.evaluation.prompt_task import PROMPTS_VERSION, Example
+from lcjax.evaluation.prompt_task import Example
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
@@ -225,7 +225,7 @@ class InfiniteBench(TextCutBenchmark):
             """Returns the prepared example, or None if it would be cut."""
             rng = random.Random(f"infinitebench {limits.seed} {data.name} {index}")
             row = generated.row(rng, units, index, count)
-            fields = {"source": f"generated, {PROMPTS_VERSION}", "units": units}
+            fields = {"source": f"generated, {local_files.PROMPTS_VERSION}", "units": units}
             example = _example(row, data.name, *template, fields)
             example = self.prepare(example, data, corpus.tokenizer, length)
             prompt = self.prompt_encoder(corpus.tokenizer).prompt(example.segments)

@@ -24,10 +24,10 @@ from lcjax.config import read_yaml, to_data_path
 from lcjax.data.files import gzip_chunks
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation.prompt import Segment, document_segments
-from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.files import parse_json
 from lcjax.storage import check_regular
 
+PROMPTS_VERSION = "lcjax-2"  # version of this library's own prompts, in records
 _FIELD = re.compile(r"\{(\w+)\}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

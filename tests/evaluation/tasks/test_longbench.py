@@ -14,9 +14,8 @@ from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, results, run
 from lcjax.evaluation.export import export
-from lcjax.evaluation.prompt_task import PROMPTS_VERSION
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.local_files import library_prompts
+from lcjax.evaluation.tasks.local_files import PROMPTS_VERSION, library_prompts
 from lcjax.evaluation.tasks.longbench import LongBench, code_difflib, code_indel
 
 CLASSES = ["Food", "Other entity", "Entity", "Food other"]

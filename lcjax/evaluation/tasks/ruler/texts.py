@@ -22,8 +22,7 @@ from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.config import to_data_path
 from lcjax.errors import InputError, install_command
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.prompt_task import PROMPTS_VERSION
-from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
+from lcjax.evaluation.tasks.local_files import PROMPTS_VERSION, assigned_values, library_prompts
 from lcjax.files import parse_json, read_text
 
 _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
