@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention.cache import FullCache, LayerCache
+from lcjax.attention.inserted import InsertedTokens
 from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError, check_fields
 from lcjax.rope.rotation import Rotation, no_rotation
@@ -248,8 +249,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     is_causal: ClassVar[bool] = True
     # Whether tokens may be evicted from a cache: every token sees all tokens before it.
     allows_eviction: ClassVar[bool] = False
-    # Whether the model reads texts with inserted landmark tokens.
-    has_landmarks: ClassVar[bool] = False
+    # Whether the model reads texts with inserted tokens (`inserted_tokens`).
+    inserts_tokens: ClassVar[bool] = False
 
     def __post_init__(self):
         check_fields("pattern", self)
@@ -306,6 +307,15 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         """
         del length
         return rotation
+
+    @property
+    def inserted_tokens(self) -> InsertedTokens | None:
+        """The tokens that the model reads among those of a text; None: only those of the text.
+
+        Raises:
+          InputError: a field that they need is not set.
+        """
+        return None
 
     @property
     def layer_cache(self) -> LayerCache:

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.tokenizer import GENERATION, Tokenizer, generation_config
 from lcjax.checkpoints.tokenizer_files import hf_tokenizer
 from lcjax.errors import InputError
@@ -42,7 +41,7 @@ def with_landmark(
     `pattern.token` must then be the second id after the vocabulary, as in the released models; the
     first one is [PAD]. Other models are returned unchanged.
     """
-    landmarks = Landmarks.read_by(config.pattern)
+    landmarks = config.pattern.inserted_tokens
     rows = config.vocab_size
     if landmarks is None or landmarks.token < rows:
         return params, config, tokenizer

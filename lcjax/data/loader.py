@@ -18,7 +18,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from lcjax.attention.landmark.tokens import Landmarks, insert
+from lcjax.attention.inserted import InsertedTokens
 from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.long_text import encode_long
 from lcjax.data.chat import ChatTokenise
@@ -65,7 +65,7 @@ def make_loader(
     *,
     rows: Sequence[int] | None = None,
     split: str = "train",
-    landmarks: Landmarks | None = None,
+    inserted: InsertedTokens | None = None,
     documents: bool = False,
 ) -> "Loader":
     """Returns an iterator over batches: dicts of arrays [B, T] for the rows of this process.
@@ -106,8 +106,8 @@ def make_loader(
         all.
       split: `train`, or `validation`, which reads the held-out documents once and in order. The
         last batch of a finite split is completed with padding.
-      landmarks: landmark tokens to insert into the rows after they are cut. T is then
-        `landmarks.row_length(config.length)`.
+      inserted: tokens to insert into the rows after they are cut. T is then
+        `inserted.row_length(config.length)`.
       documents: adds `documents` int32, the `document_number` of every token's document, 0 on
         padding. For rows that are packed here.
 
@@ -130,23 +130,23 @@ def make_loader(
     dataset = mixed_rows(sources, config) if is_train else rows_in_order(sources)
     dataset = dataset.map(functools.partial(batch_fields, config=config))
     if config.masking is not None:
-        if landmarks is not None:
-            raise InputError("data.masking hides tokens that landmarks attend to: leave it out")
+        if inserted is not None:
+            raise InputError("data.masking hides tokens that inserted ones attend to: leave it out")
         dataset = dataset.random_map(RandomMask(config.masking, tokenizer), seed=config.seed)
     if config.chunks is not None and config.chunks.noise is not None and is_train:
         hide = functools.partial(hide_context, noise=config.chunks.noise)
         dataset = dataset.random_map(hide, seed=config.seed)
     batches = batch_rows(dataset, batch_size, indices)
-    if landmarks is not None:
+    if inserted is not None:
         if config.chunks is not None:
-            raise InputError("data.chunks cannot be used with landmark tokens; leave it out")
-        landmarks.row_length(config.length)  # raises an InputError before any batch is read
+            raise InputError("data.chunks cannot be used with inserted tokens; leave it out")
+        inserted.row_length(config.length)  # raises an InputError before any batch is read
         eos_ids = tuple(tokenizer.eos_ids)
-        batches = batches.map(lambda batch: insert(batch, landmarks, eos_ids))
+        batches = batches.map(lambda batch: inserted.in_row(batch, eos_ids))
     batches = grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=config.prefetch
     )
-    return Loader(iter(batches), _identity(sources, config, tokenizer, split, landmarks))
+    return Loader(iter(batches), _identity(sources, config, tokenizer, split, inserted))
 
 
 @check_arguments
@@ -257,7 +257,7 @@ def _identity(
     config: DataConfig,
     tokenizer: Any,
     split: str,
-    landmarks: Landmarks | None,
+    inserted: InsertedTokens | None,
 ) -> dict[str, Any]:
     """Returns everything that determines the batches and their order."""
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in RESUMABLE}
@@ -266,7 +266,8 @@ def _identity(
     fields |= corpus_identity([source.corpus for source in sources])
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split
-    fields["landmarks"] = None if landmarks is None else asdict(landmarks)
+    # The name under which runs of older versions stored it.
+    fields["landmarks"] = None if inserted is None else inserted.identity()
     return fields
 
 

@@ -100,8 +100,8 @@ def write_teacher_rows(config: TeacherConfig) -> dict[str, Any]:
 
 
 def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
-    has_landmarks = any(pattern.has_landmarks for pattern in model.config.patterns)
-    if model.config.mlm_head or model.config.needs_whole_prompt or has_landmarks:
+    inserts_tokens = any(pattern.inserts_tokens for pattern in model.config.patterns)
+    if model.config.mlm_head or model.config.needs_whole_prompt or inserts_tokens:
         raise InputError(
             f"model.path={config.model.path or config.model.preset} gives no probabilities of the"
             " next token in plain text; name a decoder"

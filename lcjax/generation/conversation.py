@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lcjax.attention import Pattern
 from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import check_template_variables, encode_mid_text
 from lcjax.errors import InputError, check_integer
@@ -74,7 +75,7 @@ class Conversation:
         """Creates an empty conversation.
 
         Args:
-          lm: the model. Landmark models are not supported.
+          lm: the model. Models that read inserted tokens are not supported.
           context: one row of `LanguageModel.encode_contexts`, or its result.
           length: maximum number of tokens of the text. The cache has as many slots (fewer if the
             pattern sees fewer keys), and rotations are made for this length. None: the length of
@@ -89,10 +90,11 @@ class Conversation:
         """
         if not isinstance(lm, LanguageModel):
             raise InputError(f"lm={lm!r:.40} must be a LanguageModel")
-        if lm.config.pattern.has_landmarks:
+        if lm.config.pattern.inserts_tokens:
+            kind = Pattern.get_choice_name(type(lm.config.pattern))
             raise InputError(
-                "model.pattern.type=landmark closes blocks with landmarks, which a conversation"
-                " does not place between its turns; use LanguageModel.chat"
+                f"model.pattern.type={kind} inserts tokens into texts, which a conversation does"
+                " not do between its turns; use LanguageModel.chat"
             )
         self.lm = lm
         self._variables = check_template_variables(chat_template_kwargs)

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention import Landmark
-from lcjax.attention.landmark.tokens import Landmarks, in_prompt
+from lcjax.attention.inserted import InsertedTokens
 from lcjax.checkpoints.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
 from lcjax.generation.inference_model import InferenceModel
@@ -61,8 +60,7 @@ def generate_pieces(
     The call checks the arguments; the prompts are read when the iterator is first advanced.
 
     Args:
-      lm: the model. A landmark model reads its landmarks among the tokens, at most `pattern.chunk`
-        tokens at a time, and never generates a landmark.
+      lm: the model. It may read inserted tokens among those of the text; it never generates them.
       prompts: token ids.
       sampling: how tokens are picked and when to stop.
       exact: whether the rotation follows the length of the text as it grows. The cache then keeps
@@ -90,39 +88,39 @@ def generate_pieces(
     mixture = mixture or Mixture(len(rows))
     sampling.check_texts(mixture.texts)
     chunk = prefill_chunk_size(prefill_chunk)
-    landmarks = Landmarks.read_by(config.pattern)
-    if landmarks is not None:
+    inserted = config.pattern.inserted_tokens
+    if inserted is not None:
         if exact:
             raise InputError(
                 "exact=True: rotations that follow the length have no published form with"
-                " landmarks; leave it out"
+                " inserted tokens; leave it out"
             )
-        chunk = _chunk_of_blocks(chunk, config.pattern)
+        chunk = inserted.chunk_size(chunk)
     return _pieces(
-        lm, fill_rows(lm.model, rows), sampling, mixture, landmarks,
+        lm, fill_rows(lm.model, rows), sampling, mixture, inserted,
         exact=exact, chunk=chunk, memory=memory, prefix=prefix, top_logprobs=top_logprobs,
     )  # fmt: skip
 
 
 def _pieces(
-    lm, prompts, sampling: Sampling, mixture: Mixture, landmarks: Landmarks | None,
+    lm, prompts, sampling: Sampling, mixture: Mixture, inserted: InsertedTokens | None,
     *, exact: bool, chunk: int, memory, prefix, top_logprobs: int | None,
 ) -> Iterator[Piece]:  # fmt: skip
     """Implements `generate_pieces` for checked `prompts`, with filler rows for the mesh."""
     max_new = sampling.max_new_tokens
     num_tokens = np.array([len(prompt) for prompt in prompts])
-    num_landmarks = 0  # among the new tokens of a row
-    if landmarks is not None:
-        prompts = [in_prompt(prompt, landmarks) for prompt in prompts]
-        num_landmarks = max_new // landmarks.tokens_per_block + 1
+    num_inserted = 0  # among the new tokens of a row
+    if inserted is not None:
+        prompts = [inserted.in_prompt(prompt) for prompt in prompts]
+        num_inserted = inserted.most_among(max_new)
     lengths = np.array([len(prompt) for prompt in prompts])
-    rotation = lm.rotations(lengths if exact else lengths + max_new + num_landmarks)
+    rotation = lm.rotations(lengths if exact else lengths + max_new + num_inserted)
     logits, session = read_prompts(
         lm, prompts, rotation, chunk=chunk,
-        # The landmark of one row's full block takes a cache slot in all rows.
-        num_new=max_new + len(prompts) * num_landmarks,
+        # A token that is inserted into one row takes a cache slot in all rows.
+        num_new=max_new + len(prompts) * num_inserted,
         rotated=False if exact else None,
-        landmarks=landmarks, memory=memory, prefix=prefix,
+        inserted=inserted, memory=memory, prefix=prefix,
         with_ffn_input=mixture.needs_ffn_input,
     )  # fmt: skip
     eos = jnp.array(lm.tokenizer.eos_ids, jnp.int32)
@@ -141,7 +139,8 @@ def _pieces(
             if exact:
                 session.rotation = lm.rotations(lengths + step + 1)
             mixture = mixture.after(logits, token)
-            places = _places(num_tokens + step, landmarks)
+            count = num_tokens + step
+            places = (None, count[:, None], None) if inserted is None else inserted.after(count)
             logits = session.read(mixture.read_by(token, len(prompts)), *places)
             following = pick_next(mixture.logits(logits), step + 1)
         logprobs = jax.tree.map(distributed.gather, logprobs)
@@ -160,32 +159,6 @@ def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:
     if not rows or not all(map(len, rows)):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
     return [row.tolist() for row in rows]
-
-
-def _chunk_of_blocks(chunk: int, pattern: Landmark) -> int:
-    """Rounds `chunk` down to whole blocks: at least one, and no more than `pattern.chunk` allows.
-
-    Retrieval has no positions for more tokens.
-    """
-    longest = min(chunk, pattern.chunk or chunk)
-    return max(longest // pattern.block, 1) * pattern.block
-
-
-def _places(count: np.ndarray, landmarks: Landmarks | None):
-    """Returns segments, positions [B, T] and ends [B] for reading token `count` [B] of every row.
-
-    T is 2 if the token completes a block in some row: the landmark follows it there, and padding
-    follows it in the other rows.
-    """
-    if landmarks is None:
-        return None, count[:, None], None
-    position = (count + count // landmarks.tokens_per_block)[:, None]
-    is_full = (count + 1) % landmarks.tokens_per_block == 0
-    if not is_full.any():
-        return None, position, None
-    segments = np.stack([np.ones_like(is_full), is_full], 1).astype(np.int32)
-    ends = np.where(is_full & (landmarks.loss == "predict"), 1, 2)
-    return segments, np.concatenate([position, position + 1], 1), ends
 
 
 class RowText:

@@ -16,7 +16,6 @@ import numpy as np
 
 from lcjax import cost
 from lcjax.attention import CachePolicy, Pattern
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.checkpoints.tokenizer import check_template_variables
@@ -48,7 +47,7 @@ from lcjax.generation.scoring import (
     score_by_chunk,
     score_continuations,
     score_texts,
-    score_with_landmarks,
+    score_with_inserted,
     text_logits,
 )
 from lcjax.generation.session import (
@@ -120,7 +119,7 @@ class LanguageModel(InferenceModel, Scorer):
     def shares_prefixes(self) -> bool:
         """Whether prompts can reuse the KV cache of a common prefix.
 
-        The visible keys of a token must depend only on its position. Under Landmark, InfLLM and
+        The visible keys of a token must depend only on its position. Under landmark, inf_llm and
         vertical_slash they depend on the other tokens of the call. The cache must keep all keys: a
         pattern that keeps only a few has little to share.
         """
@@ -326,8 +325,7 @@ class LanguageModel(InferenceModel, Scorer):
     ) -> np.ndarray:
         """Computes -log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first or t >= lengths.
 
-        A landmark model inserts landmarks between the tokens, reads them in chunks, and retrieves
-        earlier blocks.
+        A pattern may insert tokens (`Pattern.inserted_tokens`); the text is then read in chunks.
 
         Args:
           tokens: int [B, T], padded on the right.
@@ -378,11 +376,11 @@ class LanguageModel(InferenceModel, Scorer):
         check_first(first, width)
         starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
         memory = self._memory(context, starts)
-        if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
-            options = (landmarks, tokens, lengths, first, memory, with_ffn_input)
+        if (inserted := self.config.pattern.inserted_tokens) is not None:
+            options = (inserted, tokens, lengths, first, memory, with_ffn_input)
             return jax.tree.map(
                 lambda x: np.pad(x, [(0, 0), (first, 0)] + [(0, 0)] * (x.ndim - 2)),
-                score_with_landmarks(self, score, *options),
+                score_with_inserted(self, score, *options),
             )
         if self.config.cache is not None:
             return score_by_chunk(self, score, tokens, lengths, first, with_ffn_input)
@@ -411,8 +409,8 @@ class LanguageModel(InferenceModel, Scorer):
         """Computes the logits of the token after each of `tokens`, float32 [B, T, V].
 
         They take 4 B T V bytes: 16 GB for 128K tokens of a vocabulary of 32K. `nll` projects a few
-        positions at a time. A landmark model reads landmarks among the tokens, as in `nll`: after
-        a full block, the logits are those of the landmark if the model predicts landmarks.
+        positions at a time. With inserted tokens, as in `nll`, the logits are those of the tokens
+        that predict the next ordinary ones.
 
         Args:
           tokens: int [B, T], padded on the right.
@@ -427,10 +425,10 @@ class LanguageModel(InferenceModel, Scorer):
         tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
         rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         memory = self._memory(context, rows)
-        if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
+        if (inserted := self.config.pattern.inserted_tokens) is not None:
             tokens = np.pad(tokens, [(0, 0), (0, 1)])  # a next token, which is not read
-            options = (landmarks, tokens, lengths + 1, 1, memory)
-            return score_with_landmarks(self, text_logits, *options)
+            options = (inserted, tokens, lengths + 1, 1, memory)
+            return score_with_inserted(self, text_logits, *options)
         if self.config.cache is not None:
             tokens = np.pad(tokens, [(0, 0), (0, 1)])
             return score_by_chunk(self, text_logits, tokens, lengths + 1, 1)[:, 1:]
@@ -458,7 +456,7 @@ class LanguageModel(InferenceModel, Scorer):
         if prefix is not None:
             check_type("prefix", prefix, CachedPrefix)
             prefix.check(self.config, prompts, context=context, exact=False)
-        if Landmarks.read_by(self.config.pattern) is not None:
+        if self.config.pattern.inserts_tokens:
             return super().continuations(prompts, continuations, context=context)
         memory = self._memory(context, prompts)
         return score_continuations(self, prompts, continuations, memory=memory, prefix=prefix)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import jax
 
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.models.decoder import Decoder
 from lcjax.models.loss import FEW_ROWS
 from lcjax.rope import Rope
@@ -73,8 +72,8 @@ class InferenceJit:
         few = False
         if self._tokens is not None:
             tokens = (model, *args)[self._tokens]
-            # A decoding step adds a landmark to each token [B].
-            added = tokens.ndim == 1 and Landmarks.read_by(config.pattern) is not None
+            # A decoding step may insert a token after each token [B].
+            added = tokens.ndim == 1 and config.pattern.inserts_tokens
             few = (1 + added) * tokens.size <= FEW_ROWS
         if config.param_dtype == "bfloat16" and (few or config.dtype == "bfloat16"):
             return self._default

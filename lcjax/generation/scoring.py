@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.attention.inserted import InsertedTokens
 from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
 from lcjax.generation.inference_model import InferenceModel
@@ -215,37 +215,36 @@ def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]],
     return starts, max(row_lengths)
 
 
-def score_with_landmarks(
+def score_with_inserted(
     lm: InferenceModel,
     score: Callable[..., Any],
-    landmarks: Landmarks,
+    inserted: InsertedTokens,
     tokens: np.ndarray,
     lengths: np.ndarray,
     first: int,
     memory: EncodedContext | None,
     with_ffn_input: bool = False,
 ) -> Any:
-    """Scores tokens [B, T] from `first` on with a landmark model.
+    """Scores tokens [B, T] from `first` on with a model that reads inserted tokens.
 
-    The tokens are read with a landmark after every full block, `pattern.chunk` at a time; earlier
-    blocks are retrieved from the cache. The first token of a block is predicted as in training:
-    from the landmark before it if landmarks are predicted, else from the last ordinary token.
-    Rotations are made for lengths that include landmarks. `score` and `with_ffn_input` are as in
+    The text is read in chunks (`InsertedTokens.chunk_size`), of which later ones see earlier ones
+    in the cache. `InsertedTokens.sources` says which token predicts the next one. Rotations are
+    made for lengths that include inserted tokens. `score` and `with_ffn_input` are as in
     `score_texts`, the other arguments as in `LanguageModel.nll`.
 
     Returns:
       The results of `score`, arrays [B, T - first, ...] that are 0 from `lengths` on.
     """
-    model, pattern = lm.model, lm.model.config.pattern
+    model = lm.model
     is_scored = np.arange(first, tokens.shape[1]) < lengths[:, None]
     tokens, lengths = (np.array(fill_rows(model, x)) for x in (tokens, lengths))
     num_rows, num_tokens = tokens.shape
-    place = np.arange(num_tokens) + np.arange(num_tokens) // landmarks.tokens_per_block
+    place = inserted.places(num_tokens)
     width = place[-1]  # the last token is not read
-    source = place[first:] - 1 if landmarks.loss == "predict" else place[first - 1 : -1]
-    chunk = min(pattern.chunk or width, -(-width // pattern.block) * pattern.block)
+    source = inserted.sources(place, first)
+    chunk = inserted.chunk_for(width)
     padded = -(-width // chunk) * chunk
-    text = np.full((num_rows, padded), landmarks.token, np.int32)
+    text = np.full((num_rows, padded), inserted.token, np.int32)
     text[:, place[:-1]] = tokens[:, :-1]
     targets = np.zeros((num_rows, padded), np.int32)
     targets[:, source] = tokens[:, first:]
@@ -355,7 +354,7 @@ def score_continuations(
     rotation of a prompt is made for the prompt and its longest continuation.
 
     Args:
-      lm: the model, without landmarks.
+      lm: the model, which reads no inserted tokens.
       prompts: token ids.
       continuations: token ids, a list of continuations for each prompt.
       memory: the encoded context of the prompts, including filler rows for the mesh.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention.landmark.tokens import Landmarks, aligned
+from lcjax.attention.inserted import InsertedTokens
 from lcjax.errors import InputError, check_integer
 from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.programs import InferenceJit
@@ -226,7 +226,7 @@ class Session:
 
         Args:
           tokens: int32 [B, T], the next tokens of every row; or [B], one token of every row. With
-            `segments` [B, 2] a landmark follows that token.
+            `segments` [B, 2] an inserted token follows that token.
           segments: int32 [B, T], 0 for padding; None: no padding.
           positions: [B, T].
           ends: int [B], the token of each row whose logits are returned, counted from the end (1 is
@@ -327,11 +327,11 @@ def _step(
 
     `with_ffn_input` is as in `Session`.
     """
-    mesh, landmarks = model.mesh, Landmarks.read_by(model.config.pattern)
+    mesh, inserted = model.mesh, model.config.pattern.inserted_tokens
     if tokens.ndim == 1:
         tokens = tokens[:, None]
         if segments is not None:
-            tokens = jnp.concatenate([tokens, jnp.full_like(tokens, landmarks.token)], 1)
+            tokens = jnp.concatenate([tokens, jnp.full_like(tokens, inserted.token)], 1)
     output = decoder_lib.apply(
         model,
         params,
@@ -352,8 +352,8 @@ def _step(
     if with_ffn_input:
         last, ffn_input = last
     logits = model.apply({"params": params}, last, method="logits")
-    if landmarks is not None:
-        logits = logits.at[:, landmarks.token].set(-jnp.inf)  # landmarks are never predicted
+    if inserted is not None:
+        logits = logits.at[:, inserted.token].set(-jnp.inf)  # inserted tokens are never predicted
     logits = keep_rows(logits, mesh)
     return (logits, ffn_input) if with_ffn_input else logits, cache
 
@@ -491,7 +491,7 @@ def read_prompts(
     num_new: int,
     chunk: int,
     rotated: bool | None = None,
-    landmarks: Landmarks | None = None,
+    inserted: InsertedTokens | None = None,
     memory: EncodedContext | None = None,
     prefix: CachedPrefix | None = None,
     with_ffn_input: bool = False,
@@ -506,7 +506,7 @@ def read_prompts(
       chunk: number of tokens that are read at once; ignored if the model reads ahead, which reads
         all of them, or if its cache policy has a chunk size.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
-      landmarks: the landmarks of a landmark model, which the prompts contain; None for others.
+      inserted: the inserted tokens of the model, which the prompts contain; None: there are none.
       memory: the encoded context of the rows.
       prefix: the cached common prefix of all prompts.
       with_ffn_input: as in `Session`.
@@ -518,9 +518,9 @@ def read_prompts(
     policy = lm.model.config.cache
     if policy is not None and policy.chunk is not None:
         chunk = policy.chunk
-    if lm.model.config.needs_whole_prompt and landmarks is None:
+    if lm.model.config.needs_whole_prompt and inserted is None:
         chunk = whole_prompt_bucket(max(map(len, prompts)))
-    tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
+    tokens, segments, padding, ends = _lay_out(prompts, chunk, inserted)
     width = tokens.shape[1]
     slots, first = cache_lib.whole_blocks(width + num_new), 0
     if prefix is not None:
@@ -533,7 +533,7 @@ def read_prompts(
     session = Session(lm.model, lm.params, cache, rotation, memory, with_ffn_input)
     positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
     lengths = [len(prompt) for prompt in prompts]
-    is_plain = not first and landmarks is None and memory is None and width <= chunk
+    is_plain = not first and inserted is None and memory is None and width <= chunk
     is_plain = is_plain and not with_ffn_input
     if is_plain and can_pack(lm.model, cache, lengths, width, rotation):
         return read_packed(session, prompts, segments, positions), session
@@ -547,11 +547,11 @@ def read_prompts(
     return output, session
 
 
-def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
+def _lay_out(prompts, chunk: int, inserted: InsertedTokens | None):
     """Returns tokens and segments int32 [B, T], padding [B] before prompts, and `ends` (`read`)."""
     longest = prompt_bucket(max(map(len, prompts)), chunk)
-    if landmarks is not None:
-        return aligned(prompts, longest, landmarks)
+    if inserted is not None:
+        return inserted.aligned(prompts, longest)
     tokens = np.zeros((len(prompts), longest), np.int32)
     padding = np.array([longest - len(prompt) for prompt in prompts])
     for row, prompt in enumerate(prompts):

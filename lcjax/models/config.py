@@ -163,11 +163,12 @@ class ModelConfig:
                     f"model.layers: rope type {kind.rope.type} is learned for a whole model; set"
                     f" model.rope.type={kind.rope.type}, and leave it out of layers"
                 )
-        has_landmarks = any(pattern.has_landmarks for pattern in (self.pattern, *self.patterns))
-        if has_landmarks and self.kinds != (LayerKind(),):
+        choices = [x for x in (self.pattern, *self.patterns) if x.inserts_tokens]
+        if choices and self.kinds != (LayerKind(),):
+            kind = Pattern.get_choice_name(type(choices[0]))
             raise InputError(
-                "model.layers: pattern type landmark puts landmarks into the text, which all layers"
-                " read; set model.pattern.type=landmark, and leave model.layers out"
+                f"model.layers: pattern type {kind} inserts tokens into texts, which all layers"
+                f" read; set model.pattern.type={kind}, and leave model.layers out"
             )
         if self.position == "rope":
             return

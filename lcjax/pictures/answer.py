@@ -83,14 +83,14 @@ def answer_attention(
     """Generates an answer, and returns the attention weights from which each token is predicted.
 
     Args:
-      lm: any model without a memory, with any rotation and any pattern but Landmark.
+      lm: any model without a memory, with any rotation and any pattern without inserted tokens.
       prompt: a text, or token ids.
       answer: the answer to read; None: the model generates one.
       layers: layers counted from 0, negative ones from the end; None: first, middle and last.
       max_new_tokens: maximum number of tokens of a generated answer.
     """
     config = lm.config
-    if config.pattern.has_landmarks:
+    if config.pattern.inserts_tokens:
         raise InputError(
             "model.pattern.type=landmark reads a prompt piece by piece, with tokens of its own in"
             " it, which this picture does not show; choose another pattern"

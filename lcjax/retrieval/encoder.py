@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.bert_folder import POOLINGS, BertFolder, read_modules
 from lcjax.checkpoints.families import FAMILIES
 from lcjax.checkpoints.hf_files import check_folder_sums, read_hf_json
@@ -350,7 +349,7 @@ class DecoderEncoder(Encoder):
         max_tokens = config.max_length if max_tokens is None else max_tokens
         check_integer("max_tokens", max_tokens, 2)
         config.check_length(max_tokens)
-        if not config.is_position_based or Landmarks.read_by(config.pattern) is not None:
+        if not config.is_position_based or config.pattern.inserts_tokens:
             names = " or ".join(type(pattern).__name__ for pattern in config.patterns)
             raise InputError(
                 f"pattern {names} chooses keys by their content; an encoder needs one whose visible"

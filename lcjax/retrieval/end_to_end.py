@@ -28,7 +28,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from lcjax import cost
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable, save_hf
 from lcjax.checkpoints.orbax_io import FOLDER as CHECKPOINTS
 from lcjax.checkpoints.orbax_io import steps_in
@@ -288,9 +287,9 @@ class EndToEndTask(LanguageModelTask):
         self.encoder = TrainedEncoder(section.encoder, self.mesh, None, separate=is_frozen)
         retriever = self.encoder.take_params(train.seed)
         params = self.load_model()
-        if Landmarks.read_by(self.model.pattern) is not None:
+        if self.model.pattern.inserts_tokens:
             raise InputError(
-                f"model.pattern of landmark tokens does not go with retriever.type={section.kind}"
+                f"model.pattern with inserted tokens does not go with retriever.type={section.kind}"
             )
         never_trained = {}  # frozen regardless of `train.trainable`
         if is_frozen:

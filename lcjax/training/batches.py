@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from lcjax import checkpoints
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.build import model_config
 from lcjax.data import TeacherSource
 from lcjax.data.stored_rows import StoredFiles
@@ -30,9 +29,9 @@ def put(local: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.
 
 
 def row_length(config: TrainConfig, model: ModelConfig) -> int:
-    """Returns the number of tokens that the decoder reads per row, landmark tokens included."""
-    landmarks, length = Landmarks.read_by(model.pattern), config.data.decoder_length
-    return landmarks.row_length(length) if landmarks else length
+    """Returns the number of tokens that the decoder reads per row, inserted ones included."""
+    inserted, length = model.pattern.inserted_tokens, config.data.decoder_length
+    return inserted.row_length(length) if inserted else length
 
 
 def check_text(config: TrainConfig) -> None:

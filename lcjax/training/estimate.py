@@ -9,7 +9,6 @@ import jax
 
 from lcjax import checkpoints, cost
 from lcjax import config as config_lib
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.build import ModelSection, model_config, planned_config
 from lcjax.checkpoints.hub import SMOLLM2
 from lcjax.cost.chips import Topology
@@ -207,8 +206,8 @@ def _without_adapters(config: TrainConfig) -> ModelConfig:
 
 
 def _with_landmarks(model: ModelConfig) -> ModelConfig:
-    landmarks = Landmarks.read_by(model.pattern)
-    if landmarks is not None and landmarks.token == model.vocab_size + 1:
+    inserted = model.pattern.inserted_tokens
+    if inserted is not None and inserted.token == model.vocab_size + 1:
         model = model.replace(vocab_size=model.vocab_size + 2)  # [PAD] and <landmark> are added
     return model
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import config as config_lib
-from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import build, check_source
@@ -219,7 +218,7 @@ class LanguageModelTask(Task):
             size,
             rows=process_rows(self.mesh, size),
             split=split,
-            landmarks=Landmarks.read_by(self._model_in(split).pattern),
+            inserted=self._model_in(split).pattern.inserted_tokens,
             documents=documents,
         )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention.landmark.pattern import Landmark
-from lcjax.attention.landmark.tokens import Landmarks, in_prompt, insert, next_token_offset
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.errors import InputError
 
 MARK, EOS = 99, 2
@@ -30,7 +30,7 @@ def text(count, start=10):
 
 
 def test_a_row_of_512_tokens_becomes_one_of_520_with_an_open_block_of_8():
-    row = insert(batch(text(512, 1000)), Landmarks(MARK))
+    row = Landmarks(MARK).in_row(batch(text(512, 1000)))
     tokens = row["tokens"][0]
     assert len(tokens) == 520
     np.testing.assert_array_equal(np.flatnonzero(tokens == MARK), np.arange(63, 520, 64))
@@ -41,7 +41,7 @@ def test_a_row_of_512_tokens_becomes_one_of_520_with_an_open_block_of_8():
 @pytest.mark.parametrize("length", range(1, 14))
 def test_no_landmark_closes_the_last_block_of_a_document(length):
     every, document = 4, text(length)
-    row = insert(batch(document, length=13), Landmarks(MARK, every))
+    row = Landmarks(MARK, every).in_row(batch(document, length=13))
     want = list(document)
     for place in reversed(range(every, length, every)):  # as the released code does
         want.insert(place, MARK)
@@ -53,7 +53,7 @@ def test_no_landmark_closes_the_last_block_of_a_document(length):
 
 
 def test_predicted_landmarks_are_targets_like_others():
-    row = insert(batch(text(9)), Landmarks(MARK, 4))
+    row = Landmarks(MARK, 4).in_row(batch(text(9)))
     assert row["tokens"][0].tolist() == [10, 11, 12, 13, MARK, 14, 15, 16, 17, MARK, 18]
     assert row["targets"][0].tolist() == [11, 12, 13, MARK, 14, 15, 16, 17, MARK, 18, 0]
     assert row["weights"][0].tolist() == [1] * 10 + [0]
@@ -61,29 +61,29 @@ def test_predicted_landmarks_are_targets_like_others():
 
 def test_skipped_landmarks_neither_predict_nor_are_predicted():
     document = [*text(5), EOS, *text(3, 30)]
-    row = insert(batch(document), Landmarks(MARK, 4, "skip"), [EOS])
+    row = Landmarks(MARK, 4, "skip").in_row(batch(document), [EOS])
     assert row["tokens"][0].tolist() == [10, 11, 12, 13, MARK, 14, EOS, 30, 31, MARK, 32]
     assert row["targets"][0].tolist() == [11, 12, 13, 14, 0, EOS, 30, 31, 32, 0, 0]
     assert row["weights"][0].tolist() == [1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0]
 
 
 def test_dropped_landmarks_close_every_block_of_a_row_of_whole_blocks():
-    row = insert(batch(text(8)), Landmarks(MARK, 4, "drop"), [11])
+    row = Landmarks(MARK, 4, "drop").in_row(batch(text(8)), [11])
     assert row["tokens"][0].tolist() == [10, 11, 12, 13, MARK, 14, 15, 16, 17, MARK]
     assert row["targets"][0].tolist() == [11, 12, 13, 14, 0, 15, 16, 17, 0, 0]
     assert row["weights"][0].tolist() == [1, 1, 1, 1, 0, 1, 1, 1, 0, 0]
     with pytest.raises(InputError, match="data.length=512 .*63 tokens.*504, 567"):
-        insert(batch(text(512)), Landmarks(MARK, 63, "drop"))
+        Landmarks(MARK, 63, "drop").in_row(batch(text(512)))
 
 
 @pytest.mark.parametrize("loss", ["predict", "skip", "drop"])
 def test_packed_documents_equal_documents_alone(loss):
     marks, documents = Landmarks(MARK, 4, loss), (text(6), text(4, 30), text(1, 50), text(9, 60))
-    row = insert(batch(*documents, length=24), marks)
+    row = marks.in_row(batch(*documents, length=24))
     assert row["tokens"].shape == (1, marks.row_length(24))
     for number, document in enumerate(documents, 1):
         here = row["segments"][0] == number
-        alone = insert(batch(document, length=12), marks)
+        alone = marks.in_row(batch(document, length=12))
         kept = alone["segments"][0] == 1
         for name in ("tokens", "targets", "weights", "positions"):
             np.testing.assert_array_equal(row[name][0][here], alone[name][0][kept], name)
@@ -95,28 +95,28 @@ def test_rows_of_a_batch_keep_their_dtypes_and_weights():
     rows = [batch(text(10), length=16), batch(text(7), text(9, 40))]
     both = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     learned = both["targets"][both["weights"] > 0]
-    out = insert(both, Landmarks(MARK, 4, "skip"))
+    out = Landmarks(MARK, 4, "skip").in_row(both)
     np.testing.assert_array_equal(out["targets"][out["weights"] > 0], learned)
     assert all(out[name].dtype == both[name].dtype for name in both)
-    out = insert(both, Landmarks(MARK, 4))
+    out = Landmarks(MARK, 4).in_row(both)
     pairs = out["targets"][out["weights"] > 0]
     assert sorted(pairs) == sorted([*learned, *[MARK] * 5])
 
 
 def test_a_prompt_is_closed_where_a_block_is_full():
     marks = Landmarks(MARK, 4)
-    assert in_prompt(text(3), marks) == text(3)
-    assert in_prompt(text(4), marks) == [*text(4), MARK]
-    assert in_prompt(text(9), marks) == [*text(4), MARK, *text(4, 14), MARK, 18]
-    assert in_prompt([], marks) == []
+    assert marks.in_prompt(text(3)) == text(3)
+    assert marks.in_prompt(text(4)) == [*text(4), MARK]
+    assert marks.in_prompt(text(9)) == [*text(4), MARK, *text(4, 14), MARK, 18]
+    assert marks.in_prompt([]) == []
 
 
 def test_landmarks_predict_the_next_token_only_if_trained_to():
     closed, open_block = [*text(4), MARK], [*text(4), MARK, 14]
-    assert next_token_offset(closed, Landmarks(MARK, 4)) == -1
-    assert next_token_offset(closed, Landmarks(MARK, 4, "skip")) == -2
-    assert next_token_offset(closed, Landmarks(MARK, 4, "drop")) == -2
-    assert next_token_offset(open_block, Landmarks(MARK, 4, "drop")) == -1
+    assert Landmarks(MARK, 4).next_token_offset(closed) == -1
+    assert Landmarks(MARK, 4, "skip").next_token_offset(closed) == -2
+    assert Landmarks(MARK, 4, "drop").next_token_offset(closed) == -2
+    assert Landmarks(MARK, 4, "drop").next_token_offset(open_block) == -1
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,6 @@ def test_settings_that_cannot_work_raise_input_error(fields, message):
 
 def test_a_pattern_defines_the_landmarks_of_its_model():
     pattern = Landmark(block=51, token=MARK, loss="skip")
-    assert Landmarks.from_pattern(pattern) == Landmarks(MARK, 50, "skip")
+    assert pattern.inserted_tokens == Landmarks(MARK, 50, "skip")
     with pytest.raises(InputError, match="pattern.token is not set"):
-        Landmarks.from_pattern(Landmark())
+        _ = Landmark().inserted_tokens

@@ -227,5 +227,5 @@ def test_chunks_that_cannot_be_raise_input_error(fields, match):
 
 
 def test_landmarks_do_not_go_with_chunks(path):
-    with pytest.raises(InputError, match=r"data.chunks cannot be used with landmark tokens"):
-        make_loader(config_for(path), Bytes(), 1, landmarks=Landmarks(300))
+    with pytest.raises(InputError, match=r"data.chunks cannot be used with inserted tokens"):
+        make_loader(config_for(path), Bytes(), 1, inserted=Landmarks(300))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Landmark
-from lcjax.attention.landmark.tokens import Landmarks, in_prompt, next_token_offset
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
@@ -52,14 +51,14 @@ def ids(seed, *shape):
 @pytest.mark.parametrize("loss", ["predict", "skip"])
 def test_scores_equal_those_of_the_marked_text_read_at_once(lm, loss):
     lm = lm.with_method(pattern=dataclasses.replace(ALL, loss=loss))
-    landmarks = Landmarks.from_pattern(lm.config.pattern)
+    landmarks = lm.config.pattern.inserted_tokens
     tokens = ids(0, 2, 71)
-    logits = logits_at_once(lm, [in_prompt(row.tolist(), landmarks) for row in tokens])
+    logits = logits_at_once(lm, [landmarks.in_prompt(row.tolist()) for row in tokens])
     log_p = np.asarray(jax.nn.log_softmax(logits))
     want = np.zeros((2, 71))
     for t in range(9, 71):
-        text = in_prompt(tokens[0, :t].tolist(), landmarks)
-        want[:, t] = -log_p[[0, 1], len(text) + next_token_offset(text, landmarks), tokens[:, t]]
+        text = landmarks.in_prompt(tokens[0, :t].tolist())
+        want[:, t] = -log_p[[0, 1], len(text) + landmarks.next_token_offset(text), tokens[:, t]]
     want[1, 50:] = 0
     got = lm.nll(tokens, first=9, lengths=np.array([71, 50]))
     np.testing.assert_allclose(got, want, atol=2e-4)
@@ -82,15 +81,15 @@ def test_scores_beyond_a_chunk_come_from_retrieved_blocks(lm):
 def test_greedy_text_equals_reading_the_marked_text_anew(lm, loss):
     lm = lm.with_method(pattern=dataclasses.replace(ALL, loss=loss))
     landmarks, prompts = (
-        Landmarks.from_pattern(lm.config.pattern),
+        lm.config.pattern.inserted_tokens,
         [ids(2, 21).tolist(), ids(3, 58).tolist()],
     )
     rows = [list(prompt) for prompt in prompts]
     for _ in range(9):
         for row in rows:
-            text = in_prompt(row, landmarks)
+            text = landmarks.in_prompt(row)
             logits = logits_at_once(lm, [text + [0] * (80 - len(text))])[0]
-            logits = logits[len(text) + next_token_offset(text, landmarks)]
+            logits = logits[len(text) + landmarks.next_token_offset(text)]
             logits[MARK] = -np.inf
             row.append(int(logits.argmax()))
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)

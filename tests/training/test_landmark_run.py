@@ -7,7 +7,7 @@ from training_support import tiny
 
 from lcjax import checkpoints
 from lcjax.attention import Landmark
-from lcjax.attention.landmark.tokens import Landmarks, insert
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.landmark import with_landmark
 from lcjax.checkpoints.run_folder import load_run
@@ -20,7 +20,7 @@ from lcjax.tree import flatten
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
 PATTERN = Landmark(block=8, top_k=2, train_length=32, token=260)
-LANDMARKS = Landmarks.from_pattern(PATTERN)
+LANDMARKS = PATTERN.inserted_tokens
 
 
 def data(corpus, **fields):
@@ -29,9 +29,9 @@ def data(corpus, **fields):
 
 def test_rows_are_those_without_landmarks_with_landmarks_put_in(corpus):
     plain = make_loader(data(corpus), ByteTokenizer(), 4)
-    marked = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
+    marked = make_loader(data(corpus), ByteTokenizer(), 4, inserted=LANDMARKS)
     for _ in range(3):
-        batch, expected = next(marked), insert(next(plain), LANDMARKS)
+        batch, expected = next(marked), LANDMARKS.in_row(next(plain))
         assert batch["tokens"].shape == (4, 36)
         assert (batch["tokens"] == 260).any()
         for name, field in expected.items():
@@ -39,10 +39,10 @@ def test_rows_are_those_without_landmarks_with_landmarks_put_in(corpus):
 
 
 def test_data_resumes_at_its_position_and_not_with_other_landmarks(corpus):
-    loader = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
+    loader = make_loader(data(corpus), ByteTokenizer(), 4, inserted=LANDMARKS)
     next(loader)
     state, expected = loader.get_state(), next(loader)
-    again = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
+    again = make_loader(data(corpus), ByteTokenizer(), 4, inserted=LANDMARKS)
     again.set_state(state)
     for name, field in next(again).items():
         np.testing.assert_array_equal(field, expected[name])
@@ -52,7 +52,7 @@ def test_data_resumes_at_its_position_and_not_with_other_landmarks(corpus):
 
 def test_rows_that_are_not_whole_blocks_raise_input_error_before_training(corpus):
     with pytest.raises(InputError, match="data.length=32 must be a multiple .* nearest: 28, 35"):
-        make_loader(data(corpus), ByteTokenizer(), 4, landmarks=Landmarks(260, 7, "drop"))
+        make_loader(data(corpus), ByteTokenizer(), 4, inserted=Landmarks(260, 7, "drop"))
 
 
 def test_a_run_trains_new_tokens_and_leaves_a_landmark_checkpoint(tmp_path, corpus, monkeypatch):

@@ -27,13 +27,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk, rotate_queries
+from lcjax.attention.landmark.tokens import LOSSES, Landmarks
 from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, Range, check_integer
 from lcjax.rope.rotation import rotate
 from pallas_kernels import causal, flash, gather, landmark_attention, merge
 from pallas_kernels.landmark import older_blocks, own_block
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")
-LOSSES = ("predict", "skip", "drop")
 
 Partial = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]  # output, log-sum-exp
 
@@ -55,7 +55,7 @@ class Landmark(Pattern):
         {"block": 8, "top_k": 12, "train_length": 160},  # every block is selected
         {"block": 5, "top_k": None},
     )
-    has_landmarks = True
+    inserts_tokens = True
 
     # Tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
     block: Annotated[int, Range(2)] = 64
@@ -79,6 +79,15 @@ class Landmark(Pattern):
                 f"pattern.train_length={self.train_length}, which must hold top_k + 2 blocks; at "
                 f"most {max(self.train_length // self.block - 2, 0)}"
             )
+
+    @property
+    def inserted_tokens(self) -> Landmarks:
+        if self.token is None:
+            raise InputError(
+                "pattern.token is not set: give the id of the landmark token; the released models "
+                "have 32001, the second one after Llama's vocabulary"
+            )
+        return Landmarks(self.token, self.block - 1, self.loss, longest=self.chunk)
 
     @property
     def chunk(self) -> int | None:

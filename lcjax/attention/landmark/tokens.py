@@ -8,19 +8,20 @@ arXiv 2305.16300, sec. 3.1). Landmarks occupy positions, so the pattern's `block
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from lcjax.attention import Landmark, Pattern
-from lcjax.attention.landmark.pattern import LOSSES
+from lcjax.attention.inserted import InsertedTokens
 from lcjax.errors import InputError, NonNegativeInt, OneOf, check_fields, check_integer
+
+LOSSES = ("predict", "skip", "drop")  # targets around landmarks
 
 
 @dataclass(frozen=True)
-class Landmarks:
+class Landmarks(InsertedTokens):
     """The landmark token, the tokens per landmark, and the targets around landmarks (`loss`).
 
     predict: landmarks are like other tokens. The last token of a block predicts the landmark, and
@@ -34,6 +35,7 @@ class Landmarks:
     token: NonNegativeInt
     tokens_per_block: int = 63  # the landmark not included
     loss: Annotated[str, OneOf(LOSSES)] = "predict"
+    longest: int | None = field(default=None, compare=False)  # tokens read at once; None: any
 
     def __post_init__(self):
         check_fields("landmarks", self)
@@ -42,33 +44,28 @@ class Landmarks:
             "released models have 63, the paper 50",
         )  # fmt: skip
 
-    @classmethod
-    def from_pattern(cls, pattern: Landmark) -> Landmarks:
-        """Returns the landmarks of models with this pattern.
+    def identity(self) -> dict[str, Any]:
+        names = ("token", "tokens_per_block", "loss")
+        return {name: getattr(self, name) for name in names}
 
-        Raises:
-          InputError: the pattern has no landmark token.
+    @property
+    def block(self) -> int:
+        """The tokens of a block, the landmark included."""
+        return self.tokens_per_block + 1
+
+    def chunk_size(self, chunk: int) -> int:
+        """Rounds `chunk` down to whole blocks: at least one, and at most as many as `longest` has.
+
+        Retrieval has no positions for more tokens.
         """
-        if pattern.token is None:
-            raise InputError(
-                "pattern.token is not set: give the id of the landmark token; the released models "
-                "have 32001, the second one after Llama's vocabulary"
-            )
-        return cls(pattern.token, pattern.block - 1, pattern.loss)
+        return max(min(chunk, self.longest or chunk) // self.block, 1) * self.block
 
-    @classmethod
-    def read_by(cls, pattern: Pattern) -> Landmarks | None:
-        """Returns the landmarks of models with this pattern; None if it is not `Landmark`."""
-        return cls.from_pattern(pattern) if isinstance(pattern, Landmark) else None
+    def chunk_for(self, length: int) -> int:
+        whole = -(-length // self.block) * self.block
+        return whole if self.longest is None else min(self.longest, whole)
 
     def row_length(self, length: int) -> int:
-        """Returns the length of a row of `length` ordinary tokens with inserted landmarks.
-
-        Rows of short documents need fewer landmarks and are padded to this length.
-
-        Raises:
-          InputError: the loss is "drop" and the row does not consist of whole blocks.
-        """
+        # Rows of short documents need fewer landmarks and are padded to this length.
         if self.loss != "drop":
             return length + (length - 1) // self.tokens_per_block
         size = self.tokens_per_block
@@ -81,26 +78,72 @@ class Landmarks:
             )
         return length + length // size
 
+    def in_row(
+        self, batch: dict[str, np.ndarray], eos_ids: Collection[int] = ()
+    ) -> dict[str, np.ndarray]:
+        """Inserts landmarks; `eos_ids` predict nothing with the loss "skip"."""
+        length = self.row_length(batch["tokens"].shape[1])
+        rows = [
+            _insert_row({name: x[row] for name, x in batch.items()}, self, eos_ids, length)
+            for row in range(len(batch["tokens"]))
+        ]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-def insert(
-    batch: dict[str, np.ndarray], landmarks: Landmarks, eos_ids: Collection[int] = ()
-) -> dict[str, np.ndarray]:
-    """Inserts landmarks into the rows of a training batch.
+    def in_prompt(self, ids: Sequence[int]) -> list[int]:
+        """Inserts a landmark after every full block of a prompt, also at its end."""
+        size, out = self.tokens_per_block, []
+        for start in range(0, len(ids), size):
+            out += ids[start : start + size]
+            if start + size <= len(ids):
+                out.append(self.token)
+        return out
 
-    Args:
-      batch: fields tokens, targets, segments, weights and positions, each [B, T].
-      landmarks: the token, the block size and the kind of loss.
-      eos_ids: end-of-text tokens, which predict nothing with the loss "skip".
+    def aligned(self, texts: Sequence[Sequence[int]], longest: int):
+        """Pads texts so that blocks of all rows begin in the same columns.
 
-    Returns:
-      The same fields, each [B, row_length(T)].
-    """
-    length = landmarks.row_length(batch["tokens"].shape[1])
-    rows = [
-        _insert_row({name: field[row] for name, field in batch.items()}, landmarks, eos_ids, length)
-        for row in range(len(batch["tokens"]))
-    ]
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        Every chunk of whole blocks then consists of whole blocks of each text.
+        """
+        width = -(-longest // self.block) * self.block
+        tokens, segments = np.zeros((2, len(texts), width), np.int32)
+        padding_after = np.array([-len(text) % self.block for text in texts])
+        padding_before = np.array([width - len(text) for text in texts]) - padding_after
+        for row, (text, start) in enumerate(zip(texts, padding_before)):
+            tokens[row, start : start + len(text)] = text
+            segments[row, start : start + len(text)] = 1
+        offsets = np.array([self.next_token_offset(text) for text in texts])
+        return tokens, segments, padding_before, padding_after - offsets
+
+    def next_token_offset(self, ids: Sequence[int]) -> int:
+        """Returns the index in `ids` whose logits predict the next ordinary token: -1 or -2.
+
+        After a full block it is the landmark if the model was trained to predict from landmarks,
+        else the token before it.
+        """
+        is_closed = len(ids) > 1 and ids[-1] == self.token
+        return -2 if is_closed and self.loss != "predict" else -1
+
+    def places(self, count: int) -> Int[np.ndarray, " T"]:
+        return np.arange(count) + np.arange(count) // self.tokens_per_block
+
+    def sources(self, places: Int[np.ndarray, " T"], first: int) -> Int[np.ndarray, " M"]:
+        """As in training, the first token of a block is predicted from the landmark or before it.
+
+        The landmark predicts it with the loss "predict", else the last ordinary token.
+        """
+        return places[first:] - 1 if self.loss == "predict" else places[first - 1 : -1]
+
+    def most_among(self, count: int) -> int:
+        return count // self.tokens_per_block + 1
+
+    def after(self, count: Int[np.ndarray, " B"]):
+        """A landmark follows a token that completes a block."""
+        position = (count + count // self.tokens_per_block)[:, None]
+        is_full = (count + 1) % self.tokens_per_block == 0
+        if not is_full.any():
+            return None, position, None
+        segments = np.stack([np.ones_like(is_full), is_full], 1).astype(np.int32)
+        ends = np.where(is_full & (self.loss == "predict"), 1, 2)
+        return segments, np.concatenate([position, position + 1], 1), ends
 
 
 def _insert_row(
@@ -153,53 +196,3 @@ def _order_indices(segments: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
     places = np.arange(len(segments))
     is_start = np.append(True, segments[1:] != segments[:-1])
     return places - np.maximum.accumulate(np.where(is_start, places, 0))
-
-
-def in_prompt(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
-    """Inserts a landmark after every full block of a prompt, also at its end."""
-    size, out = landmarks.tokens_per_block, []
-    for start in range(0, len(ids), size):
-        out += ids[start : start + size]
-        if start + size <= len(ids):
-            out.append(landmarks.token)
-    return out
-
-
-def aligned(
-    texts: Sequence[Sequence[int]], longest: int, landmarks: Landmarks
-) -> tuple[
-    Int[np.ndarray, "B T"], Int[np.ndarray, "B T"], Int[np.ndarray, " B"], Int[np.ndarray, " B"]
-]:
-    """Pads texts with landmarks so that blocks of all rows begin in the same columns.
-
-    Every chunk of whole blocks then consists of whole blocks of each text.
-
-    Args:
-      texts: token ids, landmarks included.
-      longest: minimum number of columns; it is rounded up to whole blocks.
-      landmarks: the token and the block size.
-
-    Returns:
-      int32 tokens and segments; the number of padding tokens before each text; and the column whose
-      logits predict the next token (`next_token_offset`), counted from the end: 1 is the last one.
-    """
-    block = landmarks.tokens_per_block + 1
-    width = -(-longest // block) * block
-    tokens, segments = np.zeros((2, len(texts), width), np.int32)
-    padding_after = np.array([-len(text) % block for text in texts])
-    padding_before = np.array([width - len(text) for text in texts]) - padding_after
-    for row, (text, start) in enumerate(zip(texts, padding_before)):
-        tokens[row, start : start + len(text)] = text
-        segments[row, start : start + len(text)] = 1
-    offsets = np.array([next_token_offset(text, landmarks) for text in texts])
-    return tokens, segments, padding_before, padding_after - offsets
-
-
-def next_token_offset(ids: Sequence[int], landmarks: Landmarks) -> int:
-    """Returns the index in `ids` whose logits predict the next ordinary token: -1 or -2.
-
-    After a full block it is the landmark if the model was trained to predict from landmarks, else
-    the token before it.
-    """
-    is_closed = len(ids) > 1 and ids[-1] == landmarks.token
-    return -2 if is_closed and landmarks.loss != "predict" else -1
