@@ -28,8 +28,12 @@ ORDER = [
     {"evaluation"},
     {"pictures"},
     {"serve"},
+    {"plugins"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+# Packages for one use of language models; the core works without them and does not name them.
+APPLICATIONS = {"retrieval", "evaluation", "pictures", "serve"}
+CORE = ("pallas_kernels", *(p for p in RANK if RANK[p] < min(RANK[a] for a in APPLICATIONS)))
 
 # Known sets of files of one package that import each other, imports inside functions and under
 # TYPE_CHECKING included. They may become smaller; no other set is allowed.
@@ -168,6 +172,37 @@ def test_files_of_a_package_do_not_import_each_other_in_circles():
     found = find_circles({name: imported(file) for name, file in files.items()})
     new = [sorted(circle) for circle in found if not any(circle <= known for known in CIRCLES)]
     assert not new, f"these files import each other: {new}"
+
+
+def in_core(file: Path) -> bool:
+    top, *rest = file.relative_to(ROOT).with_suffix("").parts
+    return (top if top != "lcjax" else rest[0]) in CORE
+
+
+def calls(tree: ast.AST, function: str) -> list[ast.Call]:
+    """Calls of a function by its name, also as an attribute of a module."""
+    names = [(node, node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node for node, f in names if function in (getattr(f, "id", ""), getattr(f, "attr", ""))]
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if in_core(file)], ids=name)
+def test_the_core_imports_no_application(file):
+    tree = ast.parse(file.read_text())  # commands and functions, too
+    modules = imports(tree) | {
+        node.value
+        for call in calls(tree, "import_module")
+        for node in ast.walk(call)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    parts = {dotted.split(".")[1] for dotted in modules if dotted.startswith("lcjax.")}
+    assert not parts & APPLICATIONS, f"{name(file)} imports {parts & APPLICATIONS}"
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if in_core(file)], ids=name)
+def test_the_core_asks_no_config_for_its_model_family(file):
+    for call in calls(ast.parse(file.read_text()), "isinstance"):
+        names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(call.args[1])}
+        assert "BertConfig" not in names, f"{name(file)}, line {call.lineno}: {ast.unparse(call)}"
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=name)

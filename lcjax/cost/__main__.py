@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
 from lcjax import config as config_lib
 from lcjax.cost import hlo, roofline
 from lcjax.cost.chips import Topology, local_chip

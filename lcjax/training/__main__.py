@@ -7,7 +7,6 @@ machine, and prints its memory and time, as `python -m lcjax.cost --compiled --p
 import sys
 from collections.abc import Sequence
 
-import lcjax.retrieval  # noqa: F401  registers the types of the section `retriever`
 from lcjax.parallel import distributed
 from lcjax.training import TrainConfig, run
 

@@ -7,7 +7,8 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 import draccus
 import jax
@@ -255,8 +256,14 @@ class TrackSection:
 class RetrieverTraining(draccus.ChoiceRegistry, abc.ABC):
     """The section `retriever`: trains an encoder of queries and passages.
 
-    `lcjax.retrieval.training` registers the types.
+    The types are registered by the modules that `lcjax.plugins` imports.
     """
+
+    @classmethod
+    def get_known_choices(cls) -> dict[str, Any]:
+        # By name and on first use: plug-ins import this package.
+        import_module("lcjax.plugins")
+        return super().get_known_choices()
 
     @abc.abstractmethod
     def make_task(self, config: "TrainConfig", mesh: jax.sharding.Mesh) -> "Task":

@@ -5,7 +5,7 @@ checkpoints/     train states                 tokenizer/   the tokenizer
 metrics.jsonl    one line per log             loss.png     the loss curve
 model/           the result, a Hugging Face folder         base.json  the frozen weights it needs
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
-index/           vectors of passages (lcjax.retrieval)     language_model/  trained with a retriever
+index/           vectors of passages                       language_model/  trained with a retriever
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
 profile/         profiler traces                error.txt    traceback of an I/O or device error
 lock.json        the process that writes here              checksums.sha256  of these files

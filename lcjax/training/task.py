@@ -1,7 +1,7 @@
 """Tasks of a training: the interface `Task`, and language modelling, the task of most runs.
 
 The loop, validation and checkpoints (`lcjax.training.loop`) are the same for all tasks. The section
-`retriever` of a config makes another task; its types are in `lcjax.retrieval.training`.
+`retriever` of a config makes another task; plug-ins register its types (`lcjax/plugins.py`).
 """
 
 import abc
