@@ -9,19 +9,31 @@ and attention pattern correctly. To convert a source folder with the name check,
 
 import argparse
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax import config as config_lib
-from lcjax.checkpoints import engine_check
 from lcjax.checkpoints.build import untrained_rope
+from lcjax.checkpoints.engine_check import (
+    NAMES,
+    REFUSED,
+    RIGHT,
+    SAME,
+    WRONG,
+    Check,
+    Row,
+    check,
+)
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
+from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
 from lcjax.files import check_destination, check_path
 from lcjax.rope import Rope
 from lcjax.storage import URLPath, check_writable, to_path
@@ -74,7 +86,7 @@ def _check(words: list[str]) -> int:
     )
     parser.add_argument("folder", help="Hugging Face folder, run folder, .gguf, hub id")
     parser.add_argument(
-        "--engine", action="append", choices=engine_check.NAMES, help="only this one; repeatable"
+        "--engine", action="append", choices=NAMES, help="only this one; repeatable"
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument(
@@ -86,16 +98,83 @@ def _check(words: list[str]) -> int:
     )
     args = parser.parse_args(words)
     try:
-        result = engine_check.check(args.folder, args.engine or engine_check.NAMES)
+        result = check(args.folder, args.engine or NAMES)
     except InputError as error:
         hint = "; a source folder of this name is written ./check" if Path("check").is_dir() else ""
         raise InputError(f"{error}{hint}") from None
     if args.run is not None:
-        from lcjax.generation.language_model import LanguageModel
+        result = _run(result, args.run)
+    if args.json:
+        rows = [dataclasses.asdict(row) for row in result.rows]
+        print(json.dumps(result._asdict() | {"rows": rows}, indent=1))
+    else:
+        print(_table(result))
+    return 0 if all(row.verdict == RIGHT for row in result.rows) else 1
 
-        result = engine_check.run(result, args.run, LanguageModel.load)
-    print(result.to_json() if args.json else result)
-    return 0 if result.is_right else 1
+
+def _table(result: Check) -> str:
+    """Returns an aligned table, then a line for each row with a problem or advice."""
+    lines = [f"{result.model}: {result.position}, {result.pattern}"]
+    cells = [("engine", "source read", "verdict", "largest difference")]
+    for row in result.rows:
+        difference = "" if row.difference is None else f"{row.difference:.2g}"
+        cells.append((row.engine, row.version, row.verdict, difference))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines += ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    for row in result.rows:
+        if row.verdict != RIGHT or row.advice or row.reason != SAME:
+            notes = filter(None, (row.reason, row.advice))
+            lines.append(f"{row.engine} ({row.verdict}): {'; '.join(notes)}")
+    return "\n".join(lines)
+
+
+def _run(result: Check, length: int) -> Check:
+    """Compares the logits of lcjax and transformers on texts of 32 and of `length` random tokens.
+
+    Returns:
+      `result`, in which the row of transformers is replaced by the measured one.
+
+    Raises:
+      InputError: a package is missing, or the model is no folder that transformers opens.
+    """
+    from lcjax.generation.language_model import LanguageModel
+
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"--run={length} needs {error.name}: pip install torch transformers"
+        ) from None
+    path = find_checkpoint(result.model)
+    path = path / "model" if is_run(path) else path
+    if isinstance(path, URLPath):
+        raise InputError(f"--run={length}: transformers opens local folders; copy {path} to a disk")
+    if not path.is_dir():
+        raise InputError(f"--run={length}: {path} is no folder that transformers opens")
+    model = LanguageModel.load(str(path), param_dtype="float32", dtype="float32")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (KeyError, OSError, ValueError) as error:
+        verdict, largest = REFUSED, None
+        reason = f"in a run it stops: {one_line(error)[:200]}"
+    else:
+        reference.eval()
+        largest = 0.0
+        for n in sorted({32, length}):
+            tokens = np.random.default_rng(n).integers(model.config.vocab_size, size=(1, n))
+            logits = model.logits(tokens)
+            with torch.no_grad():
+                difference = np.abs(logits - reference(torch.from_numpy(tokens)).logits.numpy())
+            largest = max(largest, float(difference.max() / np.abs(logits).max()))
+        # Relative to the largest: float32 in two programs.
+        verdict = RIGHT if largest <= 1e-4 else WRONG
+        reason = f"in a run, logits of texts of 32 and {length} tokens differ by {largest:.2g} of"
+        reason += " the largest"
+    row = Row("transformers", f"{transformers.__version__} (run)", verdict, reason, "", largest)
+    others = (row for row in result.rows if row.engine != "transformers")
+    return result._replace(rows=(row, *others))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,8 +55,8 @@ CIRCLES = [
 ONLY_IN = {
     "flax": ("lcjax/models/", "lcjax/memory/"),
     "orbax": ("lcjax/checkpoints/orbax_io.py",),
-    "torch": ("lcjax/checkpoints/engine_check.py",),  # `check --run`
-    "transformers": ("lcjax/checkpoints/engine_check.py",),
+    "torch": ("lcjax/convert.py",),  # `check --run`
+    "transformers": ("lcjax/convert.py",),
 }
 # Extras, and what takes seconds to import: only inside the function that needs it.
 LAZY = {

@@ -232,6 +232,19 @@ class Rope(draccus.ChoiceRegistry):
             )
         return int(length)
 
+    def describe(self) -> str:
+        """Returns the type, the factor and the fields that differ from their defaults."""
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None or (value == field.default and field.name != "factor"):
+                continue
+            if isinstance(value, tuple):
+                value = f"[{value[0]:g} ... {value[-1]:g}]"
+            value = f"{value:g}" if isinstance(value, float) else value
+            words.append(f"{field.name}={value}")
+        return f"rope {self.type}" + (f" ({', '.join(words)})" if words else "")
+
     def check_export(self, head_dim: int | None) -> int:
         """Returns `head_dim`; raises an InputError if it is None."""
         if head_dim is None:
