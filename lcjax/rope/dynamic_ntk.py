@@ -25,7 +25,7 @@ class DynamicNTK(Rope):
     min_length: int | None = None  # length of the long-context training (LCEG); null: HF's form
 
     examples = (
-        {"factor": 2.0, "original_length": 16},
+        {"factor": 2.0, "original_length": 32},
         {"factor": 4.0, "original_length": 16, "min_length": 32},
     )
     depends_on_length = True

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rope_examples import rope_examples
 
 from lcjax import attention, rope
 from lcjax.checkpoints import ByteTokenizer, config_from_hf, load_config, save_hf
@@ -39,6 +40,12 @@ METHODS = {
     "none, causal": (rope.NoRotation(), attention.Causal()),
     "its own": (None, None),
 }
+_LISTED = {type(position) for position, _ in METHODS.values()}
+METHODS |= {
+    f"{name}, causal": (example, attention.Causal())
+    for name, example in rope_examples().items()
+    if type(example) not in _LISTED
+}
 
 
 def model(family, method):
@@ -63,7 +70,7 @@ def model(family, method):
 def test_decoding_equals_prefill(family, method):
     config = model(family, method)
     decoder, params = Decoder(config), random_params(config, 0)
-    rotation = config.rotation(LENGTH)
+    rotation = config.rotation(LENGTH, params.get("rope"))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (2, LENGTH)), jnp.int32)
 
     @jax.jit
