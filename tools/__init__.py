@@ -10,6 +10,8 @@ Run each from the root of the repository, with `--help` for its options:
 - `python -m tools.campaigns.serve`: slow clients, signals and long prompts for a server.
 - `python -m tools.campaigns.tokenizer_folders`: random tokenizer folders against `AutoTokenizer`.
 - `python -m tools.campaigns.mutation`: changes of core modules that the tests should notice.
+- `python tools/house.py`: lines, functions, guards, circles of imports and words in many files, of
+  one checkout or of two, side by side.
 - `python -m tools.ptx.emulate`: the compiled Hopper kernels on a CPU, against dense formulas.
 
 The results of the campaigns are in `docs/reliability.md` and `docs/tests.md`. The programs use
