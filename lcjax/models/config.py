@@ -47,9 +47,9 @@ class LayerKind:
     rope: Rope | None = None  # position method; null: that of the model
 
     def __post_init__(self):
-        check_fields("layers", self)
         for field, base in (("pattern", Pattern), ("rope", Rope)):
             check_instance(f"layers.{field}", getattr(self, field), base)
+        check_fields("layers", self)
 
 
 MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
