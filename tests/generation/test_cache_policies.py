@@ -16,6 +16,7 @@ from small_norm import SmallNorm
 import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Landmark, Sliding
+from lcjax.attention.cache import FullCache
 from lcjax.checkpoints import ByteTokenizer, load_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
@@ -89,7 +90,13 @@ def golden_lm(tmp_path_factory):
     return LanguageModel(Decoder(config), params, ByteTokenizer())
 
 
-@pytest.mark.parametrize(("case", "base"), [("knorm.r50", "llama96"), ("knorm.rows", "llama_b2")])
+@pytest.mark.parametrize(
+    ("case", "base"),
+    [
+        pytest.param("knorm.r50", "llama96", marks=pytest.mark.slow),
+        ("knorm.rows", "llama_b2"),
+    ],
+)
 def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm, case, base):
     document, arrays = golden()
     kept, prompts = arrays[f"{case}.kept"], arrays[f"base.{base}.ids"]
@@ -165,17 +172,16 @@ def test_scores_of_a_text_do_not_depend_on_padding_and_are_causal(lm):
 
 
 def test_a_cache_that_loses_nothing_is_the_full_cache(lm):
-    prompts = [text(1, 90), text(2, 41)]
-    ample = lm.with_method(cache=SmallNorm(tokens=128))
-    session = read_session(ample, [prompts[0]], 6)
-    assert [kind.keeps_all for kind in session.cache.kinds] == [True]
-    assert ample.generate(prompts, SIX) == lm.generate(prompts, SIX)
-    # One token less, and heads are folded into rows: the same numbers until something is evicted.
+    for policy in (SmallNorm(tokens=128), SmallNorm(tokens=128, chunk=16)):
+        kinds = [
+            cache_lib.create(config, 1, 128, chunk=16).kinds
+            for config in (lm.config, lm.config.replace(cache=policy))
+        ]
+        assert kinds[0] == kinds[1] == (FullCache(),)
+    # If more may follow, heads are folded into rows: the same numbers until something is evicted.
     reads = lm.with_method(cache=SmallNorm(tokens=90, every=64))
-    for ids in ([prompts[0]], [prompts[1]]):
-        rest = [[text(7, 6)]]
-        (full,), (folded,) = (m.continuations(ids, rest)[0] for m in (lm, reads))
-        np.testing.assert_allclose(folded.nll, full.nll, atol=2e-5)
+    (full,), (folded,) = (m.continuations([text(1, 90)], [[text(7, 6)]])[0] for m in (lm, reads))
+    np.testing.assert_allclose(folded.nll, full.nll, atol=2e-5)
 
 
 def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
@@ -219,7 +225,9 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         assert all(len(head) <= 23 for head in held)
 
 
-@pytest.mark.parametrize("policy", [SmallNorm(24), KeyDiff(24, 32, 4)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(SmallNorm(24), marks=pytest.mark.slow), KeyDiff(24, 32, 4)], ids=str
+)
 def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
     mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
     lm = lm.with_method(cache=policy)
