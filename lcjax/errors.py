@@ -168,16 +168,27 @@ def check_fields(section: str, owner: object) -> None:
       section: the fields' section of the config, for error messages; empty: the top level.
       owner: the dataclass instance.
     """
-    for field in dataclasses.fields(owner):
-        key, value = f"{section}.{field.name}".lstrip("."), getattr(owner, field.name)
-        kind = _annotations(type(owner)).get(field.name, Any)
-        limits = declared_limits(type(owner)).get(field.name)
-        if limits is not None:
-            optional = types.NoneType in typing.get_args(kind)
-            if not (optional and value is None):
-                limits.check(key, value, "null leaves it open" if optional else "")
-        elif int not in (kind, *typing.get_args(kind)):
+    for name, kind, limits, optional in _declared_fields(type(owner)):
+        value = getattr(owner, name)
+        if (value is None and optional) or (limits is None and type(value) is kind):
+            continue
+        key = f"{section}.{name}" if section else name
+        if limits is None:
             _check_annotated(key, value, kind)
+        else:
+            limits.check(key, value, "null leaves it open" if optional else "")
+
+
+@functools.cache
+def _declared_fields(owner: type) -> list[tuple[str, Any, Range | OneOf | None, bool]]:
+    """Returns name, type, limits, and whether None is allowed, of the fields to check."""
+    fields = []
+    for field in dataclasses.fields(owner):
+        kind = _annotations(owner).get(field.name, Any)
+        parts, limits = typing.get_args(kind), declared_limits(owner).get(field.name)
+        if limits is not None or int not in (kind, *parts):
+            fields.append((field.name, kind, limits, types.NoneType in parts))
+    return fields
 
 
 def check_arguments(function: Callable[P, T]) -> Callable[P, T]:

@@ -225,7 +225,7 @@ class FullCache(LayerCache):
         if self.rotated:
             positions = pattern.key_positions(metadata.q_positions, view.new.index)
             k = metadata.rotation.rotate(k, positions)
-        return _write(arrays["keys"], k, view), _write(arrays["values"], v, view)
+        return write_tokens(arrays["keys"], k, view), write_tokens(arrays["values"], v, view)
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         keys, values = self.append(arrays, k, v, pattern, view, metadata)
@@ -289,7 +289,7 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // unit) * unit
 
 
-def _write(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
+def write_tokens(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
     """Writes `new` [B, T, K, H] to the slots of `view` in `cached` [B, K, S, H]."""
     new = new.astype(cached.dtype)
     if view.write_slots is None:

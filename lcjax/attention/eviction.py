@@ -26,6 +26,7 @@ from lcjax.attention.cache import (
     Tokens,
     View,
     whole_blocks,
+    write_tokens,
 )
 from lcjax.errors import InputError, PositiveInt, check_fields
 
@@ -91,7 +92,7 @@ class _Fill:
 
 
 @dataclass(frozen=True)
-class Evicting(LayerCache):
+class Evicting(FullCache):
     """Keys and values of the tokens that a policy keeps, and of the tokens since the last cut.
 
     `order` [B, K, S, 1] is the order index of each slot's token plus 1; 0 is an empty slot. Slots
@@ -99,6 +100,7 @@ class Evicting(LayerCache):
     """
 
     keeps_all: ClassVar[bool] = False
+    holds_keys_only: ClassVar[bool] = False
 
     policy: CachePolicy
     slots: int = 0  # of a fitted cache
@@ -142,7 +144,7 @@ class Evicting(LayerCache):
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
-        return FullCache().arrays(layer, slots) | {"order": order}
+        return super().arrays(layer, slots) | {"order": order}
 
     def shared(self, rows: int, slots: int) -> _Fill:
         used = jax.ShapeDtypeStruct((), jnp.int32)
@@ -172,21 +174,15 @@ class Evicting(LayerCache):
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         if not self.is_prompt:
             arrays = jax.lax.cond(view.slots.cuts_first, self.cut, dict, arrays)
-        arrays = self._append(arrays, k, v, pattern, view, metadata)
+        keys, values = self.append(arrays, k, v, pattern, view, metadata)
+        order = jnp.where(view.new.segments != 0, view.new.index + 1, 0)[:, :, None, None]
+        order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
+        arrays = {"keys": keys, "values": values, "order": order}
         out = _attend_by_head(q, arrays, pattern, metadata)
         return out, self.cut(arrays) if self._cuts_after(q.shape[1]) else arrays
 
-    def _append(self, arrays: Arrays, k, v, pattern, view, metadata) -> Arrays:
-        positions = pattern.key_positions(metadata.q_positions, view.new.index)
-        k = metadata.rotation.rotate(k, positions)
-        order = jnp.where(view.new.segments != 0, view.new.index + 1, 0)[:, :, None, None]
-        order = jnp.broadcast_to(order, (*k.shape[:3], 1))
-
-        def write(cached, new):
-            new = new.swapaxes(1, 2).astype(cached.dtype)
-            return jax.lax.dynamic_update_slice(cached, new, (0, 0, view.start, 0))
-
-        return jax.tree.map(write, arrays, {"keys": k, "values": v, "order": order})
+    def key_metadata(self, view):
+        return {}  # the tokens of a slot differ between layers and heads
 
     def cut(self, arrays: Arrays) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order."""

@@ -32,7 +32,12 @@ from lcjax.generation.passages import (
     search,
 )
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces, pick
-from lcjax.generation.session import Session, check_token_ids, prefill_chunk_size
+from lcjax.generation.session import (
+    Session,
+    check_token_ids,
+    chunk_of_cache,
+    prefill_chunk_size,
+)
 from lcjax.models import cache as cache_lib
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import padding_rows
@@ -117,8 +122,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []  # of `say`
         self._num_generated = 0  # tokens of all turns, so that each has draws of its own
         chunk = prefill_chunk_size(prefill_chunk)
-        if lm.config.cache is not None and lm.config.cache.chunk is not None:
-            chunk = lm.config.cache.chunk
+        chunk = chunk_of_cache(lm.config, chunk)
         self._chunk = self.length if lm.config.needs_whole_prompt else chunk
         self._start_over()
 

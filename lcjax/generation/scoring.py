@@ -249,14 +249,9 @@ def score_with_inserted(
     targets = np.zeros((num_rows, padded), np.int32)
     targets[:, source] = tokens[:, first:]
     num_read = place[np.maximum(lengths, 1) - 1]  # the last token of a row is not read either
-    # All queries of a chunk may choose blocks together, so padding must be masked.
-    segments = (np.arange(padded) < num_read[:, None]).astype(np.int32)
-    positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
-    slots = cache_lib.whole_blocks(padded)
-    cache = cache_lib.create(model.config, num_rows, slots, chunk=chunk, mesh=model.mesh)
     rotation = lm.rotations(np.maximum(num_read, 1))
-    session = Session(model, lm.params, cache, rotation, memory, with_ffn_input)
-    scores = session.score(text, targets, segments, positions, chunk=chunk, score=score)
+    settings = (rotation, memory, with_ffn_input)
+    scores = _score_chunks(lm, score, text, targets, num_read, chunk, *settings)
     scores = jax.tree.map(lambda x: x[: len(is_scored), source], scores)
     for array in jax.tree.leaves(scores):
         array[~is_scored] = 0
@@ -289,13 +284,9 @@ def score_by_chunk(
     chunk = config.cache.chunk
     num_read = session_lib.prompt_bucket(width - 1, chunk)  # the last token is not read
     text, targets = (pad_right(x, num_read) for x in (tokens[:, :-1], tokens[:, 1:]))
-    segments = (np.arange(num_read) < lengths[:, None] - 1).astype(np.int32)
-    positions = np.broadcast_to(np.arange(num_read, dtype=np.int32), text.shape)
-    slots = cache_lib.whole_blocks(num_read)
-    cache = cache_lib.create(config, len(text), slots, chunk=chunk, mesh=lm.mesh)
     rotation = lm.rotations(np.maximum(lengths, 1))
-    session = Session(lm.model, lm.params, cache, rotation, None, with_ffn_input)
-    scores = session.score(text, targets, segments, positions, chunk=chunk, score=score)
+    settings = (rotation, None, with_ffn_input)
+    scores = _score_chunks(lm, score, text, targets, lengths - 1, chunk, *settings)
     is_scored = (np.arange(width) >= first) & (np.arange(width) < lengths[:num_texts, None])
 
     def place(x):
@@ -305,6 +296,29 @@ def score_by_chunk(
         return values
 
     return jax.tree.map(place, scores)
+
+
+def _score_chunks(
+    lm: InferenceModel,
+    score: Callable[..., Any],
+    text: np.ndarray,
+    targets: np.ndarray,
+    num_read: np.ndarray,
+    chunk: int,
+    *settings: Any,
+) -> Any:
+    """Scores `targets` after each of the first `num_read` [B] tokens of `text`, both [B, T].
+
+    The text is read into a cache, `chunk` tokens at a time. `settings` are those of `Session`.
+    """
+    columns = np.arange(text.shape[1], dtype=np.int32)
+    # All queries of a chunk may choose keys together, so padding must be masked.
+    segments = (columns < num_read[:, None]).astype(np.int32)
+    positions = np.broadcast_to(columns, text.shape)
+    slots = cache_lib.whole_blocks(text.shape[1])
+    cache = cache_lib.create(lm.model.config, len(text), slots, chunk=chunk, mesh=lm.mesh)
+    session = Session(lm.model, lm.params, cache, *settings)
+    return session.score(text, targets, segments, positions, chunk=chunk, score=score)
 
 
 # Continuations of prompts

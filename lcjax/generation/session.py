@@ -158,6 +158,11 @@ def prefill_chunk_size(chunk: int | None) -> int:
     return int(chunk)
 
 
+def chunk_of_cache(config: ModelConfig, chunk: int) -> int:
+    """Returns the tokens between two cuts of a cache policy, if it has such chunks, or `chunk`."""
+    return chunk if config.cache is None else config.cache.chunk or chunk
+
+
 def whole_prompt_bucket(length: int) -> int:
     """Rounds `length` up to the chunk size of a prompt (`ModelConfig.needs_whole_prompt`).
 
@@ -515,9 +520,7 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
-    policy = lm.model.config.cache
-    if policy is not None and policy.chunk is not None:
-        chunk = policy.chunk
+    chunk = chunk_of_cache(lm.model.config, chunk)
     if lm.model.config.needs_whole_prompt and inserted is None:
         chunk = whole_prompt_bucket(max(map(len, prompts)))
     tokens, segments, padding, ends = _lay_out(prompts, chunk, inserted)

@@ -52,9 +52,18 @@ class Cache:
         return self.kinds[self.kind_by_layer[largest]].keeps_all
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether `layers` are stacked; they are then of one kind."""
+        return isinstance(self.layers, dict)
+
+    @property
+    def separate_layers(self) -> tuple[dict[str, jax.Array], ...]:
+        """The arrays of each layer, or of all stacked layers as of one."""
+        return (self.layers,) if self.is_stacked else self.layers
+
+    @property
     def _num_slots(self) -> list[int]:
-        layers = [self.layers] if isinstance(self.layers, dict) else self.layers
-        return [arrays["keys"].shape[-2] for arrays in layers]
+        return [arrays["keys"].shape[-2] for arrays in self.separate_layers]
 
 
 def create(
@@ -253,22 +262,14 @@ def branch(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None) -> Cache:
-    if isinstance(cache.layers, dict):
-        (kind,), (slots,) = cache.kinds, cache.slots
-        kind, layers, slots = kind.end_prompt(cache.layers, slots, new, chunk)
-        ended = dataclasses.replace(cache, layers=layers, slots=(slots,), kinds=(kind,))
-        return keep_layout(ended, mesh)
     kinds, shared, layers = list(cache.kinds), list(cache.slots), []
-    for arrays, number in zip(cache.layers, cache.kind_by_layer, strict=True):
-        kind, arrays, slots = cache.kinds[number].end_prompt(
+    for arrays, number in zip(cache.separate_layers, cache.kind_by_layer):
+        kinds[number], arrays, shared[number] = cache.kinds[number].end_prompt(
             arrays, cache.slots[number], new, chunk
         )
-        kinds[number], shared[number] = kind, slots
         layers.append(arrays)
-    ended = dataclasses.replace(
-        cache, layers=tuple(layers), slots=tuple(shared), kinds=tuple(kinds)
-    )
-    return keep_layout(ended, mesh)
+    cache = replace_layers(cache, layers[0] if cache.is_stacked else tuple(layers))
+    return keep_layout(dataclasses.replace(cache, slots=tuple(shared), kinds=tuple(kinds)), mesh)
 
 
 def end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None = None) -> Cache:
@@ -302,7 +303,7 @@ def write_packed(cache: Cache, key_values: Any) -> Cache:
     def layer(arrays, pair):
         return {name: write(arrays[name], new) for name, new in zip(("keys", "values"), pair)}
 
-    if isinstance(cache.layers, dict):  # stacked
+    if cache.is_stacked:
         return replace_layers(cache, layer(cache.layers, key_values))
     return replace_layers(cache, tuple(map(layer, cache.layers, key_values)))
 

@@ -91,9 +91,10 @@ def answer_attention(
     """
     config = lm.config
     if config.pattern.inserts_tokens:
+        kind = Pattern.get_choice_name(type(config.pattern))
         raise InputError(
-            "model.pattern.type=landmark reads a prompt piece by piece, with tokens of its own in"
-            " it, which this picture does not show; choose another pattern"
+            f"model.pattern.type={kind} reads a prompt piece by piece, with inserted tokens, which"
+            " this picture does not show; choose another pattern"
         )
     if config.memory is not None:
         raise InputError("model.memory reads beside the text, which this picture does not show")
