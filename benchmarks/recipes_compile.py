@@ -21,7 +21,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from lcjax import config as config_lib
 from lcjax.cost.chips import Topology
 from lcjax.parallel.sharding import AXES
-from lcjax.progress import waiting
 from lcjax.training import TrainConfig, compile_only
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -47,8 +46,9 @@ def recipes() -> dict[str, list[Place]]:
 
 def row(name: str, topology: Topology, words: list[str]) -> tuple[str, bool]:
     config = config_lib.parse(TrainConfig, ["--config", str(CONFIGS / f"{name}.yaml"), *words])
-    with waiting(f"compiling {name} for {topology}", "5 to 20 minutes for 7B on 64 chips"):
-        result, model, mesh = compile_only.compile_step(config, topology)
+    note = "5 to 20 minutes for 7B on 64 chips"
+    print(f"compiling {name} for {topology} ({note}) ...", file=sys.stderr, flush=True)
+    result, model, mesh = compile_only.compile_step(config, topology)
     shape = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
     traffic = ", ".join(
         f"{k} {t.count:,} ({t.bytes / 1e9:.0f} GB)" for k, t in result.traffic.items()

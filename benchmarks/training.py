@@ -13,9 +13,9 @@ def update(config) -> tuple[Callable, object]:
     from lcjax.checkpoints.build import ModelSection
     from lcjax.rope import PlainPositions
     from lcjax.training import optim
-    from lcjax.training.config import TrainSection
     from lcjax.training.objective import language_model
     from lcjax.training.step import train_step
+    from lcjax.training.train_config import TrainSection
 
     if config.remat == "none":
         config = config.replace(remat=ModelSection().remat)

@@ -247,7 +247,7 @@ class LinkNames(SphinxPostTransform):
 def _config_pages() -> dict[str, str]:
     from lcjax.data.prepare import PrepareConfig
     from lcjax.data.teacher import TeacherConfig
-    from lcjax.evaluation.config import EvalConfig
+    from lcjax.evaluation.eval_config import EvalConfig
     from lcjax.pictures.command import AttentionPicture, MaskPicture, RopePicture
     from lcjax.retrieval import BuildConfig, ChunksConfig, QuestionsConfig, TokenConfig
     from lcjax.training import TrainConfig

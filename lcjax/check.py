@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from tqdm.auto import tqdm
 
-from lcjax.data.config import RETRIEVED, TEACHER, TOKENS
+from lcjax.data.data_config import RETRIEVED, TEACHER, TOKENS
 from lcjax.errors import InputError, one_line
 from lcjax.evaluation import records
 from lcjax.files import CHECKSUMS, FileSum, check_path, read_sealed, read_sums, sums_of, write_sums

@@ -46,7 +46,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.backend import get_backend
 
-from pallas_kernels import timings, tuning
+from pallas_kernels import nvidia, timings
 from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.tables import BlockTable, from_mask, restrict
@@ -326,7 +326,7 @@ def choose(
     """Returns ((platform, backend), ...), the argument `choice` of `run`.
 
     Of the backends that can run on a platform, the one with the fastest measurement is chosen
-    (`ranked_by`); on GPUs without a measurement of such calls, the first of `tuning.order`. GPU
+    (`ranked_by`); on GPUs without a measurement of such calls, the first of `nvidia.order`. GPU
     kernels must pass the self-check for such calls (`pallas_kernels.self_check`). Any backend can
     run the backward pass on another one's results.
 
@@ -360,7 +360,7 @@ def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool)
       times: milliseconds of the backends that were measured.
     """
     backends, chosen, reasons = FAMILIES[inputs[-1].family], {}, {}
-    rules = [] if times else [x for x in tuning.order() if x in backends]
+    rules = [] if times else [x for x in nvidia.order() if x in backends]
 
     def rank(name):
         backend, by_rule = backends[name], rules.index(name) if name in rules else len(rules)
@@ -430,7 +430,7 @@ def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> 
     # The self-check has already logged what it refuses.
     if unmeasured and not any(x.startswith(_self_check().LOGGED) for x in of_cuda.values()):
         why = "; ".join(f"not {name}, {reason}" for name, reason in of_cuda.items())
-        _warn_once(UNMEASURED.format(family, kind, tuning.device_kind(), why))
+        _warn_once(UNMEASURED.format(family, kind, nvidia.device_kind(), why))
     for name in refused:
         known = name in times or not backends[name].needs_check
         is_silent = reasons[name] == NO_D_LSE or reasons[name].startswith(_self_check().LOGGED)

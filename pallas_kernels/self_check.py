@@ -48,7 +48,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import timings, tuning
+from pallas_kernels import nvidia, timings
 
 log = logging.getLogger(__name__)
 SWITCH, SECONDS = "LCJAX_KERNEL_CHECK", "LCJAX_KERNEL_CHECK_SECONDS"
@@ -92,7 +92,7 @@ def cases(dtype: str) -> dict[str, Case]:
     listed |= np.eye(5, dtype=bool)
     table = from_block_mask(listed, q_block=64, k_block=64)
     ids = np.repeat([1, 2, 0], (140, 130, 30))[None].astype(np.int32)
-    large = 128 if dtype != "float32" else tuning.LARGEST_EXACT
+    large = 128 if dtype != "float32" else nvidia.LARGEST_EXACT
     by_kind = {
         f"causal, heads of {large}": Case(300, 300, large, causal()),
         "causal, heads of 64": Case(333, 333, 64, causal()),
@@ -169,11 +169,11 @@ def results(dtype: str) -> dict | str:
 
     It may be called while JAX traces, because child processes run the kernels.
     """
-    if tuning.is_described():
+    if nvidia.is_described():
         return DESCRIBED
     if _is_off():
         return f"{SWITCH}={os.environ[SWITCH]}"
-    if not tuning.is_here():
+    if not nvidia.is_here():
         return "the GPU is not the first device of this process"
     with _lock:  # several threads may trace at the same time
         return _results(timings.folder(), tuple(key(dtype).items()))
@@ -190,7 +190,7 @@ def known() -> dict:
     """
     if _is_off():
         return {"is_off": True}
-    if not tuning.is_here():
+    if not nvidia.is_here():
         return {}
     keys = [key(dtype) for dtype in DTYPES]
     return {x["dtype"]: _read(file_of(timings.folder(), x), x) for x in keys}
@@ -243,7 +243,7 @@ def failures(found: dict) -> str:
 def key(dtype: str) -> dict[str, str]:
     """Returns what the results of a check depend on."""
     return {
-        "device": tuning.device_kind(),
+        "device": nvidia.device_kind(),
         **timings.versions(),
         "libraries": _libraries(),
         "dtype": dtype,
@@ -307,7 +307,7 @@ def _machine_lock(folder: Path):
 def run(of: dict, folder: Path, seconds: float) -> dict:
     """Checks the backends of this GPU in child processes; writes and returns the results."""
     log.info("checking attention kernels for %s on %s, once", of["dtype"], of["device"])
-    results = check_in_children(tuning.order(), of["dtype"], seconds)
+    results = check_in_children(nvidia.order(), of["dtype"], seconds)
     content, file = {"key": of, "seconds": seconds, "results": results}, file_of(folder, of)
     if OUT_OF_MEMORY in json.dumps(results):
         log.warning("the GPU has too little free memory for the self-check of attention kernels")
@@ -566,7 +566,7 @@ def main(argv=None) -> int:
         child(*args.child)
         return 0
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if not tuning.is_here() or not tuning.order():
+    if not nvidia.is_here() or not nvidia.order():
         print(f"no kernel runs without a measurement on {jax.devices()[0].device_kind}")
         return 2
     failed = False

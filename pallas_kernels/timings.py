@@ -30,7 +30,7 @@ from pathlib import Path
 
 import jax
 
-from pallas_kernels import tuning
+from pallas_kernels import nvidia
 from pallas_kernels.masks import causal, everything
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def why_wrong(name: str, dtype: str, form: str) -> str | None:
 
 def wrong() -> dict[str, str]:
     """Returns the reasons of wrong results on the GPU that programs are for, by `case_key`."""
-    device = tuning.device_kind()
+    device = nvidia.device_kind()
     return _read(device, folder())["wrong"] if device else {}
 
 
@@ -159,13 +159,13 @@ def figures() -> dict:
 
     They are those of the GPU that programs are for; empty if nothing was measured.
     """
-    device = tuning.device_kind()
+    device = nvidia.device_kind()
     return _read(device, folder())["milliseconds"] if device else {}
 
 
 def is_current() -> bool:
     """Returns whether the GPU was measured with these kernels, this driver and this JAX."""
-    device = tuning.device_kind()
+    device = nvidia.device_kind()
     return bool(device) and _read(device, folder())["versions"] == versions()
 
 

@@ -21,7 +21,7 @@ from lcjax.data.stored_rows import StoredFiles, row_type
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, records
 from lcjax.files import read_sums, sums_of, write_index, write_sums
-from lcjax.models.config import PRESETS
+from lcjax.models.model_config import PRESETS
 from lcjax.retrieval import BuildConfig, Datastore, build
 from lcjax.tree import nest
 

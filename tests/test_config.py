@@ -14,7 +14,7 @@ import pytest
 from lcjax import config
 from lcjax.attention import Pattern
 from lcjax.errors import InputError
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.config import help as config_help
 from lcjax.evaluation import reproduce
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.evaluation.run import check
 from lcjax.evaluation.task import Task
 from lcjax.memory import CepeSection, Memory, MemorySection
 from lcjax.rope import Rope
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {

@@ -22,7 +22,7 @@ from lcjax.errors import (
     suggestion,
 )
 from lcjax.parallel.sharding import Mesh
-from lcjax.training.config import Profile, TrainSection
+from lcjax.training.train_config import Profile, TrainSection
 
 
 @pytest.mark.parametrize("value", [1, 2**31 - 1, np.int64(5)])

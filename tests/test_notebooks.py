@@ -24,7 +24,7 @@ from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
 from lcjax.cost.program import program_cost
 from lcjax.errors import InputError
-from lcjax.evaluation.config import EvalConfig, apply_method, sections
+from lcjax.evaluation.eval_config import EvalConfig, apply_method, sections
 from lcjax.generation import scoring, session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder

@@ -62,9 +62,9 @@ import lcjax, lcjax.data.prepare, lcjax.pictures
 from lcjax.checkpoints import gguf_file, tokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import DataConfig, TextConfig, TextSource, TokenSource, documents
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.evaluation.run import check
-from lcjax.training.config import RunSection, TrainConfig, TrainSection
+from lcjax.training.train_config import RunSection, TrainConfig, TrainSection
 
 for name in lcjax.__all__:
     getattr(lcjax, name)

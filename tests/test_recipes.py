@@ -14,14 +14,14 @@ from lcjax import config, cost
 from lcjax.attention import Causal, DualChunk, Pattern, ShiftedSparse
 from lcjax.cost.chips import CHIPS, Topology
 from lcjax.evaluation import reproduce, study
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.memory import QueryAware, Right
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
 from lcjax.retrieval import BuildConfig, ChunksConfig
 from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope, Yarn
 from lcjax.training import batches, estimate
-from lcjax.training.config import TrainConfig, matcher, trainable
+from lcjax.training.train_config import TrainConfig, matcher, trainable
 
 ROOT = Path(__file__).resolve().parent.parent
 DATASTORES = sorted((ROOT / "configs").glob("retrieval*.yaml"))

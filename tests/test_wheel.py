@@ -71,7 +71,7 @@ RECIPES = """
 import sys
 from lcjax import config
 from lcjax.evaluation import study
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.training import TrainConfig
 assert {"lcjax", "configs"} <= {*config.recipes()["quickstart_train"].parts}
 for name in sys.argv[1:]:

@@ -34,7 +34,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from pallas_kernels import tuning
+from pallas_kernels import nvidia
 
 from . import compile as programs
 
@@ -130,10 +130,10 @@ def barriers(instructions) -> int:
 def tile(word: str, kernel: str, size: int, dtype: str) -> tuple[int, int]:
     """Returns (compute warpgroups, rows of a streamed tile) of a kernel."""
     if word == "mosaic":
-        tiles = tuning.mosaic_gpu(kernel, size, False)
+        tiles = nvidia.mosaic_gpu(kernel, size, False)
         return tiles.groups, tiles.streamed
     with programs.described("h200"):
-        tile = tuning.triton(kernel, size, dtype)
+        tile = nvidia.triton(kernel, size, dtype)
     return tile.warps // 4, tile.rows if kernel == "d_keys" else tile.keys
 
 

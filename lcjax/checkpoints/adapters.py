@@ -47,9 +47,9 @@ from lcjax.files import (
     read_json,
     write_hf_json,
 )
-from lcjax.models.config import LayerKind, ModelConfig
 from lcjax.models.layer_groups import stack_layers
 from lcjax.models.lora import is_adapter
+from lcjax.models.model_config import LayerKind, ModelConfig
 from lcjax.parallel import distributed
 from lcjax.rope import Default, DynamicNTK, Linear, Rope
 from lcjax.storage import URLPath, to_path

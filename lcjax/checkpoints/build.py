@@ -22,9 +22,9 @@ from lcjax.models import (
     arrange_layers,
     preset,
 )
-from lcjax.models.config import check_choice
 from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
+from lcjax.models.model_config import check_choice
 from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope
 

@@ -23,7 +23,7 @@ from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.load import is_gguf, load_config, model_file
 from lcjax.errors import InputError
 from lcjax.memory import Memory
-from lcjax.models.config import ModelConfig
+from lcjax.models.model_config import ModelConfig
 from lcjax.rope import E2LLM, NTK, DynamicNTK, Linear, NoRotation, Rope, Yarn, from_hf
 
 RIGHT, WRONG, REFUSED, UNKNOWN = "right", "wrong", "refused", "not known"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lcjax.attention import Causal, Sliding
-from lcjax.models.config import ModelConfig
 from lcjax.models.experts import Experts
+from lcjax.models.model_config import ModelConfig
 from lcjax.rope import NoRotation
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`

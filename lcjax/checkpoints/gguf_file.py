@@ -26,7 +26,7 @@ from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING
 from lcjax.checkpoints.hf_config import decoder_from_hf
 from lcjax.checkpoints.weights import TensorInfo
 from lcjax.errors import INT32_MAX, InputError, check_integer, import_package
-from lcjax.models.config import MAX_LAYERS, ModelConfig
+from lcjax.models.model_config import MAX_LAYERS, ModelConfig
 from lcjax.rope import Yarn
 from lcjax.storage import map_file, to_path
 

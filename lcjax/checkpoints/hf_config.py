@@ -16,8 +16,8 @@ from lcjax.checkpoints.families import (
 )
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
 from lcjax.errors import InputError
-from lcjax.models.config import LayerKind, ModelConfig, shortest_period
 from lcjax.models.experts import Experts
+from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
 from lcjax.rope import NoRotation, Rope, from_hf
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lcjax.errors import INT32_MAX, InputError, is_finite_number
 from lcjax.files import FolderSums, read_json
-from lcjax.models.config import MAX_LAYERS
+from lcjax.models.model_config import MAX_LAYERS
 
 HF_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_EPSILON = 0.1  # published ones lie between 1e-12 and 1e-3

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from lcjax.checkpoints.families import FAMILIES, family_of
-from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory, TensorRow
+from lcjax.models.model_config import ModelConfig
 
 # Weights and biases of the decoder. The last column is the condition on the config: one of its
 # fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.

@@ -44,8 +44,8 @@ from lcjax.files import (
     write_hf_json,
 )
 from lcjax.memory.cepe import encoder_to_hf
-from lcjax.models.config import ModelConfig
 from lcjax.models.lora import LoRA, merge
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.storage import URLPath, to_path

@@ -41,8 +41,8 @@ from lcjax.checkpoints.weights import (
 from lcjax.errors import InputError
 from lcjax.files import FolderSums
 from lcjax.memory import Memory
-from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import arrange_layers
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope, from_hf
 from lcjax.storage import read_range

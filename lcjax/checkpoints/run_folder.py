@@ -21,8 +21,8 @@ from lcjax.errors import InputError
 from lcjax.files import FolderSums, read_sealed, seal, write_whole
 from lcjax.memory import MemorySection
 from lcjax.models import lora
-from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import abstract_params
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.storage import StorageError, to_path

@@ -19,7 +19,7 @@ import numpy as np
 
 from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
-from lcjax.models.config import ModelConfig
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import lookup, nest

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lcjax.data.chunks import Chunks, Noise
-from lcjax.data.config import (
+from lcjax.data.data_config import (
     ChatSource,
     DataConfig,
     Masking,

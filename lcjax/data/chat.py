@@ -17,7 +17,7 @@ import numpy as np
 from lcjax.checkpoints.chat import ChatTokens, Message, Span, read_message, strings, with_objects
 from lcjax.checkpoints.long_text import encode_long, spans_long
 from lcjax.checkpoints.tokenizer import check_template_variables
-from lcjax.data.config import ChatSource, TextConfig
+from lcjax.data.data_config import ChatSource, TextConfig
 from lcjax.data.readers import Document, RecordFiles, checked_text, field_value
 from lcjax.errors import InputError
 from lcjax.files import parse_json

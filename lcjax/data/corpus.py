@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lcjax.data.chat import ChatFiles
-from lcjax.data.config import (
+from lcjax.data.data_config import (
     ChatSource,
     DataConfig,
     SeqioSource,

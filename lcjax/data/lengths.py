@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data.config import DataConfig
+from lcjax.data.data_config import DataConfig
 from lcjax.data.loader import Batch, make_loader
 from lcjax.errors import InputError, PositiveInt, check_fields
 

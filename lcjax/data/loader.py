@@ -23,15 +23,6 @@ from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.long_text import encode_long
 from lcjax.data.chat import ChatTokenise
 from lcjax.data.chunks import cut_context, fit_document, hide_context, segment_positions
-from lcjax.data.config import (
-    RESUMABLE,
-    ChatSource,
-    DataConfig,
-    Masking,
-    SeqioSource,
-    StoredSource,
-    TokenSource,
-)
 from lcjax.data.corpus import (
     Corpus,
     Documents,
@@ -42,6 +33,15 @@ from lcjax.data.corpus import (
     derived_seed,
     largest_text,
     open_split,
+)
+from lcjax.data.data_config import (
+    RESUMABLE,
+    ChatSource,
+    DataConfig,
+    Masking,
+    SeqioSource,
+    StoredSource,
+    TokenSource,
 )
 from lcjax.data.files import LRUCache
 from lcjax.data.readers import is_reported, unit_hash

@@ -18,8 +18,8 @@ import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
 from lcjax.checkpoints.long_text import encode_long
-from lcjax.data.config import NOT_CONTENT, ON_BAD_TEXT, TOKENS, Source, TextConfig, TextSource
 from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
+from lcjax.data.data_config import NOT_CONTENT, ON_BAD_TEXT, TOKENS, Source, TextConfig, TextSource
 from lcjax.data.jobs import (
     WHY_LOCAL,
     Job,

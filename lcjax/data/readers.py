@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lcjax.checkpoints.tokenizer import check_text
-from lcjax.data.config import Source, TextConfig, TextSource
+from lcjax.data.data_config import Source, TextConfig, TextSource
 from lcjax.data.files import (
     FileCache,
     FileList,

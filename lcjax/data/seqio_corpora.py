@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lcjax.config.decode import read_yaml, section
-from lcjax.data.config import DataConfig, TokenSource
+from lcjax.data.data_config import DataConfig, TokenSource
 from lcjax.data.prepare import TOKENIZER
 from lcjax.data.seqio_source import import_seqio
 from lcjax.data.seqio_tasks import register

@@ -15,8 +15,8 @@ import numpy as np
 
 from lcjax.data.chat import PromptAnswer
 from lcjax.data.chunks import Chunks
-from lcjax.data.config import SeqioSource, TextConfig
 from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
+from lcjax.data.data_config import SeqioSource, TextConfig
 from lcjax.data.readers import decode, unit_hash
 from lcjax.errors import InputError, check_one_of, install_command, one_line
 

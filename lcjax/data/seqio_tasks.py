@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints import Tokenizer, load_tokenizer
-from lcjax.data.config import ChatSource, DataConfig, SeqioSource, Source
 from lcjax.data.corpus import check_sources
+from lcjax.data.data_config import ChatSource, DataConfig, SeqioSource, Source
 from lcjax.data.loader import make_loader
 from lcjax.data.seqio_source import import_seqio
 from lcjax.errors import InputError

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.data.chunks import Chunks, Row, segment_positions
-from lcjax.data.config import RETRIEVED, TEACHER, DataConfig, FolderKind, StoredSource
+from lcjax.data.data_config import RETRIEVED, TEACHER, DataConfig, FolderKind, StoredSource
 from lcjax.data.jobs import WHY_LOCAL, read_shard
 from lcjax.data.readers import Reader, SourceFiles
 from lcjax.data.token_files import (

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from lcjax.checkpoints.build import ModelSection, build, check_source
-from lcjax.data.config import TEACHER
 from lcjax.data.corpus import check_sources
+from lcjax.data.data_config import TEACHER
 from lcjax.data.jobs import begin
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.stored_rows import RowsConfig, write_rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import TOKENS, FolderKind, StoredSource, TokenSource
+from lcjax.data.data_config import TOKENS, FolderKind, StoredSource, TokenSource
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError

@@ -6,7 +6,7 @@ For example:
     result.cells                              # one dict per task, method and length
 """
 
-from lcjax.evaluation.config import EvalConfig, Method, RunSection
+from lcjax.evaluation.eval_config import EvalConfig, Method, RunSection
 from lcjax.evaluation.report import Report
 from lcjax.evaluation.run import run
 from lcjax.evaluation.split import ContextSplit, ReplugSplit

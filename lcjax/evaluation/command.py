@@ -12,7 +12,7 @@ from lcjax.config.help import command, is_output_closed, print_help
 from lcjax.errors import InputError, one_line, suggestion
 from lcjax.evaluation import reproduce, results, retriever_scores
 from lcjax.evaluation.compare import compare
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.evaluation.export import export, make_data
 from lcjax.evaluation.run import run
 from lcjax.parallel import distributed

@@ -22,7 +22,7 @@ import numpy as np
 
 from lcjax.errors import InputError, check_one_of
 from lcjax.evaluation import study
-from lcjax.evaluation.config import EvalConfig, corpora, tokenizer_of
+from lcjax.evaluation.eval_config import EvalConfig, corpora, tokenizer_of
 from lcjax.evaluation.prompt_task import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results

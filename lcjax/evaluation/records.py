@@ -44,7 +44,7 @@ from lcjax.storage import AppendedFile, close_all, remove, to_path
 from lcjax.tree import flatten
 
 if TYPE_CHECKING:
-    from lcjax.evaluation.config import EvalConfig
+    from lcjax.evaluation.eval_config import EvalConfig
 
 FORMAT = 3  # incremented when numbers change although the settings are the same
 MARKER = "run.json"  # settings of the records

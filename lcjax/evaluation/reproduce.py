@@ -33,7 +33,7 @@ from lcjax.checkpoints.build import check_source
 from lcjax.checkpoints.hub import is_hub_id
 from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import study
-from lcjax.evaluation.config import EvalConfig, Method, corpus_of, sections, texts
+from lcjax.evaluation.eval_config import EvalConfig, Method, corpus_of, sections, texts
 from lcjax.evaluation.report.tables import markdown
 from lcjax.evaluation.run import limits_of
 from lcjax.storage import is_storage_failure

@@ -13,7 +13,7 @@ from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import report, study
-from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
+from lcjax.evaluation.eval_config import EvalConfig, sections, tokenizer_of
 from lcjax.evaluation.records import (
     CONFIG,
     COSTS,

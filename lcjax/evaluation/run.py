@@ -19,7 +19,8 @@ from lcjax.checkpoints.build import ModelSection, check_source, planned_config
 from lcjax.data import check_outside_data, largest_text
 from lcjax.errors import InputError, check_arguments, check_integers, check_seed, import_package
 from lcjax.evaluation import measure, report, study
-from lcjax.evaluation.config import (
+from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.eval_config import (
     EvalConfig,
     Method,
     apply_method,
@@ -33,7 +34,6 @@ from lcjax.evaluation.config import (
     texts,
     weights,
 )
-from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.records import Store, named_records, write_folder_sums
 from lcjax.evaluation.split import ContextSplit
 from lcjax.evaluation.statistics import group_by

@@ -17,7 +17,7 @@ from lcjax.checkpoints import load_config
 from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import check_sources
 from lcjax.errors import InputError
-from lcjax.evaluation.config import EvalConfig, Method, Study
+from lcjax.evaluation.eval_config import EvalConfig, Method, Study
 from lcjax.evaluation.records import folder_name
 from lcjax.evaluation.report.tables import markdown
 from lcjax.storage import to_path

@@ -33,8 +33,8 @@ from lcjax.memory.prefix import (
     init_embeddings,
     is_released,
 )
-from lcjax.models.config import ModelConfig
 from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
+from lcjax.models.model_config import ModelConfig
 
 # Tokens of a segment in the released evaluation (run/eval_llama.sh). No field of config.json has
 # them: the training drew the lengths of segments.

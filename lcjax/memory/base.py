@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from draccus.utils import DraccusException
 
 from lcjax.errors import InputError, one_line
-from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import union
 

@@ -40,7 +40,6 @@ from lcjax.memory.prefix import (
     init_embeddings,
     is_released,
 )
-from lcjax.models.config import ModelConfig
 from lcjax.models.layers import (
     Attention,
     LayerInputs,
@@ -49,6 +48,7 @@ from lcjax.models.layers import (
     collect_key_values,
 )
 from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import attention_layout
 
 # Defaults of the released config class, which are also all that is computed here; a window is

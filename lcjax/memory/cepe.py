@@ -32,9 +32,9 @@ from lcjax.memory.cross_attention import (
     check_output_share,
     init_reader,
 )
-from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.memory import EncodedContext, Memory, ReadConfig, WriteConfig, check_chunks
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import keep_tokens
 
 _ENCODER_CLASS = "LlamaForMLM"

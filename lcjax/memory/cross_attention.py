@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lcjax.errors import InputError
-from lcjax.models.config import ModelConfig
 from lcjax.models.layers import LayerInputs, Linear, Norm
 from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
 

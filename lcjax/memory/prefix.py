@@ -26,7 +26,6 @@ from lcjax.errors import InputError, check_integer
 from lcjax.memory.base import init_on_mesh
 from lcjax.memory.context_tree import without_padding
 from lcjax.models import cache as cache_lib
-from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder, DecoderOutput
 from lcjax.models.layer_groups import unstack
 from lcjax.models.layers import CollectKeyValues, LayerInputs
@@ -38,6 +37,7 @@ from lcjax.models.memory import (
     check_chunks,
     token_axis,
 )
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from lcjax.rope import Rotation
 from pallas_kernels import flash

@@ -48,9 +48,9 @@ from lcjax.memory.cross_attention import (
     init_reader,
 )
 from lcjax.memory.shared_llm import lower_config, lower_params
-from lcjax.models.config import ModelConfig
 from lcjax.models.layers import LayerInputs
 from lcjax.models.memory import EncodedContext, Memory, ReadConfig, VisibleKeys, WriteConfig
+from lcjax.models.model_config import ModelConfig
 from pallas_kernels import chunks
 
 _HF_FIELD = "lcjax_retro"

@@ -49,7 +49,6 @@ from lcjax.memory.cross_attention import (
     init_output,
 )
 from lcjax.models import cache as cache_lib
-from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder, first_layer
 from lcjax.models.layers import CollectKeyValues
 from lcjax.models.memory import (
@@ -60,6 +59,7 @@ from lcjax.models.memory import (
     WriteConfig,
     check_chunks,
 )
+from lcjax.models.model_config import ModelConfig
 from lcjax.rope import Rotation
 
 PLACEMENTS = ("bottom", "top", "interleaved")

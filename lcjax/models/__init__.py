@@ -1,6 +1,5 @@
 """Decoders in Flax Linen: configs, layers, KV cache, losses, adapters."""
 
-from lcjax.models.config import PRESETS, LayerKind, ModelConfig, preset
 from lcjax.models.decoder import Decoder, head
 from lcjax.models.layer_groups import (
     arrange_layers,
@@ -8,6 +7,7 @@ from lcjax.models.layer_groups import (
     unstack_layers,
     unstack_layers_in_place,
 )
+from lcjax.models.model_config import PRESETS, LayerKind, ModelConfig, preset
 
 __all__ = [
     "PRESETS",

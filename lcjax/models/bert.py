@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
-from lcjax.models.config import MAX_LAYERS
 from lcjax.models.layers import MLP, Linear, Norm, Projections, look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import TensorRow
+from lcjax.models.model_config import MAX_LAYERS
 from lcjax.parallel.sharding import attention_layout, keep_tokens
 from pallas_kernels import flash
 

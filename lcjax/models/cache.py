@@ -18,7 +18,7 @@ from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import ROWS, rows_over
 
 if TYPE_CHECKING:
-    from lcjax.models.config import ModelConfig
+    from lcjax.models.model_config import ModelConfig
 
 __all__ = ["Cache", "abstract_cache", "branch", "create", "extend", "keep_layout", "whole_blocks"]
 

@@ -15,7 +15,6 @@ from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
-from lcjax.models.config import ModelConfig
 from lcjax.models.encoder import MaskedHead
 from lcjax.models.experts import Load
 from lcjax.models.layers import (
@@ -34,6 +33,7 @@ from lcjax.models.layers import (
 )
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import LENGTH, device_mesh, keep_tokens, param_shardings
 from lcjax.rope import Rotation

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from lcjax.attention import Bidirectional
 from lcjax.errors import InputError
-from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Linear, Norm
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import param_shardings
 
 _SHARED = ("rope", "position")  # parameters that some models have once for all layers

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from lcjax.models.config import ModelConfig
 from lcjax.models.layers import LayerInputs, LayerOutput, Offloaded
 from lcjax.models.memory import EncodedContext
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import flatten, nest
 

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
-from lcjax.models.config import ModelConfig
 from lcjax.models.experts import Kernels, Load, mixture
 from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.parallel.sharding import (
     ReduceScatter,

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from lcjax.errors import InputError
 
 if TYPE_CHECKING:
-    from lcjax.models.config import ModelConfig
     from lcjax.models.layers import LayerInputs
+    from lcjax.models.model_config import ModelConfig
 
 # A row of the table of tensor names: (stored tensor, its axes, path, axes of the parameter), as
 # `lcjax.checkpoints.hf_names` describes them.

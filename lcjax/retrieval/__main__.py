@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from lcjax import config as config_lib
 from lcjax.config.help import print_help
-from lcjax.data.config import TextConfig
+from lcjax.data.data_config import TextConfig
 from lcjax.errors import InputError, suggestion
 from lcjax.retrieval.build_store import BuildConfig, build, read_documents
 from lcjax.retrieval.chunks import ChunksConfig, WindowsConfig, write_chunks, write_windows

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from lcjax.data.config import SeqioSource, Source, StoredSource, TextConfig
 from lcjax.data.corpus import check_outside_data, open_corpus
+from lcjax.data.data_config import SeqioSource, Source, StoredSource, TextConfig
 from lcjax.data.files import FileList, import_pyarrow
 from lcjax.data.jobs import (
     Job,

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from lcjax.data.config import RETRIEVED, DataConfig, SeqioSource, Source, TokenSource
 from lcjax.data.corpus import check_outside_data, check_sources
+from lcjax.data.data_config import RETRIEVED, DataConfig, SeqioSource, Source, TokenSource
 from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer

@@ -33,7 +33,7 @@ from lcjax.checkpoints.orbax_io import FOLDER as CHECKPOINTS
 from lcjax.checkpoints.orbax_io import steps_in
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.data import Loader
-from lcjax.data.config import StoredSource
+from lcjax.data.data_config import StoredSource
 from lcjax.errors import (
     InputError,
     OneOf,
@@ -64,10 +64,10 @@ from lcjax.rope.positions import PlainPositions
 from lcjax.storage import local_path, to_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
-from lcjax.training.config import RetrieverTraining, TrainConfig, matcher
 from lcjax.training.objective import Objective, target_nll
-from lcjax.training.task import LanguageModelTask, split_trained
 from lcjax.training.tracking import announce
+from lcjax.training.train_config import RetrieverTraining, TrainConfig, matcher
+from lcjax.training.training_task import LanguageModelTask, split_trained
 from lcjax.tree import union
 
 RETRIEVER = "retriever"  # the first part of the paths of the encoder's parameters

@@ -38,8 +38,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints.build import ModelSection
-from lcjax.data.config import TextConfig
 from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, open_split
+from lcjax.data.data_config import TextConfig
 from lcjax.data.jobs import begin
 from lcjax.errors import (
     InputError,

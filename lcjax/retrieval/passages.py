@@ -17,8 +17,8 @@ from lcjax.checkpoints import load_tokenizer
 from lcjax.checkpoints.long_text import spans_long
 from lcjax.checkpoints.tokenizer import check_text
 from lcjax.data.chat import Conversation, PromptAnswer
-from lcjax.data.config import Source, TextConfig
 from lcjax.data.corpus import source_files
+from lcjax.data.data_config import Source, TextConfig
 from lcjax.data.readers import Reader, RecordFiles, SourceFiles
 from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 from lcjax.generation.passages import join_title

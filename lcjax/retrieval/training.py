@@ -5,7 +5,8 @@
       encoder: {path: facebook/contriever, pooling: mean, allow_pickle: true}
       pairs: {type: records, path: pairs.jsonl}
 
-Training loop, checkpoints and optimizer are shared with language models (`lcjax.training.task`).
+Training loop, checkpoints and optimizer are shared with language models
+(`lcjax.training.training_task`).
 """
 
 import copy
@@ -42,11 +43,11 @@ from lcjax.retrieval.training_pairs import PairRows, Pairs, Records, open_pairs
 from lcjax.storage import to_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
-from lcjax.training.config import RetrieverTraining, TrainConfig, TrainSection
 from lcjax.training.objective import Objective
 from lcjax.training.state import new_adapters
-from lcjax.training.task import Task, split_trained
 from lcjax.training.tracking import announce
+from lcjax.training.train_config import RetrieverTraining, TrainConfig, TrainSection
+from lcjax.training.training_task import Task, split_trained
 from lcjax.tree import flatten, union
 
 # Fields of `data` that describe rows of a language model

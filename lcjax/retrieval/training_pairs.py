@@ -21,8 +21,8 @@ import numpy as np
 from lcjax.checkpoints.bert_folder import BertTokenizer
 from lcjax.checkpoints.tokenizer import check_text
 from lcjax.data import DataConfig, Loader, TextSource, check_sources
-from lcjax.data.config import TextConfig
 from lcjax.data.corpus import Corpus, Documents, corpus_identity, open_split
+from lcjax.data.data_config import TextConfig
 from lcjax.data.files import FileCache, FileList, kind
 from lcjax.data.loader import batch_rows, concatenate, mixed_rows, read_elements
 from lcjax.data.readers import Document, JsonLinesReader, Reader, RecordFiles

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports it
     from lcjax.training.loop import run

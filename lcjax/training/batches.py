@@ -16,7 +16,7 @@ from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top
 from lcjax.models.memory import Memory
 from lcjax.parallel.sharding import LENGTH, ROWS, batch_sharding, row_axes
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 
 def put(local: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:

@@ -14,10 +14,10 @@ from lcjax.models import ModelConfig
 from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import batch_sharding, make_mesh, replicated
 from lcjax.training import batches, estimate, optim
-from lcjax.training.config import TrainConfig, trainable
 from lcjax.training.objective import language_model
 from lcjax.training.state import abstract_state
 from lcjax.training.step import jitted_step
+from lcjax.training.train_config import TrainConfig, trainable
 from lcjax.tree import flatten, split
 
 

@@ -15,13 +15,13 @@ from lcjax.cost.chips import Topology
 from lcjax.data import loader_bytes
 from lcjax.errors import InputError
 from lcjax.models import PRESETS, ModelConfig, preset
-from lcjax.models.config import HUB
+from lcjax.models.model_config import HUB
 from lcjax.parallel import sharding
 from lcjax.parallel.device_memory import check_estimate, usable_bytes
 from lcjax.parallel.sharding import Mesh, mesh_sizes
 from lcjax.storage import to_path
 from lcjax.training import batches
-from lcjax.training.config import TrainConfig, matcher, trainable
+from lcjax.training.train_config import TrainConfig, matcher, trainable
 
 # Fraction of the peak that Llama-like models of 7B reach on TPUs and GPUs in good conditions.
 MFU = 0.4

@@ -28,7 +28,7 @@ from lcjax.checkpoints.orbax_io import FOLDER, steps_in
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES
 from lcjax.config import ERROR
-from lcjax.data.config import RESUMABLE
+from lcjax.data.data_config import RESUMABLE
 from lcjax.errors import InputError
 from lcjax.files import (
     CHECKSUMS,
@@ -40,7 +40,7 @@ from lcjax.files import (
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
 from lcjax.storage import URLPath, check_regular, remove, to_path
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 from lcjax.tree import flatten
 
 CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from lcjax.parallel.device_memory import LAYER, STACK, put_back, to_device
-from lcjax.training.config import Rate, TrainSection, matcher
+from lcjax.training.train_config import Rate, TrainSection, matcher
 from lcjax.tree import flatten, nest, union
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]

@@ -16,9 +16,9 @@ from lcjax.models.layers import differentiable, with_gradients
 from lcjax.parallel.device_memory import is_offloaded
 from lcjax.parallel.sharding import replicated
 from lcjax.training import optim
-from lcjax.training.config import TrainConfig
 from lcjax.training.objective import Batch, Objective
 from lcjax.training.state import TrainState, state_shardings
+from lcjax.training.train_config import TrainConfig
 
 Info = dict[str, jax.Array]
 

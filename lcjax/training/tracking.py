@@ -18,7 +18,7 @@ from lcjax.files import atomic_file, write_whole
 from lcjax.parallel import distributed
 from lcjax.storage import AppendedFile, Staging, close_all, to_path
 from lcjax.training import folder as folder_lib
-from lcjax.training.config import Profile, TrackSection
+from lcjax.training.train_config import Profile, TrackSection
 
 Metrics = dict[str, float]
 _MEAN = 5  # reported losses in the mean of `plot_loss`

@@ -9,8 +9,8 @@ from lcjax.attention import Causal, ShiftedSparse
 from lcjax.checkpoints import ByteTokenizer, config_to_hf
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
-from lcjax.training import task
-from lcjax.training.config import TrainConfig
+from lcjax.training import training_task
+from lcjax.training.train_config import TrainConfig
 
 TINY = preset("tiny").replace(num_layers=1)
 TRAINED = TINY.replace(pattern=ShiftedSparse(group=8))
@@ -43,8 +43,10 @@ def test_an_export_has_full_attention():
 
 def test_held_out_text_is_scored_with_full_attention(monkeypatch):
     seen = []
-    monkeypatch.setattr(task, "language_model", lambda config, *a, **k: seen.append(config))
-    run = task.LanguageModelTask(TrainConfig(), None)
+    monkeypatch.setattr(
+        training_task, "language_model", lambda config, *a, **k: seen.append(config)
+    )
+    run = training_task.LanguageModelTask(TrainConfig(), None)
     run.model = TRAINED
     run.objective("validation")
     assert seen == [TINY]

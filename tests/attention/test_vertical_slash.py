@@ -16,7 +16,7 @@ from lcjax.errors import InputError
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.sampling import Sampling
 from lcjax.rope.rotation import no_rotation
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 T, HEADS, SIZE = 450, 4, 16
 PATTERN = VerticalSlash(vertical=40, slash=120)

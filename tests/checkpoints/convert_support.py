@@ -10,8 +10,8 @@ import pytest
 
 from lcjax.checkpoints import ByteTokenizer, hf_names, save_hf
 from lcjax.checkpoints.weights import DTYPES
-from lcjax.models.config import ModelConfig
 from lcjax.models.lora import LoRA
+from lcjax.models.model_config import ModelConfig
 from lcjax.rope import Default
 from lcjax.tree import nest
 

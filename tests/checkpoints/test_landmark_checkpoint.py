@@ -10,7 +10,7 @@ from convert_support import assert_same, edit_json, random_params, saved, tiny_c
 from safetensors.numpy import load_file, save_file
 
 from lcjax.attention.landmark.pattern import Landmark
-from lcjax.checkpoints import config_from_hf, config_to_hf, landmark
+from lcjax.checkpoints import config_from_hf, config_to_hf, landmark_token
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
@@ -94,7 +94,7 @@ def test_a_folder_with_stale_frequencies_gives_its_weights(tmp_path):
 def test_new_tokens_are_the_mean_of_the_old_ones(family):
     config = tiny_config(family)
     params = random_params(config)
-    grown, larger = landmark.with_new_tokens(params, config)
+    grown, larger = landmark_token.with_new_tokens(params, config)
     assert larger.vocab_size == 266
     table = grown["embed"]["embedding"]
     np.testing.assert_array_equal(table[:264], params["embed"]["embedding"])

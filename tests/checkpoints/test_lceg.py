@@ -15,7 +15,7 @@ from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.evaluation import reproduce
 from lcjax.rope import DynamicNTK, Linear, Yarn
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 BASE = {  # what transformers 4.35 writes for Llama-2-7B after a fine-tuning
     "_name_or_path": "/models/llama-2-7b-hf",

@@ -15,7 +15,7 @@ from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.training.config import NAMED_RULES, matcher
+from lcjax.training.train_config import NAMED_RULES, matcher
 
 
 def test_llama2_7b_has_its_published_size_and_cache():

@@ -12,7 +12,7 @@ from lcjax.data.prepare import PrepareConfig
 from lcjax.data.upsample import SLIMPAJAMA
 from lcjax.evaluation import reproduce, study
 from lcjax.retrieval import BuildConfig, ChunksConfig, WindowsConfig
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 FOLDER = Path(__file__).parents[2] / "configs" / "data"
 

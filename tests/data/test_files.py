@@ -13,8 +13,8 @@ from data_support import Bytes, make_texts, write_jsonl
 from lcjax.checkpoints.hub import find_checkpoint, find_encoder
 from lcjax.config import read_yaml
 from lcjax.data import DataConfig, documents, files, make_loader, prepare
-from lcjax.data.config import TextSource
 from lcjax.data.corpus import open_corpus
+from lcjax.data.data_config import TextSource
 from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 from lcjax.files import read_json, sha256

@@ -13,7 +13,7 @@ from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import load_tokenizer
 from lcjax.checkpoints.chat import ChatTokens
 from lcjax.data import ChatSource, DataConfig, Masking, TextSource, lengths, make_loader, scan
-from lcjax.data.config import LengthShare
+from lcjax.data.data_config import LengthShare
 from lcjax.errors import InputError
 
 

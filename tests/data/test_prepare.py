@@ -31,8 +31,8 @@ from lcjax.data import (
     prepare,
 )
 from lcjax.data import __main__ as command
-from lcjax.data.config import LengthShare
 from lcjax.data.corpus import check_outside_data, open_corpus
+from lcjax.data.data_config import LengthShare
 from lcjax.data.readers import unit_hash
 from lcjax.errors import InputError
 from lcjax.files import CHECKSUMS

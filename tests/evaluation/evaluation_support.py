@@ -18,7 +18,7 @@ from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.generation.sampling import GeneratedText
 from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import Continuation
-from lcjax.models.config import PRESETS
+from lcjax.models.model_config import PRESETS
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes

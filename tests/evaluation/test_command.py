@@ -130,7 +130,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(
         record["answer"] = f" 0{record['key']}"  # the number is right, its digits are not
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     before = path.read_bytes()
-    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", lambda _: ByteTokenizer())
     words = ["--model.path=somewhere", "--tasks.1.match=first_digits"]
     with pytest.raises(InputError, match="model affects the prompts"):
         score(copied, None, words)
@@ -165,7 +165,7 @@ def test_score_raises_input_error_for_settings_that_affect_prompts(copied, words
 
 
 def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undrawn, monkeypatch):
-    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", lambda _: ByteTokenizer())
     with_path(copied)
     report = score(copied, None, ["--tasks.1.name=again"])
     assert {cell["task"] for cell in report.cells} == {"perplexity_last_k", "again"}
@@ -216,7 +216,7 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn, monkeypatch
         lengths=(4000,), model=dataclasses.replace(config.model, path="somewhere"),
         run=dataclasses.replace(config.run, folder=str(tmp_path / "run")),
     )  # fmt: skip
-    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", lambda _: ByteTokenizer())
     files = make_data(config, tmp_path / "data")
     run(config, load=fake(trained=600))
     exported = export(results.read(tmp_path / "run"), ["longbench", "ruler"], tmp_path / "export")
@@ -229,7 +229,7 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn, monkeypatch
 
 
 def test_make_data_writes_the_prompts_of_a_run(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", lambda _: ByteTokenizer())
     path = dataclasses.replace(config.model, path="somewhere")
     with_path = dataclasses.replace(config, model=path)
     files = make_data(with_path, tmp_path)

@@ -175,7 +175,7 @@ def test_tasks_of_the_harness_are_also_compared_one_by_one():
 
 
 def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn, monkeypatch):
-    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", lambda _: ByteTokenizer())
     with_path(copied)
     out = copied.parent / "by_tokens"
     score(copied, out, ["--tasks.1.match=token_ids"])

@@ -31,7 +31,7 @@ from lcjax.evaluation import (
     run,
     study,
 )
-from lcjax.evaluation.config import apply_method, encoders
+from lcjax.evaluation.eval_config import apply_method, encoders
 from lcjax.evaluation.retrieval import RetrievalMethod, RetrievalWindowReader, RetrieverSection
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Unit

@@ -21,7 +21,7 @@ from lcjax.evaluation import (
     RunSection,
     run,
 )
-from lcjax.evaluation.config import apply_method
+from lcjax.evaluation.eval_config import apply_method
 from lcjax.generation.language_model import LanguageModel
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK, Linear

@@ -17,8 +17,8 @@ from lcjax import config as config_lib
 from lcjax.checkpoints.load import load_tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import command, reproduce, study
-from lcjax.evaluation.config import EvalConfig, corpora
-from lcjax.evaluation.lm_eval.task import LmEval
+from lcjax.evaluation.eval_config import EvalConfig, corpora
+from lcjax.evaluation.lm_eval.lm_eval_task import LmEval
 from lcjax.evaluation.report import published
 from lcjax.evaluation.report.published import Published, Row
 from lcjax.evaluation.run import check, limits_of, run

@@ -13,7 +13,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump, parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
-from lcjax.evaluation.config import sections
+from lcjax.evaluation.eval_config import sections
 from lcjax.evaluation.export import export, make_data
 from lcjax.evaluation.records import FORMAT, Store
 from lcjax.evaluation.results import read as read_run
@@ -391,7 +391,7 @@ def test_a_study_is_scored_again_with_the_tokenizers_of_its_models_and_keeps_its
             opened.append(path)
             return ByteTokenizer()
 
-        monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", tokenizer)
+        monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", tokenizer)
         report = score(moved, None, ["--tasks.0.match=token_ids"])
     own = [f"{moved}/trained/PI", f"{moved}/trained/PI_bf16"]
     assert opened == [f"{moved}/base", *own]
@@ -427,7 +427,7 @@ def test_another_tokenizer_of_the_config_is_the_one_that_answers_are_read_by(fol
         opened.append(path)
         return ByteTokenizer()
 
-    monkeypatch.setattr("lcjax.evaluation.config.load_tokenizer", tokenizer)
+    monkeypatch.setattr("lcjax.evaluation.eval_config.load_tokenizer", tokenizer)
     with only_the_run():
         run(config, load=fake(trained=1000))
         score(folder / "out")

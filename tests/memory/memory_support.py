@@ -15,8 +15,8 @@ from lcjax.memory import SharedLlmSection
 from lcjax.models import Decoder
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope.positions import PlainPositions
-from lcjax.training.config import trainable
 from lcjax.training.objective import language_model
+from lcjax.training.train_config import trainable
 from lcjax.tree import flatten, split
 
 TOLERANCE = 2e-5  # absolute, of float32 logits in exact products

@@ -22,9 +22,9 @@ from lcjax.models import preset
 from lcjax.models.distill import Distill
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import compile_only, estimate
-from lcjax.training.config import TrainConfig, trainable
 from lcjax.training.objective import language_model
 from lcjax.training.optim import schedule
+from lcjax.training.train_config import TrainConfig, trainable
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = ("encoder", "cross_attention")

@@ -19,7 +19,7 @@ from lcjax.memory import AutoCompressorSection, Beacon, BeaconSection
 from lcjax.models import Decoder, preset, unstack_layers
 from lcjax.models import cache as cache_lib
 from lcjax.rope import DynamicNTK
-from lcjax.training.config import matcher
+from lcjax.training.train_config import matcher
 from lcjax.tree import flatten, nest
 
 pytestmark = pytest.mark.usefixtures("exact_products")

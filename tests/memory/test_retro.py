@@ -23,8 +23,8 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.layers import LayerInputs
 from lcjax.models.memory import EncodedContext
 from lcjax.rope.rotation import no_rotation
-from lcjax.training.config import TrainConfig
 from lcjax.training.loop import run
+from lcjax.training.train_config import TrainConfig
 from lcjax.tree import flatten, nest
 
 pytestmark = pytest.mark.usefixtures("exact_products")

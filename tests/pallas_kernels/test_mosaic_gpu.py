@@ -17,7 +17,7 @@ import pytest
 from attention_oracle import Case, oracle, relative_error
 from mosaic_gpu_cases import CASES
 
-from pallas_kernels import causal, dispatch, flash, tuning
+from pallas_kernels import causal, dispatch, flash, nvidia
 from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.biases import Alibi
 from pallas_kernels.dispatch import BACKENDS, Backend, Operands, Spec
@@ -134,7 +134,7 @@ def test_other_gpus_are_rejected(kind):
      ((13, 0, 88), False), (None, False)],
 )  # fmt: skip
 def test_assemblers_that_miscompile_are_rejected(monkeypatch, version, refused):
-    monkeypatch.setattr(tuning, "assembler", lambda: version)
+    monkeypatch.setattr(nvidia, "assembler", lambda: version)
     with described():
         reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
     assert ("miscompile" in (reason or "")) == refused
@@ -148,7 +148,7 @@ def test_the_assembler_is_the_first_that_answers(monkeypatch, tmp_path):
         program.chmod(0o755)
     folders = [str(tmp_path / name) for name in ("none", "broken", "old", "new")]
     monkeypatch.setenv("PATH", os.pathsep.join(folders))
-    assert tuning.assembler.__wrapped__() == (12, 9, 41)
+    assert nvidia.assembler.__wrapped__() == (12, 9, 41)
 
 
 @pytest.mark.parametrize("names", [("rows", "heads"), ("tiles", "warpgroup")])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import causal, everything, prefix, tuning, window
+from pallas_kernels import causal, everything, nvidia, prefix, window
 from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.masks import (
@@ -94,7 +94,7 @@ def test_tables_per_head_lower(lists):
 def test_a_causal_mask_of_a_million_tokens_has_small_tables():
     q = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
     for kernel, q_block in (("forward", 768), ("d_queries", 512)):
-        tiles = tuning.mosaic_gpu(kernel, 64, capped=False)
+        tiles = nvidia.mosaic_gpu(kernel, 64, capped=False)
         table = _mosaic_gpu._table(tiles, q, q, Operands(), Spec(causal(), 1.0))
         assert (table.q_block, table.k_block) == (q_block, 512) and table.index.nbytes <= 2**24
 
@@ -108,7 +108,7 @@ def test_three_warpgroups_where_registers_hold_a_step_and_rows_need_little_paddi
     length, size, vectors, groups
 ):
     q = jax.ShapeDtypeStruct((1, length, 1, size), jnp.bfloat16)
-    tiles = tuning.mosaic_gpu("forward", size, capped=False, vectors=vectors)
+    tiles = nvidia.mosaic_gpu("forward", size, capped=False, vectors=vectors)
     tiling = _mosaic_gpu.make_tiling("forward", tiles, q, q, *_mosaic_gpu.blocks(tiles, q, q))
     assert tiling.groups == groups
     assert tiling.queries.padded <= max(17 / 16 * 128 * -(-length // 128), 128)

@@ -21,11 +21,11 @@ from pallas_kernels import (
     explain,
     flash,
     landmark_attention,
+    nvidia,
     prefix,
     self_check,
     tables,
     timings,
-    tuning,
     window,
 )
 from pallas_kernels.backends.mosaic_gpu import attention as mosaic_gpu
@@ -66,7 +66,7 @@ class Gpu:
     def become(self, kind: str, capability: str, processes: int = 1):
         device = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
         patch = self.monkeypatch.setattr
-        patch(tuning, "_device", lambda: device)
+        patch(nvidia, "_device", lambda: device)
         patch(dispatch, "platform", lambda: "cuda")
         patch(jax, "process_count", lambda: processes)
         patch(fused, "check_cudnn_version", lambda: 91100)
@@ -75,7 +75,7 @@ class Gpu:
         patch(fused, "is_cuda_compute_capability_equal", lambda other: other == capability)
         # They are written for a newer JAX than the oldest one.
         patch(mosaic_gpu, "_kernels", lambda: None)
-        patch(tuning, "assembler", lambda: (12, 9, 86))
+        patch(nvidia, "assembler", lambda: (12, 9, 86))
         patch(self_check, "command", self.command)
         patch(dispatch, "run", nothing)
         patch(timings, "driver", lambda: "550.54")
@@ -187,7 +187,7 @@ def test_unmeasured_gpus_run_the_first_kernel_that_supports_a_call(gpu, device):
         found = implementations(function, inputs, d_lse=True)
         assert found == ([wanted], [others.get(wanted, wanted)]), name
     # Each backend was checked once for each dtype.
-    checked = [(x, dtype) for dtype in self_check.DTYPES for x in tuning.order()]
+    checked = [(x, dtype) for dtype in self_check.DTYPES for x in nvidia.order()]
     assert sorted(gpu.started) == sorted(checked)
 
 
@@ -320,7 +320,7 @@ def test_a_described_gpu_gets_the_program_of_one_that_passes(gpu, monkeypatch):
     with jax.sharding.use_abstract_mesh(mesh):
         assert implementations(*CALLS["table"][:2]) == (["mosaic_gpu"], ["mosaic_gpu"])
     gpu.become(*H100)
-    monkeypatch.setattr(tuning, "_device", lambda: None)
+    monkeypatch.setattr(nvidia, "_device", lambda: None)
     with jax.sharding.use_abstract_mesh(mesh):
         assert implementations(*CALLS["causal"][:2]) == (["mosaic_gpu"], ["mosaic_gpu"])
     assert implementations(*CALLS["table"][:2]) == (["xla"], ["xla"])  # no GPU at all

@@ -18,9 +18,9 @@ from pallas_kernels import (
     explain,
     flash,
     landmark_attention,
+    nvidia,
     tables,
     timings,
-    tuning,
     window,
 )
 from pallas_kernels.dispatch import BACKENDS, Backend
@@ -74,7 +74,7 @@ def test_landmark_attention_is_a_kind_beside_its_own_blocks():
 def gpu(tmp_path, monkeypatch):
     """This process counts as one with an H200, whose kernels are constants; yields the folder."""
     monkeypatch.setenv(timings.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(tuning, "ORDER", {})  # nothing runs there without a measurement
+    monkeypatch.setattr(nvidia, "ORDER", {})  # nothing runs there without a measurement
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     for name, takes in {"quick": True, "quicker": False, "refusing": True}.items():
         module = types.ModuleType(f"measured_{name}")

@@ -21,7 +21,7 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
 from lcjax.generation.session import _read
 from lcjax.models import Decoder
 from lcjax.models.cache import abstract_cache
-from lcjax.models.config import PRESETS
+from lcjax.models.model_config import PRESETS
 from lcjax.rope import Rotation
 from pallas_kernels import (
     Alibi,

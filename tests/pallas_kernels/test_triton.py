@@ -19,15 +19,15 @@ from pallas_kernels import (
     everything,
     flash,
     keys_in,
+    nvidia,
     per_head,
     prefix,
     tables,
-    tuning,
     window,
 )
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.dispatch import BACKENDS, Backend, Constant, Operands, Spec
-from pallas_kernels.tuning import Tile
+from pallas_kernels.nvidia import Tile
 
 slow = pytest.mark.slow
 HEADS_APART = per_head((causal() & window(20), 1), (causal() & chunks(25), 3))
@@ -86,7 +86,7 @@ def interpreted(monkeypatch):
     module.tile = Tile(32, 16, 4, 1)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(BACKENDS, "interpreted", Backend(module.__name__, ("cpu",)))
-    monkeypatch.setattr(tuning, "triton", lambda *of: module.tile)
+    monkeypatch.setattr(nvidia, "triton", lambda *of: module.tile)
     yield module
     dispatch.run.clear_cache()
 
@@ -179,7 +179,7 @@ def inputs(size=64, dtype="bfloat16", heads=2, table=None, mask=causal(), bias=N
     ],
 )
 def test_unsupported_calls_return_reason(monkeypatch, change, reason):
-    monkeypatch.setattr(tuning, "architecture", lambda: "sm90")
+    monkeypatch.setattr(nvidia, "architecture", lambda: "sm90")
     if "table" in change:
         blocks = dict(zip(("q_block", "k_block"), change["table"], strict=True))
         change = change | {"table": tables.from_mask(causal(), queries=300, keys=300, **blocks)}
@@ -191,7 +191,7 @@ def test_kernels_run_when_selected_or_raise_the_reason(monkeypatch):
     arguments = inputs()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
-    monkeypatch.setattr(tuning, "architecture", lambda: "sm80")
+    monkeypatch.setattr(nvidia, "architecture", lambda: "sm80")
     assert "cuda" not in dict(dispatch.choose(None, *arguments))  # of no known kind
     assert dispatch.choose("triton", *arguments) == (("default", "triton"),)
     # A later version of JAX without Pallas-Triton.
@@ -212,5 +212,5 @@ def test_devices_that_are_described_are_known_by_name(kind, known):
     device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=None)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert tuning.architecture() == known
-    assert tuning.architecture() is None
+        assert nvidia.architecture() == known
+    assert nvidia.architecture() is None

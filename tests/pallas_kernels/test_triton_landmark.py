@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from landmark_cases import Case, build
 
-from pallas_kernels import dispatch, tuning
+from pallas_kernels import dispatch, nvidia
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.dispatch import Operands
 from pallas_kernels.landmark import older_spec
-from pallas_kernels.tuning import Tile
+from pallas_kernels.nvidia import Tile
 
 slow = pytest.mark.slow
-TILES = tuning.landmark
+TILES = nvidia.landmark
 CASES = landmark_cases.CASES | {
     "odd lengths, blocks of twenty-three, three heads per key head, anywhere": Case(
         t=45, s=92, block=23, heads=3, size=24, v_size=40, places=True
@@ -36,10 +36,10 @@ CASES = landmark_cases.CASES | {
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     """As if an H100 were there, with less in a step than it takes."""
-    monkeypatch.setattr(tuning, "architecture", lambda: "sm90")
-    monkeypatch.setattr(tuning, "LARGEST_EXACT", 256)
-    monkeypatch.setattr(tuning, "triton", lambda *of: Tile(32, 16, 4, 1))
-    monkeypatch.setattr(tuning, "landmark", lambda *of: Tile(32, 1, 4, 1))
+    monkeypatch.setattr(nvidia, "architecture", lambda: "sm90")
+    monkeypatch.setattr(nvidia, "LARGEST_EXACT", 256)
+    monkeypatch.setattr(nvidia, "triton", lambda *of: Tile(32, 16, 4, 1))
+    monkeypatch.setattr(nvidia, "landmark", lambda *of: Tile(32, 1, 4, 1))
     yield
     dispatch.run.clear_cache()
 
@@ -126,7 +126,7 @@ def test_nothing_is_read_above_the_diagonal():
     ],
 )
 def test_unsupported_calls_return_reason(monkeypatch, change, reason):
-    monkeypatch.setattr(tuning, "landmark", TILES)
+    monkeypatch.setattr(nvidia, "landmark", TILES)
     case = dataclasses.replace(Case(dtype="bfloat16"), **change)
     q, k = (
         jax.ShapeDtypeStruct((case.batch, length, heads, case.size), case.dtype)
@@ -145,7 +145,7 @@ def test_unsupported_calls_return_reason(monkeypatch, change, reason):
 
 
 def test_products_too_exact_for_registers_return_reason(monkeypatch):
-    monkeypatch.setattr(tuning, "LARGEST_EXACT", 16)
+    monkeypatch.setattr(nvidia, "LARGEST_EXACT", 16)
     arrays, operands, spec = build(Case(t=1, s=8))
     reason = _triton_landmark.unsupported(*arrays[:3], operands, spec)
     assert reason == "float32 heads of 32: above 16 registers are spilled"

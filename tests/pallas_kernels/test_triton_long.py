@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from attention_oracle import Case, inputs, oracle, relative_error, run
 
-from pallas_kernels import causal, decode, everything, tuning, window
+from pallas_kernels import causal, decode, everything, nvidia, window
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 
@@ -57,7 +57,7 @@ MEMORIES = {
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """`implementation="interpreted"` runs the kernels as for an H100."""
-    monkeypatch.setattr(tuning, "architecture", lambda: "sm90")
+    monkeypatch.setattr(nvidia, "architecture", lambda: "sm90")
     landmark_cases.register_interpreted(monkeypatch, _triton, _triton_landmark)
     yield
     jax.clear_caches()

@@ -19,7 +19,7 @@ from retrieval_support import WordEncoder, content, write_corpus
 
 import lcjax
 from lcjax.data import TextConfig, TextSource, Upsample, jobs
-from lcjax.data.config import TeacherSource
+from lcjax.data.data_config import TeacherSource
 from lcjax.errors import InputError
 from lcjax.files import seal
 from lcjax.retrieval import BuildConfig, Chunking, Datastore, Document, Sparse, build, build_store

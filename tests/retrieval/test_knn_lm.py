@@ -15,7 +15,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.config import parse
 from lcjax.data import TextConfig, TextSource, TokenSource
 from lcjax.errors import InputError
-from lcjax.evaluation.config import EvalConfig, apply_method
+from lcjax.evaluation.eval_config import EvalConfig, apply_method
 from lcjax.evaluation.run import check as check_config
 from lcjax.files import CHECKSUMS
 from lcjax.generation.language_model import LanguageModel

@@ -28,8 +28,8 @@ from lcjax.retrieval.datastore import EncoderSection
 from lcjax.retrieval.training import Contrastive, ContrastiveTask, TrainedEncoder, contrastive_loss
 from lcjax.retrieval.training_pairs import Crops, InverseCloze, PairRows, Records, open_pairs
 from lcjax.training import batches, loop, run
-from lcjax.training.config import EvalSection, RunSection, TrainConfig, TrainSection
 from lcjax.training.tracking import read
+from lcjax.training.train_config import EvalSection, RunSection, TrainConfig, TrainSection
 from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -18,7 +18,7 @@ from lcjax import config
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.rope import Default, NoRotation, Rope
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 ROPES = rope_examples(theta=1e4, length=16)

@@ -25,7 +25,7 @@ from lcjax.rope import Default
 from lcjax.training import folder as folder_lib
 from lcjax.training import run
 from lcjax.training.loop import Training
-from lcjax.training.task import LanguageModelTask
+from lcjax.training.training_task import LanguageModelTask
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "traced_once")
 OVERWRITE = {"existing": "overwrite"}

@@ -9,7 +9,7 @@ from lcjax import checkpoints
 from lcjax.attention import Landmark
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.landmark import with_landmark
+from lcjax.checkpoints.landmark_token import with_landmark
 from lcjax.checkpoints.run_folder import load_run
 from lcjax.data import DataConfig, make_loader
 from lcjax.errors import InputError

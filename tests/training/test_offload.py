@@ -23,10 +23,10 @@ from lcjax.parallel.device_memory import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import TrainConfig, compile_only, optim, run
-from lcjax.training.config import EvalSection, TrainSection, trainable
 from lcjax.training.objective import language_model
 from lcjax.training.state import init_state, state_shardings
 from lcjax.training.step import accumulate, train_step
+from lcjax.training.train_config import EvalSection, TrainSection, trainable
 from lcjax.tree import flatten, nest, split
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32, remat="full")

@@ -12,7 +12,7 @@ import pytest
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.training import optim
-from lcjax.training.config import Rate, RunSection, TrainConfig, TrainSection
+from lcjax.training.train_config import Rate, RunSection, TrainConfig, TrainSection
 from lcjax.tree import flatten, nest
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from lcjax.errors import InputError
-from lcjax.training.config import trainable
+from lcjax.training.train_config import trainable
 from lcjax.tree import flatten, split
 
 TREE = {

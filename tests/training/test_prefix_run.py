@@ -12,7 +12,7 @@ from lcjax.memory import AutoCompressorSection, BeaconSection, CepeSection
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
 from lcjax.training import run
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 from lcjax.tree import flatten
 
 BEACON = BeaconSection(chunk=16, ratio=8, ratios=(4, 8))

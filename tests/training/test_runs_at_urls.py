@@ -24,8 +24,8 @@ from lcjax.parallel.run_lock import LOCK
 from lcjax.storage import Staging, remove
 from lcjax.training import folder as folder_lib
 from lcjax.training import run
-from lcjax.training.config import Profile, TrackSection
 from lcjax.training.tracking import read
+from lcjax.training.train_config import Profile, TrackSection
 from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "traced_once")
@@ -161,7 +161,7 @@ import conftest, storage_support
 from training_support import compile_quickly, tiny
 import sys
 from lcjax.training import loop, run
-from lcjax.training.config import Profile, TrackSection
+from lcjax.training.train_config import Profile, TrackSection
 
 folder, corpus, programs = sys.argv[1:]
 compile_quickly(programs)
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_at_a_url_is_set_aside(corpus, reference):
 def test_a_store_that_cannot_be_written_raises_input_error_before_the_model_is_loaded(
     corpus, monkeypatch, store, tmp_path
 ):
-    monkeypatch.setattr("lcjax.training.task.build", None)  # would fail otherwise
+    monkeypatch.setattr("lcjax.training.training_task.build", None)  # would fail otherwise
     with pytest.raises(InputError, match=r"run.folder=http://127.0.0.1:9/run|onnect"):
         run(tiny("http://127.0.0.1:9/run", corpus))
     monkeypatch.setattr(type(store.fs), "pipe_file", denied)

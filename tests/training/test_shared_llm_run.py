@@ -10,7 +10,7 @@ from lcjax.data import Chunks
 from lcjax.errors import InputError
 from lcjax.memory import QueryAware, Random, SharedLlmSection
 from lcjax.training import run
-from lcjax.training.config import TrainConfig
+from lcjax.training.train_config import TrainConfig
 from lcjax.tree import flatten
 
 # Of the two layers the first reads the context; the paper trains it to, and all above.

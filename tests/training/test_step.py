@@ -17,10 +17,10 @@ from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shard
 from lcjax.rope import E2LLM, Clex, Default, NoRotation
 from lcjax.rope.positions import Bf16Positions, ClexPositions, E2Positions, PlainPositions
 from lcjax.training import optim
-from lcjax.training.config import TrainSection, trainable
 from lcjax.training.objective import language_model
 from lcjax.training.state import abstract_state, init_state, new_adapters
 from lcjax.training.step import accumulate, make_eval_step, microbatches, train_step
+from lcjax.training.train_config import TrainSection, trainable
 from lcjax.tree import flatten, split, union
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)

@@ -9,7 +9,6 @@ import pytest
 
 from lcjax.errors import InputError
 from lcjax.training import tracking
-from lcjax.training.config import Profile, TrackSection
 from lcjax.training.tracking import (
     JsonLines,
     Meter,
@@ -20,6 +19,7 @@ from lcjax.training.tracking import (
     plot_loss,
     read,
 )
+from lcjax.training.train_config import Profile, TrackSection
 
 
 def test_metrics_after_the_resumed_step_are_dropped(tmp_path):

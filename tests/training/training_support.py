@@ -8,8 +8,8 @@ import jax
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import DataConfig
 from lcjax.parallel.sharding import Mesh
-from lcjax.training.config import RunSection, TrainConfig, TrainSection
 from lcjax.training.tracking import read
+from lcjax.training.train_config import RunSection, TrainConfig, TrainSection
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "rat", "at", "dawn"]
 STEPS = 12

@@ -45,7 +45,7 @@ from lcjax.data.prepare import PrepareConfig
 from lcjax.data.teacher import TeacherConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import command as evaluation
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.parallel import distributed
 from lcjax.retrieval import BuildConfig, ChunksConfig
 from lcjax.retrieval import __main__ as retrieval_command

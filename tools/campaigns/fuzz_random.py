@@ -31,10 +31,10 @@ from lcjax import config as config_lib
 from lcjax.cost import __main__ as cost_command
 from lcjax.data import DataConfig
 from lcjax.data import __main__ as data_command
-from lcjax.data.config import TokenSource
+from lcjax.data.data_config import TokenSource
 from lcjax.data.loader import make_loader
 from lcjax.evaluation import command as evaluation
-from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.eval_config import EvalConfig
 from lcjax.models.loss import token_nll
 from lcjax.parallel import distributed
 from lcjax.pictures import __main__ as pictures_command

@@ -39,7 +39,7 @@ from lcjax.data import Chunks
 from lcjax.memory import AutoCompressorSection, CepeSection
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh
-from lcjax.training.config import EvalSection, TrainConfig
+from lcjax.training.train_config import EvalSection, TrainConfig
 
 END = 30  # seconds in which a process ends after its peer was killed
 LIMIT = 300  # seconds after which a start hangs

@@ -6,7 +6,7 @@ own programs: lm_eval.simple_evaluate(model=HarnessModel(lm), tasks=["piqa"]).
 
 from typing import Any
 
-from lcjax.evaluation.lm_eval.task import LmEval
+from lcjax.evaluation.lm_eval.lm_eval_task import LmEval
 
 __all__ = ["HarnessModel", "LmEval"]
 

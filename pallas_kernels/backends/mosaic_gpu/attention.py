@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import nvidia
 from pallas_kernels import online_softmax as online
-from pallas_kernels import tuning
 from pallas_kernels.dispatch import (
     unsupported_blocks,
     unsupported_dtypes,
@@ -179,9 +179,9 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 def _unsupported_here() -> str | None:
     """Returns why these kernels cannot run in this process for any inputs, or None."""
-    if tuning.capability() != 90:
+    if nvidia.capability() != 90:
         return "these kernels are for Hopper GPUs (compute capability 9.0)"
-    version = tuning.assembler()
+    version = nvidia.assembler()
     if version is not None and MISCOMPILING[0] <= version < MISCOMPILING[1]:
         text = ".".join(map(str, version))
         return f"ptxas {text} miscompiles these kernels; use that of CUDA 12.9.1 or later"
@@ -197,17 +197,17 @@ def _kernels():
     return importlib.import_module("pallas_kernels.backends.mosaic_gpu.kernels")
 
 
-def _table(tiles: tuning.Warpgroups, q, k, operands, spec):
+def _table(tiles: nvidia.Warpgroups, q, k, operands, spec):
     """Returns the blocks to visit, query-major; `tiles` are those of the kernel."""
     return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(tiles, q, k))
 
 
-def _tiles(kernel: str, q, v, operands, spec) -> tuning.Warpgroups:
+def _tiles(kernel: str, q, v, operands, spec) -> nvidia.Warpgroups:
     """Returns the warpgroups and tiles of a kernel for a call."""
     indices = operands.q_index, operands.k_index
     vectors = any(x is not None for x in indices) + (operands.q_segments is not None)
     size = max(q.shape[-1], v.shape[-1])
-    return tuning.mosaic_gpu(kernel, size, spec.soft_cap is not None, vectors)
+    return nvidia.mosaic_gpu(kernel, size, spec.soft_cap is not None, vectors)
 
 
 def _kernel_spec(kernel: str, q, k, v, operands, spec, table) -> KernelSpec:
@@ -289,7 +289,7 @@ def _wide(x):
     return jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) if padding else x
 
 
-def blocks(tiles: tuning.Warpgroups, q, k) -> tuple[int, int]:
+def blocks(tiles: nvidia.Warpgroups, q, k) -> tuple[int, int]:
     """Returns the sizes of a table's blocks, for calls without a table."""
     q_block = max(BLOCK, tile_of_length(q.shape[1], tiles.groups * ROWS))
     k_block = BLOCK
@@ -298,7 +298,7 @@ def blocks(tiles: tuning.Warpgroups, q, k) -> tuple[int, int]:
     return q_block, k_block
 
 
-def make_tiling(kernel: str, tiles: tuning.Warpgroups, q, k, q_block: int, k_block: int) -> Tiling:
+def make_tiling(kernel: str, tiles: nvidia.Warpgroups, q, k, q_block: int, k_block: int) -> Tiling:
     resident, streamed = tiles.groups * ROWS, tiles.streamed
     if kernel == D_KEYS:
         queries, keys = (

@@ -16,8 +16,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import nvidia
 from pallas_kernels import online_softmax as online
-from pallas_kernels import tuning
 from pallas_kernels.backends.triton import kernels
 from pallas_kernels.backends.triton.kernels import (
     LOG2_E,
@@ -96,7 +96,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 def unsupported_arrays(q, k, v) -> str | None:
     """Returns why no Triton kernel can run arrays of these shapes and dtypes, or None."""
-    if tuning.architecture() is None:
+    if nvidia.architecture() is None:
         return "no NVIDIA GPU of compute capability 8.0 or above is known to this process"
     if kernels.plt is None:
         return "this version of JAX has no Pallas-Triton"
@@ -104,8 +104,8 @@ def unsupported_arrays(q, k, v) -> str | None:
         return reason
     if (largest := max(q.shape[-1], v.shape[-1])) > LARGEST_HEAD:
         return f"the head size {largest} is above {LARGEST_HEAD}: registers would not hold a block"
-    if q.dtype == F32 and largest > tuning.LARGEST_EXACT:
-        return f"float32 heads of {largest}: above {tuning.LARGEST_EXACT} registers are spilled"
+    if q.dtype == F32 and largest > nvidia.LARGEST_EXACT:
+        return f"float32 heads of {largest}: above {nvidia.LARGEST_EXACT} registers are spilled"
     if max(q.shape[0], q.shape[2]) > LARGEST_GRID:
         return f"{q.shape[0]} rows of {q.shape[2]} heads are more than a grid's {LARGEST_GRID}"
     return None
@@ -137,7 +137,7 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     """Returns the static part of a kernel, and the operands besides q, k, v and residuals."""
     packed, transposed = kind == "decode", kind == "d_keys"
     busy = spec.soft_cap is not None or any(x is not None for x in operands[:5])
-    tile = tuning.triton(kind, next_power_of_two(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
+    tile = nvidia.triton(kind, next_power_of_two(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
     copies = q.shape[2] // k.shape[2] if packed else 1
     rows, keys, table = _table(q, k, operands, spec, tile, copies)
     block_lists = transpose(table, k.shape[1]) if transposed else table.lists()

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels import nvidia
 from pallas_kernels import online_softmax as online
-from pallas_kernels import tuning
 from pallas_kernels.backends.triton.attention import (
     list_operands,
     residuals,
@@ -81,7 +81,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 def _tile(kind: str, q, v, spec):
     size = next_power_of_two(max(q.shape[-1], v.shape[-1]))
-    return tuning.landmark(kind, size, next_power_of_two(spec.block), q.dtype)
+    return nvidia.landmark(kind, size, next_power_of_two(spec.block), q.dtype)
 
 
 def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):

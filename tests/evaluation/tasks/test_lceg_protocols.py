@@ -14,12 +14,11 @@ from lcjax import config as config_lib
 from lcjax.attention import Causal, Chunked, LMInfinite, SelfExtend
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import config as eval_config
-from lcjax.evaluation import reproduce, study
+from lcjax.evaluation import eval_config, reproduce, study
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.longbench import LongBench
-from lcjax.evaluation.tasks.ruler.task import TASKS as RULER_TASKS
-from lcjax.evaluation.tasks.ruler.task import Ruler
+from lcjax.evaluation.tasks.ruler.ruler import TASKS as RULER_TASKS
+from lcjax.evaluation.tasks.ruler.ruler import Ruler
 from lcjax.rope import NTK, DynamicNTK
 
 TABLES = [name for name in reproduce.names() if name.startswith("lceg/")]

@@ -17,9 +17,9 @@ from lcjax.errors import InputError
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.evaluation.tasks.ruler import Ruler
-from lcjax.evaluation.tasks.ruler import task as task_lib
+from lcjax.evaluation.tasks.ruler import ruler as task_lib
 from lcjax.evaluation.tasks.ruler.generators import DEPTHS, median_maximum
-from lcjax.evaluation.tasks.ruler.task import TASKS, clean_answer
+from lcjax.evaluation.tasks.ruler.ruler import TASKS, clean_answer
 from lcjax.evaluation.tasks.ruler.texts import Essays, read_templates
 
 # `tokens_to_generate` of upstream's `scripts/data/synthetic/constants.py`.

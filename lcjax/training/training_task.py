@@ -19,7 +19,7 @@ from lcjax.checkpoints.build import build, check_source
 from lcjax.checkpoints.hf_config import trained_for
 from lcjax.checkpoints.hf_names import is_fused
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
-from lcjax.checkpoints.landmark import with_landmark
+from lcjax.checkpoints.landmark_token import with_landmark
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.data import Loader, check_outside_data, check_sources, make_loader, scan
@@ -35,11 +35,11 @@ from lcjax.rope.positions import PlainPositions
 from lcjax.storage import to_path
 from lcjax.training import batches, estimate
 from lcjax.training import folder as folder_lib
-from lcjax.training.config import TrainConfig, trainable
 from lcjax.training.objective import Objective, language_model
 from lcjax.training.optim import to_float32
 from lcjax.training.state import new_adapters
 from lcjax.training.tracking import announce
+from lcjax.training.train_config import TrainConfig, trainable
 from lcjax.tree import flatten, nest, split, union
 
 

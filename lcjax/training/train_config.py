@@ -26,7 +26,7 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
 
 if TYPE_CHECKING:
-    from lcjax.training.task import Task
+    from lcjax.training.training_task import Task
 
 # Names of common rules. All other rules are regular expressions that are searched in the path.
 NAMED_RULES = {

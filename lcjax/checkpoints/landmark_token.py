@@ -15,7 +15,7 @@ from lcjax.checkpoints.tokenizer import GENERATION, Tokenizer, generation_config
 from lcjax.checkpoints.tokenizer_files import hf_tokenizer
 from lcjax.errors import InputError
 from lcjax.files import read_json, write_hf_json
-from lcjax.models.config import ModelConfig
+from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.sharding import param_shardings
 
