@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError, check_integer
-from lcjax.memory.base import MemorySection
 from lcjax.memory.prefix import (
     PrefixMemory,
     WindowReader,
@@ -33,7 +32,7 @@ from lcjax.memory.prefix import (
     init_embeddings,
     is_released,
 )
-from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
+from lcjax.models.memory import EncodedContext, Memory, MemorySection, ReadConfig, TensorRow
 from lcjax.models.model_config import ModelConfig
 
 # Tokens of a segment in the released evaluation (run/eval_llama.sh). No field of config.json has

@@ -30,7 +30,6 @@ from jaxtyping import Array, Bool, Float, Int
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, check_integer
-from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.prefix import (
     PrefixMemory,
     WindowReader,
@@ -47,7 +46,14 @@ from lcjax.models.layers import (
     Projections,
     collect_key_values,
 )
-from lcjax.models.memory import EncodedContext, Memory, ReadConfig, TensorRow
+from lcjax.models.memory import (
+    EncodedContext,
+    Memory,
+    MemorySection,
+    ReadConfig,
+    TensorRow,
+    add_to_readers,
+)
 from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import attention_layout
 

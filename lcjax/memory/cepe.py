@@ -24,7 +24,6 @@ from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal
 from lcjax.errors import InputError, check_integer
-from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.cross_attention import (
     RELEASED_CLASS,
     CrossAttention,
@@ -33,7 +32,15 @@ from lcjax.memory.cross_attention import (
     init_reader,
 )
 from lcjax.models.decoder import Decoder
-from lcjax.models.memory import EncodedContext, Memory, ReadConfig, WriteConfig, check_chunks
+from lcjax.models.memory import (
+    EncodedContext,
+    Memory,
+    MemorySection,
+    ReadConfig,
+    WriteConfig,
+    add_to_readers,
+    check_chunks,
+)
 from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import keep_tokens
 

@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int
 from lcjax.attention import Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, check_integer
-from lcjax.memory.base import init_on_mesh
 from lcjax.memory.context_tree import without_padding
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import Decoder, DecoderOutput
@@ -33,12 +32,13 @@ from lcjax.models.memory import (
     HF_FIELD,
     EncodedContext,
     Memory,
+    TrainingRows,
     VisibleKeys,
     check_chunks,
     token_axis,
 )
 from lcjax.models.model_config import ModelConfig
-from lcjax.parallel.sharding import LENGTH, attention_layout
+from lcjax.parallel.sharding import LENGTH, attention_layout, init_on_mesh
 from lcjax.rope import Rotation
 from pallas_kernels import flash
 
@@ -125,16 +125,16 @@ class PrefixMemory(Memory):
     def max_chunk_size(self) -> int:
         return self.chunk
 
-    def check_training_chunks(self, count: int, *, has_targets: bool, has_teacher: bool) -> None:
-        windows = self.gradient_windows
-        if windows and not has_targets and count % windows == 0:
+    def check_training(self, rows: TrainingRows) -> None:
+        windows, count = self.gradient_windows, rows.num_chunks
+        if windows and not rows.has_targets and count % windows == 0:
             raise InputError(
                 f"model.memory.gradient_segments={windows} lets no gradient of the loss reach the"
                 f" memory, because it divides data.chunks.count={count}; set"
                 " data.chunks.learned=true, or leave gradient_segments out"
             )
-        if has_teacher:
-            super().check_training_chunks(count, has_targets=has_targets, has_teacher=True)
+        # Targets in chunks are what the decoder reads itself, unless a teacher gives them.
+        super().check_training(rows._replace(has_targets=rows.has_targets and rows.has_teacher))
 
     def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
         return WindowEncoder(config, mesh)
@@ -146,9 +146,6 @@ class PrefixMemory(Memory):
     @property
     def is_prefix(self) -> bool:
         return True
-
-    def prefix_length(self, encoded: EncodedContext) -> Int[Array, "B 1"]:
-        return encoded.mask.sum(1, keepdims=True)
 
     def prefix_partials(
         self, q: Float[Array, "B T N H"], context: LayerInputs, mesh: jax.sharding.Mesh | None

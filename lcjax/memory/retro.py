@@ -39,7 +39,6 @@ from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal, order_indices
 from lcjax.errors import InputError, check_integer, check_integers
-from lcjax.memory.base import MemorySection, add_to_readers
 from lcjax.memory.cepe import ChunkEncoder
 from lcjax.memory.cross_attention import (
     CrossAttention,
@@ -49,7 +48,16 @@ from lcjax.memory.cross_attention import (
 )
 from lcjax.memory.shared_llm import lower_config, lower_params
 from lcjax.models.layers import LayerInputs
-from lcjax.models.memory import EncodedContext, Memory, ReadConfig, VisibleKeys, WriteConfig
+from lcjax.models.memory import (
+    EncodedContext,
+    Memory,
+    MemorySection,
+    ReadConfig,
+    TrainingRows,
+    VisibleKeys,
+    WriteConfig,
+    add_to_readers,
+)
 from lcjax.models.model_config import ModelConfig
 from pallas_kernels import chunks
 
@@ -87,18 +95,18 @@ class Retro(CrossAttentionMemory):
     def max_chunk_size(self) -> int:
         return self.neighbour_tokens
 
-    def check_training_chunks(self, count: int, **options: bool) -> None:
-        super().check_training_chunks(count, **options)
-        if count % self.neighbours:
+    def check_training(self, rows: TrainingRows) -> None:
+        super().check_training(rows._replace(retrieved=None))
+        if rows.num_chunks % self.neighbours:
             raise InputError(
-                f"data.chunks.count={count} must be a multiple of model.memory.neighbours="
-                f"{self.neighbours}, the number of passages for each chunk of the text"
+                f"data.chunks.count={rows.num_chunks} must be a multiple of"
+                f" model.memory.neighbours={self.neighbours}, the number of passages for each chunk"
+                " of the text"
             )
-
-    def check_retrieved(self, stride: int | None, num_passages: int) -> None:
-        if (stride, num_passages) != (self.chunk, self.neighbours):
+        if rows.retrieved not in (None, (self.chunk, self.neighbours)):
+            stride, count = rows.retrieved
             raise InputError(
-                f"the stored rows have {num_passages} passages for each"
+                f"the stored rows have {count} passages for each"
                 f" {f'{stride} tokens' if stride else 'row'}, and model.memory reads neighbours="
                 f"{self.neighbours} for each chunk={self.chunk} tokens; store rows with"
                 f" data.chunks.stride={self.chunk} and count={self.neighbours} x (data.length //"

@@ -29,7 +29,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from lcjax.attention import Causal
 from lcjax.errors import InputError, check_integer, check_one_of
-from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh
 from lcjax.memory.context_tree import (
     Policy,
     QueryAware,
@@ -54,12 +53,15 @@ from lcjax.models.layers import CollectKeyValues
 from lcjax.models.memory import (
     EncodedContext,
     Memory,
+    MemorySection,
     ReadConfig,
     TensorRow,
     WriteConfig,
+    add_to_readers,
     check_chunks,
 )
 from lcjax.models.model_config import ModelConfig
+from lcjax.parallel.sharding import init_on_mesh
 from lcjax.rope import Rotation
 
 PLACEMENTS = ("bottom", "top", "interleaved")
@@ -140,10 +142,6 @@ class SharedLlm(CrossAttentionMemory):
         """Returns a copy that splits nodes in the middle, without noise."""
         return dataclasses.replace(self, tree=dataclasses.replace(self.tree, noise=None))
 
-    @property
-    def query_dependent(self) -> bool:
-        return self.policy.query_dependent and self.tree.depth > 1
-
     def without_query(self) -> "SharedLlm":
         return dataclasses.replace(self, policy=Right())
 
@@ -152,7 +150,8 @@ class SharedLlm(CrossAttentionMemory):
 
     @property
     def encoder_inputs(self) -> tuple[str, ...]:
-        query = ("query", "has_query") if self.query_dependent else ()
+        is_asked = self.policy.query_dependent and self.tree.depth > 1
+        query = ("query", "has_query") if is_asked else ()
         return ("numbers", "tags", "path", "key", *query)
 
     def rotation(self) -> Rotation:

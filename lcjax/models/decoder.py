@@ -330,8 +330,8 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape[:2])
         absolute = positions  # for position embeddings, which a prefix memory does not shift
-        if memory is not None:
-            positions = positions + c.memory.prefix_length(memory)
+        if memory is not None and c.memory.is_prefix:
+            positions = positions + memory.mask.sum(1, keepdims=True)
         if cache is not None:
             cache, views = cache_lib.extend(cache, segments, positions)
             layers = cache.layers

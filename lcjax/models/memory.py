@@ -1,17 +1,24 @@
-"""The context outside a decoder's window, and the interface of the methods that encode it."""
+"""The context outside a decoder's window, and the interface of the methods that encode it.
+
+`Memory` is part of a model and of its checkpoints. `MemorySection`, the section `model.memory` of a
+config, adds a memory and its initial weights to a decoder without one.
+"""
 
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import draccus
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from draccus.utils import DraccusException
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_line
+from lcjax.parallel.sharding import init_on_mesh
+from lcjax.tree import union
 
 if TYPE_CHECKING:
     from lcjax.models.layers import LayerInputs
@@ -82,6 +89,17 @@ def token_axis(x: jax.Array) -> int:
     return 2 if x.ndim == 4 else 1
 
 
+class TrainingRows(NamedTuple):
+    """What the rows of a training give a memory to read."""
+
+    num_chunks: int  # chunks of a row
+    has_targets: bool = False  # whether the loss includes the tokens of the chunks
+    has_teacher: bool = False  # whether the loss is a divergence from a teacher
+    # Of stored rows with passages: tokens of the text between two searches (None: one search for
+    # the whole row), and passages of a search.
+    retrieved: tuple[int | None, int] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory(draccus.ChoiceRegistry, abc.ABC):
     """The method that encodes contexts and the layers that read them: `ModelConfig.memory`.
@@ -119,30 +137,15 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
                 f" made for; leave it out for {self.default_chunk_size}"
             )
 
-    def check_training_chunks(self, count: int, *, has_targets: bool, has_teacher: bool) -> None:
-        """Raises an InputError if the model cannot be trained with such chunks.
-
-        Args:
-          count: chunks of a row.
-          has_targets: whether the loss includes the tokens of the chunks.
-          has_teacher: whether the loss is a divergence from a teacher.
-        """
-        if has_targets:
+    def check_training(self, rows: TrainingRows) -> None:
+        """Raises an InputError if the model cannot be trained on such rows."""
+        if rows.has_targets:
             raise InputError(
                 "data.chunks.learned=true adds the tokens of chunks to the loss, which needs a"
                 " memory whose chunks the decoder itself reads (beacon, auto_compressor), and no"
                 " teacher (train.distill); leave it out"
             )
-
-    def check_retrieved(self, stride: int | None, num_passages: int) -> None:
-        """Raises an InputError if the memory cannot read the passages of stored rows.
-
-        Args:
-          stride: `data.chunks.stride`, tokens of the text between two searches; None: one search
-            for the whole row.
-          num_passages: passages per search.
-        """
-        if stride is not None:
+        if rows.retrieved is not None and (stride := rows.retrieved[0]) is not None:
             raise InputError(
                 f"data.chunks.stride={stride}: the passages of each part of a row would be read by"
                 " all of its tokens; store rows with stride: null, or set model.memory.type=retro"
@@ -174,8 +177,8 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def query_dependent(self) -> bool:
-        """Whether the encoding depends on a question, the encoder's input `query`."""
-        return False
+        """Whether the encoding depends on a question."""
+        return "query" in self.encoder_inputs
 
     def without_query(self) -> "Memory":
         """Returns a copy with the query-independent policy and the same output shapes."""
@@ -236,7 +239,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the context precedes the text in one sequence of positions."""
+        """Whether the filled slots precede the text in one sequence of positions."""
         return False
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
@@ -261,10 +264,6 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def attention_module(self) -> type[nn.Module] | None:
         """The class of the layers' self-attention module; None: `lcjax.models.layers.Attention`."""
         return None
-
-    def prefix_length(self, encoded: EncodedContext) -> Int[Array, "B 1"] | int:
-        """Returns the number of positions that the context occupies before the text."""
-        return 0
 
     def prefix_partials(
         self, q: Float[Array, "B T N H"], context: "LayerInputs", mesh: jax.sharding.Mesh | None
@@ -368,6 +367,85 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         None: the released code reads all settings correctly.
         """
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySection(draccus.ChoiceRegistry, abc.ABC):
+    """Options of a memory that is added to a decoder without one.
+
+    A checkpoint with a memory contains its options (`Memory`) instead.
+    """
+
+    # Checkpoint or preset of the encoder; None: the encoder is made of the decoder's weights.
+    encoder: ClassVar[str | None] = None
+
+    @abc.abstractmethod
+    def memory(self, config: "ModelConfig", encoder: "ModelConfig | None" = None) -> Memory:
+        """Returns the memory of a decoder.
+
+        Args:
+          config: config of the decoder.
+          encoder: config of the encoder `self.encoder`, if it is not None.
+        """
+
+    @abc.abstractmethod
+    def init_params(
+        self,
+        params: dict,
+        config: "ModelConfig",
+        encoder: dict | None,
+        mesh: jax.sharding.Mesh | None,
+    ) -> dict:
+        """Returns `params` with the initial weights of the memory.
+
+        Args:
+          params: parameters of the decoder.
+          config: config of the decoder, its memory included.
+          encoder: parameters of the encoder `self.encoder`, if it is not None.
+          mesh: the devices of the new weights.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the section as plain values, including `type`."""
+        return {"type": self.get_choice_name(type(self))} | dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> "MemorySection":
+        """Restores a section from the values of `to_dict`.
+
+        Fields without a type are those of CEPE, as older runs wrote them.
+        """
+        try:
+            return draccus.decode(MemorySection, {"type": "cepe"} | fields)
+        except DraccusException as error:
+            raise InputError(
+                f"the settings {fields} of a memory cannot be read ({one_line(error)}); import"
+                " the module that registers its types first"
+            ) from None
+
+
+def add_to_readers(
+    params: dict,
+    config: "ModelConfig",
+    init_layer: Callable[[dict], dict],
+    mesh: jax.sharding.Mesh | None,
+) -> dict:
+    """Returns `params` with new weights in every reader layer.
+
+    Args:
+      params: parameters of the decoder.
+      config: config of the decoder, its memory included.
+      init_layer: (parameters of a layer) -> additional parameters of this layer.
+      mesh: the devices of the new weights.
+    """
+    reads = config.memory.reader_layers(config.num_layers)
+    names = [f"layers_{i}" for i, layer_reads in enumerate(reads) if layer_reads]
+    names = ["layers"] if "layers" in params else names
+
+    def init(layers):  # copies arrays, so that trained weights share no buffer with frozen ones
+        return {name: jax.tree.map(jnp.copy, init_layer(layer)) for name, layer in layers.items()}
+
+    return union(params, init_on_mesh(init, {name: params[name] for name in names}, mesh))
 
 
 def check_memory(memory: Memory | None) -> None:

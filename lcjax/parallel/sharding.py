@@ -412,3 +412,11 @@ def gradient_reduce_scatter(
     if math.prod(mesh.shape[axis] for axis in spread_over(gradient)) <= _HIDDEN:
         return None
     return ReduceScatter(mesh, tokens, gradient)
+
+
+def init_on_mesh(
+    init: Callable[[dict], dict], params: dict, mesh: jax.sharding.Mesh | None
+) -> dict:
+    """Returns `init(params)`, computed on `mesh` with the shardings of the sharding rules."""
+    shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=shardings)(params)

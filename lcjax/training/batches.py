@@ -14,7 +14,7 @@ from lcjax.data.stored_rows import StoredFiles
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top
-from lcjax.models.memory import Memory
+from lcjax.models.memory import Memory, TrainingRows
 from lcjax.parallel.sharding import LENGTH, ROWS, batch_sharding, row_axes
 from lcjax.training.train_config import TrainConfig
 
@@ -72,11 +72,11 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
             f" of model.memory was trained to read; set it to {limit} or less"
         )
     memory.check_chunk(chunks.length, "data.chunks.length")
-    memory.check_training_chunks(
-        chunks.count, has_targets=chunks.learned, has_teacher=config.train.distill is not None
-    )
+    retrieved = None
     if chunks.text == "retrieved":
-        memory.check_retrieved(chunks.stride, chunks.num_passages(config.data.length))
+        retrieved = chunks.stride, chunks.num_passages(config.data.length)
+    has_teacher = config.train.distill is not None
+    memory.check_training(TrainingRows(chunks.count, chunks.learned, has_teacher, retrieved))
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:

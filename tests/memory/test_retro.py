@@ -21,7 +21,7 @@ from lcjax.memory.retro import default_layers, last_tokens
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
 from lcjax.models.layers import LayerInputs
-from lcjax.models.memory import EncodedContext
+from lcjax.models.memory import EncodedContext, TrainingRows
 from lcjax.rope.rotation import no_rotation
 from lcjax.training.loop import run
 from lcjax.training.train_config import TrainConfig
@@ -405,7 +405,7 @@ def test_bad_settings_are_one_line(changes, words):
 def test_chunks_that_are_no_multiple_of_the_neighbours_raise_input_error():
     memory = tiny_model(SECTION)[0].config.memory
     with pytest.raises(InputError, match="data.chunks.count=3 must be a multiple"):
-        memory.check_training_chunks(3, has_targets=False, has_teacher=False)
+        memory.check_training(TrainingRows(3))
 
 
 @pytest.mark.parametrize(
