@@ -49,11 +49,8 @@ CIRCLES = [
         *("lcjax.checkpoints", "lcjax.checkpoints.build", "lcjax.checkpoints.load"),
         "lcjax.checkpoints.run_folder",
     },
-    {"lcjax.data.corpus", "lcjax.data.seqio_source"},
-    {f"lcjax.training.{name}" for name in ("batches", "estimate", "folder", "optim", "state")}
-    | {f"lcjax.training.{name}" for name in ("tracking", "train_config", "training_task")},
+    {"lcjax.training.train_config", "lcjax.training.training_task"},
     {"lcjax.evaluation.plots", "lcjax.evaluation.task"},
-    {"lcjax.serve.app", "lcjax.serve.command"},
 ]
 
 # Who may import what: everywhere else these libraries are an implementation detail.

@@ -26,8 +26,6 @@ from lcjax.data.chunks import cut_context, fit_document, hide_context, segment_p
 from lcjax.data.corpus import (
     Corpus,
     Documents,
-    StreamedCorpus,
-    Tokenise,
     all_empty,
     corpus_identity,
     derived_seed,
@@ -45,6 +43,7 @@ from lcjax.data.data_config import (
 )
 from lcjax.data.files import LRUCache
 from lcjax.data.readers import is_reported, unit_hash
+from lcjax.data.streams import StreamedCorpus, Tokenise
 from lcjax.data.token_files import check_ids
 from lcjax.errors import InputError, check_arguments
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
 from lcjax.checkpoints.long_text import encode_long
-from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
+from lcjax.data.corpus import check_outside_data, derived_seed, source_files
 from lcjax.data.data_config import NOT_CONTENT, ON_BAD_TEXT, TOKENS, Source, TextConfig, TextSource
 from lcjax.data.jobs import (
     WHY_LOCAL,
@@ -32,6 +32,7 @@ from lcjax.data.jobs import (
     worker_pool,
 )
 from lcjax.data.readers import Document, SourceFiles
+from lcjax.data.streams import order
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields, check_seed

@@ -15,9 +15,9 @@ import numpy as np
 
 from lcjax.data.chat import PromptAnswer
 from lcjax.data.chunks import Chunks
-from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.data.data_config import SeqioSource, TextConfig
 from lcjax.data.readers import decode, unit_hash
+from lcjax.data.streams import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.errors import InputError, check_one_of, install_command, one_line
 
 # Two tokenizers count as equal if they give equal ids to these words, digits, scripts and code.

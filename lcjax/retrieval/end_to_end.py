@@ -64,10 +64,10 @@ from lcjax.rope.positions import PlainPositions
 from lcjax.storage import local_path, to_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
+from lcjax.training.language_modelling import LanguageModelTask, split_trained
 from lcjax.training.objective import Objective, target_nll
 from lcjax.training.tracking import announce
 from lcjax.training.train_config import RetrieverTraining, TrainConfig, matcher
-from lcjax.training.training_task import LanguageModelTask, split_trained
 from lcjax.tree import union
 
 RETRIEVER = "retriever"  # the first part of the paths of the encoder's parameters

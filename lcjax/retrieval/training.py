@@ -43,11 +43,12 @@ from lcjax.retrieval.training_pairs import PairRows, Pairs, Records, open_pairs
 from lcjax.storage import to_path
 from lcjax.training import batches
 from lcjax.training import folder as folder_lib
+from lcjax.training.language_modelling import split_trained
 from lcjax.training.objective import Objective
 from lcjax.training.state import new_adapters
 from lcjax.training.tracking import announce
 from lcjax.training.train_config import RetrieverTraining, TrainConfig, TrainSection
-from lcjax.training.training_task import Task, split_trained
+from lcjax.training.training_task import Task
 from lcjax.tree import flatten, union
 
 # Fields of `data` that describe rows of a language model

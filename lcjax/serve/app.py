@@ -28,10 +28,10 @@ from lcjax.checkpoints.hf_config import announced_length
 from lcjax.errors import InputError, one_line
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
-from lcjax.serve.command import ServeConfig
 from lcjax.serve.contexts import Context, ContextStore, NotFoundError, make_context
 from lcjax.serve.engine import Call, Engine, Row, Task
 from lcjax.serve.protocol import Answer, Plan, Reader, Vocabulary, read_json, write_json
+from lcjax.serve.serve_config import ServeConfig
 
 MAX_BODY = 64 * 2**20  # bytes of a request
 MAX_BODIES = 4 * MAX_BODY  # bytes of all requests that are not converted yet

@@ -32,6 +32,7 @@ from lcjax.parallel.sharding import make_mesh, replicated
 from lcjax.progress import compiling
 from lcjax.training import batches, optim
 from lcjax.training import folder as folder_lib
+from lcjax.training.language_modelling import make_task
 from lcjax.training.state import TrainState, abstract_state, init_state
 from lcjax.training.step import jitted_step, make_eval_step
 from lcjax.training.tracking import (
@@ -46,7 +47,7 @@ from lcjax.training.tracking import (
     read,
 )
 from lcjax.training.train_config import TrainConfig
-from lcjax.training.training_task import Task, make_task
+from lcjax.training.training_task import Task
 from lcjax.tree import flatten
 
 _MAX_SKIPS = 20  # non-finite steps in a row after which the run stops, as it will not recover

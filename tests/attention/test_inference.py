@@ -9,7 +9,7 @@ from lcjax.attention import Causal, ShiftedSparse
 from lcjax.checkpoints import ByteTokenizer, config_to_hf
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
-from lcjax.training import training_task
+from lcjax.training import language_modelling
 from lcjax.training.train_config import TrainConfig
 
 TINY = preset("tiny").replace(num_layers=1)
@@ -44,9 +44,9 @@ def test_an_export_has_full_attention():
 def test_held_out_text_is_scored_with_full_attention(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        training_task, "language_model", lambda config, *a, **k: seen.append(config)
+        language_modelling, "language_model", lambda config, *a, **k: seen.append(config)
     )
-    run = training_task.LanguageModelTask(TrainConfig(), None)
+    run = language_modelling.LanguageModelTask(TrainConfig(), None)
     run.model = TRAINED
     run.objective("validation")
     assert seen == [TINY]

@@ -18,8 +18,8 @@ from lcjax.models import LayerKind, lora
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import NTK, Default, DynamicNTK, Linear, NoRotation
+from lcjax.training.language_modelling import LanguageModelTask
 from lcjax.training.train_config import TrainConfig, TrainSection
-from lcjax.training.training_task import LanguageModelTask
 from lcjax.tree import split
 
 

@@ -11,7 +11,8 @@ from data_support import Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax import config as configs
 from lcjax.data import DataConfig, Share, TextSource, Upsample, documents, make_loader
-from lcjax.data.corpus import open_corpus, order
+from lcjax.data.corpus import open_corpus
+from lcjax.data.streams import order
 from lcjax.data.upsample import SLIMPAJAMA, Selection
 from lcjax.errors import InputError
 

@@ -43,9 +43,9 @@ from lcjax.retrieval.token_batches import LengthLimit
 from lcjax.retrieval.training import TrainedEncoder
 from lcjax.training import batches, run
 from lcjax.training import folder as training_folder
+from lcjax.training.language_modelling import make_task
 from lcjax.training.tracking import read
 from lcjax.training.train_config import EvalSection, RunSection, TrainConfig, TrainSection
-from lcjax.training.training_task import make_task
 from lcjax.tree import flatten, nest
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -10,8 +10,9 @@ import time
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation.language_model import LanguageModel
 from lcjax.serve.app import Server
-from lcjax.serve.command import ServeConfig, bind
+from lcjax.serve.command import bind
 from lcjax.serve.connections import HttpServer
+from lcjax.serve.serve_config import ServeConfig
 
 
 class Client:

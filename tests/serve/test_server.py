@@ -35,10 +35,11 @@ from lcjax.memory import BeaconSection, CepeSection, SharedLlmSection
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import DynamicNTK, Yarn
 from lcjax.serve import command
-from lcjax.serve.command import ServeConfig, _expand_model_options, main
+from lcjax.serve.command import _expand_model_options, main
 from lcjax.serve.contexts import Context, ContextStore, NotFoundError
 from lcjax.serve.engine import Task
 from lcjax.serve.protocol import Reader
+from lcjax.serve.serve_config import ServeConfig
 
 LENGTH = 4096
 

@@ -14,8 +14,8 @@ from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
+from lcjax.training.language_modelling import LanguageModelTask
 from lcjax.training.tracking import read
-from lcjax.training.training_task import LanguageModelTask
 from lcjax.tree import flatten, split
 
 BOTH = ("encoder", "cross_attention")

@@ -83,7 +83,7 @@ def test_a_run_that_does_not_fit_is_refused_in_one_line_before_anything_is_loade
 ):
     words = ["--model.preset=tiny", "--train.batch_size=512", "--data.length=1024"]
     words += [f"--data.path={__file__}", f"--run.folder={tmp_path}"]
-    mesh, load = make_mesh(Mesh()), "lcjax.training.training_task.build"
+    mesh, load = make_mesh(Mesh()), "lcjax.training.language_modelling.build"
 
     def lines(*more):
         config = config_lib.parse(TrainConfig, [*words, *more])

@@ -24,8 +24,8 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default
 from lcjax.training import folder as folder_lib
 from lcjax.training import run
+from lcjax.training.language_modelling import LanguageModelTask
 from lcjax.training.loop import Training
-from lcjax.training.training_task import LanguageModelTask
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "traced_once")
 OVERWRITE = {"existing": "overwrite"}

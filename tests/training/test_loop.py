@@ -26,9 +26,9 @@ from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
+from lcjax.training.language_modelling import LanguageModelTask
 from lcjax.training.tracking import read
 from lcjax.training.train_config import EvalSection, Rate, TrackSection, TrainConfig
-from lcjax.training.training_task import LanguageModelTask
 from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "traced_once")

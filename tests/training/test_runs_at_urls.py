@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_at_a_url_is_set_aside(corpus, reference):
 def test_a_store_that_cannot_be_written_raises_input_error_before_the_model_is_loaded(
     corpus, monkeypatch, store, tmp_path
 ):
-    monkeypatch.setattr("lcjax.training.training_task.build", None)  # would fail otherwise
+    monkeypatch.setattr("lcjax.training.language_modelling.build", None)  # would fail otherwise
     with pytest.raises(InputError, match=r"run.folder=http://127.0.0.1:9/run|onnect"):
         run(tiny("http://127.0.0.1:9/run", corpus))
     monkeypatch.setattr(type(store.fs), "pipe_file", denied)

@@ -15,7 +15,7 @@ from lcjax.memory import CepeSection
 from lcjax.models import preset
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 from lcjax.training import batches, loop, run
-from lcjax.training.training_task import LanguageModelTask
+from lcjax.training.language_modelling import LanguageModelTask
 
 CHUNKS = {"length": 24, "chunks": Chunks(count=4, length=4), "document_mask": False}
 WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
