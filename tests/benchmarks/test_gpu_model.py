@@ -1,5 +1,6 @@
 """`benchmarks.gpu.model` at tiny sizes on a CPU: what it measures, keeps and prints."""
 
+import io
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -65,47 +67,6 @@ def test_the_attention_of_a_peer_computes_the_same():
 
 MEASURED = {"tokens_per_second": 2.0, "range": [1.0, 3.0], "attention": {"xla": []}}
 MEASURED |= {"rows": 1, "remat": "dots", "mfu": None, "peak_gb": 1.0, "compile_s": 1.0}
-# A run whose first case takes no time, and whose second one does not end.
-WAITS = """
-import json, sys, time
-from benchmarks.gpu import model
-
-def supervise(command, jobs, **_):
-    for job in jobs:
-        if job["name"] not in events:
-            time.sleep(600)
-        yield {"job": job["name"]}
-        yield events[job["name"]]
-
-events, model.supervise = json.loads(sys.argv[1]), supervise
-model.main(sys.argv[2:])
-"""
-
-
-def test_a_killed_run_goes_on_with_the_cases_that_have_no_record(tmp_path, capsys):
-    words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
-    decoded = MEASURED | {"bandwidth_share": None, "prefill": 2.0}
-    # The machine is described as it is, since only records of one setup are compared.
-    events = {"about": {"about": records.describe()}, "decode tiny 64 lcjax": {"record": decoded}}
-    command = [sys.executable, "-c", WAITS, json.dumps(events), *words]
-    file, run = tmp_path / "cpu.json", subprocess.Popen(command, cwd=ROOT)
-    try:
-        while not file.exists() and run.poll() is None:
-            time.sleep(0.05)
-    finally:
-        run.kill()
-        run.wait()
-    first = json.loads(file.read_text())["cases"]
-    assert list(first) == ["decode tiny 64 lcjax"]
-    assert model.main(words) == 0  # in processes that measure
-    printed = capsys.readouterr()
-    assert "1 cases are to be measured" in printed.err
-    cases = json.loads(file.read_text())["cases"]
-    assert list(cases) == ["decode tiny 64 lcjax", "decode tiny 64 jax.nn xla"]
-    assert cases["decode tiny 64 lcjax"] == first["decode tiny 64 lcjax"], "it was not done again"
-    peer = cases["decode tiny 64 jax.nn xla"]
-    assert peer["about"]["platform"] == "cpu" and "jax.nn xla" in peer["attention"]
-    assert "### Decoding" in printed.out and "x as fast |" in printed.out
 
 
 @pytest.mark.slow
@@ -142,12 +103,35 @@ def children(monkeypatch):
             started.append(job["name"])
             yield {"job": job["name"], "code": code}
             for event in events[job["name"]]:
+                if "stopped" in event:
+                    raise event["stopped"]
                 yield event | ({"lost": job["name"]} if "lost" in event else {})
                 if "left" in event:
                     return
 
     monkeypatch.setattr(model, "supervise", supervise)
     return events, started
+
+
+def test_a_stopped_run_goes_on_with_the_cases_that_have_no_record(children, tmp_path, capsys):
+    events, started = children
+    words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
+    decoded = MEASURED | {"bandwidth_share": None, "prefill": 2.0}
+    peer, own = "decode tiny 64 jax.nn xla", "decode tiny 64 lcjax"
+    events |= {own: [{"record": decoded}], peer: [{"stopped": KeyboardInterrupt()}]}
+    with pytest.raises(KeyboardInterrupt):
+        model.main(words)
+    file = tmp_path / "cpu.json"
+    first = json.loads(file.read_text())["cases"]
+    assert list(first) == [own]
+    events |= {own: [], peer: [{"record": decoded}]}
+    started.clear()
+    assert model.main(words) == 0 and started == ["about", peer]
+    printed = capsys.readouterr()
+    assert "1 cases are to be measured" in printed.err
+    cases = json.loads(file.read_text())["cases"]
+    assert list(cases) == [own, peer] and cases[own] == first[own], "it was not done again"
+    assert "### Decoding" in printed.out and "x as fast |" in printed.out
 
 
 HANGS = [{"begins": "compiling"}, {"lost": "x", "step": None, "why": "silent for 180 s"}]
@@ -178,12 +162,13 @@ def test_failed_and_outdated_cases_are_done_again_only_if_asked(children, tmp_pa
     assert cases["train tiny 64 lcjax"]["reason"] == reason
     peer = cases["train tiny 64 jax.nn xla"]
     unchanged = peer["about"]["jax"], peer["code"]
-    for jax, code in (unchanged, ("of another JAX", peer["code"]), ("0", {"lcjax/models": "old"})):
-        peer["about"]["jax"], peer["code"] = jax, code
+    old = {"lcjax/models": "old"}
+    for version, code in (unchanged, ("of another JAX", peer["code"]), ("0", old)):
+        peer["about"]["jax"], peer["code"] = version, code
         (tmp_path / "cpu.json").write_text(json.dumps({"cases": cases}))
         started.clear()
         assert model.main([*words, "--outdated"]) == 0
-        assert ("train tiny 64 jax.nn xla" in started) == ((jax, code) != unchanged)
+        assert ("train tiny 64 jax.nn xla" in started) == ((version, code) != unchanged)
     now = json.loads((tmp_path / "cpu.json").read_text())["cases"]["train tiny 64 jax.nn xla"]
     assert now["before"] == {"tokens_per_second": 2.0, "peak_gb": 1.0, "commit": "abc"}
 
@@ -196,42 +181,41 @@ def test_cases_share_processes_unless_their_peak_memory_is_compared():
     assert names(tiny) == [["lcjax", "jax.nn xla"]] * 2 + [["full"], ["cepe"], ["shared_llm"]]
 
 
-WORKER = """
-import itertools, sys
-from benchmarks.gpu import model, model_runs
-peaks = iter([3e9, 2e9, 5e9])
-model_runs.measure = lambda case, begin: {}
-model_runs.peak_bytes = lambda: next(peaks)
-model_runs.release = lambda: None
-model.main(["--worker", "--tiny"])
-"""
+@pytest.fixture
+def worker(monkeypatch, capsys):
+    """Returns a function that does jobs as a child does and returns its events."""
+    peaks = iter([3e9, 2e9, 5e9])
+    for name, fake in {
+        "measure": lambda case, begin: {}, "peak_bytes": lambda: next(peaks),
+        "release": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(model_runs, name, fake)
+    for name in ("register_event_duration_secs_listener", "register_event_listener"):
+        monkeypatch.setattr(jax.monitoring, name, lambda listener: None)
+
+    def events(jobs: list[dict]) -> list[dict]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(jobs) + "\n"))
+        capsys.readouterr()
+        model.main(["--worker", "--tiny"])
+        lines = capsys.readouterr().out.splitlines()
+        return [json.loads(line.removeprefix(MARK)) for line in lines]
+
+    return events
 
 
-def events_of_a_worker(jobs: list[dict]) -> list[dict]:
-    run = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        input=json.dumps(jobs) + "\n",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line.removeprefix(MARK)) for line in run.stdout.splitlines()]
-
-
-def test_of_cases_in_one_process_the_peak_is_known_only_where_it_rises():
+def test_of_cases_in_one_process_the_peak_is_known_only_where_it_rises(worker):
     names = [name for name in TINY if not name.startswith("train")][:3]
-    events = events_of_a_worker([{"name": name, "by": 1e9, "end": 1e9} for name in names])
+    events = worker([{"name": name, "by": 1e9, "end": 1e9} for name in names])
     assert [x["record"]["peak_gb"] for x in events if "record" in x] == [3.0, None, 5.0]
     planned = record("train 1.1b 16384 lcjax", tokens_per_second=1.0) | {"peak_gb": None}
     assert model_report._costs(planned | {"plan_gb": 33.0})[0] == "33.0"
 
 
-def test_no_case_begins_after_its_part_or_without_the_time_that_it_needs():
+def test_no_case_begins_after_its_part_or_without_the_time_that_it_needs(worker):
     late, short = {"by": 0, "end": 1e9}, {"by": 1e9, "end": time.monotonic() + 30}
     for limits in (late, short):
         jobs = [{"name": name} | limits for name in TINY]
-        assert events_of_a_worker(jobs) == [{"left": list(TINY)}]
+        assert worker(jobs) == [{"left": list(TINY)}]
 
 
 def test_a_failure_is_of_the_code_that_ran_until_then():
