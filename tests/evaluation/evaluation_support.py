@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import re
+import types
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,33 @@ class BigramModel(Scorer):
             answer = f" {digits[-1]}." if digits else " unknown"
             answers.append(GeneratedText(answer, tuple(self.tokenizer.encode(answer)), "length"))
         return answers
+
+
+class NotingModel:
+    """A model with a memory that notes the arguments of its calls in `given`."""
+
+    def __init__(self, trained=4096, chunk=256):
+        memory = types.SimpleNamespace(
+            default_chunk_size=chunk, max_chunk_size=10**6, is_prefix=False, by_chunk=False,
+            check_chunk=lambda size, key: None,
+        )  # fmt: skip
+        self.config = types.SimpleNamespace(max_length=trained, memory=memory)
+        self.tokenizer, self.given = ByteTokenizer(), []
+
+    def with_method(self, **changes):
+        self.length = changes["length"]
+        return self
+
+    def encode_contexts(self, contexts, chunk):
+        return contexts, chunk
+
+    def nll(self, tokens, *, context, **options):
+        self.given.append((tokens, context, options))
+        return np.ones(tokens.shape, np.float32)
+
+    def generate(self, prompts, sampling, *, context=None):
+        self.given.append((prompts, context, {}))
+        return [""] * len(prompts)
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ def test_results_at_a_url_are_those_of_a_local_folder(config, monkeypatch, capsy
 
 
 def test_a_killed_evaluation_at_a_url_resumes(config, store):
+    config = dataclasses.replace(config, lengths=(12,))
     run(config, load=fake())
     expected = content(Path(config.run.folder))[0]
     with dying_at(None) as counts:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation_support import ByteTokenizer, records, texts
+from evaluation_support import NotingModel, records, texts
 from retrieval_support import WORDS, WordEncoder, write_bert
 from tiny_lm import ids, sharp_lm
 
@@ -56,41 +56,12 @@ def score(lm):
     return lambda config: run(config, load=lambda section: lm)
 
 
-class Noting:
-    """A model that notes what it is given."""
-
-    def __init__(self, trained=4096):
-        memory = types.SimpleNamespace(
-            default_chunk_size=256,
-            is_prefix=False,
-            by_chunk=False,
-            check_chunk=lambda size, key: None,
-        )
-        self.config = types.SimpleNamespace(max_length=trained, memory=memory)
-        self.tokenizer, self.given = ByteTokenizer(), []
-
-    def with_method(self, **changes):
-        self.length = changes["length"]
-        return self
-
-    def encode_contexts(self, contexts, chunk):
-        return contexts, chunk
-
-    def nll(self, tokens, *, context, **options):
-        self.given.append((tokens, context, options))
-        return np.ones(tokens.shape, np.float32)
-
-    def generate(self, prompts, sampling, *, context):
-        self.given.append((prompts, context, {}))
-        return [""] * len(prompts)
-
-
 @pytest.mark.parametrize(
     ("length", "decoder", "chunks"),
     [(4096, 2048, 8), (8192, 4096, 16), (32_768, 4096, 112), (131_072, 4096, 496)],
 )
 def test_windows_are_cut_as_in_the_papers_table(length, decoder, chunks):
-    model, tokens = Noting(), np.arange(length)[None]
+    model, tokens = NotingModel(), np.arange(length)[None]
     split = ContextSplit().reader(model, length)
     nll = split.nll(tokens, first=length - 256, lengths=np.array([length]))
     ((read, (context, chunk), options),) = model.given
@@ -106,7 +77,7 @@ def test_windows_are_cut_as_in_the_papers_table(length, decoder, chunks):
     [(0, []), (1, [16]), (2, [16, 16]), *((count, [4, 16, 16]) for count in (3, 4, 5, 9))],
 )
 def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
-    model, tokens = Noting(), np.arange(50)[None]
+    model, tokens = NotingModel(), np.arange(50)[None]
     split = ContextSplit(decoder=14, chunk=16, chunks=count).reader(model, 50)
     split.nll(tokens, first=40, lengths=[50])
     ((_, (context, _), _),) = model.given
@@ -117,14 +88,14 @@ def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
 
 
 def test_a_decoder_that_reads_the_whole_window_has_no_context():
-    model = Noting()
+    model = NotingModel()
     ContextSplit(decoder=10**6).reader(model, 50).nll(np.arange(50)[None], first=1, lengths=[50])
     ((tokens, (context, _), options),) = model.given
     assert tokens.shape == (1, 50) and context == [[]] and options["first"] == 1
 
 
 def test_prompts_leave_room_for_new_tokens_in_the_decoder():
-    model = Noting()
+    model = NotingModel()
     split = ContextSplit(decoder=20, chunk=16).reader(model, 60)
     split.generate([list(range(50)), list(range(8))], Sampling(max_new_tokens=10))
     ((prompts, (context, _), _),) = model.given
@@ -137,7 +108,7 @@ def test_prompts_leave_room_for_new_tokens_in_the_decoder():
 def test_chunks_end_where_sentences_end_and_the_decoder_begins_with_one():
     text = "One is it. Two! " + "x" * 25 + " Is it so? Yes, it is. And so on it goes. The end."
     question = "\nWhat?"
-    model = Noting()
+    model = NotingModel()
     ids = model.tokenizer.encode(text + question)
     split = ContextSplit(decoder=40, chunk=16, sentences=True).reader(model, len(ids) + 5)
     prompts = split.with_movable([[(0, len(text))]], [()])
@@ -161,7 +132,7 @@ def unit(index, document):
 
 def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
     units = [unit(i, i // 2) for i in range(8)]
-    split = ContextSplit(decoder=32, chunk=8, source="foreign").reader(Noting(), 64)
+    split = ContextSplit(decoder=32, chunk=8, source="foreign").reader(NotingModel(), 64)
     foreign = importlib.import_module("lcjax.evaluation.run")._with_foreign_context
     seen = set()
     for own in units:
@@ -174,7 +145,7 @@ def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
         np.testing.assert_array_equal(foreign(split, own, units, 0).tokens, tokens)
         seen |= set(documents.tolist())
     assert seen == {0, 1, 2, 3}
-    own_context = ContextSplit(decoder=32).reader(Noting(), 64)
+    own_context = ContextSplit(decoder=32).reader(NotingModel(), 64)
     assert foreign(own_context, units[0], units, 0).tokens is units[0].tokens
     with pytest.raises(InputError, match="all windows are of one"):
         foreign(split, units[0], units[:2], 0)
@@ -270,7 +241,7 @@ def test_replug_weighs_the_chunks_of_a_window_by_the_vectors_of_an_encoder(lm, c
 
 def test_scores_of_chunks_are_products_with_the_first_tokens_after_them():
     encoder, split = WordEncoder(), ReplugSplit(decoder=40, chunk=24, query_tokens=12)
-    model = Noting()
+    model = NotingModel()
     reader = SplitModel(model, split, 40, 24, encoder)
     encode, words = model.tokenizer.encode, ["river stone", "silver window", "winter"]
     chunks, text = [np.array(encode(word)) for word in words], "garden river or winter"
@@ -401,7 +372,7 @@ def test_perplexity_uses_the_retrieved_passages(config, lm, score, store):
     assert len(set(cells.values())) == 4
 
 
-class NotingReader(Noting):
+class NotingReader(NotingModel):
     """Notes which texts are searched for."""
 
     def nll(self, tokens, *, searched, **options):
@@ -482,72 +453,35 @@ def test_cells_state_the_number_of_passages_of_the_decoder(config, score, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            lambda: {"methods": (Method("a", context=ContextSplit(), replug=ReplugSplit()),)},
-            "sets .* only one can be set",
-        ),
-        (lambda: {"methods": (Method("a", context=ContextSplit(source="mine")),)}, "source='mine'"),
-        (
-            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(how="front")),)},
-            "how='front'",
-        ),
-        (
-            lambda: {"methods": (Method("a", retrieval=RetrievalMethod()),), "tasks": (Passkey(),)},
-            r"methods\.0\.retrieval\.retriever\.folder='' is no folder",
-        ),
-        (
-            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(RetrieverSection("."))),)},
-            r"^\. holds no datastore",
-        ),
-        (
-            lambda: {"methods": (Method("a", replug=ReplugSplit(), retrieval=RetrievalMethod()),)},
-            "sets replug and retrieval, of which",
-        ),
-        (
-            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(source="foreign")),)},
-            "needs retr",
-        ),
-        (
-            lambda: {"methods": (Method("a", retrieval=RetrievalMethod(source="mine")),)},
-            "source='mine'",
-        ),
-        (lambda: {"methods": (Method("a", context=ContextSplit(decoder=0)),)}, "decoder=0"),
-        (
-            lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=0)),)},
-            "^replug.chunk=0 must",
-        ),
-        (
-            lambda: {"methods": (Method("a", replug=ReplugSplit(source="mine")),)},
-            "^replug.source='mine'",
-        ),
-        (
-            lambda: {"methods": (Method("a", context=ContextSplit()),), "tasks": (Perplexity(),)},
-            "protocol=slide_press scores tokens that the decoder of the method a does",
-        ),
-        (
-            lambda: {
-                "methods": (Method("a", context=ContextSplit()),),
-                "model": ModelSection(preset="tiny"),
-            },
-            "no memory",
-        ),
-        (lambda: {"tasks": (Perplexity(),)}, "use protocol=last_k"),
-        (
-            lambda: {
-                "methods": (Method("a", context=ContextSplit(source="foreign")),),
-                "tasks": (Passkey(),),
-            },
-            "passkey has prompts, and the method a reads chunks of other documents",
-        ),
-        (lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=48)),)}, "at most 47"),
-        (lambda: {"methods": (Method("a", context=ContextSplit(chunk=65)),)}, "chunk=65"),
+    ("method", "changes", "words"),
+    [  # fields of the method, which may raise themselves, and of the config
+        (lambda: {"context": ContextSplit(), "replug": ReplugSplit()}, {}, "only one can be set"),
+        (lambda: {"replug": ReplugSplit(), "retrieval": RetrievalMethod()}, {},
+         "sets replug and retrieval, of which"),
+        (lambda: {"context": ContextSplit(source="mine")}, {}, "source='mine'"),
+        (lambda: {"context": ContextSplit(decoder=0)}, {}, "decoder=0"),
+        (lambda: {"context": ContextSplit(chunk=65)}, {}, "chunk=65"),
+        (lambda: {"context": ContextSplit()}, {"tasks": (Perplexity(),)},
+         "protocol=slide_press scores tokens that the decoder of the method a does"),
+        (lambda: {"context": ContextSplit()}, {"model": ModelSection(preset="tiny")}, "no memory"),
+        (lambda: {"context": ContextSplit(source="foreign")}, {"tasks": (Passkey(),)},
+         "passkey has prompts, and the method a reads chunks of other documents"),
+        (lambda: {"replug": ReplugSplit(chunk=0)}, {}, "^replug.chunk=0 must"),
+        (lambda: {"replug": ReplugSplit(chunk=48)}, {}, "at most 47"),
+        (lambda: {"replug": ReplugSplit(source="mine")}, {}, "^replug.source='mine'"),
+        (lambda: {"retrieval": RetrievalMethod(how="front")}, {}, "how='front'"),
+        (lambda: {"retrieval": RetrievalMethod(source="mine")}, {}, "source='mine'"),
+        (lambda: {"retrieval": RetrievalMethod(source="foreign")}, {}, "needs retr"),
+        (lambda: {"retrieval": RetrievalMethod(RetrieverSection("."))}, {},
+         r"^\. holds no datastore"),
+        (lambda: {"retrieval": RetrievalMethod()}, {"tasks": (Passkey(),)},
+         r"methods\.0\.retrieval\.retriever\.folder='' is no folder"),
+        (dict, {"tasks": (Perplexity(),)}, "use protocol=last_k"),
     ],
-)
-def test_invalid_contexts_raise_input_error(config, score, changes, words):
+)  # fmt: skip
+def test_invalid_contexts_raise_input_error(config, score, method, changes, words):
     with pytest.raises(InputError, match=words) as caught:
-        own = dataclasses.replace(config, **changes())
+        own = dataclasses.replace(config, methods=(Method("a", **method()),), **changes)
         (score if own.model == TINY else run)(own)
     assert "\n" not in str(caught.value)
 

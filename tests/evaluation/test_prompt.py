@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from evaluation_support import BlankInFront, ByteTokenizer
+from evaluation_support import BlankInFront, ByteTokenizer, NotingModel
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError
@@ -139,30 +139,6 @@ def test_longbenchs_own_cut_keeps_both_halves_of_the_text_and_counts_bos():
     assert found == ("abcdefghij" * 10)[:24] + ("abcdefghij" * 10)[-25:] and lost == 51
 
 
-class Noting:
-    """A model that notes what it is given."""
-
-    def __init__(self):
-        memory = types.SimpleNamespace(
-            default_chunk_size=8,
-            is_prefix=False,
-            by_chunk=False,
-            check_chunk=lambda size, key: None,
-        )
-        self.config = types.SimpleNamespace(max_length=4096, memory=memory)
-        self.tokenizer, self.given = TOKENIZER, []
-
-    def with_method(self, **changes):
-        return self
-
-    def encode_contexts(self, contexts, chunk):
-        return contexts
-
-    def generate(self, prompts, sampling, context=None):
-        self.given.append((prompts, context))
-        return [""] * len(prompts)
-
-
 def read(ids):
     return TOKENIZER.decode(ids)
 
@@ -173,10 +149,10 @@ def read(ids):
 )
 def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept, chunks, unread):
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 12, demo=["c" * 5]))
-    model, decoder = Noting(), len(prompt.ids) + 6 - 17
+    model, decoder = NotingModel(), len(prompt.ids) + 6 - 17
     split = ContextSplit(decoder=decoder, chunk=8, chunks=kept).reader(model, 100)
     generate(split, [prompt], Sampling(max_new_tokens=6))
-    (((ids,), (context,)),) = model.given
+    (((ids,), ((context,), _), _),) = model.given
     assert ids[0] == 0 and len(ids) + 6 == decoder
     assert read(ids) == "Be brief.Read." + "b" * 7 + "c" * 5 + "\nWho?\nAnswer:"
     assert [read(chunk) for chunk in context] == chunks
@@ -186,10 +162,10 @@ def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept
 def test_a_decoder_without_room_for_instruction_and_question_raises_input_error():
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12))
     fixed = len(prompt.ids) - 12 + 6
-    split = ContextSplit(decoder=fixed - 1, chunk=8).reader(Noting(), 100)
+    split = ContextSplit(decoder=fixed - 1, chunk=8).reader(NotingModel(), 100)
     with pytest.raises(InputError, match="leaves no room"):
         generate(split, [prompt], Sampling(max_new_tokens=6))
-    split = ContextSplit(decoder=fixed, chunk=8).reader(Noting(), 100)
+    split = ContextSplit(decoder=fixed, chunk=8).reader(NotingModel(), 100)
     generate(split, [prompt], Sampling(max_new_tokens=6))
 
 
@@ -205,7 +181,7 @@ def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
     prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
     short = PromptEncoder(TOKENIZER).prompt(segments("b"))
     decoder = len(prompt.ids) + 2 - 14
-    split = ReplugSplit(decoder=decoder, chunk=8).reader(Noting(), 100)
+    split = ReplugSplit(decoder=decoder, chunk=8).reader(NotingModel(), 100)
     generate(split, [prompt, short], Sampling(max_new_tokens=2))
     first, second = given["prompts"]
     assert read(first) == "bb\nWho?\nAnswer:" and second == short.ids.tolist()
@@ -242,10 +218,10 @@ HEAD = "Read.<demo0><demo1>"
 def test_the_decoder_reads_demonstrations_and_the_best_passages_and_the_memory_whole_others(
     settings, text, chunks
 ):
-    prompt, model = question(), Noting()
+    prompt, model = question(), NotingModel()
     split = ContextSplit(**{"decoder": 80, "chunk": 8, **settings}).reader(model, 200)
     generate(split, [prompt], Sampling(max_new_tokens=3))
-    (((ids,), (context,)),) = model.given
+    (((ids,), ((context,), _), _),) = model.given
     assert read(ids) == HEAD + text + "Who?" and ids[0] == 0
     assert [read(chunk) for chunk in context] == chunks
     unread = len(prompt.ids) - len(ids) - sum(map(len, context))
@@ -255,7 +231,7 @@ def test_the_decoder_reads_demonstrations_and_the_best_passages_and_the_memory_w
 
 
 def test_demonstrations_that_leave_the_decoder_no_room_raise_input_error():
-    split = ContextSplit(decoder=27, chunk=8).reader(Noting(), 200)
+    split = ContextSplit(decoder=27, chunk=8).reader(NotingModel(), 200)
     with pytest.raises(InputError, match="leaves no room"):
         generate(split, [question()], Sampling(max_new_tokens=4))
 
@@ -273,7 +249,7 @@ def test_every_pass_of_replug_has_the_demonstrations_and_one_passage(monkeypatch
     fake = types.SimpleNamespace(generate=write)
     monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda *args: given.update(a=args) or fake)
     split = ReplugSplit(decoder=80, chunk=8, temperature=0.5, marginal="sequence").reader(
-        Noting(), 200
+        NotingModel(), 200
     )
     generate(split, [question(3, scores)], Sampling(max_new_tokens=2))
     assert [read(ids) for ids in given["prompts"]] == ["Who?"]

@@ -72,237 +72,139 @@ LCEG_DATA_SETS = {
     for name in names.split()
 } | {"Average": {"field": "value", "length": 32768}}  # fmt: skip
 
+
+def by(part: str, **names: str) -> dict[str, dict[str, str]]:
+    """Names whose keys have another `part`."""
+    return {name: {part: value} for name, value in names.items()}
+
+
 # CEPE's names of domains and of ablations.
 DOMAINS = {
-    "arxiv": "domain:arxiv",
-    "book": "domain:book",
-    "c4": "domain:c4",
-    "cc": "domain:common_crawl",
-    "github": "domain:github",
-    "stackex": "domain:stackexchange",
-    "wiki": "domain:wikipedia",
-}
-ABLATIONS = {
-    "CEPE": {"method": "full"},
-    "w/ RetDoc": {"method": "retdoc"},
-    "w/ RP Only": {"method": "cat_only"},
-    "w/ AB Only": {"method": "filter_only"},
-    "w/ Frozen Encoder": {"method": "frozen_encoder"},
-    "w/ Random Encoder": {"method": "random_encoder"},
-    "w/ No Warmup": {"method": "no_warmup"},
-    "w/ No Copy Init": {"method": "no_warmup"},  # table 13's name of the same row
-}
+    "arxiv": "domain:arxiv", "book": "domain:book", "c4": "domain:c4", "cc": "domain:common_crawl",
+    "github": "domain:github", "stackex": "domain:stackexchange", "wiki": "domain:wikipedia",
+}  # fmt: skip
+ABLATIONS = by("method", **{
+    "CEPE": "full", "w/ RetDoc": "retdoc", "w/ RP Only": "cat_only", "w/ AB Only": "filter_only",
+    "w/ Frozen Encoder": "frozen_encoder", "w/ Random Encoder": "random_encoder",
+    "w/ No Warmup": "no_warmup", "w/ No Copy Init": "no_warmup",  # table 13's name of this row
+})  # fmt: skip
+LONGBENCH_MEAN = {"task": "mean of longbench_en, longbench_zh", "field": "flat"}
 # Tables that have another file than that of their name, or other names for tasks, rows or columns.
 PLACES = {
     # LCEG
     "lceg/table4": Place("lceg/table4", LCEG_DATA_SETS | {"base": {"length": 4096}}),
     "lceg/table11": Place("lceg/table4", LCEG_DATA_SETS),
     **{
-        f"lceg/table{12 + i}": Place(
-            "lceg/table3",
-            {name: {"field": task, "length": 4096 << i} for name, task in RULER_TASKS.items()},
-        )
+        f"lceg/table{12 + i}": Place("lceg/table3", {
+            name: {"field": task, "length": 4096 << i} for name, task in RULER_TASKS.items()
+        })
         for i in range(5)
     },
     # CEPE
-    "cepe/table2": Place(
-        "cepe/table2",
-        {f"{n}:{d}": {"field": f} for n in (2048, 4096, 7168, 14848) for d, f in DOMAINS.items()},
-    ),
-    "cepe/table3": Place(
-        "cepe/table3",
-        {
-            "llama2_2": {"task": "icl_2", "method": "llama2"},
-            "llama2_40": {"task": "icl_40", "method": "llama2"},
-            "cepe_20": {"task": "icl_20", "method": "cepe"},
-            "cepe_40": {"task": "icl_40", "method": "cepe"},
-        },
-    ),
-    "cepe/table4": Place(
-        "cepe/table4",
-        {
-            "LLAMA-2-CHAT|2K": {"method": "llama2_chat", "length": 2048},
-            "LLAMA-2-CHAT|4K": {"method": "llama2_chat", "length": 4096},
-            "LLAMA-2-32K INSTRUCT|32K": {"method": "llama2_32k_instruct", "length": 32768},
-            "+ CEPED|2K + 2K": {"method": "ceped", "length": 4096},
-            "ceped": {"length": 32768},
-            "|2K + All": {"method": "ceped, all tokens", "length": 32768},
-        },
-    ),
-    "cepe/table5": Place(
-        "cepe/table5",
-        {"code_parrot": {"task": "mean of code_parrot, arxiv, book, pg19, proof_pile"}},
-    ),
-    "cepe/table7": Place(
-        "cepe/table7",
-        {
-            f"{data}_{count}": {"task": "many" if count > 20 else "few"}
-            for data in ("nq", "triviaqa", "popqa")
-            for count in (1, 5, 10, 15, 20, 30, 60)
-        },
-    ),
+    "cepe/table2": Place("cepe/table2", {
+        f"{n}:{d}": {"field": f} for n in (2048, 4096, 7168, 14848) for d, f in DOMAINS.items()
+    }),
+    "cepe/table3": Place("cepe/table3", {
+        f"{method}_{count}": {"task": f"icl_{count}", "method": method}
+        for method, count in (("llama2", 2), ("llama2", 40), ("cepe", 20), ("cepe", 40))
+    }),
+    "cepe/table4": Place("cepe/table4", {
+        "LLAMA-2-CHAT|2K": {"method": "llama2_chat", "length": 2048},
+        "LLAMA-2-CHAT|4K": {"method": "llama2_chat", "length": 4096},
+        "LLAMA-2-32K INSTRUCT|32K": {"method": "llama2_32k_instruct", "length": 32768},
+        "+ CEPED|2K + 2K": {"method": "ceped", "length": 4096},
+        "ceped": {"length": 32768},
+        "|2K + All": {"method": "ceped, all tokens", "length": 32768},
+    }),
+    "cepe/table5": Place("cepe/table5", by(
+        "task", code_parrot="mean of code_parrot, arxiv, book, pg19, proof_pile"
+    )),
+    "cepe/table7": Place("cepe/table7", {
+        f"{data}_{count}": {"task": "many" if count > 20 else "few"}
+        for data in ("nq", "triviaqa", "popqa")
+        for count in (1, 5, 10, 15, 20, 30, 60)
+    }),
     "cepe/table12": Place("cepe/table5", ABLATIONS),
-    "cepe/table13": Place(
-        "cepe/table5_retrieval",
-        {
-            **ABLATIONS,
-            **{d: {"task": "rag_lm", "field": f} for d, f in DOMAINS.items()},
-            "avg": {"task": "rag_lm"},
-            # The heading says 2,048 tokens and k = 0; the numbers are those of k = 8 in table 2.
-            "2048": {"length": 4096},
-        },
-    ),
-    "cepe/table14": Place(
-        "cepe/table14",
-        {
-            f"{tokens}{field}": {"length": length, "field": field, "task": task}
-            for tokens, length, task in (
-                ("4K:", 4096, "zeroscrolls"),
-                ("16K:", 16384, "zeroscrolls"),
-                ("", 32768, "zeroscrolls"),
-                ("All:", 265216, "all_tokens"),
-            )
-            for field in (
-                "narrative_qa",
-                "qasper",
-                "quality",
-                "gov_report",
-                "summ_screen_fd",
-                "qmsum",
-            )
-        },
-    ),
+    "cepe/table13": Place("cepe/table5_retrieval", {
+        **ABLATIONS,
+        **{d: {"task": "rag_lm", "field": f} for d, f in DOMAINS.items()},
+        "avg": {"task": "rag_lm"},
+        # The heading says 2,048 tokens and k = 0; the numbers are those of k = 8 in table 2.
+        "2048": {"length": 4096},
+    }),
+    "cepe/table14": Place("cepe/table14", {
+        f"{tokens}{field}": {"length": length, "field": field, "task": task}
+        for tokens, length, task in (
+            ("4K:", 4096, "zeroscrolls"), ("16K:", 16384, "zeroscrolls"),
+            ("", 32768, "zeroscrolls"), ("All:", 265216, "all_tokens"),
+        )
+        for field in (
+            "narrative_qa", "qasper", "quality", "gov_report", "summ_screen_fd", "qmsum"
+        )
+    }),
     # SharedLLM
-    "sharedllm/table1": Place(
-        "sharedllm/table1",
-        {
-            "StreamingLLM": {"method": "streaming"},
-            "AutoCompressor": {"method": "auto_compressor"},
-            "LongAlpaca-16K": {"method": "longalpaca_16k"},
-            "LongChat-32K": {"method": "longchat_32k"},
-            "Activation Beacon": {"method": "beacon"},
-        },
-    ),
-    "sharedllm/table2": Place(
-        "sharedllm/table2",
-        {
-            "LLaMA-2-7B (4K)": {"method": "llama2"},
-            "LLaMA-2-32K": {"method": "llama2_32k"},
-            "YaRN-2-128K": {"method": "yarn_128k"},
-        },
-    ),
-    "sharedllm/table3": Place(
-        "sharedllm/table3",
-        {
-            "LM-Infinite": {"method": "lm_infinite"},
-            "StreamingLLM": {"method": "streaming"},
-            "InfLLM": {"method": "inf_llm"},
-        },
-    ),
-    "sharedllm/table4": Place(
-        "sharedllm/table4",
-        {
-            "Llama-2-7B-Chat": {"method": "llama2_chat"},
-            "LongAlpaca": {"method": "longalpaca_16k"},
-            "YaRN-128K": {"method": "yarn_128k"},
-            "Beacon": {"method": "beacon"},
-        },
-    ),
-    "sharedllm/table9": Place(
-        "sharedllm/table9",
-        {
-            "shared": {"method": "shared_llm"},
-            "md": {"field": "category:multi_doc_qa"},
-            "summ": {"field": "category:summarization"},
-        },
-    ),
+    "sharedllm/table1": Place("sharedllm/table1", by("method", **{
+        "StreamingLLM": "streaming", "AutoCompressor": "auto_compressor",
+        "LongAlpaca-16K": "longalpaca_16k", "LongChat-32K": "longchat_32k",
+        "Activation Beacon": "beacon",
+    })),
+    "sharedllm/table2": Place("sharedllm/table2", by("method", **{
+        "LLaMA-2-7B (4K)": "llama2", "LLaMA-2-32K": "llama2_32k", "YaRN-2-128K": "yarn_128k"
+    })),
+    "sharedllm/table3": Place("sharedllm/table3", by("method", **{
+        "LM-Infinite": "lm_infinite", "StreamingLLM": "streaming", "InfLLM": "inf_llm"
+    })),
+    "sharedllm/table4": Place("sharedllm/table4", by("method", **{
+        "Llama-2-7B-Chat": "llama2_chat", "LongAlpaca": "longalpaca_16k",
+        "YaRN-128K": "yarn_128k", "Beacon": "beacon",
+    })),
+    "sharedllm/table9": Place("sharedllm/table9", by("method", shared="shared_llm") | by(
+        "field", md="category:multi_doc_qa", summ="category:summarization"
+    )),
     # E2-LLM
-    "e2llm/table1_and_2": Place(
-        "e2llm/table1_and_2",
-        {
-            "Llama2-7B-chat-4k": {"method": "chat"},
-            "LongChat-v1.5-7B-32k": {"method": "longchat_32k"},
-            "Vicuna-v1.5-7B-16k": {"method": "vicuna_16k"},
-            "E2-LLM-Llama2-7B-16k": {"method": "e2_16k"},
-            "E2-LLM-Llama2-7B-32k": {"method": "e2_32k"},
-            "Llama2-13B-chat-4k": {"method": "chat_13b"},
-            "Vicuna-v1.5-13B-16k": {"method": "vicuna_13b_16k"},
-            "PI-Llama2-13B-16k": {"method": "pi_13b_16k"},
-            "E2-LLM-Llama2-13B-16k": {"method": "e2_13b_16k"},
-            "E2-LLM-Llama2-13B-32k": {"method": "e2_13b_32k"},
-            # Columns of table 1, then those of table 2
-            "t1:0": {"task": "longbench_en", "field": "narrativeqa"},
-            "t1:1": {"task": "longbench_en", "field": "qasper"},
-            "t1:2": {"task": "longbench_en", "field": "multifieldqa_en"},
-            "t1:3": {"task": "longbench_zh", "field": "multifieldqa_zh"},
-            "t1:4": {"task": "longbench_en", "field": "hotpotqa"},
-            "t1:5": {"task": "longbench_en", "field": "2wikimqa"},
-            "t1:6": {"task": "longbench_en", "field": "musique"},
-            "t1:7": {"task": "longbench_zh", "field": "dureader"},
-            "t1:8": {"task": "longbench_en", "field": "gov_report"},
-            "t1:9": {"task": "longbench_en", "field": "qmsum"},
-            "t2:0": {"task": "longbench_en", "field": "multi_news"},
-            "t2:1": {"task": "longbench_zh", "field": "vcsum"},
-            "t2:2": {"task": "longbench_en", "field": "trec"},
-            "t2:3": {"task": "longbench_en", "field": "triviaqa"},
-            "t2:4": {"task": "longbench_en", "field": "samsum"},
-            "t2:5": {"task": "longbench_zh", "field": "lsht"},
-            "t2:6": {"task": "longbench_en", "field": "lcc"},
-            "t2:7": {"task": "longbench_en", "field": "repobench-p"},
-            "t2:8": {"task": "longbench_en", "field": "value"},
-            "t2:9": {"task": "longbench_zh", "field": "value"},
-            "t2:10": {"task": "mean of longbench_en, longbench_zh", "field": "flat"},
-        },
-    ),
-    "e2llm/table3": Place(
-        "e2llm/table3",
-        {
-            "Vicuna-v1.5-16k (PI)": {"method": "vicuna_16k"},
-            "LongChat-v1.5-32k (PI)": {"method": "longchat_32k"},
-            "13b_base": {"method": "base_13b"},
-            "13b_Vicuna-v1.5-16k (PI)": {"method": "vicuna_13b_16k"},
-            "13b_e2_16k": {"method": "e2_13b_16k"},
-            "13b_e2_32k": {"method": "e2_13b_32k"},
-            "13b_e2_64k": {"method": "e2_13b_64k"},
-        },
-    ),
-    "e2llm/table4": Place(
-        "e2llm/table4",
-        {
-            "en": {"task": "longbench_en", "field": "value"},
-            "zh": {"task": "longbench_zh", "field": "value"},
-            "all": {"task": "mean of longbench_en, longbench_zh", "field": "flat"},
-        },
-    ),
-    "e2llm/table5": Place(
-        "e2llm/table5",
-        {"longbench_all": {"task": "mean of longbench_en, longbench_zh", "field": "flat"}},
-    ),
-    "e2llm/table7": Place(
-        "e2llm/table7",
-        {
-            "Llama2-7B (4K)0": {"method": "base"},
-            "E 2 -LLM-32K0": {"method": "e2_32k"},
-            "E 2 -LLM-64K0": {"method": "e2_64k"},
-            "Llama2-13B (4K)0": {"method": "base_13b"},
-            "E 2 -LLM-32K1": {"method": "e2_13b_32k"},
-            "E 2 -LLM-64K1": {"method": "e2_13b_64k"},
-            "0": {"length": 4096, "field": "piqa:acc"},
-            "1": {"length": 4096, "field": "wsc:acc"},
-            "2": {"length": 4096, "field": "hellaswag:acc_norm"},
-            "3": {"length": 4096, "field": "social_iqa:acc"},
-            "4": {"length": 4096, "field": "winogrande:acc"},
-            "5": {"length": 4096, "field": "race:acc"},
-            "6": {"length": 4096, "field": "race_middle:acc"},
-            "7": {"length": 4096, "field": "nq_open:exact_match,remove_whitespace"},
-            "8": {"length": 4096, "field": "value"},
-        },
-    ),
+    "e2llm/table1_and_2": Place("e2llm/table1_and_2", by("method", **{
+        "Llama2-7B-chat-4k": "chat", "LongChat-v1.5-7B-32k": "longchat_32k",
+        "Vicuna-v1.5-7B-16k": "vicuna_16k", "E2-LLM-Llama2-7B-16k": "e2_16k",
+        "E2-LLM-Llama2-7B-32k": "e2_32k", "Llama2-13B-chat-4k": "chat_13b",
+        "Vicuna-v1.5-13B-16k": "vicuna_13b_16k", "PI-Llama2-13B-16k": "pi_13b_16k",
+        "E2-LLM-Llama2-13B-16k": "e2_13b_16k", "E2-LLM-Llama2-13B-32k": "e2_13b_32k",
+    }) | {
+        f"{table}:{column}": {"task": f"longbench_{field[:2]}", "field": field[3:]}
+        for table, fields in {
+            "t1": "en:narrativeqa en:qasper en:multifieldqa_en zh:multifieldqa_zh en:hotpotqa"
+                  " en:2wikimqa en:musique zh:dureader en:gov_report en:qmsum",
+            "t2": "en:multi_news zh:vcsum en:trec en:triviaqa en:samsum zh:lsht en:lcc"
+                  " en:repobench-p en:value zh:value",
+        }.items()
+        for column, field in enumerate(fields.split())
+    } | {"t2:10": LONGBENCH_MEAN}),
+    "e2llm/table3": Place("e2llm/table3", by("method", **{
+        "Vicuna-v1.5-16k (PI)": "vicuna_16k", "LongChat-v1.5-32k (PI)": "longchat_32k",
+        "13b_base": "base_13b", "13b_Vicuna-v1.5-16k (PI)": "vicuna_13b_16k",
+        "13b_e2_16k": "e2_13b_16k", "13b_e2_32k": "e2_13b_32k", "13b_e2_64k": "e2_13b_64k",
+    })),
+    "e2llm/table4": Place("e2llm/table4", {
+        "en": {"task": "longbench_en", "field": "value"},
+        "zh": {"task": "longbench_zh", "field": "value"},
+        "all": LONGBENCH_MEAN,
+    }),
+    "e2llm/table5": Place("e2llm/table5", {"longbench_all": LONGBENCH_MEAN}),
+    "e2llm/table7": Place("e2llm/table7", by("method", **{
+        "Llama2-7B (4K)0": "base", "E 2 -LLM-32K0": "e2_32k", "E 2 -LLM-64K0": "e2_64k",
+        "Llama2-13B (4K)0": "base_13b", "E 2 -LLM-32K1": "e2_13b_32k",
+        "E 2 -LLM-64K1": "e2_13b_64k",
+    }) | {
+        str(column): {"length": 4096, "field": field}
+        for column, field in enumerate((
+            "piqa:acc", "wsc:acc", "hellaswag:acc_norm", "social_iqa:acc", "winogrande:acc",
+            "race:acc", "race_middle:acc", "nq_open:exact_match,remove_whitespace", "value",
+        ))
+    }),
     # Lost in the Middle
     "lost_in_the_middle/figure5": Place(
-        "lost_in_the_middle/figure5", {"LongChat-13B-16K": {"method": "longchat"}}
+        "lost_in_the_middle/figure5", by("method", **{"LongChat-13B-16K": "longchat"})
     ),
-}
+}  # fmt: skip
 
 # Files that repeat numbers of others, with parts of names of methods that the others do not have.
 REPEATS = {
