@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 # Perplexity of the first tokens of CPython 3.11.7's argparse + typing + inspect.
-EXPECTED = {1024: 10.60, 2048: 7.45, 4096: 6.22, 8192: 4.87}
+# The first is that of transformers, in float32 with the dequantised weights.
+EXPECTED = {256: 10.63, 1024: 10.60, 2048: 7.45, 4096: 6.22, 8192: 4.87}
 TOKENS = Path(__file__).parent / "golden" / "smollm2_tokens.npz"
 
 
@@ -23,7 +24,7 @@ def lm():
     return LanguageModel.load("smollm2-135m-instruct")
 
 
-@pytest.mark.parametrize("longest", [1024, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("longest", [256, pytest.param(8192, marks=pytest.mark.slow)])
 def test_perplexities_within_the_trained_length_are_the_known_ones(lm, longest):
     tokens = np.load(TOKENS)["tokens"].astype(np.int32)[None]
     assert tokens.shape == (1, 8192)
