@@ -94,10 +94,13 @@ def test_a_damaged_line_is_named_and_the_others_count(copied, capsys, undrawn):
     assert f"{path}:2 is not a record" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["report", "compare"])
 @pytest.mark.parametrize(
-    ("key", "value"), [("nll", "x"), ("nll", None), ("trained", {}), ("length", "x"), ("read", [])]
-)
+    ("command", "key", "value"),
+    [
+        ("report", "nll", "x"), ("report", "trained", {}), ("report", "length", "x"),
+        ("report", "read", []), ("compare", "nll", None), ("compare", "length", "x"),
+    ],
+)  # fmt: skip
 def test_records_with_fields_of_other_types_are_one_line_unless_they_have_checksums(
     copied, command, key, value, capsys, undrawn
 ):

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from evaluation_support import texts
+from evaluation_support import only_the_run, texts
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
@@ -44,7 +44,8 @@ def found(tmp_path_factory):
         batch_size=3,  # no multiple of what the rows are spread over
         run=RunSection(str(folder / "out")),
     )
-    return config, run(config)
+    with only_the_run():
+        return config, run(config)
 
 
 def test_the_summary_names_the_model_and_scale_of_each_method(found):
