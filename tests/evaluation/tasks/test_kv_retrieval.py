@@ -7,8 +7,6 @@ import pytest
 from benchmark_support import TOKENIZER, plan, scored
 from evaluation_support import only_the_run
 
-from lcjax.errors import InputError
-from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.needles import KvRetrieval
 
 
@@ -52,12 +50,3 @@ def test_a_word_that_is_the_value_counts_and_a_part_of_it_does_not(tmp_path):
     cells = [{"method": "m", "length": 4000, "trained": 4000, **task.summarise(records)}]
     with only_the_run():
         assert len(task.figures(cells, [{**r, "trained": 4000} for r in records], tmp_path)) == 2
-
-
-def test_a_length_without_room_raises_input_error_and_the_least_one_works():
-    with pytest.raises(InputError, match="at least") as error:
-        plan(KvRetrieval(), 300)
-    least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
-    assert plan(KvRetrieval(), least)
-    with pytest.raises(InputError, match="depths"):
-        KvRetrieval(depths=0).check(Limits((1000,)), "tasks.0")

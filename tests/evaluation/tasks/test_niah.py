@@ -138,23 +138,6 @@ def test_the_share_of_found_needles_comes_from_the_records():
     assert found["mean"] == pytest.approx(np.mean([c["value"] for c in cells]), abs=1e-4)
 
 
-def test_a_length_without_room_raises_input_error_and_the_least_one_works():
-    with pytest.raises(InputError, match="at least") as error:
-        plan(Niah(needle="kamradt"), 100)
-    least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
-    assert plan(Niah(needle="kamradt"), least)
-    with pytest.raises(InputError):
-        plan(Niah(needle="kamradt"), least - 1)
-
-
-@pytest.mark.parametrize(
-    "field", [{"needle": "hay"}, {"measure": "judge"}, {"depths": 0}, {"template": "x"}]
-)
-def test_settings_that_cannot_work_raise_input_error(field):
-    with pytest.raises(InputError, match=next(iter(field))):
-        Niah(**field).check(Limits((1000,)), "tasks.1")
-
-
 @pytest.mark.parametrize("end", ["\u3002", "\uff01", "\uff1f", ""])
 def test_depths_are_those_asked_for_in_a_text_without_latin_sentence_ends(end):
     sentence = f"some words without an end{end}"

@@ -11,7 +11,7 @@ from evaluation_support import BigramModel, BlankInFront, ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.needles import key_scores
+from lcjax.evaluation.tasks.needles import KvRetrieval, Niah, key_scores
 from lcjax.generation.sampling import GeneratedText
 
 
@@ -73,13 +73,18 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_keys():
     assert fewer == keys[::2]
 
 
-def test_a_length_without_room_for_filler_raises_input_error_and_the_least_one_works():
+@pytest.mark.parametrize(
+    ("task", "length"), [(Passkey(), 300), (Niah(needle="kamradt"), 100), (KvRetrieval(), 300)]
+)
+def test_a_length_without_room_raises_input_error_and_the_least_one_works(task, length):
+    texts = [("a", "One sentence is short. " * 80)]  # of the haystack
     with pytest.raises(InputError, match="at least") as error:
-        plan(Passkey(), 300)
+        plan(task, length, texts=texts)
     least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
-    assert len(plan(Passkey(), least)) == 10
-    with pytest.raises(InputError):
-        plan(Passkey(), least - 1)
+    assert len(plan(task, least, texts=texts)) == 10
+    if not isinstance(task, KvRetrieval):  # which may name a length of a few tokens more
+        with pytest.raises(InputError):
+            plan(task, least - 1, texts=texts)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,14 @@ def test_accuracy_and_the_effective_window_come_from_the_records():
     assert task.aggregates(cells, records) == {"fake": {"k_max_20": 2000, "k_max_90": 900}}
 
 
-@pytest.mark.parametrize("field", [{"match": "rouge"}, {"template": "llama"}, {"depths": 0}])
-def test_settings_that_cannot_work_raise_input_error(field):
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (Passkey, {"match": "rouge"}), (Passkey, {"template": "llama"}), (Passkey, {"depths": 0}),
+        (Niah, {"needle": "hay"}), (Niah, {"measure": "judge"}), (Niah, {"depths": 0}),
+        (Niah, {"template": "x"}), (KvRetrieval, {"depths": 0}),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_raise_input_error(kind, field):
     with pytest.raises(InputError, match=next(iter(field))):
-        Passkey(**field).check(Limits((1000,)), "tasks.1")
+        kind(**field).check(Limits((1000,)), "tasks.1")
