@@ -242,7 +242,9 @@ def validated(folder, bert, pairs, steps):
 def reference(tmp_path_factory, bert, pairs):
     folder = tmp_path_factory.mktemp("reference") / "run"
     config = validated(folder, bert, pairs, steps=2)
-    return folder, run(config), config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "plot_loss", lambda *_: None)
+        return folder, run(config), config
 
 
 @pytest.mark.slow
