@@ -262,46 +262,42 @@ def test_whether_texts_start_with_bos_is_read_from_the_post_processor(tmp_path):
     assert again.add_bos is True and bos not in again.encode("text")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_truncated_tokenizer_file_is_named(tmp_path, name):
-    tokenizer().save(tmp_path)
-    (tmp_path / name).write_text((tmp_path / name).read_text()[:-20])
-    with pytest.raises(InputError, match=f"{name}: not .*truncated"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},  # Rust panics
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}},
-        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
-        {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "[UNK]"}},
-    ],
-)
-def test_errors_and_panics_of_the_tokenizers_package_name_the_file(tmp_path, changes):
-    tokenizer().save(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(InputError, match="tokenizer.json: not a readable tokenizer"):
-        load_tokenizer(tmp_path).encode("abc")
+UNREADABLE = "tokenizer.json: not a readable tokenizer"
+JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
+        *((name, slice(-20), f"{name}: not .*truncated") for name in (JSON, CONFIG)),
+        # Of the normalizers the package panics at the first and refuses the others.
+        *(
+            (JSON, {"normalizer": {"type": kind, **fields}}, UNREADABLE)
+            for kind, fields in (
+                ("Precompiled", {"precompiled_charsmap": "AAAA"}),
+                ("Precompiled", {"precompiled_charsmap": "BAAAAAAAAAA="}),
+                ("Replace", {"pattern": {"String": ""}, "content": "b"}),
+            )
+        ),
+        (JSON, {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "[UNK]"}}, UNREADABLE),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
         ("additional_chat_templates/a.jinja", b"\xff", "a.jinja is not UTF-8"),
-        ("tokenizer_config.json", b'{"chat_template": "\xff"}', "tokenizer_config.json: not JSON"),
-        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "surrogates not allowed"),
+        (CONFIG, b'{"chat_template": "\xff"}', "tokenizer_config.json: not JSON"),
+        (CONFIG, b'{"bos_token": "\\ud800"}', "surrogates not allowed"),
     ],
+    ids=str,
 )
-def test_files_that_hold_no_text_are_named(tmp_path, name, content, match):
+def test_damaged_files_are_named(tmp_path, name, content, match):
     tokenizer().save(tmp_path)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(content)
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if isinstance(content, slice):
+        content = file.read_bytes()[content]
+    elif isinstance(content, dict):
+        content = json.dumps(json.loads(file.read_text()) | content).encode()
+    file.write_bytes(content)
     with pytest.raises(InputError, match=match):
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path).encode("abc")
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path):
@@ -338,11 +334,28 @@ def test_templates_are_rendered_as_transformers_does():
         ("{% for %}", "chat_template: "),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        *(
+            (template, "chat_template: line 1 reads another file")
+            for template in (
+                "{% include '/etc/passwd' %}", "{% import 'other' as other %}",
+                "{% from 'other' import m %}", "{% extends 'other' %}",
+                "{% if false %}{% include 'x' ignore missing %}{% endif %}",
+            )
+        ),
+        *(
+            (template, "chat_template: ")
+            for template in (
+                "{{ messages[0]['content'] + 5 }}", "{{ 1 / 0 }}",
+                "{{ messages[99]['content'] }}", "{{ missing.attribute }}",
+                "{{ 'a' | no_such_filter }}", "{" * 10_000, "{{ " + "(" * 10_000,
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_fails_or_reaches_out_is_an_input_error(template, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as error:
         render_template(template, [{"role": "user", "content": "x"}])
+    assert "\n" not in str(error.value)
 
 
 def test_no_template_reaches_an_object_of_python():
@@ -368,6 +381,7 @@ DOUBLING = (
 )
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
 HUGE = 10**11
+# The system bounds time and memory of all operations alike: a few of each kind.
 RUNAWAYS = [
     NESTED.replace("BODY", ""),
     NESTED.replace("BODY", "{{ i }}"),
@@ -377,32 +391,16 @@ RUNAWAYS = [
     "{% for m in [1, 2] recursive %}{{ loop([1, 2]) }}{{ loop([1, 2]) }}{% endfor %}",
     *(
         DOUBLING.replace("GROWN", grown)
-        for grown in (
-            "ns.x ~ ns.x", "ns.x + ns.x", "ns.x * 2", "[ns.x, ns.x] | join",
-            "ns.x | replace('a', ns.x)", "ns.x.replace('a', ns.x)", "ns.x.join([ns.x, ns.x])",
-            "'%s%s' % (ns.x, ns.x)", "'{0}{0}'.format(ns.x)", "'%s%s' | format(ns.x, ns.x)",
-            "ns.x.encode() + ns.x.encode()", "ns.x | urlencode ~ ns.x", "ns.x | list + ns.x | list",
-        )
+        for grown in ("ns.x ~ ns.x", "[ns.x, ns.x] | join", "ns.x | replace('a', ns.x)")
     ),
-    DOUBLING.replace("GROWN", "[ns.x, ns.x]") + "{{ ns.x }}",
     DOUBLING.replace("GROWN", "[ns.x, ns.x]") + "{{ ns.x | tojson }}",
-    DOUBLING.replace("GROWN", "[ns.x, ns.x]") + "{{ ns.x | pprint }}",
     "{% set _ = __step__(-10**15) %}" + NESTED.replace("BODY", ""),  # no name is special
     *(
         f"{{{{ {expression} }}}}"
         for expression in (
-            f"'a' * {HUGE}", "'a' * 10**9 * 3", f"['a'] * {HUGE}", "[['a'] * 10**8] * 10**8",
-            f"9 ** {HUGE}", f"1 .__lshift__({HUGE})", "(9 ** (9 ** 7)) | string | length",
-            f"'a'.encode() * {HUGE}", f"'a'.encode().ljust({HUGE})", f"'a'.encode().zfill({HUGE})",
-            f"(1).to_bytes({HUGE}, 'big')", f"'a'.zfill({HUGE})", f"'\t'.expandtabs({HUGE})",
-            f"'a' | center({HUGE})", f"'a'.ljust({HUGE})", f"'a\nb' | indent({HUGE})",
-            "('a ' * 10**7) | wordwrap(1)", "('a.com ' * 10**7) | urlize",
-            "('ab' * 10**7) | title",
-            f"range(99999) | batch({HUGE}, 'x') | list", f"range(9) | slice({HUGE}) | list",
-            "('a' * 10**7) | list | batch(1) | list | length",
-            f"'%{HUGE}d' % 5", "'%0999999999d' % 5", f"'%*d' % ({HUGE}, 5)",
-            f"'{{:{HUGE}}}'.format(5)", "'{:{}}'.format(5, 10**10)", f"[1] | tojson(indent={HUGE})",
-            f"range({HUGE}) | list", f"lipsum(n={HUGE})", f"lipsum(n=9, min={HUGE}, max={HUGE}0)",
+            f"'a' * {HUGE}", f"['a'] * {HUGE}", f"9 ** {HUGE}", "(9 ** (9 ** 7)) | string | length",
+            f"'a' | center({HUGE})", "('a ' * 10**7) | wordwrap(1)", f"'%{HUGE}d' % 5",
+            f"[1] | tojson(indent={HUGE})", f"range({HUGE}) | list", f"lipsum(n={HUGE})",
             "cycler(*range(99999)) and ('ab' * 10**8).translate({97: 'x' * 10**4})",
         )
     ),
@@ -416,39 +414,6 @@ def test_a_template_that_loops_or_grows_is_stopped(monkeypatch, template):
     with pytest.raises(InputError, match="chat_template: ") as error:
         render_template(template, [{"role": "user", "content": "x"}])
     assert time.monotonic() - start < 10 and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% include '/etc/passwd' %}",
-        "{% import 'other' as other %}",
-        "{% from 'other' import m %}",
-        "{% extends 'other' %}",
-        "{% if false %}{% include 'x' ignore missing %}{% endif %}",
-    ],
-)
-def test_a_template_that_reads_another_file_is_refused(template):
-    with pytest.raises(InputError, match="chat_template: line 1 reads another file"):
-        render_template(template, [{"role": "user", "content": "x"}])
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0]['content'] + 5 }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[99]['content'] }}",
-        "{{ missing.attribute }}",
-        "{{ 'a' | no_such_filter }}",
-        "{" * 10_000,
-        "{{ " + "(" * 10_000,
-    ],
-)
-def test_whatever_a_template_raises_is_one_line(template):
-    with pytest.raises(InputError, match="chat_template: ") as error:
-        render_template(template, [{"role": "user", "content": "x"}])
-    assert "\n" not in str(error.value)
 
 
 def test_a_long_conversation_is_rendered():
