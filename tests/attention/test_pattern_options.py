@@ -58,7 +58,8 @@ def causal(x):
     return np.where(DISTANCE >= 0, x, -np.inf)
 
 
-@pytest.mark.parametrize("base", [9, pytest.param(30, marks=pytest.mark.slow), 1000])
+@pytest.mark.slow_except("9")  # with 30 fewer queries grow, with 1000 none
+@pytest.mark.parametrize("base", [9, 30, 1000])
 def test_queries_of_self_extend_grow_with_the_logarithm_of_the_keys_they_see(base):
     q, k, v = arrays()
     window, group = 8, 3
@@ -147,7 +148,12 @@ def chosen_by_lm_infinite(q, k, pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", [CHOOSING, LMInfinite(window=6, sinks=1, top_k=2, top_k_position=11)], ids=str
+    "pattern",
+    [
+        pytest.param(CHOOSING, marks=pytest.mark.slow),  # shorter texts are compared below
+        LMInfinite(window=6, sinks=1, top_k=2, top_k_position=11),
+    ],
+    ids=str,
 )
 def test_every_query_of_lm_infinite_sees_the_best_keys_beyond_the_window(pattern):
     q, k, v = arrays()
@@ -170,7 +176,7 @@ def test_a_text_too_short_to_choose_from_is_read_as_without():
     )
 
 
-@pytest.mark.parametrize("length", [16, 18])
+@pytest.mark.parametrize("length", [16, pytest.param(18, marks=pytest.mark.slow)])
 def test_a_text_just_long_enough_to_choose_from_is_chosen_from(length):
     q, k, v = arrays()
     want = attended(chosen_by_lm_infinite(q[0], k[0], CHOOSING), v[0])[:length]

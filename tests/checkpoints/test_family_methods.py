@@ -64,7 +64,7 @@ def model(family, method):
     return config.replace(scan_layers=False).for_inference()
 
 
-@pytest.mark.slow_except("qwen3-yarn, lm_infinite", "gemma2-its own", "olmo3-ntk, sliding")
+@pytest.mark.slow_except("qwen3-yarn, lm_infinite", "gemma2-its own")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_equals_prefill(family, method):

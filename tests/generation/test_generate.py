@@ -20,7 +20,7 @@ from lcjax.generation.sampling import Sampling, join_pieces, pick
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params, with_learned_rope
-from lcjax.rope import Default, DynamicNTK, Yarn
+from lcjax.rope import Default, Yarn
 
 ROPES = rope_examples(theta=1e4, length=16)
 PLAIN, YARN = Default(theta=1e4), Yarn(theta=1e4, factor=4.0, original_length=16)
@@ -120,14 +120,6 @@ def test_generation_with_patterns_equals_full_recomputation(params, pattern, slo
     # The text of 128 tokens is read through as many slots as the pattern can see.
     assert [cache.capacity for cache in made] == [slots]
     assert made[0].kinds[0].rotated != pattern.moves_keys
-
-
-def test_rows_of_a_batch_do_not_know_of_each_other(params):
-    lm = _model(params, DynamicNTK(theta=1e4, factor=2.0, original_length=16))
-    prompts = [_ids(2, 5), _ids(3, 57), _ids(4, 33)]
-    sampling = Sampling(max_new_tokens=7, min_new_tokens=7)
-    alone = [generated(lm, [prompt], sampling)[0] for prompt in prompts]
-    assert generated(lm, prompts, sampling) == alone
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def test_continuations_of_a_prompt_are_scored_as_alone(case):
                 assert one.greedy == expected.greedy
 
 
-@pytest.mark.slow_except("quick-landmark-all-default-0", *QUICK)
+@pytest.mark.slow_except(*QUICK)
 @EVERY
 def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
     lm, sampling = loaded(case), Sampling(max_new_tokens=5, min_new_tokens=5)

@@ -184,7 +184,7 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
     assert not got[:, :first].any()
 
 
-@pytest.mark.slow_except("cepe", "dynamic_ntk", "mesh")
+@pytest.mark.slow_except("cepe", "mesh")  # the mesh has the rope dynamic_ntk, too
 @pytest.mark.parametrize("method", ["dynamic_ntk", "inf_llm", "cepe", "mesh"])
 def test_logits_give_the_scores_of_each_row_alone(alone, spread, beside, method):
     pattern = InfLLM(window=6, sinks=2, block=3, top_k=2, representatives=2, chunk=8)

@@ -120,13 +120,9 @@ def test_padding_changes_nothing(side):
     np.testing.assert_allclose(got, _logits(model, params, tokens), atol=2e-5)
 
 
-STEPS = [("tied, biased", True), ("yarn", False)]  # what "llama" reaches too
-STEPS += [(name, rotated) for name in ("window", "phi") for rotated in (True, False)]
-OTHERS = [(name, rotated) for name in CONFIGS for rotated in (True, False)]
-OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in STEPS]
-
-
-@pytest.mark.parametrize(("name", "rotated"), STEPS + OTHERS)
+@pytest.mark.slow_except("True-tied, biased", "False-yarn", "True-window", "False-phi")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("rotated", [True, False])
 def test_reading_in_steps_equals_reading_at_once(name, rotated):
     config = CONFIGS[name]
     model, params = _model(config)

@@ -260,14 +260,17 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.slow), 1])
-def test_generation_on_a_mesh_of_experts_reads_what_one_device_reads(rows):
+@pytest.mark.slow_except("1-sizes0")  # one program: steps of one token
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 1)])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_generation_on_a_mesh_of_experts_reads_what_one_device_reads(rows, sizes):
     config = CONFIG.replace(experts=Experts(count=4, top_k=2, width=20))
     mesh, params = make_mesh(Mesh(1, 1, 2, 1, 4)), random_params(config, 0)
-    tokens = text(1, rows, 6) % 64
+    tokens = text(1, rows, sum(sizes)) % 64
     want, _ = read(config, None, params, tokens)
     spread = jax.device_put(params, param_shardings(mesh, params))
-    cache = cache_lib.create(config, rows, 6, mesh=mesh)
-    first, cache = read(config, mesh, spread, tokens[:, :5], cache)
-    last, _ = read(config, mesh, spread, tokens[:, 5:], cache)
-    np.testing.assert_allclose(np.concatenate([first, last], 1), want, atol=1e-5)
+    cache, parts = cache_lib.create(config, rows, 6, mesh=mesh), []
+    for part in np.split(tokens, np.cumsum(sizes)[:-1], 1):
+        hidden, cache = read(config, mesh, spread, part, cache)
+        parts.append(hidden)
+    np.testing.assert_allclose(np.concatenate(parts, 1), want, atol=1e-5)

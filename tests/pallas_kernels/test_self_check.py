@@ -477,8 +477,9 @@ def test_cases_are_calls_of_their_kinds(dtype):
         if name in (self_check.BIAS, self_check.CAP, self_check.GROUPS):
             continue
         inputs = self_check.arrays(case, dtype)
-        found = {x.kind for x in explain(self_check.program(case, "xla", False), *inputs)}
-        assert dtype == "float32" or name in found
+        if dtype == "bfloat16":
+            found = {x.kind for x in explain(self_check.program(case, "xla", False), *inputs)}
+            assert name in found
         q, k, v = inputs[:3]
         assert {x.dtype for x in (q, k, v)} == {jnp.dtype(dtype)}
 
