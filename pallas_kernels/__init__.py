@@ -6,14 +6,15 @@
 A mask built from `causal`, `window`, ... defines the visible keys. A `BlockTable` can restrict them
 further; `tables` makes it (`tables.from_mask`, `from_block_mask`, `from_top_k`). `decode` reads a
 cache in its memory layout, `landmark_attention` computes a grouped softmax, and `Layout` shards
-each of them over the devices of a mesh. `explain` reports which implementation runs, and why.
+each of them over the devices of a mesh. `explain` reports which implementation runs, in which
+blocks, and why.
 
 Depends on JAX only.
 """
 
 from pallas_kernels import gather, tables
 from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
-from pallas_kernels.dispatch import explain
+from pallas_kernels.explanations import explain
 from pallas_kernels.flash import decode, flash
 from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.masks import (

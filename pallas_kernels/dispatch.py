@@ -16,6 +16,9 @@ softmax's weighted values and its log-sum-exp (natural logarithm). A query that 
 full precision. The cotangent of lse enters the backward pass through
 `di = rowsum(out * d_out) - d_lse`; d_lse is None if nothing depends on lse.
 
+While they are traced, `forward` and `backward` call `pallas_kernels.explanations.report` with the
+blocks of each kernel, so that `explain` shows them.
+
 The caller of a backend has already split masks per head (`spec.mask` is one mask for all heads) and
 turned k_lengths into segments. It merges sinks, and replaces the results of tables that overflowed.
 `platform` is the one that the program is lowered for ("cpu", "tpu", "cuda", ...), or "default".
@@ -27,8 +30,6 @@ blocks.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import hashlib
 import importlib
@@ -48,6 +49,12 @@ from jax.extend.backend import get_backend
 
 from pallas_kernels import nvidia, timings
 from pallas_kernels.biases import Bias, of_heads
+from pallas_kernels.explanations import (
+    Explanation,
+    KernelBlocks,
+    current_explanations,
+    record_blocks,
+)
 from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.tables import BlockTable, from_mask, restrict
 
@@ -259,67 +266,6 @@ class CannotRun(ValueError):
     """Raised if the backend that the caller names cannot run the call."""
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """An attention call, the implementation that computes it on this platform, and the reasons."""
-
-    call: str
-    kind: str | None  # the kind of call by which measurements are stored (`timings.kind`)
-    implementation: str
-    reasons: tuple[tuple[str, str], ...]  # (name, reason) of each implementation considered
-
-    def __str__(self) -> str:
-        marks = ((">" if name == self.implementation else " ") for name, _ in self.reasons)
-        lines = (f"  {m} {x:10} {y}" for m, (x, y) in zip(marks, self.reasons, strict=True))
-        return "\n".join([self.call, *lines])
-
-
-_explanations: contextvars.ContextVar[list | None] = contextvars.ContextVar(
-    "attention", default=None
-)
-
-
-def explain(function, *args, **options) -> list[Explanation]:
-    """Returns which implementation computes each attention call of a function, and why.
-
-        print(*explain(lambda q, k, v: flash(q, k, v, causal()), q, k, v), sep="\\n")
-
-    `function(*args, **options)` is traced and not run. Each different call is listed once; backward
-    passes are listed if the function differentiates. Functions that `jax.jit` has traced before are
-    not traced again: pass the original function, without `jit`.
-
-    Args:
-      function: calls `flash`, `decode` or `landmark_attention`.
-      *args, **options: arrays, or their `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: no attention call was traced.
-    """
-    with record_explanations() as explanations:
-        jax.eval_shape(lambda *x, **y: function(*x, **y), *args, **options)
-    if not explanations:
-        raise ValueError(
-            "explain: the function traced no attention; one that jax.jit has traced before is not "
-            "traced again: give the function that is under jit, or call jax.clear_caches() first"
-        )
-    return list(dict.fromkeys(explanations))
-
-
-@contextlib.contextmanager
-def record_explanations() -> Iterator[list[Explanation]]:
-    """Records the explanation of every attention call that is traced inside the context.
-
-    Use it where `explain` cannot trace the whole computation, such as a Python loop over several
-    jitted programs. Functions that `jax.jit` has traced before are not traced again.
-    """
-    explanations: list[Explanation] = []
-    token = _explanations.set(explanations)
-    try:
-        yield explanations
-    finally:
-        _explanations.reset(token)
-
-
 def choose(
     name: str | None, q, k, v, operands, spec, direction: str = "forward", d_lse: bool = False
 ):
@@ -344,13 +290,39 @@ def choose(
     else:
         times = timings.times(kind, direction, str(q.dtype))
         choice, reasons = _fastest(times, kind, inputs, direction, d_lse)
-    if (explanations := _explanations.get()) is not None:
+    if (explanations := current_explanations()) is not None:
         arrays = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)))
         suffix = f" ({kind})" if kind else ""
         call = f"{spec.family} {direction}{suffix} on {platform()}: {arrays}"
-        implementation = choice.get(platform(), choice["default"])
-        explanations.append(Explanation(call, kind, implementation, tuple(reasons.items())))
+        current = platform() if platform() in choice else "default"
+        blocks = _blocks_of(direction, current, choice[current], inputs, d_lse)
+        explanations.append(
+            Explanation(call, kind, choice[current], tuple(reasons.items()), blocks)
+        )
     return tuple(choice.items())
+
+
+def _blocks_of(
+    direction: str, platform: str, name: str, inputs, d_lse: bool
+) -> tuple[KernelBlocks, ...]:
+    """Returns the blocks that the kernels of a backend report while they are traced.
+
+    The backend is traced apart from the program: `run` is under jit, so JAX does not trace it again
+    for a call that it has seen before.
+    """
+    q, k, v, operands, spec = inputs
+    arrays, operands = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ((q, k, v), operands)
+    )
+    if direction == "backward":
+        out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+        lse = jax.ShapeDtypeStruct(q.shape[:3], "float32")
+        arrays = *arrays, out, lse, out, lse if d_lse else None
+    with record_blocks() as blocks:
+        jax.eval_shape(
+            lambda *x: _run_narrow({platform: name}, direction, *x, spec), arrays, operands
+        )
+    return tuple(dict.fromkeys(blocks))
 
 
 def _fastest(times: dict[str, float], kind, inputs, direction: str, d_lse: bool):
@@ -548,22 +520,26 @@ def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str
 @functools.partial(jax.jit, static_argnames=("direction", "choice", "spec"))
 def run(direction: str, choice, arrays, operands, spec):
     """Runs `forward` or `backward` of the backend chosen for the platform of the program."""
+    results = _run_narrow(dict(choice), direction, arrays, operands, spec)
+    likes = arrays[: 1 if direction == "forward" else 3]
+    cast = (x.astype(like.dtype) for x, like in zip(results, likes, strict=False))
+    return *cast, *results[len(likes) :]
+
+
+def _run_narrow(choice: dict[str, str], direction: str, arrays, operands, spec):
+    """Runs a pass in 32 bits: kernels and XLA's loops count and sum so, even under x64."""
     branches = {
         platform: functools.partial(
             getattr(FAMILIES[spec.family][name].load(), direction), spec=spec, platform=platform
         )
-        for platform, name in choice
+        for platform, name in choice.items()
     }
-    # Kernels and XLA's loops count and sum in 32 bits, even if the caller enables x64.
     narrow, operands = jax.tree.map(_in_32_bits, (arrays, operands))
     with jax.enable_x64(False):
-        if len(branches) == 1:
-            results = branches["default"](*narrow, operands)
-        else:
-            results = jax.lax.platform_dependent(*narrow, operands, **branches)
-    likes = arrays[: 1 if direction == "forward" else 3]
-    cast = (x.astype(like.dtype) for x, like in zip(results, likes, strict=False))
-    return *cast, *results[len(likes) :]
+        if len(branches) > 1:
+            return jax.lax.platform_dependent(*narrow, operands, **branches)
+        (branch,) = branches.values()
+        return branch(*narrow, operands)
 
 
 def _in_32_bits(x):

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -119,6 +119,7 @@ class Tile:
     keys: int
     warps: int
     stages: int
+    reason: str = field(default="", compare=False)  # for `explain`
 
 
 KINDS = ("forward", "d_queries", "d_keys", "decode")
@@ -148,6 +149,7 @@ class Warpgroups:
     groups: int
     streamed: int
     stages: int
+    reason: str = field(default="", compare=False)  # for `explain`
 
 
 # For Hopper, by kernel and the larger head size rounded up to a multiple of 64. Without spills, a
@@ -172,12 +174,20 @@ def mosaic_gpu(kind: str, size: int, capped: bool, vectors: int = 0) -> Warpgrou
       vectors: how many of indices and segments the element test reads (0 to 2). With both, or with
         a cap, the registers of three warpgroups do not hold a step.
     """
-    tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
+    size = -(-size // 64) * 64
+    tiles = MOSAIC_GPU[kind, size]
+    reason = (
+        f"{tiles.groups} warpgroups of 64 rows and streamed tiles of {tiles.streamed} rows fit "
+    )
+    reason += f"into registers and shared memory for heads up to {size}"
     if capped and (kind == "d_keys" or (kind == "d_queries" and size > 64)):
         tiles = replace(tiles, streamed=tiles.streamed // 2)
+        reason += "; with a soft cap registers hold half the streamed tile"
     if capped or vectors > 1:
+        if tiles.groups > 2:
+            reason += "; with a soft cap, or indices and segments, registers hold two warpgroups"
         tiles = replace(tiles, groups=min(tiles.groups, 2))
-    return tiles
+    return replace(tiles, reason=reason)
 
 
 def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
@@ -188,13 +198,25 @@ def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
       busy: whether a step also holds indices, segments, a soft cap or a bias. The streamed side of
         a tile is then halved, because registers hold no more.
     """
-    tiles = TRITON.get((architecture() or "sm86", max(size, 64), str(dtype)), EXACT)
+    target = architecture() or "sm86"
+    tiles = TRITON.get((target, max(size, 64), str(dtype)), EXACT)
     rows, keys, warps, stages = tiles[KINDS.index(kind)]
+    reason = _tile_reason(f"{rows} x {keys}", target, dtype, max(size, 64))
+    full = rows, keys
     if busy and kind in ("forward", "d_queries"):
         keys = max(32, keys // 2)
     if busy and kind == "d_keys":
         rows = max(16, rows // 2)
-    return Tile(rows, keys, warps, stages)
+    if full != (rows, keys):
+        reason += "; half of it with indices, segments, a soft cap or a bias in registers"
+    return Tile(rows, keys, warps, stages, reason)
+
+
+def _tile_reason(tile: str, target: str, dtype, size: int) -> str:
+    return (
+        f"{tile} spills no registers and fits into shared memory on {target} for {dtype} heads up "
+        f"to {size}"
+    )
 
 
 # Rows, warps and stages of the first three kinds for grouped softmax, where a step is one landmark
@@ -218,7 +240,9 @@ def landmark(kind: str, size: int, height: int, dtype) -> Tile | None:
       height: the number of tokens of a block, padded to a power of two.
     """
     sizes = max(size, 64), str(dtype), max(height, 64)
-    if (tiles := LANDMARK.get((architecture() or "sm86", *sizes))) is None:
+    target = architecture() or "sm86"
+    if (tiles := LANDMARK.get((target, *sizes))) is None:
         return None
     rows, warps, stages = tiles[KINDS.index(kind)]
-    return Tile(rows, 1, warps, stages)
+    reason = _tile_reason(f"{rows} x a landmark block", target, dtype, max(size, 64))
+    return Tile(rows, 1, warps, stages, reason)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.explanations import VisitedFraction
 from pallas_kernels.masks import Mask, PerHead, integer
 
 # Static tables are made from this many pairs of blocks at a time, to save memory.
@@ -70,6 +71,13 @@ class BlockTable:
     def known_full(self):
         """Which entries of `index` are full blocks, bool [b, h, nq, capacity]."""
         return np.arange(self.capacity) < self.full[..., None]
+
+    def fraction(self, keys: int) -> VisitedFraction | None:
+        """Returns the fraction of pairs of blocks that are visited; None for a traced table."""
+        if not self.static:
+            return None
+        pairs = self.seen.size * -(-keys // self.k_block)
+        return VisitedFraction.of(pairs, self.seen.sum(), (self.seen - self.full).sum())
 
     def tested(self) -> BlockTable:
         """Returns the table without full blocks: kernels test the elements of all blocks."""

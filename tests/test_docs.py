@@ -57,7 +57,12 @@ NOT_RUN = {  # the reasons, in order
     "docs/retrieval.md": ["needs a checkpoint"],
     "docs/serve.md": ["needs a server"] * 2,
 }
-PRINTS = {"README.md": "Paris", "docs/kernels.md": "> xla"}
+PRINTS = {
+    "README.md": "Paris",
+    "docs/kernels.md": re.search(
+        r"^```text\n(flash .*?)^```", PAGES["docs/kernels.md"], re.DOTALL | re.MULTILINE
+    )[1],
+}
 
 
 def code(text: str) -> list[str]:

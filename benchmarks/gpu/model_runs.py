@@ -235,7 +235,7 @@ def _compiled_update(config, rows: int, case: Case, mesh):
     from lcjax.models.decoder import abstract_params
     from lcjax.parallel.sharding import replicated
     from lcjax.training.state import abstract_state, state_shardings
-    from pallas_kernels.dispatch import record_explanations
+    from pallas_kernels.explanations import record_explanations
 
     update, optimizer = training.update(config)
     batch = training.batch(rows, case.tokens, config.vocab_size)
@@ -284,7 +284,7 @@ def _batches(config, length: int) -> Iterator[tuple]:
 def _read(case: Case, begin) -> dict:
     """Times reading and continuing a text, with all weights and the cache in bfloat16."""
     from lcjax import cost
-    from pallas_kernels.dispatch import record_explanations
+    from pallas_kernels.explanations import record_explanations
 
     config, chunk = _config(case, param_dtype=None), None
     if case.side in (CEPE, PROJECTED):

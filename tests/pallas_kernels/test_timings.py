@@ -78,7 +78,8 @@ def gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     for name, takes in {"quick": True, "quicker": False, "refusing": True}.items():
         module = types.ModuleType(f"measured_{name}")
-        module.unsupported = lambda *x, why="it can not" * (name == "refusing"): why or None
+        reason = "it can not" if name == "refusing" else None
+        module.unsupported = lambda *x, reason=reason: reason
         module.forward = lambda q, k, v, operands, spec, *, platform: (
             q,
             q[..., 0].astype("float32"),

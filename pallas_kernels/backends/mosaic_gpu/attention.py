@@ -27,8 +27,9 @@ from pallas_kernels.dispatch import (
     user_table,
     visible_blocks,
 )
+from pallas_kernels.explanations import KernelBlocks, report
 from pallas_kernels.masks import Mask
-from pallas_kernels.tables import transpose
+from pallas_kernels.tables import BlockTable, transpose
 
 LARGEST_HEAD = 128
 LARGEST_GRID = 65535  # most heads, or tiles of 64 rows
@@ -270,6 +271,7 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
     """Returns the static part of a kernel, and its operands padded to whole tiles."""
     kernel_spec = _kernel_spec(kernel, q, k, v, operands, spec, table)
     tiling = kernel_spec.tiling
+    report(lambda: _kernel_blocks(kernel, q, v, operands, spec, table, tiling))
     x = {"q": tiling.queries.pad(_wide(q), 1)}
     x |= {"k": tiling.keys.pad(_wide(k), 1), "v": tiling.keys.pad(_wide(v), 1)}
     for name, axis in (("q", tiling.queries), ("k", tiling.keys)):
@@ -281,6 +283,36 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
         x["d_out"] = tiling.queries.pad(_wide(rows["d_out"]), 1)
         x |= {name: tiling.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
     return kernel_spec, x | list_operands(table, kernel, kernel_spec)
+
+
+def _kernel_blocks(kernel: str, q, v, operands, spec, table, tiling: Tiling) -> KernelBlocks:
+    """Returns the report of a kernel."""
+    tiles = _tiles(kernel, q, v, operands, spec)
+    reasons = [tiles.reason]
+    shrunk = "needs the least padding"
+    if user_table(operands, spec) is not None:
+        reasons.append(f"the caller's table has blocks of {table.q_block} x {table.k_block}")
+        shrunk = "divides them"
+    if kernel == D_KEYS:
+        listed, resident, streamed = table, tiling.keys, tiling.queries
+    else:
+        listed = _with_padding_tested(table, tiling.keys)
+        resident, streamed = tiling.queries, tiling.keys
+    for side, axis, most in (
+        ("resident", resident, tiles.groups * ROWS),
+        ("streamed", streamed, tiles.streamed),
+    ):
+        if axis.tile < most:
+            reasons.append(f"a {side} tile of {axis.tile} rows {shrunk}")
+    return KernelBlocks(
+        kernel=kernel,
+        queries=tiling.queries.tile,
+        heads=1,
+        rows=tiling.queries.tile,
+        keys=tiling.keys.tile,
+        reason="; ".join(reasons),
+        fraction=listed.fraction(tiling.keys.length),
+    )
 
 
 def _wide(x):
@@ -324,9 +356,12 @@ def list_operands(table, kernel: str, spec: KernelSpec) -> dict:
         if spec.joined:
             table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
         lists = transpose(table, tiling.keys.length)
-    elif tiling.keys.length <= table.k_block and tiling.keys.length < tiling.keys.padded:
-        # A single block may be full although its last, padded tile is not.
-        lists = table.tested().lists()
     else:
-        lists = table.lists()
+        lists = _with_padding_tested(table, tiling.keys).lists()
     return dict(index=lists.index, first=lists.first, full=lists.full, seen=lists.seen)
+
+
+def _with_padding_tested(table: BlockTable, keys: TileAxis) -> BlockTable:
+    """Returns the table, whose single block may be full although its last, padded tile is not."""
+    is_padded = keys.length <= table.k_block and keys.length < keys.padded
+    return table.tested() if is_padded else table

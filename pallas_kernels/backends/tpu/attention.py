@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from pallas_kernels.backends.tpu.grid import (
     calls_of,
     col_of,
     pad_lanes,
+    report_kernel,
     row_of,
     run_calls,
     run_kernel,
@@ -63,7 +66,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     plan = _plan(q, k, v, operands, spec, backward=False)
     by_head = _plan_by_head(q, k, v, operands, spec, plan, backward=False)
     q_axis = int(by_head is not None)
-    tiling, calls = by_head or (plan[0], calls_of(plan[1], plan[0], 0))
+    tiling, calls = by_head or (plan.tiling, calls_of(plan.visits, plan.tiling, 0))
     # XLA stores heads whose size is no multiple of the lanes along sublanes (`decode`).
     axes = [int(x.shape[-1] % LANES != 0) for x in (k, v)]
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling, *axes, q_axis)
@@ -83,6 +86,7 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         ],
         interpret=interpret,
     )
+    report_kernel("forward", tiling, calls, 0)
     out, lse = run_calls(calls, run)
     out = tiling.from_channels_first(out) if q_axis else tiling.from_rows(out)
     return out, tiling.from_rows(lse[:, :, 0])
@@ -122,6 +126,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     kernel_spec, x = prepare(tiling, 0)
 
     def run(kernel, axis, calls, outputs, scratch):
+        report_kernel(kernel.__name__, tiling, calls, axis)
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
         return run_calls(calls, functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed))
 
@@ -185,6 +190,7 @@ def _fused(kernel_spec: KernelSpec, x, tiling: Tiling, calls, interpret: bool, v
         whole=(dtype, dq),
         vmem=vmem,
     )
+    report_kernel("d_all", tiling, calls, 1)
     return run_calls(calls, run)
 
 
@@ -257,11 +263,12 @@ def _tiling(q, k, v, operands, table, step: tuple[int, int], by_head: bool = Fal
         q_block, k_block = table.q_block, table.k_block
     else:
         q_block, k_block = grid.table_blocks(q, k, v, step, by_head=lists > k.shape[2])
-    return grid.make_tiling(q, k, lists=lists, q_block=q_block, k_block=k_block, step=step)
+    tiling = grid.make_tiling(q, k, lists=lists, q_block=q_block, k_block=k_block, step=step)
+    return replace(tiling, reason=grid.reason_of(tiling, q, v, step, table))
 
 
 def _plan_by_head(
-    q, k, v, operands, spec, plan: tuple[Tiling, grid.Visits], backward: bool
+    q, k, v, operands, spec, plan: Plan, backward: bool
 ) -> tuple[Tiling, list] | None:
     """Returns a tiling whose blocks of rows hold queries of one head, and its calls.
 
@@ -277,7 +284,7 @@ def _plan_by_head(
     if q.shape[-1] % LANES == 0 or v.shape[-1] % LANES == 0 or is_cut:
         return None
     by_head = plan
-    if q.shape[2] > k.shape[2] and not plan[0].by_head:
+    if q.shape[2] > k.shape[2] and not plan.tiling.by_head:
         by_head = _plan(q, k, v, operands, spec, backward, by_head=True)
     tiling, visits = by_head
     if max(tiling.count, tiling.key_count) >= grid.LIMIT:
@@ -288,9 +295,14 @@ def _plan_by_head(
     return (tiling, calls) if len(calls) == 1 else None
 
 
-def _plan(
-    q, k, v, operands, spec, backward: bool, by_head: bool = False
-) -> tuple[Tiling, grid.Visits]:
+class Plan(NamedTuple):
+    """The tiling of a pass, and the visits of its blocks."""
+
+    tiling: Tiling
+    visits: grid.Visits
+
+
+def _plan(q, k, v, operands, spec, backward: bool, by_head: bool = False) -> Plan:
     """Returns the tiling, and the visits of its blocks.
 
     Args:
@@ -301,16 +313,19 @@ def _plan(
     """
     rows, keys = grid.step_blocks(q, v, backward)
     usual = _plan_with(q, k, v, operands, spec, (rows, keys), by_head)
-    if user_table(operands, spec) is not None or not isinstance(usual[1].valid, np.ndarray):
+    if user_table(operands, spec) is not None or not isinstance(usual.visits.valid, np.ndarray):
         return usual
     steps = [x for x in ((rows, keys // 2), (rows // 2, keys // 2)) if min(x) >= grid.LEAST_BLOCK]
     smaller = (_plan_with(q, k, v, operands, spec, step, by_head) for step in steps)
-    return min((usual, *smaller), key=lambda plan: _cost(plan) * (0.9 if plan is usual else 1))
+    plan = min((usual, *smaller), key=lambda plan: _cost(plan) * (0.9 if plan is usual else 1))
+    if plan is usual:
+        return usual
+    saved = f"{rows} x {keys} would cost {_cost(usual) / _cost(plan):.1f} times as much here"
+    tiling = replace(plan.tiling, reason=f"{plan.tiling.reason}; {saved}")
+    return plan._replace(tiling=tiling)
 
 
-def _plan_with(
-    q, k, v, operands, spec, step: tuple[int, int], by_head: bool
-) -> tuple[Tiling, grid.Visits]:
+def _plan_with(q, k, v, operands, spec, step: tuple[int, int], by_head: bool) -> Plan:
     tiling = _tiling(q, k, v, operands, user_table(operands, spec), step, by_head)
     blocks = grid.table_blocks(q, k, v, step, by_head=tiling.by_head)
     table = visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks)
@@ -318,10 +333,10 @@ def _plan_with(
     if tiling.by_head and lists <= heads:  # query heads are separate and share their lists
         repeat = namespace(table.index, table.seen).repeat
         heads, table = lists, table.heads(lambda x: repeat(x, tiling.group, 1))
-    return tiling, grid.list_visits(table, heads=heads, split=tiling.split)
+    return Plan(tiling, grid.list_visits(table, heads=heads, split=tiling.split))
 
 
-def _cost(plan: tuple[Tiling, grid.Visits]) -> float:
+def _cost(plan: Plan) -> float:
     """Returns the cost of all steps, in scores; inf for more blocks than a list can number."""
     tiling, visits = plan
     if max(tiling.count, tiling.key_count) >= grid.LIMIT:

@@ -33,6 +33,7 @@ from pallas_kernels.backends.tpu.grid import (
 )
 from pallas_kernels.backends.tpu.kernels import Block, KernelSpec
 from pallas_kernels.dispatch import user_table, visible_blocks
+from pallas_kernels.explanations import KernelBlocks, report
 from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
 
@@ -62,6 +63,7 @@ def forward(q, k, v, operands, spec, *, interpret=False):
     blocks = q.shape[1], _key_block(q, k, v)
     table = visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks)
     tiling, lists = _tiling(q, k, table), _BlockLists(table, _parts(q, k, spec))
+    report(lambda: _kernel_blocks(q, k, v, operands, spec, tiling, table))
     kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     outs, lses = _launch(kernel_spec, tiling, lists, x, q.dtype, v.shape[-1], interpret)
     out, lse = merge_parts(outs, lses[..., 0])
@@ -81,11 +83,38 @@ def _rows(q, k) -> int:
     return -(-q.shape[1] * q.shape[2] // k.shape[2] // tile) * tile
 
 
+def _key_limits(q, k, v) -> dict[str, int]:
+    """Returns the most keys of a step by the reason for the limit."""
+    size = max(k.shape[-1], v.shape[-1]) * k.dtype.itemsize
+    limits = {
+        f"{KEY_BYTES} bytes of keys hide the overhead of a step": KEY_BYTES // size,
+        f"{SCORES} scores fit into VMEM": SCORES // _rows(q, k),
+    }
+    whole_lanes = {reason: most // LANES * LANES for reason, most in limits.items()}
+    return {"one block holds all keys": k.shape[1]} | whole_lanes
+
+
 def _key_block(q, k, v) -> int:
     """Returns the keys of a step: all, or whole lanes of them within KEY_BYTES and SCORES."""
-    size = max(k.shape[-1], v.shape[-1]) * k.dtype.itemsize
-    most = min(KEY_BYTES // size, SCORES // _rows(q, k))
-    return min(k.shape[1], most // LANES * LANES)
+    return min(_key_limits(q, k, v).values())
+
+
+def _kernel_blocks(q, k, v, operands, spec, tiling: Tiling, table: BlockTable) -> KernelBlocks:
+    """Returns the report of the kernel."""
+    limits = _key_limits(q, k, v)
+    reason = min(limits, key=limits.get)
+    if user_table(operands, spec) is not None:
+        reason = f"the caller's table has blocks of {table.k_block} keys"
+    rows = f"rows are padded to {SUBLANES[str(q.dtype)]} sublanes"
+    return KernelBlocks(
+        kernel="decode",
+        queries=tiling.queries,
+        heads=tiling.group,
+        rows=tiling.rows,
+        keys=tiling.key_block,
+        reason=f"{reason}; {rows}; {_parts(q, k, spec)} parts of the keys",
+        fraction=table.fraction(tiling.keys),
+    )
 
 
 def _tiling(q, k, table: BlockTable) -> Tiling:

@@ -20,7 +20,7 @@ by batch row and head first, then by output block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -29,7 +29,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tables import namespace
+from pallas_kernels.explanations import KernelBlocks, VisitedFraction, report
+from pallas_kernels.tables import BlockTable, namespace
 
 LANES = 128
 KEYS = 2048  # most keys of a block
@@ -108,6 +109,7 @@ class Tiling:
     count: int  # row blocks of a key head
     key_block: int
     key_count: int
+    reason: str = field(default="", compare=False)  # the choice of the sizes, for `explain`
 
     @property
     def period(self) -> int:
@@ -202,9 +204,80 @@ def table_blocks(q, k, v, step: tuple[int, int], by_head: bool = False) -> tuple
     group = 1 if by_head else n // heads
     by_rows = ((divide(size * group, rows), -size) for size in (128, 256, 512, 1024))
     q_block = -max(by_rows)[1]
-    if queries * group <= LANES and max(q.shape[-1], v.shape[-1]) <= LANES:
-        most_keys = KEYS  # decoding reads the cache only once, and computes little
+    if _reads_more_than_computes(queries * group, q, v):
+        most_keys = KEYS
     return q_block, min(most_keys, lanes(keys))
+
+
+def _reads_more_than_computes(rows: int, q, v) -> bool:
+    """Returns whether a call decodes: it reads the cache only once, and computes little."""
+    return rows <= LANES and max(q.shape[-1], v.shape[-1]) <= LANES
+
+
+def reason_of(tiling: Tiling, q, v, step: tuple[int, int], table: BlockTable | None) -> str:
+    """Returns why a tiling has its sizes.
+
+    Args:
+      step: the most rows and keys of a step, from which the tiling was made.
+      table: the caller's table or None.
+    """
+    rows, keys = step
+    size = lanes(max(q.shape[-1], v.shape[-1]))
+    reasons = [f"{rows} rows x {keys} keys of {q.dtype} heads up to {size} fit into 16 MB of VMEM"]
+    width = 1 if tiling.by_head else tiling.group
+    if table is not None:
+        reasons.append(f"the caller's table has blocks of {table.q_block} x {table.k_block}")
+    elif _reads_more_than_computes(tiling.queries * width, q, v):
+        reasons.append(f"{KEYS} keys for at most {LANES} rows, which compute little")
+    if tiling.rows != rows and tiling.period == 1:
+        reasons.append("one block holds all queries")
+    elif tiling.rows != rows:
+        reasons.append(f"{tiling.rows} rows divide a table's block of queries")
+    if tiling.key_block != keys and tiling.key_count == 1:
+        reasons.append("one block holds all keys")
+    return "; ".join(reasons)
+
+
+def fraction_of(calls: list, axis: int, tiling: Tiling) -> VisitedFraction | None:
+    """Returns the fraction of pairs of blocks that `kernel_calls` visit; None if traced."""
+    others = tiling.key_count if axis == 0 else tiling.count
+    pairs = visited = tested = 0
+    for call in (call for ranges in calls for row in ranges for call in row):
+        if not isinstance(call.steps, np.ndarray):
+            return None
+        first, end = call.blocks
+        kind = unpack(call.steps).kind
+        pairs += call.steps.size // call.size * (end - first) * others
+        visited, tested = visited + (kind != NOTHING).sum(), tested + (kind == PARTIAL).sum()
+    return VisitedFraction.of(pairs, visited, tested)
+
+
+def report_kernel(
+    kernel: str, tiling: Tiling, calls: list, axis: int, *, tests_all: bool = False
+) -> None:
+    """Reports the blocks of a kernel to `explain`.
+
+    Args:
+      calls, axis: as in `fraction_of`.
+      tests_all: whether the kernel tests full blocks, too.
+    """
+
+    def blocks():
+        heads = 1 if tiling.by_head else tiling.group
+        fraction = fraction_of(calls, axis, tiling)
+        if fraction is not None and tests_all:
+            fraction = fraction._replace(tested=1.0)
+        return KernelBlocks(
+            kernel=kernel,
+            queries=min(tiling.rows // heads, tiling.queries),
+            heads=heads,
+            rows=tiling.rows,
+            keys=tiling.key_block,
+            reason=tiling.reason,
+            fraction=fraction,
+        )
+
+    report(blocks)
 
 
 def make_tiling(q, k, *, lists: int, q_block: int, k_block: int, step: tuple[int, int]) -> Tiling:

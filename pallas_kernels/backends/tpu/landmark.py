@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from pallas_kernels.backends.tpu.grid import (
     calls_of,
     col_of,
     pad_lanes,
+    report_kernel,
     row_of,
     run_calls,
     run_kernel,
@@ -74,7 +75,9 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         scratch=[(1, tiling.rows), (1, tiling.rows), (size, tiling.rows)],
         interpret=interpret,
     )
-    out, lse = run_calls(calls_of(visits, tiling, 0), run)
+    calls = calls_of(visits, tiling, 0)
+    report_kernel("forward", tiling, calls, 0, tests_all=True)
+    out, lse = run_calls(calls, run)
     return tiling.from_rows(out)[..., : v.shape[-1]], tiling.from_rows(lse[:, :, 0])
 
 
@@ -90,6 +93,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     h, hv = x["k"].shape[-1], x["v"].shape[-1]
 
     def run(kernel, axis, calls, x, outputs, scratch, **more):
+        name = kernel.__name__.removeprefix("landmark_")
+        report_kernel(name, tiling, calls, axis, tests_all=True)
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret, **more)
         return run_calls(calls, functools.partial(_launch, kernel, kernel_spec, tiling, x, **fixed))
 
@@ -264,7 +269,8 @@ def make_tiling(q, k, v, block: int, backward: bool) -> tuple[Tiling, LandmarkBl
     q_block, _ = grid.table_blocks(q, padded, v, step)
     blocks = LandmarkBlocks(block, height, k_block // height, count, q_block)
     tiling = grid.make_tiling(q, padded, lists=1, q_block=q_block, k_block=k_block, step=step)
-    return tiling, blocks
+    reason = f"{grid.reason_of(tiling, q, v, step, None)}; steps hold whole blocks of {height} keys"
+    return replace(tiling, reason=reason), blocks
 
 
 @dataclass(frozen=True)
@@ -405,7 +411,8 @@ def landmark_d_queries(spec: LandmarkSpec, call: Call, steps, x, dq, acc):
     def _():
         scores = _StepScores(spec, step, x)
         key = x["k_transposed"][...]
-        acc[...] += dot(key, scores.flat(scores.gradients()[1], key), 0)
+        _, d_logits = scores.gradients()
+        acc[...] += dot(key, scores.flat(d_logits, key), 0)
 
     @pl.when(step.last)
     def _():

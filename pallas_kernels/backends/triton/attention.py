@@ -37,6 +37,7 @@ from pallas_kernels.dispatch import (
     user_table,
     visible_blocks,
 )
+from pallas_kernels.explanations import KernelBlocks, report
 from pallas_kernels.tables import BlockLists, BlockTable, transpose
 
 LARGEST_HEAD = 256
@@ -145,6 +146,8 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     if packed:
         parts = spec.splits or _parts(table, q.shape[0] * k.shape[2], keys.steps)
     full, seen = block_lists.full, block_lists.seen
+    given = user_table(operands, spec)
+    report(lambda: kernel_blocks(kind, tile, rows, keys, copies, table, parts, given))
     kernel_spec = KernelSpec(
         mask=spec.mask,
         scale=spec.scale,
@@ -166,6 +169,38 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         interpret=interpret,
     )
     return kernel_spec, vectors(operands, copies) | list_operands(block_lists, rows, keys)
+
+
+def kernel_blocks(
+    kernel: str,
+    tile: nvidia.Tile,
+    rows: Axis,
+    keys: Axis,
+    copies: int,
+    table: BlockTable,
+    parts: int = 1,
+    user_table: BlockTable | None = None,
+    block: int = 1,
+) -> KernelBlocks:
+    """Returns the report of a kernel; `block` is the number of keys that a step counts as one."""
+    reasons = [tile.reason]
+    if user_table is not None:
+        reasons.append(f"the caller's table has blocks of {table.q_block} x {table.k_block}")
+    for name, steps, most in (("rows", rows, tile.rows), ("keys", keys, tile.keys)):
+        if steps.unit < most:
+            whole = steps.blocks == 1
+            reasons.append(f"a step holds all {name}" if whole else f"{name} divide the table's")
+    if parts > 1:
+        reasons.append(f"{parts} programs share the keys of a list, which keeps the GPU busy")
+    return KernelBlocks(
+        kernel=kernel,
+        queries=min(rows.unit, rows.length) // copies,
+        heads=copies,
+        rows=rows.unit,
+        keys=keys.unit * block,
+        reason="; ".join(reasons),
+        fraction=table.fraction(keys.length),
+    )
 
 
 def list_operands(lists: BlockLists, rows: Axis, keys: Axis) -> dict:

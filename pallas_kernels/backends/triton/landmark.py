@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import nvidia
 from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.triton.attention import (
+    kernel_blocks,
     list_operands,
     residuals,
     table_blocks,
@@ -46,6 +47,7 @@ from pallas_kernels.backends.triton.kernels import (
     visit,
 )
 from pallas_kernels.dispatch import visible_blocks
+from pallas_kernels.explanations import report
 from pallas_kernels.tables import transpose
 
 
@@ -92,6 +94,8 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     rows, keys = axis(queries, q_block, tile.rows), axis(count, k_block, tile.keys)
     table = visible_blocks(operands, spec, queries, count, q_block, k_block)
     block_lists = transpose(table, count) if transposed else table.lists()
+    # The kernels test the rows of every block.
+    report(lambda: kernel_blocks(kind, tile, rows, keys, 1, table.tested(), block=block))
     kernel_spec = LandmarkSpec(
         mask=spec.mask,
         scale=spec.scale,

@@ -26,6 +26,7 @@ from pallas_kernels.backends.xla import blocks as tiles
 from pallas_kernels.backends.xla.blocks import BlockSizes, Positions, Tiling, add, dot
 from pallas_kernels.biases import Bias
 from pallas_kernels.dispatch import Operands, Spec, user_table
+from pallas_kernels.explanations import report
 from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
 
@@ -47,7 +48,7 @@ class Loop(NamedTuple):
     def bias_of(self, chunk):
         """Returns the bias of the chunk's query heads."""
         heads = self.tiling.heads * self.tiling.group
-        first = tiles.chunk_start(self.tiling, chunk)[1] * self.tiling.group
+        first = tiles.chunk_start(self.tiling, chunk).head * self.tiling.group
         return jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, first, heads, x.ndim - 1), self.bias
         )
@@ -58,14 +59,22 @@ class Loop(NamedTuple):
         return tuple(tiles.rows_of(x, self.tiling, chunk) for x in pair)
 
 
-def _loop(q, k, operands: Operands, spec: Spec, blocks: BlockSizes) -> Loop:
+def _loop(kernel: str, q, k, operands: Operands, spec: Spec, blocks: BlockSizes) -> Loop:
+    """Returns the loop of a pass; `kernel` is its name in the report of `explain`."""
     t, s = q.shape[1], k.shape[1]
-    tiling = tiles.make_tiling(q, k, blocks, user_table(operands, spec))
+    given = user_table(operands, spec)
+    tiling = tiles.make_tiling(q, k, blocks, given)
     table = tiles.block_table(operands, spec, t, s, tiling)
+    has_user_table = given is not None
+    report(
+        lambda: tiles.kernel_blocks(kernel, blocks, tiling, table, has_user_table=has_user_table)
+    )
     return Loop(tiling, tiles.positions(operands, spec, t, s, tiling), table, spec, operands.bias)
 
 
-def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", blocks=None):
+def forward(
+    q, k, v, operands: Operands, spec: Spec, *, platform="default", blocks=None, kernel="forward"
+):
     """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     run = functools.partial(forward, platform=platform, blocks=blocks)
     if _splits_keys(k, operands, spec):
@@ -73,7 +82,7 @@ def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", bloc
     if _has_table_per_query_head(k, operands, spec):
         return _forward_by_group(run, q, k, v, operands, spec)
     blocks = blocks or tiles.forward_blocks(q.shape[1], k.shape[1], platform)
-    loop, t = _loop(q, k, operands, spec, blocks), q.shape[1]
+    loop, t = _loop(kernel, q, k, operands, spec, blocks), q.shape[1]
     tiling = loop.tiling
     q = tiles.pad(q, tiling.nq * tiling.bq)
     k, v = tiles.heads_first(k, tiling), tiles.heads_first(v, tiling)
@@ -123,7 +132,7 @@ def backward(
         run = functools.partial(backward, platform=platform, blocks=blocks)
         return _backward_by_group(run, k, v, (q, out, lse, d_out, d_lse), operands, spec)
     blocks = blocks or tiles.backward_blocks(platform)
-    loop, t, s = _loop(q, k, operands, spec, blocks), q.shape[1], k.shape[1]
+    loop, t, s = _loop("backward", q, k, operands, spec, blocks), q.shape[1], k.shape[1]
     tiling, dtypes, scale = loop.tiling, (q.dtype, k.dtype, v.dtype), spec.scale
     rows = tiles.backward_rows(q, out, lse, d_out, d_lse, tiling)
     k, v = tiles.heads_first(k, tiling), tiles.heads_first(v, tiling)
@@ -282,7 +291,7 @@ def _split_forward(run, q, k, v, operands: Operands, spec: Spec):
 
     def part(k, v, k_index, k_segments):
         operands_of_part = Operands(q_index, k_index, q_segments, k_segments, operands.bias)
-        return run(q, k, v, operands_of_part, spec)
+        return run(q, k, v, operands_of_part, spec, kernel=f"forward, each of {count} parts")
 
     segments = None if k_segments is None else split(k_segments, 1)
     return merge_parts(

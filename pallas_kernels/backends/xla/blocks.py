@@ -24,6 +24,7 @@ from pallas_kernels.dispatch import (
     user_table,
     visible_blocks,
 )
+from pallas_kernels.explanations import KernelBlocks
 from pallas_kernels.masks import Mask
 from pallas_kernels.online_softmax import row_cotangent
 from pallas_kernels.tables import BlockTable, block_bounds, block_visibility, from_block_mask
@@ -43,6 +44,7 @@ class BlockSizes:
     q: int
     k: int
     scores: int | None = None
+    rule: str = ""  # the choice of the sizes, for `explain`
 
 
 def forward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
@@ -54,18 +56,21 @@ def forward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
     longer: there are fewer steps, which still read only the visible part of a cache.
     """
     if platform != "cpu":
-        return BlockSizes(q=512, k=1024)
+        return BlockSizes(q=512, k=1024, rule="forward on accelerators")
     if queries <= 64:
-        return BlockSizes(q=64, k=1024, scores=CPU_SCORES)
-    size = 256 if keys <= 2048 else 512  # long inputs waste less on the diagonal's masked half
-    return BlockSizes(q=size, k=size, scores=CPU_SCORES)
+        rule = "few queries on a CPU, measured"
+        return BlockSizes(q=64, k=1024, scores=CPU_SCORES, rule=rule)
+    # Long inputs waste less on the diagonal's masked half.
+    size, lengths = (256, "up to") if keys <= 2048 else (512, "more than")
+    rule = f"{lengths} 2048 keys on a CPU, measured"
+    return BlockSizes(q=size, k=size, scores=CPU_SCORES, rule=rule)
 
 
 def backward_blocks(platform: str) -> BlockSizes:
     """Returns block sizes of the backward pass: smaller, because it holds twice the scores."""
     if platform != "cpu":
-        return BlockSizes(q=512, k=512)
-    return BlockSizes(q=256, k=256, scores=CPU_SCORES)
+        return BlockSizes(q=512, k=512, rule="backward on accelerators")
+    return BlockSizes(q=256, k=256, scores=CPU_SCORES, rule="backward on a CPU, measured")
 
 
 class Tiling(NamedTuple):
@@ -106,6 +111,42 @@ def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
         rows, table_heads = table.seen.shape[:2]
         batch, chunk_heads = batch if rows == 1 else 1, chunk_heads if table_heads == 1 else 1
     return Tiling(batch, chunk_heads, b // batch, heads // chunk_heads, nq, bq, nk, bk, group)
+
+
+def kernel_blocks(
+    kernel: str, blocks: BlockSizes, tiling: Tiling, table: BlockTable, *, has_user_table: bool
+) -> KernelBlocks:
+    """Returns the report of a pass; `blocks` are the sizes from which the tiling was made."""
+    reasons = [f"{blocks.q} x {blocks.k} is for {blocks.rule}"]
+    if has_user_table:
+        reasons = ["the caller's table sets the blocks"]
+    else:
+        for name, count, size, most in (
+            ("queries", tiling.nq, tiling.bq, blocks.q),
+            ("keys", tiling.nk, tiling.bk, blocks.k),
+        ):
+            if size != most:
+                parts = f"{count} equal blocks of {size} {name}"
+                reasons.append(f"one block holds all {name}" if count == 1 else parts)
+    if tiling.chunks > 1:
+        why = f"a step has at most {blocks.scores} scores, which stay in the CPU's cache"
+        if has_user_table and max(table.seen.shape[:2]) > 1:
+            why = "the others have another table"
+        numbers = (
+            (tiling.batch, tiling.batch * tiling.batch_chunks, "batch rows"),
+            (tiling.heads, tiling.heads * tiling.head_chunks, "key heads"),
+        )
+        parts = [f"{few} of {every} {name}" for few, every, name in numbers if few < every]
+        reasons.append(f"{' and '.join(parts)} at a time, because {why}")
+    return KernelBlocks(
+        kernel=kernel,
+        queries=tiling.bq,
+        heads=tiling.group,
+        rows=tiling.bq * tiling.group,
+        keys=tiling.bk,
+        reason="; ".join(reasons),
+        fraction=table.fraction(tiling.nk * table.k_block),
+    )
 
 
 def _even(length: int, block: int) -> tuple[int, int]:
@@ -155,9 +196,16 @@ def _blocks(x, count: int, size: int, mode: str):
     return xp.moveaxis(x.reshape(x.shape[0], count, size), 1, 0)
 
 
-def chunk_start(tiling: Tiling, chunk):
-    """Returns the first batch row and the first key head of a chunk."""
-    return chunk // tiling.head_chunks * tiling.batch, chunk % tiling.head_chunks * tiling.heads
+class ChunkStart(NamedTuple):
+    """The first batch row and the first key head of a chunk."""
+
+    row: jax.Array
+    head: jax.Array
+
+
+def chunk_start(tiling: Tiling, chunk) -> ChunkStart:
+    row, head = chunk // tiling.head_chunks, chunk % tiling.head_chunks
+    return ChunkStart(row * tiling.batch, head * tiling.heads)
 
 
 def take(x, i):
@@ -168,7 +216,7 @@ def rows_of(x, tiling: Tiling, chunk):
     """Returns the chunk's rows [batch or 1, ...] of x [1 or B, ...]."""
     if x.shape[0] <= tiling.batch:
         return x
-    return lax.dynamic_slice_in_dim(x, chunk_start(tiling, chunk)[0], tiling.batch)
+    return lax.dynamic_slice_in_dim(x, chunk_start(tiling, chunk).row, tiling.batch)
 
 
 def pad(x, length: int, value=0):

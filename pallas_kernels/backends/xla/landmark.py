@@ -7,6 +7,7 @@ blocks and masks count landmark blocks, and only products are over tokens.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.xla import blocks as tiles
 from pallas_kernels.backends.xla.blocks import add, dot
 from pallas_kernels.dispatch import Spec
+from pallas_kernels.explanations import report
 from pallas_kernels.tables import BlockTable
 
 _KEYS = 512  # tokens of a step, about
@@ -49,12 +51,15 @@ def _loop(q, k, operands, spec: Spec, direction: str, platform: str) -> Loop:
     size = _QUERIES[direction] * (1 if on_cpu else 2)
     copies = 1 if direction == "forward" else 2  # the backward pass holds twice the scores
     scores = tiles.CPU_SCORES // (copies * block) if on_cpu else None
-    blocks = tiles.BlockSizes(q=size, k=max(1, _KEYS // block), scores=scores)
+    rule = f"landmark {direction} {'on a CPU' if on_cpu else 'on accelerators'}"
+    blocks = tiles.BlockSizes(q=size, k=max(1, _KEYS // block), scores=scores, rule=rule)
     shape = jax.ShapeDtypeStruct((k.shape[0], count, *k.shape[2:]), k.dtype)
     in_blocks = tiles.make_tiling(q, shape, blocks)
     table = tiles.block_table(operands, spec, t, count, in_blocks)
     positions = tiles.positions(operands, spec, t, count, in_blocks)
     in_tokens = in_blocks._replace(bk=in_blocks.bk * block)
+    sizes = replace(blocks, k=blocks.k * block, scores=scores and scores * block)
+    report(lambda: tiles.kernel_blocks(direction, sizes, in_tokens, table, has_user_table=False))
     return Loop(in_tokens, in_blocks, positions, table, spec)
 
 
