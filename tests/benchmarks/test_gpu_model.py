@@ -116,8 +116,8 @@ def children(monkeypatch):
 def test_a_stopped_run_goes_on_with_the_cases_that_have_no_record(children, tmp_path, capsys):
     events, started = children
     words = ["--tiny", "--out", str(tmp_path), "--cases", "decode"]
-    decoded = MEASURED | {"bandwidth_share": None, "prefill": 2.0}
     peer, own = "decode tiny 64 jax.nn xla", "decode tiny 64 lcjax"
+    decoded = events[own][0]["record"] | {"bandwidth_share": None, "prefill": 2.0}
     events |= {own: [{"record": decoded}], peer: [{"stopped": KeyboardInterrupt()}]}
     with pytest.raises(KeyboardInterrupt):
         model.main(words)
