@@ -2,13 +2,34 @@
 
 from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, order_indices
 from lcjax.attention.bigbird import BigBird
+from lcjax.attention.budgets import (
+    AdaptiveHeads,
+    HeadBudget,
+    LayerBudget,
+    LayerRatios,
+    Pyramid,
+    PyramidOriginal,
+)
+from lcjax.attention.candidates import Candidates, Seen
 from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.dual_chunk import DualChunk
-from lcjax.attention.eviction import CachePolicy, Candidates
+from lcjax.attention.eviction import CachePolicy
 from lcjax.attention.inf_llm import InfLLM
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
+from lcjax.attention.policies import (
+    H2O,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    LagKV,
+    ObservedAttention,
+    Random,
+    SnapKV,
+    StreamingCache,
+    Tova,
+)
 from lcjax.attention.relative import Disentangled, TransformerXL
 from lcjax.attention.s2 import ShiftedSparse
 from lcjax.attention.self_extend import SelfExtend
@@ -17,8 +38,11 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "POSITIONS", "AttentionMetadata", "BigBird", "Bidirectional", "CachePolicy", "Candidates",
-    "Causal", "Chunked", "Disentangled", "DualChunk", "InfLLM", "LMInfinite", "Landmark",
-    "Longformer", "Pass", "Pattern", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding",
-    "SparseTransformer", "Streaming", "TransformerXL", "VerticalSlash", "order_indices",
+    "H2O", "POSITIONS", "AdaptiveHeads", "AttentionMetadata", "Bidirectional", "BigBird",
+    "CachePolicy", "Candidates", "Causal", "Chunked", "Disentangled", "DualChunk",
+    "ExpectedAttention", "HeadBudget", "InfLLM", "KeyDiff", "Knorm", "LMInfinite", "LagKV",
+    "Landmark", "LayerBudget", "LayerRatios", "Longformer", "ObservedAttention", "Pass", "Pattern",
+    "Pyramid", "PyramidOriginal", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse",
+    "Sliding", "SnapKV", "SparseTransformer", "Streaming", "StreamingCache", "Tova",
+    "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

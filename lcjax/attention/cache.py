@@ -84,8 +84,18 @@ class LayerCache(abc.ABC):
     # acts on chunks gives a row the same result in every batch only if rows begin in one column.
     acts_on_prompt: ClassVar[bool] = False
     acts_on_chunk: ClassVar[bool] = False
+    evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
 
     rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerCache:
+        """Returns the cache of one of the model's layers, if they differ in more than the pattern.
+
+        Args:
+          layer: its number among the layers with a cache that evicts tokens.
+          num_layers: number of these layers.
+        """
+        return self
 
     @abc.abstractmethod
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
@@ -126,13 +136,14 @@ class LayerCache(abc.ABC):
         return {}
 
     def end_prompt(
-        self, arrays: Arrays, slots: Any, new: int, chunk: int
+        self, arrays: Arrays, slots: Any, tokens: Int[Array, " B"], new: int, chunk: int
     ) -> tuple[LayerCache, Arrays, Any]:
         """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
 
         Args:
           arrays: those of a layer, or of all layers, stacked.
           slots: the shared arrays.
+          tokens: tokens of each row that were read.
           new: maximum number of tokens that follow.
           chunk: maximum number of these that are read at once.
 

@@ -1,23 +1,28 @@
 """Cache policies: a layer keeps the tokens with the greatest scores, chosen by each key head.
 
-Kept keys stay rotated to their true positions, so a later query sees them at their true distances.
-Heads of a row hold different tokens, and each slot has its own order index. Attention therefore
-folds key heads into rows: B x K rows of one key head and its G query heads.
+A `CachePolicy` says how many tokens stay, and scores them; `lcjax.attention.policies` has the
+published ones. `Evicting` is the layer cache that all policies share. Kept keys stay rotated to
+their true positions, so a later query sees them at their true distances. Heads of a row hold
+different tokens, and each slot has its own order index. Attention therefore folds key heads into
+rows: B x K rows of one key head and its G query heads.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import draccus
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import Pattern
+from lcjax.attention.base import Pattern, rotate_queries
+from lcjax.attention.budgets import HeadBudget, LayerBudget, in_spans
 from lcjax.attention.cache import (
     Arrays,
     FullCache,
@@ -28,43 +33,111 @@ from lcjax.attention.cache import (
     whole_blocks,
     write_tokens,
 )
+from lcjax.attention.candidates import Candidates, Seen
 from lcjax.errors import InputError, PositiveInt, check_fields
-
-
-class Candidates(NamedTuple):
-    """The slots of a layer, from which a policy chooses."""
-
-    keys: Float[Array, "B K S H"]  # rotated to their positions, in the dtype of the cache
-    values: Float[Array, "B K S H"]
-    index: Int[Array, "B K S"]  # order indices of the tokens; -1: an empty slot
 
 
 @dataclass(frozen=True)
 class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
     """Which tokens a layer keeps: the `model.cache` config section.
 
-    Every key head keeps the `tokens` tokens with the greatest scores; of equal scores, those of
-    later tokens. By default a prompt is read under full attention and cut at its end. With `chunk`,
-    the text is read in chunks and cut after each of them, so memory does not grow with the text: a
-    chunk sees the tokens kept before it and its own. Both cut again after every `every` generated
-    tokens. What is evicted stays evicted. Layers whose pattern needs a bounded part of the text are
-    left alone.
+    Every key head keeps the tokens with the greatest scores; of equal scores, those of later
+    tokens. By default a prompt is read under full attention and cut at its end. With `chunk`, the
+    text is read in chunks and cut after each of them, so memory does not grow with the text if
+    `tokens` is set: a chunk sees the tokens kept before it and its own. Both cut again after every
+    `every` generated tokens. What is evicted stays evicted. Layers whose pattern needs a bounded
+    part of the text are left alone.
     """
 
     # Fields of small instances, on which the tests of all policies run.
-    examples: ClassVar[tuple[dict, ...]] = ({},)
-
-    tokens: PositiveInt = 1024  # tokens that each key head keeps
+    examples: ClassVar[tuple[dict, ...]] = ({"tokens": 32},)
+    # Names of arrays [B, K, S, 1] float32 with a number for each slot, which moves with its token.
+    slot_state: ClassVar[tuple[str, ...]] = ()
+    # How much stays: a number of tokens for each key head, or all but a share of the tokens read
+    tokens: PositiveInt | None = None
+    ratio: float | None = None  # the share that is evicted, in 0 ... 1
     # Tokens read between two cuts; null: a prompt is cut at its end only
     chunk: PositiveInt | None = None
     every: PositiveInt = 512  # generated tokens between two cuts
+    layers: LayerBudget | None = None  # how layers share what stays; null: equally
+    heads: HeadBudget | None = None  # how the key heads of a layer share it; null: equally
+    # Tokens that stay or go together, the same ones in all heads (ChunkKV); null: each on its own
+    span: PositiveInt | None = None
 
     def __post_init__(self):
         check_fields("model.cache", self)
+        if (self.tokens is None) == (self.ratio is None):
+            kind = self.get_choice_name(type(self))
+            raise InputError(
+                f"model.cache.type={kind} needs either tokens, a number that each key head keeps,"
+                " or ratio, the share that it evicts"
+            )
+        if self.ratio is not None and not 0 <= self.ratio < 1:
+            raise InputError(
+                f"model.cache.ratio={self.ratio} is the share of tokens that are evicted: at least"
+                " 0 and below 1"
+            )
+        if self.tokens is not None and self.tokens < self.protected:
+            raise InputError(
+                f"model.cache keeps the last {self.protected} tokens in any case, more than tokens="
+                f"{self.tokens}; give more tokens, or a smaller window (window, recent)"
+            )
+        if self.heads is not None and self.span is not None:
+            raise InputError(
+                "model.cache.heads divides tokens among heads, and span keeps the same tokens in"
+                " all heads; leave one of the two out"
+            )
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether layers keep different numbers of tokens, or score the same keys differently."""
+        return self.layers is not None
+
+    @property
+    def protected(self) -> int:
+        """How many of the last tokens always stay."""
+        return 0
+
+    def state(self, layer: LayerShape) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the policy's own arrays of a row, each [heads, _, _], beside those of slots."""
+        return {}
+
+    def observe(self, seen: Seen) -> Arrays:
+        """Returns the new values of the policy's arrays, including those of `slot_state`."""
+        return {}
 
     @abc.abstractmethod
     def score(self, slots: Candidates) -> Float[Array, "B K S"]:
-        """Returns the scores of tokens; the values for empty slots do not matter."""
+        """Returns the scores of tokens; the values for empty slots do not matter.
+
+        A token of score inf stays before all others.
+        """
+
+    def kept(self, length: int, layer: tuple[int, int] | None = None) -> np.ndarray:
+        """Returns how many tokens a head keeps of 0, 1, ... `length` tokens read, int [length + 1].
+
+        A ratio keeps max(1, int(n (1 - ratio))) of n tokens, computed in float64 as in kvpress.
+
+        Args:
+          length: the largest number of tokens.
+          layer: number of the layer among those that evict tokens, and their number; None: the
+            mean over layers.
+        """
+        read = np.arange(length + 1)
+        if self.tokens is not None:
+            mean = np.minimum(float(self.tokens), read)
+        else:
+            mean = read * (1 - self.ratio)
+        counts = mean
+        if self.layers is not None:
+            layers = self.layers
+            counts = (
+                layers.mean(read, mean)
+                if layer is None
+                else layers.divide(read, mean, self.protected, *layer)
+            )
+        counts = counts.astype(np.int64)
+        return np.minimum(np.maximum(counts, 1), read)
 
     def check(self, pattern: Pattern) -> None:
         """Raises an InputError if a layer under `pattern` cannot evict tokens."""
@@ -76,10 +149,10 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
                 f" under model.pattern.type={kind}; use type causal, or leave model.cache out"
             )
 
-    def layer_cache(self, pattern: Pattern) -> LayerCache:
-        """Returns the cache of a layer under `pattern`."""
+    def layer_cache(self, pattern: Pattern, soft_cap: float | None) -> LayerCache:
+        """Returns the cache of a layer under `pattern`, whose logits are capped at `soft_cap`."""
         needed = pattern.layer_cache
-        return Evicting(self) if needed.keeps_all else needed
+        return Evicting(self, soft_cap) if needed.keeps_all else needed
 
 
 @jax.tree_util.register_dataclass
@@ -101,9 +174,13 @@ class Evicting(FullCache):
 
     keeps_all: ClassVar[bool] = False
     holds_keys_only: ClassVar[bool] = False
+    evicts: ClassVar[bool] = True
 
     policy: CachePolicy
-    slots: int = 0  # of a fitted cache
+    soft_cap: float | None = None
+    layer: tuple[int, int] | None = None  # its number among layers that evict, and their number
+    length: int = 0  # of a fitted cache: maximum number of tokens of a row
+    slots: int = 0
     longest: int = 0  # tokens that may be read at once
     is_prompt: bool = False  # whether nothing is evicted before the prompt ends
 
@@ -115,36 +192,53 @@ class Evicting(FullCache):
     def acts_on_chunk(self) -> bool:
         return self.policy.chunk is not None
 
+    def for_layer(self, layer: int, num_layers: int) -> Evicting:
+        is_own = self.policy.differs_by_layer
+        return dataclasses.replace(self, layer=(layer, num_layers)) if is_own else self
+
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
         if not self.rotated:
             raise InputError(
                 "model.cache: exact=True rotates keys again while the text grows, and a cache that"
                 " evicts tokens keeps them rotated; leave one of the two out"
             )
-        if length <= self.policy.tokens:
+        if (self.policy.kept(length, self.layer) == np.arange(length + 1)).all():
             return FullCache(), length
+        fitted = dataclasses.replace(self, length=length)
         if self.acts_on_prompt:
-            return dataclasses.replace(self, slots=length, longest=length, is_prompt=True), length
+            return dataclasses.replace(fitted, slots=length, longest=length, is_prompt=True), length
         longest = length if chunk is None else min(chunk, length)
-        fitted = self._between_cuts(length, longest)
+        fitted = fitted._between_cuts(length, longest)
         return fitted, fitted.slots
 
-    def _between_cuts(self, new: int, longest: int) -> Evicting:
-        """Returns the cache that evicts while `new` tokens are read, at most `longest` at once.
+    @property
+    def num_kept(self) -> int:
+        """The slots that a cut leaves in use: as many as the head that keeps most may need.
 
-        A cut always leaves `tokens` slots in use, also if there are fewer tokens, so that the next
-        one does not depend on the padding of a row.
+        They are as many also if there are fewer tokens, so that the next cut does not depend on the
+        padding of a row.
         """
-        recent = min(new, max(longest, self.policy.every))
-        slots = whole_blocks(self.policy.tokens + recent)
+        policy, most = self.policy, int(self.policy.kept(self.length, self.layer).max())
+        if policy.heads is not None:
+            most = math.ceil(policy.heads.most * most)
+        if policy.span is not None:
+            most += policy.span
+        return min(most, self.length)
+
+    def _between_cuts(self, new: int, longest: int) -> Evicting:
+        """Returns the cache that evicts while `new` tokens are read, at most `longest` at once."""
+        slots = whole_blocks(self.num_kept + min(new, max(longest, self.policy.every)))
         return dataclasses.replace(self, slots=slots, longest=longest, is_prompt=False)
 
     def num_visible(self, length: int, tokens: int) -> int:
-        return min(length, self.policy.tokens + max(tokens, self.policy.every))
+        kept = dataclasses.replace(self, length=length).num_kept
+        return min(length, kept + max(tokens, self.policy.every))
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
-        return super().arrays(layer, slots) | {"order": order}
+        each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
+        own = dict.fromkeys(self.policy.slot_state, each_slot) | self.policy.state(layer)
+        return super().arrays(layer, slots) | {"order": order} | own
 
     def shared(self, rows: int, slots: int) -> _Fill:
         used = jax.ShapeDtypeStruct((), jnp.int32)
@@ -159,12 +253,12 @@ class Evicting(FullCache):
             )
         start, cuts_first = slots.used, jnp.zeros((), bool)
         if not self.is_prompt:
-            most = self.policy.tokens + self.policy.every if length == 1 else self.slots
+            most = self.num_kept + self.policy.every if length == 1 else self.slots
             cuts_first = start + length > min(most, self.slots)
-            start = jnp.where(cuts_first, self.policy.tokens, start)
+            start = jnp.where(cuts_first, self.num_kept, start)
         used = start + length
         if self._cuts_after(length):
-            used = jnp.full_like(used, self.policy.tokens)
+            used = jnp.full_like(used, self.num_kept)
         return View(_Fill(used, cuts_first), new, start, None, self)
 
     def _cuts_after(self, length: int) -> bool:
@@ -172,40 +266,84 @@ class Evicting(FullCache):
         return self.acts_on_chunk and length > 1
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
+        new, is_new = view.new, view.new.segments != 0
+        after = new.index[:, -1] + 1  # tokens read; padding has the index of the token before it
         if not self.is_prompt:
-            arrays = jax.lax.cond(view.slots.cuts_first, self.cut, dict, arrays)
+            before = after - is_new.sum(1)
+            arrays = jax.lax.cond(view.slots.cuts_first, self.cut, lambda x, _: x, arrays, before)
         keys, values = self.append(arrays, k, v, pattern, view, metadata)
-        order = jnp.where(view.new.segments != 0, view.new.index + 1, 0)[:, :, None, None]
+        order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
-        arrays = {"keys": keys, "values": values, "order": order}
+        arrays |= {"keys": keys, "values": values, "order": order}
         out = _attend_by_head(q, arrays, pattern, metadata)
-        return out, self.cut(arrays) if self._cuts_after(q.shape[1]) else arrays
+        seen = Seen(
+            queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
+            unrotated=q.swapaxes(1, 2),
+            index=jnp.where(is_new, new.index, -1),
+            rotation=metadata.rotation,
+            slots=self._candidates(arrays, after),
+        )
+        arrays |= self.policy.observe(seen)
+        return out, self.cut(arrays, after) if self._cuts_after(q.shape[1]) else arrays
 
     def key_metadata(self, view):
         return {}  # the tokens of a slot differ between layers and heads
 
-    def cut(self, arrays: Arrays) -> Arrays:
-        """Keeps the tokens with the greatest scores, in the first slots and in text order."""
-        index, slots = arrays["order"][..., 0] - 1, arrays["order"].shape[2]
-        scores = self.policy.score(Candidates(arrays["keys"], arrays["values"], index))
-        # Any token comes before an empty slot, and a finite score before NaN.
+    def _candidates(self, arrays: Arrays, tokens: Int[Array, " B"]) -> Candidates:
+        state = {k: x for k, x in arrays.items() if k not in ("keys", "values", "order")}
+        index = arrays["order"][..., 0] - 1
+        pair = arrays["keys"], arrays["values"]
+        return Candidates(*pair, index, tokens, state, self.soft_cap, (self.layer or (0,))[0])
+
+    def cut(self, arrays: Arrays, tokens: Int[Array, " B"]) -> Arrays:
+        """Keeps the tokens with the greatest scores, in the first slots and in text order.
+
+        Args:
+          arrays: those of a layer.
+          tokens: tokens of each row that were read.
+        """
+        policy, slots = self.policy, self._candidates(arrays, tokens)
+        with jax.named_scope("evict"):
+            scores = self._scores(slots)
+            table = jnp.asarray(policy.kept(self.length, self.layer), jnp.int32)
+            counts = jnp.broadcast_to(table[tokens][:, None], scores.shape[:2])
+            if policy.heads is not None:
+                counts = policy.heads.counts(scores, counts, self.num_kept)
+            if policy.span is not None:
+                scores, counts = in_spans(slots, scores, policy.span, policy.tokens, policy.ratio)
+            # Of equal scores, `top_k` takes the first ones.
+            best, places = jax.lax.top_k(scores[..., ::-1], min(self.num_kept, scores.shape[-1]))
+            stays = (jnp.arange(best.shape[-1]) < counts[..., None]) & (best > -jnp.inf)
+            places = jnp.sort(jnp.where(stays, scores.shape[-1] - 1 - places, -1), axis=-1)
+            places = places[..., None]
+
+            def gather(x):
+                return jnp.take_along_axis(x, jnp.maximum(places, 0), axis=2)
+
+            moved = ("keys", "values", "order", *policy.slot_state)
+            kept = {name: gather(arrays[name]) for name in moved}
+            kept["order"] = jnp.where(places < 0, 0, kept["order"])
+            return arrays | _resize(kept, arrays["order"].shape[2])
+
+    def _scores(self, slots: Candidates) -> Float[Array, "B K S"]:
+        """Returns scores in which any token comes before an empty slot, and a number before NaN."""
         low = jnp.finfo(jnp.float32).min
-        scores = jnp.nan_to_num(scores.astype(jnp.float32), nan=low, posinf=jnp.inf, neginf=low)
-        scores = jnp.where(index >= 0, scores, -jnp.inf)
-        # Of equal scores, `top_k` takes the first ones.
-        kept = slots - 1 - jax.lax.top_k(scores[..., ::-1], self.policy.tokens)[1]
-        kept = jnp.sort(kept, axis=-1)[..., None]
+        scores = self.policy.score(slots).astype(jnp.float32)
+        scores = jnp.nan_to_num(scores, nan=low, posinf=jnp.inf, neginf=low)
+        return jnp.where(slots.is_token, scores, -jnp.inf)
 
-        gathered = jax.tree.map(lambda x: jnp.take_along_axis(x, kept, axis=2), arrays)
-        return _resize(gathered, slots)
-
-    def end_prompt(self, arrays, slots, new, chunk):
+    def end_prompt(self, arrays, slots, tokens, new, chunk):
         if not self.acts_on_prompt:
             return self, arrays, slots
         after = self._between_cuts(new, min(chunk, new))
-        cut = jax.vmap(self.cut) if arrays["order"].ndim > 4 else self.cut
-        used = jnp.full_like(slots.used, self.policy.tokens)
-        return after, _resize(cut(arrays), after.slots), dataclasses.replace(slots, used=used)
+        cut = self.cut
+        if arrays["order"].ndim > 4:
+            cut = jax.vmap(cut, (0, None))
+        arrays = cut(arrays, tokens)
+        resized = ("keys", "values", "order", *self.policy.slot_state)
+        arrays |= _resize({name: arrays[name] for name in resized}, after.slots)
+        used = jnp.full_like(slots.used, self.num_kept)
+        return after, arrays, dataclasses.replace(slots, used=used)
 
 
 def _resize(arrays: Arrays, slots: int) -> Arrays:

@@ -118,20 +118,21 @@ def estimate(
         + memory.attention,
         weight_gradient_flops=weight_gradients,
         idle_flops=memory.idle,
-        kv_cache_bytes=sum(
-            count * cache_bytes(layer, length) for layer, count in config.layer_counts
-        ),
+        kv_cache_bytes=cache_bytes(config, length),
     )
 
 
 def cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
-    """Returns the bytes that a layer needs in the cache of one sequence.
+    """Returns the bytes that all layers need in the cache of one sequence.
 
     They are those of the keys and values that at least one of the last `tokens` tokens sees, and of
-    what the kind of cache holds beside them (`LayerCache.arrays`).
+    what the kinds of cache hold beside them (`LayerCache.arrays`).
     """
-    kind = cache_lib.layer_cache(config)
-    return _row_bytes(kind.arrays(cache_lib.layer_shape(config), kind.num_visible(length, tokens)))
+    shape = cache_lib.layer_shape(config)
+    return sum(
+        _row_bytes(kind.arrays(shape, kind.num_visible(length, tokens)))
+        for kind in cache_lib.layer_caches(config)
+    )
 
 
 def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> int:
@@ -373,10 +374,8 @@ def generation_memory(
         num_heads=divided(config.num_heads, sizes["tensor"]),
         num_kv_heads=divided(config.num_kv_heads, sizes["tensor"]),
     )
-    cache = 0
-    for layer, count in config.layer_counts:
-        kind, slots = cache_lib.layer_cache(layer).fit(length, chunk)
-        cache += count * local_rows * _row_bytes(kind.arrays(shape, slots))
+    fitted = [kind.fit(length, chunk) for kind in cache_lib.layer_caches(config)]
+    cache = local_rows * sum(_row_bytes(kind.arrays(shape, slots)) for kind, slots in fitted)
     activations = size * tokens * (channels + 3 * config.width)
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":

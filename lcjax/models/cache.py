@@ -113,18 +113,17 @@ def abstract_cache(
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
 
-    configs = [config.of_kind(kind) for kind in config.kinds]
-    fitted = [layer_cache(kind, rotated).fit(length, chunk) for kind in configs]
+    fitted = [cache.fit(length, chunk) for cache in layer_caches(config, rotated)]
     distinct = list(dict.fromkeys(fitted))
 
     def layer(number, *stack):
         kind, slots = fitted[number]
-        arrays = kind.arrays(layer_shape(configs[number]), slots)
+        arrays = kind.arrays(layer_shape(config.layer(number)), slots)
         return {name: array((*stack, batch, *one.shape), one.dtype) for name, one in arrays.items()}
 
-    kinds = config.kind_by_layer
+    count = len(fitted)
     return Cache(
-        layers=layer(0, len(kinds)) if config.stacked else tuple(map(layer, kinds)),
+        layers=layer(0, count) if config.stacked else tuple(map(layer, range(count))),
         slots=tuple(
             jax.tree.map(lambda x: array(x.shape, x.dtype), kind.shared(batch, slots))
             for kind, slots in distinct
@@ -132,8 +131,18 @@ def abstract_cache(
         filled=array((), jnp.int32),
         tokens=array((batch,), jnp.int32),
         kinds=tuple(kind for kind, _ in distinct),
-        kind_by_layer=tuple(distinct.index(fitted[kind]) for kind in kinds),
+        kind_by_layer=tuple(map(distinct.index, fitted)),
     )
+
+
+def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[LayerCache]:
+    """Returns the kind of cache of each layer; `rotated` is as in `create`."""
+    caches = [layer_cache(config.of_kind(kind), rotated) for kind in config.kinds]
+    caches = [caches[kind] for kind in config.kind_by_layer]
+    evicting = [number for number, cache in enumerate(caches) if cache.evicts]
+    for place, number in enumerate(evicting):
+        caches[number] = caches[number].for_layer(place, len(evicting))
+    return caches
 
 
 def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCache:
@@ -143,7 +152,9 @@ def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCach
     """
     pattern = config.pattern.for_inference()
     rotated = not pattern.moves_keys if rotated is None else rotated
-    kind = pattern.layer_cache if config.cache is None else config.cache.layer_cache(pattern)
+    kind = pattern.layer_cache
+    if config.cache is not None:
+        kind = config.cache.layer_cache(pattern, config.attention_soft_cap)
     return dataclasses.replace(kind, rotated=rotated)
 
 
@@ -265,7 +276,7 @@ def _end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | No
     kinds, shared, layers = list(cache.kinds), list(cache.slots), []
     for arrays, number in zip(cache.separate_layers, cache.kind_by_layer):
         kinds[number], arrays, shared[number] = cache.kinds[number].end_prompt(
-            arrays, cache.slots[number], new, chunk
+            arrays, cache.slots[number], cache.tokens, new, chunk
         )
         layers.append(arrays)
     cache = replace_layers(cache, layers[0] if cache.is_stacked else tuple(layers))

@@ -17,6 +17,7 @@ import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Landmark, Sliding
 from lcjax.attention.cache import FullCache
+from lcjax.attention.policies import KeyDiff, SnapKV
 from lcjax.checkpoints import ByteTokenizer, load_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
@@ -36,18 +37,6 @@ from lcjax.training import TrainConfig
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kv_cache.json"
 TINY = preset("tiny")
 SIX = Sampling(max_new_tokens=6, min_new_tokens=6)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyDiff(CachePolicy):
-    """-cos(k_t, mean of k / |k|): needs the mean over the tokens of a row, and no others."""
-
-    def score(self, slots):
-        k = slots.keys.astype(jnp.float32)
-        unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-        is_token = (slots.index >= 0)[..., None]
-        mean = jnp.where(is_token, unit, 0).sum(2, keepdims=True) / is_token.sum(2, keepdims=True)
-        return -(unit * mean).sum(-1) / jnp.linalg.norm(mean, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +66,12 @@ def golden():
         return json.loads(GOLDEN.read_text()), dict(arrays)
 
 
-@pytest.fixture(scope="module")
-def golden_lm(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def golden_lm(request, tmp_path_factory):
     document, arrays = golden()
-    folder = tmp_path_factory.mktemp("llama")
-    (folder / "config.json").write_text(json.dumps(document["models"]["llama"]))
-    prefix = "model.llama."
+    folder, name = tmp_path_factory.mktemp("model"), request.param
+    (folder / "config.json").write_text(json.dumps(document["models"][name]))
+    prefix = f"model.{name}."
     weights = {k.removeprefix(prefix): x for k, x in arrays.items() if k.startswith(prefix)}
     save_file(weights, folder / "model.safetensors")
     config = load_config(folder)
@@ -90,18 +79,13 @@ def golden_lm(tmp_path_factory):
     return LanguageModel(Decoder(config), params, ByteTokenizer())
 
 
-@pytest.mark.parametrize(
-    ("case", "base"),
-    [
-        pytest.param("knorm.r50", "llama96", marks=pytest.mark.slow),
-        ("knorm.rows", "llama_b2"),
-    ],
-)
-def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm, case, base):
+@pytest.mark.parametrize("golden_lm", ["llama"], indirect=True)
+def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm):
     document, arrays = golden()
+    case, base = "knorm.rows", "llama_b2"
     kept, prompts = arrays[f"{case}.kept"], arrays[f"base.{base}.ids"]
-    tokens = max(1, int(prompts.shape[1] * (1 - document["cases"][case]["params"]["ratio"])))
-    lm = golden_lm.with_method(cache=SmallNorm(tokens=tokens))
+    policy = SmallNorm(ratio=document["cases"][case]["params"]["ratio"])
+    lm = golden_lm.with_method(cache=policy)
     continuations = arrays[f"base.{base}.continuation"]
     following = arrays[f"{case}.logits"].astype(np.float64)
     following = following - np.log(np.exp(following).sum(-1, keepdims=True))
@@ -117,15 +101,22 @@ def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm, case, 
             np.testing.assert_array_equal(found, np.flatnonzero(layer_kept[row, head]))
 
 
-def test_a_text_is_read_by_chunks_as_in_the_released_code(golden_lm):
+@pytest.mark.parametrize(
+    ("golden_lm", "case", "base", "make"),
+    [
+        ("llama", "chunked.keydiff", "llama96", KeyDiff),
+        ("qwen3", "chunked.snapkv", "qwen80", functools.partial(SnapKV, window=6, pool=5)),
+    ],
+    indirect=["golden_lm"],
+)
+def test_a_text_is_read_by_chunks_as_in_the_released_code(golden_lm, case, base, make):
     document, arrays = golden()
-    params = document["cases"]["chunked.keydiff"]["params"]
+    params = document["cases"][case]["params"]
     chunk, *_ = params["calls"]
-    lm = golden_lm.with_method(cache=KeyDiff(tokens=params["target"], chunk=chunk))
-    base = arrays["base.llama96.ids"], arrays["base.llama96.continuation"]
-    ids = np.concatenate(base, 1)[:, : sum(params["calls"])]
-    expected = arrays["chunked.keydiff.logits"]
-    np.testing.assert_allclose(lm.logits(ids), expected, atol=2e-4)
+    lm = golden_lm.with_method(cache=make(tokens=params["target"], chunk=chunk))
+    ids = [arrays[f"base.{base}.{name}"] for name in ("ids", "continuation")]
+    ids = np.concatenate(ids, 1)[:, : sum(params["calls"])]
+    np.testing.assert_allclose(lm.logits(ids), arrays[f"{case}.logits"], atol=2e-4)
 
 
 # Properties
@@ -143,7 +134,7 @@ def read_session(lm, prompts, new, **options):
     return session
 
 
-POLICIES = [SmallNorm(tokens=32), KeyDiff(32, 16, 5)]
+POLICIES = [SmallNorm(tokens=32), KeyDiff(tokens=32, chunk=16, every=5)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -226,7 +217,12 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(SmallNorm(24), marks=pytest.mark.slow), KeyDiff(24, 32, 4)], ids=str
+    "policy",
+    [
+        pytest.param(SmallNorm(tokens=24), marks=pytest.mark.slow),
+        KeyDiff(tokens=24, chunk=32, every=4),
+    ],
+    ids=str,
 )
 def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
     mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
@@ -270,10 +266,11 @@ def test_scores_that_are_no_numbers_come_last(lm):
         def score(self, slots):
             return jnp.where(slots.index % 2 == 0, jnp.nan, -jnp.inf)
 
-    kind, _ = Broken(tokens=4).layer_cache(lm.config.pattern).fit(8, 8)
+    kind, _ = Broken(tokens=4).layer_cache(lm.config.pattern, None).fit(8, 8)
     order = jnp.array([1, 0, 2, 3, 0, 4, 5, 6])[None, None, :, None]
     zeros = jnp.zeros((1, 1, 8, 2))
-    kept = kind.cut({"keys": zeros, "values": zeros, "order": order})["order"].ravel()
+    arrays = {"keys": zeros, "values": zeros, "order": order}
+    kept = kind.cut(arrays, jnp.array([6]))["order"].ravel()
     assert kept.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
 
 
@@ -315,7 +312,7 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
 )  # fmt: skip
 def test_models_that_cannot_evict_tokens_are_refused(change, message):
     with pytest.raises(InputError, match=message):
-        TINY.replace(**{"cache": SmallNorm(), **change})
+        TINY.replace(**{"cache": SmallNorm(tokens=8), **change})
 
 
 def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):

@@ -1,0 +1,237 @@
+"""How the tokens that a cache policy keeps are divided: among layers, heads or spans of a text."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import draccus
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from lcjax.attention.candidates import Candidates
+from lcjax.errors import InputError, check_fields, is_finite_number
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBudget(draccus.ChoiceRegistry, abc.ABC):
+    """How layers share what stays: the section `model.cache.layers`."""
+
+    examples: ClassVar[tuple[dict, ...]] = ({},)
+
+    def __post_init__(self):
+        check_fields("model.cache.layers", self)
+
+    @abc.abstractmethod
+    def divide(
+        self,
+        read: Int[np.ndarray, " T"],
+        mean: Float[np.ndarray, " T"],
+        protected: int,
+        layer: int,
+        num_layers: int,
+    ) -> Int[np.ndarray, " T"]:
+        """Returns the tokens that heads of one layer keep.
+
+        Args:
+          read: numbers of tokens that were read.
+          mean: tokens that a head keeps of each of them if all layers keep equally many.
+          protected: how many of the last tokens always stay.
+          layer: number of the layer, from 0.
+          num_layers: number of layers that evict tokens.
+        """
+
+    def mean(
+        self, read: Int[np.ndarray, " T"], mean: Float[np.ndarray, " T"]
+    ) -> Float[np.ndarray, " T"]:
+        """Returns the mean over layers of the tokens that heads keep; arguments as in `divide`."""
+        return mean
+
+
+@LayerBudget.register_subclass("pyramid")
+@dataclasses.dataclass(frozen=True)
+class Pyramid(LayerBudget):
+    """PyramidKV (arXiv 2406.02069): lower layers keep more, linearly fewer towards the last one.
+
+    The last layer keeps 1/beta of the mean. kvpress counts the window among the tokens kept, and
+    gives all layers equally many if the last one would keep less than its window.
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_beta(self.beta)
+
+    def divide(self, read, mean, protected, layer, num_layers):
+        low = mean / self.beta
+        high = 2 * mean - low
+        clipped = high >= read - protected
+        high = np.where(clipped, read - protected, high)
+        low = np.where(clipped, 2 * mean - high, low)
+        step = (high - low) / max(num_layers - 1, 1)
+        fits = (read >= high) & (high >= low) & (low >= protected)
+        return np.round(np.where(fits, high - layer * step, mean)).astype(np.int64)
+
+
+@LayerBudget.register_subclass("pyramid_original")
+@dataclasses.dataclass(frozen=True)
+class PyramidOriginal(LayerBudget):
+    """PyramidKV as in its authors' code: whole numbers, and the window beside them."""
+
+    beta: float = 20.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_beta(self.beta)
+
+    def divide(self, read, mean, protected, layer, num_layers):
+        capacity = mean.astype(np.int64)
+        base = capacity - protected
+        low = (base // self.beta).astype(np.int64)
+        high = 2 * base - low
+        clipped = high >= read - protected
+        high = np.where(clipped, read - protected, high)
+        low = np.where(clipped, 2 * base - high, low)
+        counts = high - layer * ((high - low) // max(num_layers - 1, 1)) + protected
+        counts = np.where(read < 2 * base, capacity, counts)
+        return np.where(read < capacity, read, counts)
+
+
+def _check_beta(beta: float) -> None:
+    if not is_finite_number(beta) or beta < 1:
+        raise InputError(
+            f"model.cache.layers.beta={beta} must be at least 1: the last layer keeps 1/beta of the"
+            " mean"
+        )
+
+
+@LayerBudget.register_subclass("ratios")
+@dataclasses.dataclass(frozen=True)
+class LayerRatios(LayerBudget):
+    """A share that is evicted for each layer, in place of `model.cache.ratio`."""
+
+    examples: ClassVar[tuple[dict, ...]] = ({"ratios": (0.25, 0.75)},)
+
+    ratios: tuple[float, ...] = ()
+
+    def divide(self, read, mean, protected, layer, num_layers):
+        if len(self.ratios) != num_layers or not all(0 <= x < 1 for x in self.ratios):
+            raise InputError(
+                f"model.cache.layers.ratios has {len(self.ratios)} numbers, {list(self.ratios)};"
+                f" give one of at least 0 and below 1 for each of the {num_layers} layers that"
+                " evict tokens"
+            )
+        return (read * (1 - self.ratios[layer])).astype(np.int64)
+
+    def mean(self, read, mean):
+        return read * (1 - float(np.mean(self.ratios)))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
+    """How the key heads of a layer share what stays: the section `model.cache.heads`."""
+
+    examples: ClassVar[tuple[dict, ...]] = ({},)
+
+    # A head keeps at most this multiple of an equal share; its cache has as many slots.
+    most: float = 2.0
+
+    def __post_init__(self):
+        check_fields("model.cache.heads", self)
+        if not is_finite_number(self.most) or self.most < 1:
+            raise InputError(
+                f"model.cache.heads.most={self.most} must be at least 1: the multiple of an equal"
+                " share that a head keeps at most"
+            )
+
+    @abc.abstractmethod
+    def counts(
+        self, scores: Float[Array, "B K S"], counts: Int[Array, "B K"], most: int
+    ) -> Int[Array, "B K"]:
+        """Returns how many tokens each head keeps.
+
+        Args:
+          scores: -inf for empty slots.
+          counts: equal shares.
+          most: slots of a head.
+        """
+
+
+@HeadBudget.register_subclass("adaptive")
+@dataclasses.dataclass(frozen=True)
+class AdaptiveHeads(HeadBudget):
+    """Ada-KV (arXiv 2407.11550): the best tokens of all heads of a layer stay.
+
+    With K heads and equal shares of n, the first max(1, int(floor n)) tokens of each head stay, and
+    K n in all, as in kvpress. Heads have `most` n slots each; what does not fit into a head goes to
+    others.
+    """
+
+    floor: float = 0.2  # share of an equal share that each head keeps in any case
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not is_finite_number(self.floor) or not 0 <= self.floor <= 1:
+            raise InputError(
+                f"model.cache.heads.floor={self.floor} must be in 0 ... 1: the share of an equal"
+                " share that each head keeps"
+            )
+
+    def counts(self, scores, counts, most):
+        rows, slots = len(scores), scores.shape[-1]
+        best = jax.lax.top_k(scores, min(most, slots))[0]
+        floors = np.maximum((self.floor * np.arange(slots + 1)).astype(np.int32), 1)
+        is_safe = jnp.arange(best.shape[-1]) < jnp.asarray(floors)[counts][..., None]
+        is_token = best > -jnp.inf
+        ranked = jnp.where(is_safe & is_token, jnp.inf, best).reshape(rows, -1)
+        order = jnp.argsort(-ranked, axis=-1, stable=True)
+        stays = jnp.arange(order.shape[-1]) < counts.sum(-1, keepdims=True)
+        stays = jnp.put_along_axis(jnp.zeros_like(order, bool), order, stays, -1, inplace=False)
+        return (stays.reshape(best.shape) & is_token).sum(-1, dtype=jnp.int32)
+
+
+def in_spans(
+    slots: Candidates,
+    scores: Float[Array, "B K S"],
+    size: int,
+    tokens: int | None,
+    ratio: float | None,
+) -> tuple[Float[Array, "B K S"], Int[Array, "B K"]]:
+    """Scores spans of `size` tokens in place of tokens: ChunkKV (arXiv 2502.00299).
+
+    The score of a span is the mean over its tokens of the sum over heads. Of C spans, the last one
+    maybe shorter, max(1, int(C (1 - ratio))) stay, or `tokens` // `size`, as in kvpress.
+
+    Returns:
+      The scores, and how many tokens each head keeps, which is inexact by a span.
+    """
+    heads = scores.shape[1]
+    finite = jnp.isfinite(scores)
+    largest = jnp.where(finite, scores, 0).max((1, 2), keepdims=True) + 1
+    first = slots.from_first(jnp.where(finite, scores, largest).sum(1, keepdims=True), 0.0)
+    is_token = slots.from_first(slots.is_token[:, :1], False)
+    padding = [(0, 0), (0, 0), (0, -first.shape[-1] % size)]
+    first, is_token = (jnp.pad(x, padding) for x in (first, is_token))
+    spans = (*first.shape[:2], -1, size)
+    first, is_token = first.reshape(spans), is_token.reshape(spans)
+    lengths = is_token.sum(-1)
+    means = jnp.where(is_token, first, 0).sum(-1) / jnp.maximum(lengths, 1)
+    means = jnp.where(lengths > 0, means, -jnp.inf)
+    most = means.shape[-1]
+    number = np.arange(most + 1)
+    if ratio is None:
+        table = np.minimum(np.maximum(tokens // size, 1), number)
+    else:
+        table = np.minimum(np.maximum((number * (1 - ratio)).astype(np.int32), 1), number)
+    count = jnp.asarray(table, jnp.int32)[-(-slots.tokens // size)]
+    order = jnp.argsort(-means, axis=-1, stable=True)
+    stays = jnp.arange(most) < count[:, None, None]
+    stays = jnp.put_along_axis(jnp.zeros_like(order, bool), order, stays, -1, inplace=False)
+    counts = (lengths * stays).sum(-1)
+    each = jnp.repeat(jnp.where(stays, 0.0, -jnp.inf), size, axis=-1)
+    each = slots.to_slots(each[..., : scores.shape[-1]])
+    return jnp.where(slots.is_token, each, -jnp.inf), jnp.broadcast_to(counts, (len(count), heads))

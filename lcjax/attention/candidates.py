@@ -1,0 +1,103 @@
+"""The tokens from which a cache policy chooses, and the attention that they receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lcjax.attention.cache import Arrays
+from lcjax.rope import Rotation
+
+
+class Candidates(NamedTuple):
+    """The slots of a layer, from which a policy chooses. Slots that hold tokens are in text order.
+
+    In front of them are empty slots, such as those of a row's padding, and behind them slots that
+    are not in use yet.
+    """
+
+    keys: Float[Array, "B K S H"]  # rotated to their positions, in the dtype of the cache
+    values: Float[Array, "B K S H"]
+    index: Int[Array, "B K S"]  # order indices of the tokens; -1: an empty slot
+    tokens: Int[Array, " B"]  # tokens of each row that were read, also those that were evicted
+    state: Arrays  # arrays of the policy's own (`CachePolicy.state`)
+    soft_cap: float | None = None  # c: logits are c tanh(logit / c)
+    layer: int = 0  # number of the layer among those that evict tokens
+
+    @property
+    def is_token(self) -> Bool[Array, "B K S"]:
+        """Whether a slot holds a token."""
+        return self.index >= 0
+
+    @property
+    def ranks(self) -> Int[Array, "B K S"]:
+        """Place of each token among those of its head: 0, 1, 2, ... in text order."""
+        return jnp.cumsum(self.is_token, axis=-1, dtype=jnp.int32) - 1
+
+    @property
+    def counts(self) -> Int[Array, "B K 1"]:
+        """Number of tokens of each head."""
+        return self.is_token.sum(-1, keepdims=True, dtype=jnp.int32)
+
+    def from_first(self, x: Array, fill: float | bool) -> Array:
+        """Moves `x` [B, K or 1, S, ...] so that the first token of a head is first."""
+        slots, heads = jnp.arange(self.index.shape[2]), x.shape[1]
+        place = slots + jnp.argmax(self.is_token[:, :heads], axis=-1)[..., None]
+        place = place.reshape(*place.shape, *[1] * (x.ndim - 3))
+        moved = jnp.take_along_axis(x, jnp.minimum(place, len(slots) - 1), axis=2)
+        return jnp.where(place < len(slots), moved, fill)
+
+    def to_slots(self, x: Array) -> Array:
+        """Moves `x` [B, K or 1, S] back, from the order of `from_first` to the slots."""
+        return jnp.take_along_axis(x, jnp.maximum(self.ranks[:, : x.shape[1]], 0), axis=2)
+
+
+class Seen(NamedTuple):
+    """The new tokens of a call, after its attention, for policies that keep statistics of them."""
+
+    queries: Float[Array, "B N T H"]  # as attention multiplied them with keys
+    unrotated: Float[Array, "B N T H"]
+    index: Int[Array, "B T"]  # order indices; -1: padding
+    rotation: Rotation
+    slots: Candidates  # with the new tokens
+
+
+def attention_by_head(
+    slots: Candidates,
+    queries: Float[Array, "B N W H"],
+    index: Int[Array, "B W"],
+    reduce: Callable[[Float[Array, "B G W S"]], Array],
+) -> Float[Array, "B K ..."]:
+    """Returns `reduce` of the attention weights of queries, for one key head after the other.
+
+    Args:
+      slots: the keys, of which a query sees those up to itself.
+      queries: rotated, as attention multiplies them with keys.
+      index: order indices of the queries; -1: no query, whose weights are 0.
+      reduce: maps the weights of the G query heads of a key head to [B, ...].
+    """
+    rows, heads, length, size = queries.shape
+    kv_heads = slots.keys.shape[1]
+    queries = queries.reshape(rows, kv_heads, heads // kv_heads, length, size).swapaxes(0, 1)
+
+    def head(inputs):
+        queries, keys, order = inputs
+        precision = jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+        logits = jnp.einsum(
+            "BGWH,BSH->BGWS", queries, keys, precision=precision, preferred_element_type=jnp.float32
+        )
+        logits *= size**-0.5
+        if slots.soft_cap is not None:
+            logits = slots.soft_cap * jnp.tanh(logits / slots.soft_cap)
+        visible = (order[:, None] >= 0) & (order[:, None] <= index[..., None])
+        logits = jnp.where(visible[:, None], logits, -jnp.inf)
+        largest = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+        weights = jnp.exp(logits - largest)
+        return reduce(weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30))
+
+    inputs = queries, slots.keys.swapaxes(0, 1), slots.index.swapaxes(0, 1)
+    return jax.lax.map(head, inputs).swapaxes(0, 1)

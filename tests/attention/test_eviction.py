@@ -1,0 +1,381 @@
+"""Cache policies on one layer: scores and kept tokens of the released code, and budgets."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.attention import AttentionMetadata, Causal
+from lcjax.attention.budgets import AdaptiveHeads, LayerRatios, Pyramid, PyramidOriginal
+from lcjax.attention.cache import FullCache, LayerShape, Tokens
+from lcjax.attention.eviction import CachePolicy, Evicting
+from lcjax.attention.policies import (
+    H2O,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    LagKV,
+    ObservedAttention,
+    SnapKV,
+    StreamingCache,
+    Tova,
+)
+from lcjax.checkpoints import config_from_hf
+from lcjax.errors import InputError
+from lcjax.models import cache as cache_lib
+from lcjax.models import preset
+from lcjax.rope.rotation import no_rotation
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kv_cache.json"
+
+
+@functools.cache
+def golden():
+    with np.load(GOLDEN.with_suffix(".npz")) as arrays:
+        return json.loads(GOLDEN.read_text()), dict(arrays)
+
+
+def snapkv(ratio, window, kernel, **options):
+    return SnapKV(ratio=ratio, window=window, pool=kernel, **options)
+
+
+CASES = {  # name: policy
+    "knorm.r50": Knorm(ratio=0.5),
+    "knorm.rows": Knorm(ratio=0.4),
+    "keydiff.r75": KeyDiff(ratio=0.75),
+    "keydiff.rows": KeyDiff(ratio=0.5),
+    "snapkv.w16_k5": snapkv(0.5, 16, 5),
+    "snapkv.gqa3": snapkv(0.75, 8, 3),
+    "snapkv.rows": snapkv(0.5, 8, 5),
+    "pyramidkv.beta4": snapkv(0.5, 8, 5, layers=Pyramid(4)),
+    "pyramidkv.falls_back": snapkv(0.5, 16, 5, layers=Pyramid(20)),
+    "tova.r60": Tova(ratio=0.6),
+    "tova.gqa3": Tova(ratio=0.8),
+    "observed_attention.r50": ObservedAttention(ratio=0.5),
+    "expected_attention.default": ExpectedAttention(ratio=0.5, future=64),
+    "expected_attention.mean_only": ExpectedAttention(
+        ratio=0.75, future=32, sinks=2, covariance=False, value_norm=False
+    ),
+    "expected_attention.epsilon": ExpectedAttention(ratio=0.5, epsilon=0.01),
+    "lagkv.cross": LagKV(ratio=0.5, lag=16, cross=True),
+    "lagkv.ranks": LagKV(ratio=0.5, lag=16),
+    "lagkv.short": LagKV(ratio=0.5, lag=64),
+    "streaming_llm.r75": StreamingCache(ratio=0.75),
+    "adakv.snapkv": snapkv(0.5, 8, 5, heads=AdaptiveHeads(most=2)),
+    "adakv.expected_attention": ExpectedAttention(
+        ratio=0.75, future=64, epsilon=0.01, heads=AdaptiveHeads(most=2, floor=0.3)
+    ),
+    "chunkkv.snapkv": snapkv(0.5, 8, 5, span=10),
+    "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
+}
+
+
+def empty(shapes, *rows):
+    return jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape), x.dtype), shapes)
+
+
+class Layer:
+    """One layer that reads unrotated queries and keys, and values [B, heads, T, H]."""
+
+    def __init__(self, kind, rotation, num_heads, kv_shape):
+        rows, kv_heads, _, size = kv_shape
+        self.kind, self.rotation, self.read = kind, rotation, 0
+        shape = LayerShape(num_heads, kv_heads, size, jnp.dtype("float32"))
+        self.arrays = empty(kind.arrays(shape, kind.slots), rows)
+        self.slots = empty(kind.shared(rows, kind.slots))
+        self.tokens = jnp.zeros(rows, jnp.int32)
+
+    def __call__(self, q, k, v, is_token=None):
+        """`is_token` [B, T] is false for padding."""
+        rows, _, length, _ = q.shape
+        is_token = np.ones((rows, length), bool) if is_token is None else is_token
+        state = self.arrays, self.slots, self.read, self.tokens
+        out, self.arrays, self.slots = _attend(
+            self.kind, *state, is_token.astype(np.int32), q, k, v, self.rotation
+        )
+        self.read += length
+        self.tokens += is_token.sum(1)
+        return out
+
+    def end_prompt(self, new=8):
+        args = self.kind, self.arrays, self.slots, self.tokens, new
+        scores, self.arrays, self.slots = _end_prompt(*args)
+        self.kind = self.kind._between_cuts(new, new)
+        return np.asarray(scores)
+
+    def kept(self, total):
+        """bool [B, K, total]"""
+        order = np.asarray(self.arrays["order"])[..., 0]
+        return np.stack([[np.isin(np.arange(total) + 1, head) for head in row] for row in order])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(kind, arrays, slots, filled, read, segments, q, k, v, rotation):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    places = read[:, None] + jnp.cumsum(segments, axis=1, dtype=jnp.int32) - 1
+    view = kind.reserve(slots, Tokens(segments, places, places), filled)
+    metadata = view.update_metadata(AttentionMetadata(places, places, rotation=rotation))
+    out, arrays = kind.attend(arrays, q, k, v, Causal(), view, metadata)
+    return out, arrays, view.slots
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _end_prompt(kind, arrays, slots, tokens, new):
+    scores = kind._scores(kind._candidates(arrays, tokens))
+    _, arrays, slots = kind.end_prompt(arrays, slots, tokens, new, new)
+    return scores, arrays, slots
+
+
+def golden_layers(policy, case, *, length=None, chunk=None):
+    """Yields layers of a case's model, and their unrotated queries, keys, and values.
+
+    All layers come as rows of one, [L x B, heads, T, H], unless the policy tells them apart.
+    """
+    document, arrays = golden()
+    base = document["cases"][case]["base"]
+    config = config_from_hf(document["models"][document["bases"][base]["model"]])
+    rotated = [arrays[f"base.{base}.{name}"] for name in "qkv"]
+    num_layers, _, num_heads, tokens, _ = rotated[0].shape
+    length, back = length or tokens, -jnp.arange(tokens)[None]
+    rotation = config.rotation(length)
+    if not policy.differs_by_layer:
+        rotated = [x.reshape(1, -1, *x.shape[2:]) for x in rotated]
+    for number, (q, k, v) in enumerate(zip(*rotated, strict=True)):
+        places = jnp.broadcast_to(back, (len(q), tokens))
+        q, k = (rotation.rotate(x.swapaxes(1, 2), places).swapaxes(1, 2) for x in (q, k))
+        kind, _ = Evicting(policy).for_layer(number, num_layers).fit(length, chunk or length)
+        yield Layer(kind, rotation, num_heads, k.shape), q, k, v
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_kept_tokens_are_those_of_the_released_code(case):
+    document, arrays = golden()
+    about, policy = document["cases"][case], CASES[case]
+    with jax.default_matmul_precision("highest"):
+        for number, (layer, q, k, v) in enumerate(golden_layers(policy, case)):
+            layer(q, k, v)
+            scores, kept = layer.end_prompt(), layer.kept(q.shape[2])
+            expected, wanted = (arrays[f"{case}.{name}"] for name in ("scores", "kept"))
+            expected, wanted = (
+                x[number] if policy.differs_by_layer else x.reshape(scores.shape)
+                for x in (expected, wanted.astype(bool))
+            )
+            free = np.isfinite(scores)
+            if policy.span is None and not isinstance(policy, StreamingCache):
+                np.testing.assert_allclose(scores[free], expected[free], rtol=2e-3, atol=2e-5)
+            if about.get("tie_at_cut"):
+                for row, head in np.ndindex(kept.shape[:2]):
+                    ours, theirs = (
+                        np.sort(expected[row, head][x[row, head]]) for x in (kept, wanted)
+                    )
+                    np.testing.assert_allclose(ours, theirs)
+            else:
+                np.testing.assert_array_equal(kept, wanted)
+
+
+# The authors' own code, on random queries and keys
+
+
+def original(name, policy, calls=None):
+    """Returns tokens kept after each call, bool [call, B, K, T], and their golden form."""
+    _, arrays = golden()
+    q, k, v = (arrays.get(f"{name}.{x}") for x in "qkv")
+    total, calls = k.shape[2], calls or [k.shape[2]]
+    kind, _ = Evicting(policy).fit(total + 1, max(calls))
+    layer = Layer(kind, no_rotation(), q.shape[1], k.shape)
+    found, outs, start = [], [], 0
+    for number, size in enumerate(calls):
+        outs.append(layer(*(x[:, :, start : start + size] for x in (q, k, v))))
+        start += size
+        if not number and policy.chunk is None:
+            layer.end_prompt(total)
+        found.append(layer.kept(total))
+    return np.stack(found), arrays[f"{name}.kept"].astype(bool), np.concatenate(outs, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("snapkv_original.max", SnapKV(tokens=30, window=8, pool=7, pooling="max")),
+        ("h2o_prompt.gqa", H2O(tokens=28, recent=8)),
+        ("tova_original.gqa", Tova(tokens=20, keep_last=False)),
+    ],
+)
+def test_a_prompt_is_cut_as_by_the_authors(name, policy):
+    with jax.default_matmul_precision("highest"):
+        (kept,), expected, _ = original(name, policy)
+    if name.startswith("snapkv"):  # neighbours have equal scores
+        np.testing.assert_array_equal(kept.sum(-1), expected.sum(-1))
+        assert (kept & expected).sum() >= 0.9 * expected.sum()
+    else:
+        np.testing.assert_array_equal(kept, expected)
+
+
+def test_h2o_evicts_after_every_step_as_its_authors():
+    _, arrays = golden()
+    with jax.default_matmul_precision("highest"):
+        kept, expected, out = original(
+            "h2o.steps", H2O(tokens=14, recent=8, every=1), calls=[30, *[1] * 14]
+        )
+    np.testing.assert_array_equal(kept[0], expected[0])
+    # The authors evict after a step, and lcjax before the next one.
+    for step in range(1, 14):
+        assert (kept[step + 1] & ~expected[step])[..., : 30 + step].sum() == 0
+    np.testing.assert_allclose(out.swapaxes(1, 2), arrays["h2o.steps.out"], atol=2e-5)
+
+
+@pytest.mark.parametrize("row", range(5))
+def test_the_authors_pyramid(row):
+    document, _ = golden()
+    of = document["cases"]["pyramidkv_original.budgets"]["params"]["table"][row]
+    policy = SnapKV(tokens=of["capacity"], window=of["window"], layers=PyramidOriginal(of["beta"]))
+    counts = [policy.kept(of["tokens"], (i, of["layers"]))[-1] for i in range(of["layers"])]
+    assert counts == of["lengths"]
+
+
+# Properties of all policies
+
+
+def policies():
+    """Every registered policy, and the axes that all of them share."""
+    for kind in CachePolicy.get_known_choices().values():
+        for fields in kind.examples:
+            yield kind(**{"every": 4} | fields)
+    yield Knorm(ratio=0.5, every=4, span=5)
+    yield KeyDiff(tokens=24, every=4, heads=AdaptiveHeads())
+    yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
+
+
+POLICIES = list(policies())
+SIZES = 4, 2, 8  # query heads, key heads, channels
+
+
+def random_layer(policy, rows, length, chunk):
+    """A layer under a fitted policy, with the rotation of a preset."""
+    kind, _ = Evicting(policy, soft_cap=5.0).for_layer(1, 3).fit(length, chunk)
+    rotation = preset("tiny").replace(num_heads=4, head_dim=8).rotation(length)
+    return Layer(kind, rotation, SIZES[0], (rows, SIZES[1], length, SIZES[2]))
+
+
+def random_qkv(length):
+    rng = np.random.default_rng(0)
+    heads, kv_heads, size = SIZES
+    return [rng.normal(size=(1, n, length, size)).astype("f") for n in (heads, kv_heads, kv_heads)]
+
+
+def zero_pad(parts, before, after):
+    return [np.pad(x, [(0, 0), (0, 0), (before, after), (0, 0)]) for x in parts]
+
+
+def kept_lists(layer):
+    """The order indices that each head keeps, of each row."""
+    order = np.asarray(layer.arrays["order"])[..., 0]
+    return [[head[head > 0].tolist() for head in row] for row in order]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_padding_and_other_rows_change_nothing(policy):
+    """A row alone, behind padding, and in a batch, through a cut and four generated tokens."""
+    total, steps, padding = 50, 9, 7
+    qkv = random_qkv(total + steps)
+    prompt, rest = ([x[:, :, part] for x in qkv] for part in (np.s_[:total], np.s_[total:]))
+    alone = random_layer(policy, 1, total + steps, total)
+    batch = random_layer(policy, 2, total + steps + padding, total + padding)
+    by_chunk = policy.chunk is not None
+    before, after = (0, padding) if by_chunk else (padding, 0)
+    other = [np.concatenate([x[:, :, ::-1]] * 2, 2)[:, :, : total + padding] for x in prompt]
+    padded = [np.concatenate(pair) for pair in zip(zero_pad(prompt, before, after), other)]
+    is_token = np.ones((2, total + padding), bool)
+    is_token[0, :before] = False
+    is_token[0, total + before :] = False
+    first = np.asarray(alone(*prompt)), np.asarray(batch(*padded, is_token))[:1]
+    np.testing.assert_allclose(first[1][:, before : before + total], first[0], atol=1e-5)
+    for layer in (alone, batch):
+        layer.end_prompt(steps)
+    assert kept_lists(batch)[0] == kept_lists(alone)[0]
+    check_budget(policy, [len(head) for head in kept_lists(alone)[0]], total)
+    for step in range(steps):
+        token = [x[:, :, step : step + 1] for x in rest]
+        one, two = alone(*token), batch(*(np.concatenate([x, x]) for x in token))
+        np.testing.assert_allclose(np.asarray(two)[:1], one, atol=1e-5)
+        assert kept_lists(batch)[0] == kept_lists(alone)[0]
+
+
+def check_budget(policy, lengths, total):
+    """As many tokens stay as the budget says; `lengths` are those of the heads of a row."""
+    count = policy.kept(total)[-1]
+    if policy.span is not None:
+        assert abs(lengths[0] - count) <= policy.span and set(lengths) == {lengths[0]}
+    elif policy.heads is not None:
+        assert sum(lengths) == count * len(lengths)
+        assert max(lengths) <= np.ceil(policy.heads.most * policy.kept(total + 9).max())
+    else:
+        assert set(lengths) == {count}
+
+
+QUICK = (SnapKV, H2O, ExpectedAttention)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(x, marks=[] if type(x) in QUICK else pytest.mark.slow) for x in POLICIES],
+    ids=str,
+)
+def test_chunks_are_cut_one_after_the_other(policy):
+    """Memory stays within the budget and a chunk, and later tokens change no earlier output."""
+    policy = dataclasses.replace(policy, chunk=16)
+    if policy.tokens is None:
+        policy = dataclasses.replace(policy, ratio=None, tokens=24)
+    qkv = random_qkv(64)
+    changed = [np.concatenate([x[:, :, :48], x[:, :, 48:] + 1], 2) for x in qkv]
+    outs = []
+    for parts in (qkv, changed):
+        layer = random_layer(policy, 1, 64, 16)
+        assert layer.kind.slots <= cache_lib.whole_blocks(layer.kind.num_kept + 16)
+        outs.append([layer(*(x[:, :, i : i + 16] for x in parts)) for i in range(0, 64, 16)])
+        most = layer.kind.num_kept
+        assert all(len(head) <= most for head in kept_lists(layer)[0])
+    np.testing.assert_array_equal(outs[0][:3], outs[1][:3])
+
+
+def test_a_ratio_of_zero_is_the_full_cache():
+    for policy in POLICIES:
+        if policy.layers is None:
+            whole = dataclasses.replace(policy, tokens=None, ratio=0.0)
+            assert Evicting(whole).fit(64, 16) == (FullCache(), 64)
+
+
+def test_a_ratio_keeps_what_float64_says():
+    """100 (1 - 0.9) is 9.99... in float64 and 10.0 in float32."""
+    for length, ratio, kept in ((100, 0.9, 9), (80, 0.8, 15), (120, 0.9, 11), (5, 0.9, 1)):
+        assert Knorm(ratio=ratio).kept(length)[-1] == kept
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Knorm(), "model.cache.type=knorm needs either tokens.*or ratio"),
+        (lambda: Knorm(tokens=4, ratio=0.5), "needs either tokens"),
+        (lambda: Knorm(ratio=1.0), "ratio=1.0"),
+        (lambda: SnapKV(tokens=64, pool=4), "pool=4 must be odd"),
+        (
+            lambda: SnapKV(tokens=4, window=8),
+            "keeps the last 8 tokens .* tokens=4",
+        ),
+        (lambda: LagKV(tokens=4, lag=1), "lag=1"),
+        (lambda: ExpectedAttention(tokens=4, epsilon=-1.0), "epsilon=-1.0"),
+        (lambda: AdaptiveHeads(floor=2.0), "floor=2.0"),
+        (lambda: AdaptiveHeads(most=0.5), "most=0.5"),
+        (lambda: Pyramid(0.5), "beta=0.5"),
+        (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads .* span"),
+        (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).kept(9, (0, 2)), "the 2 layers"),
+    ],
+)
+def test_bad_settings_say_what_to_write(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
