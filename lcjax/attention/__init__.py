@@ -4,6 +4,7 @@ from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, or
 from lcjax.attention.bigbird import BigBird
 from lcjax.attention.budgets import (
     AdaptiveHeads,
+    Critical,
     HeadBudget,
     LayerBudget,
     LayerRatios,
@@ -39,7 +40,7 @@ from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
     "H2O", "POSITIONS", "AdaptiveHeads", "AttentionMetadata", "Bidirectional", "BigBird",
-    "CachePolicy", "Candidates", "Causal", "Chunked", "Disentangled", "DualChunk",
+    "CachePolicy", "Candidates", "Causal", "Chunked", "Critical", "Disentangled", "DualChunk",
     "ExpectedAttention", "HeadBudget", "InfLLM", "KeyDiff", "Knorm", "LMInfinite", "LagKV",
     "Landmark", "LayerBudget", "LayerRatios", "Longformer", "ObservedAttention", "Pass", "Pattern",
     "Pyramid", "PyramidOriginal", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse",

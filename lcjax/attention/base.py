@@ -61,6 +61,8 @@ class AttentionMetadata:
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
     implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
+    # The output projection of the layer, for caches that score values by it
+    output_kernel: Float[Array, "N H D"] | None = None
 
     def replace(self, **changes: Any) -> AttentionMetadata:
         return dataclasses.replace(self, **changes)

@@ -194,6 +194,59 @@ class AdaptiveHeads(HeadBudget):
         return (stays.reshape(best.shape) & is_token).sum(-1, dtype=jnp.int32)
 
 
+@dataclasses.dataclass(frozen=True)
+class Critical:
+    """Two-stage selection of CriticalKV (arXiv 2502.03805): the section `model.cache.critical`.
+
+    Of the n tokens of a head, max(1, int(n first)) are those of the greatest scores. The others are
+    those of the greatest (score + epsilon) x norm, where the norm is that of the value after the
+    output projection: the sum of absolute values, averaged over the query heads of a key head. As
+    in kvpress, with `heads` after n is known for each head. An adapter of the output projection
+    that is not merged is not part of the norm.
+    """
+
+    first: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self):
+        check_fields("model.cache.critical", self)
+        for name, most in (("first", 1.0), ("epsilon", np.inf)):
+            value = getattr(self, name)
+            if not is_finite_number(value) or not 0 <= value <= most:
+                raise InputError(f"model.cache.critical.{name}={value} must be in 0 ... {most:g}")
+
+    def rescore(
+        self,
+        scores: Float[Array, "B K S"],
+        norms: Float[Array, "B K S"],
+        counts: Int[Array, "B K"],
+    ) -> Float[Array, "B K S"]:
+        """Returns scores by which `counts` tokens of each head are chosen; -inf: empty slots."""
+        slots = scores.shape[-1]
+        table = np.maximum((self.first * np.arange(slots + 1)).astype(np.int32), 1)
+        order = jnp.argsort(-scores, axis=-1, stable=True)
+        is_first = jnp.arange(slots) < jnp.asarray(table)[counts][..., None]
+        none = jnp.zeros_like(order, bool)
+        is_first = jnp.put_along_axis(none, order, is_first, -1, inplace=False)
+        weighted = jnp.where(scores > -jnp.inf, (scores + self.epsilon) * norms, -jnp.inf)
+        return jnp.where(is_first & (scores > -jnp.inf), jnp.inf, weighted)
+
+
+def value_norms(
+    values: Float[Array, "B T K H"], kernel: Float[Array, "N H D"]
+) -> Float[Array, "B T K"]:
+    """Returns the 1-norms of values after the output projection, averaged over query heads."""
+    kv_heads = values.shape[2]
+    kernel = kernel.reshape(kv_heads, -1, *kernel.shape[1:]).astype(values.dtype)
+
+    def head(inputs):  # one by one, since the results are G times as wide as hidden states
+        value, kernels = inputs
+        out = jnp.einsum("BTH,GHD->BTGD", value, kernels, preferred_element_type=jnp.float32)
+        return jnp.abs(out).sum(-1).mean(-1)
+
+    return jnp.moveaxis(jax.lax.map(head, (jnp.moveaxis(values, 2, 0), kernel)), 0, 2)
+
+
 def in_spans(
     slots: Candidates,
     scores: Float[Array, "B K S"],

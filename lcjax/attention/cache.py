@@ -85,6 +85,7 @@ class LayerCache(abc.ABC):
     acts_on_prompt: ClassVar[bool] = False
     acts_on_chunk: ClassVar[bool] = False
     evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
+    reads_output: ClassVar[bool] = False  # whether `attend` needs `metadata.output_kernel`
 
     rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pattern, rotate_queries
-from lcjax.attention.budgets import HeadBudget, LayerBudget, in_spans
+from lcjax.attention.budgets import Critical, HeadBudget, LayerBudget, in_spans, value_norms
 from lcjax.attention.cache import (
     Arrays,
     FullCache,
@@ -61,6 +61,7 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
     every: PositiveInt = 512  # generated tokens between two cuts
     layers: LayerBudget | None = None  # how layers share what stays; null: equally
     heads: HeadBudget | None = None  # how the key heads of a layer share it; null: equally
+    critical: Critical | None = None  # weights scores by values in a second stage (CriticalKV)
     # Tokens that stay or go together, the same ones in all heads (ChunkKV); null: each on its own
     span: PositiveInt | None = None
 
@@ -82,10 +83,11 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
                 f"model.cache keeps the last {self.protected} tokens in any case, more than tokens="
                 f"{self.tokens}; give more tokens, or a smaller window (window, recent)"
             )
-        if self.heads is not None and self.span is not None:
+        if self.span is not None and (self.heads or self.critical):
+            other = "heads" if self.heads else "critical"
             raise InputError(
-                "model.cache.heads divides tokens among heads, and span keeps the same tokens in"
-                " all heads; leave one of the two out"
+                f"model.cache.{other} chooses tokens for each head, and span keeps the same tokens"
+                " in all heads; leave one of the two out"
             )
 
     @property
@@ -189,6 +191,16 @@ class Evicting(FullCache):
         return self.policy.chunk is None
 
     @property
+    def reads_output(self) -> bool:
+        return self.policy.critical is not None
+
+    @property
+    def _moved(self) -> tuple[str, ...]:
+        """The names of arrays with one entry for each slot."""
+        norms = ("value_norms",) if self.reads_output else ()
+        return ("keys", "values", "order", *norms, *self.policy.slot_state)
+
+    @property
     def acts_on_chunk(self) -> bool:
         return self.policy.chunk is not None
 
@@ -237,7 +249,7 @@ class Evicting(FullCache):
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
         each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
-        own = dict.fromkeys(self.policy.slot_state, each_slot) | self.policy.state(layer)
+        own = dict.fromkeys(self._moved[3:], each_slot) | self.policy.state(layer)
         return super().arrays(layer, slots) | {"order": order} | own
 
     def shared(self, rows: int, slots: int) -> _Fill:
@@ -275,6 +287,9 @@ class Evicting(FullCache):
         order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
         arrays |= {"keys": keys, "values": values, "order": order}
+        if self.reads_output:
+            norms = value_norms(v, metadata.output_kernel)[..., None]
+            arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         out = _attend_by_head(q, arrays, pattern, metadata)
         seen = Seen(
             queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
@@ -309,6 +324,9 @@ class Evicting(FullCache):
             counts = jnp.broadcast_to(table[tokens][:, None], scores.shape[:2])
             if policy.heads is not None:
                 counts = policy.heads.counts(scores, counts, self.num_kept)
+            if policy.critical is not None:
+                norms = arrays["value_norms"][..., 0]
+                scores = policy.critical.rescore(scores, norms, counts)
             if policy.span is not None:
                 scores, counts = in_spans(slots, scores, policy.span, policy.tokens, policy.ratio)
             # Of equal scores, `top_k` takes the first ones.
@@ -320,8 +338,7 @@ class Evicting(FullCache):
             def gather(x):
                 return jnp.take_along_axis(x, jnp.maximum(places, 0), axis=2)
 
-            moved = ("keys", "values", "order", *policy.slot_state)
-            kept = {name: gather(arrays[name]) for name in moved}
+            kept = {name: gather(arrays[name]) for name in self._moved}
             kept["order"] = jnp.where(places < 0, 0, kept["order"])
             return arrays | _resize(kept, arrays["order"].shape[2])
 
@@ -340,8 +357,7 @@ class Evicting(FullCache):
         if arrays["order"].ndim > 4:
             cut = jax.vmap(cut, (0, None))
         arrays = cut(arrays, tokens)
-        resized = ("keys", "values", "order", *self.policy.slot_state)
-        arrays |= _resize({name: arrays[name] for name in resized}, after.slots)
+        arrays |= _resize({name: arrays[name] for name in self._moved}, after.slots)
         used = jnp.full_like(slots.used, self.num_kept)
         return after, arrays, dataclasses.replace(slots, used=used)
 

@@ -319,7 +319,10 @@ class Attention(Projections):
             else:
                 layout = attention_layout(mesh)
                 metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
-                y, cache = inputs.view.kind.attend(
+                if (kind := inputs.view.kind).reads_output:
+                    kernel = self.out.variables["params"]["kernel"]
+                    metadata = metadata.replace(output_kernel=kernel)
+                y, cache = kind.attend(
                     cache, q, k, v, pattern.for_inference(), inputs.view, metadata
                 )
                 output = LayerOutput(cache=cache)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import AttentionMetadata, Causal
-from lcjax.attention.budgets import AdaptiveHeads, LayerRatios, Pyramid, PyramidOriginal
+from lcjax.attention.budgets import AdaptiveHeads, Critical, LayerRatios, Pyramid, PyramidOriginal
 from lcjax.attention.cache import FullCache, LayerShape, Tokens
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies import (
@@ -71,6 +71,8 @@ CASES = {  # name: policy
         ratio=0.75, future=64, epsilon=0.01, heads=AdaptiveHeads(most=2, floor=0.3)
     ),
     "chunkkv.snapkv": snapkv(0.5, 8, 5, span=10),
+    "criticalkv.snapkv": snapkv(0.5, 8, 5, critical=Critical()),
+    "critical_adakv.snapkv": snapkv(0.5, 8, 5, critical=Critical(), heads=AdaptiveHeads(most=2)),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
 }
 
@@ -82,9 +84,10 @@ def empty(shapes, *rows):
 class Layer:
     """One layer that reads unrotated queries and keys, and values [B, heads, T, H]."""
 
-    def __init__(self, kind, rotation, num_heads, kv_shape):
+    def __init__(self, kind, rotation, num_heads, kv_shape, output_kernel=None):
         rows, kv_heads, _, size = kv_shape
         self.kind, self.rotation, self.read = kind, rotation, 0
+        self.output_kernel = output_kernel
         shape = LayerShape(num_heads, kv_heads, size, jnp.dtype("float32"))
         self.arrays = empty(kind.arrays(shape, kind.slots), rows)
         self.slots = empty(kind.shared(rows, kind.slots))
@@ -96,7 +99,7 @@ class Layer:
         is_token = np.ones((rows, length), bool) if is_token is None else is_token
         state = self.arrays, self.slots, self.read, self.tokens
         out, self.arrays, self.slots = _attend(
-            self.kind, *state, is_token.astype(np.int32), q, k, v, self.rotation
+            self.kind, *state, is_token.astype(np.int32), q, k, v, self.rotation, self.output_kernel
         )
         self.read += length
         self.tokens += is_token.sum(1)
@@ -115,11 +118,12 @@ class Layer:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend(kind, arrays, slots, filled, read, segments, q, k, v, rotation):
+def _attend(kind, arrays, slots, filled, read, segments, q, k, v, rotation, output_kernel):
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     places = read[:, None] + jnp.cumsum(segments, axis=1, dtype=jnp.int32) - 1
     view = kind.reserve(slots, Tokens(segments, places, places), filled)
     metadata = view.update_metadata(AttentionMetadata(places, places, rotation=rotation))
+    metadata = metadata.replace(output_kernel=output_kernel)
     out, arrays = kind.attend(arrays, q, k, v, Causal(), view, metadata)
     return out, arrays, view.slots
 
@@ -143,13 +147,18 @@ def golden_layers(policy, case, *, length=None, chunk=None):
     num_layers, _, num_heads, tokens, _ = rotated[0].shape
     length, back = length or tokens, -jnp.arange(tokens)[None]
     rotation = config.rotation(length)
-    if not policy.differs_by_layer:
+    if not policy.differs_by_layer and policy.critical is None:
         rotated = [x.reshape(1, -1, *x.shape[2:]) for x in rotated]
     for number, (q, k, v) in enumerate(zip(*rotated, strict=True)):
         places = jnp.broadcast_to(back, (len(q), tokens))
         q, k = (rotation.rotate(x.swapaxes(1, 2), places).swapaxes(1, 2) for x in (q, k))
         kind, _ = Evicting(policy).for_layer(number, num_layers).fit(length, chunk or length)
-        yield Layer(kind, rotation, num_heads, k.shape), q, k, v
+        kernel = None
+        if policy.critical is not None:
+            name = document["bases"][base]["model"]
+            kernel = arrays[f"model.{name}.model.layers.{number}.self_attn.o_proj.weight"]
+            kernel = kernel.T.reshape(num_heads, k.shape[-1], -1)
+        yield Layer(kind, rotation, num_heads, k.shape, kernel), q, k, v
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,13 +169,14 @@ def test_scores_and_kept_tokens_are_those_of_the_released_code(case):
         for number, (layer, q, k, v) in enumerate(golden_layers(policy, case)):
             layer(q, k, v)
             scores, kept = layer.end_prompt(), layer.kept(q.shape[2])
-            expected, wanted = (arrays[f"{case}.{name}"] for name in ("scores", "kept"))
+            is_one = policy.differs_by_layer or policy.critical is not None
+            wanted = arrays[f"{case}.kept"].astype(bool)
+            expected = arrays.get(f"{case}.scores", wanted)
             expected, wanted = (
-                x[number] if policy.differs_by_layer else x.reshape(scores.shape)
-                for x in (expected, wanted.astype(bool))
+                x[number] if is_one else x.reshape(scores.shape) for x in (expected, wanted)
             )
             free = np.isfinite(scores)
-            if policy.span is None and not isinstance(policy, StreamingCache):
+            if policy.span is policy.critical is None and not isinstance(policy, StreamingCache):
                 np.testing.assert_allclose(scores[free], expected[free], rtol=2e-3, atol=2e-5)
             if about.get("tie_at_cut"):
                 for row, head in np.ndindex(kept.shape[:2]):
@@ -249,6 +259,7 @@ def policies():
     yield Knorm(ratio=0.5, every=4, span=5)
     yield KeyDiff(tokens=24, every=4, heads=AdaptiveHeads())
     yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
+    yield H2O(tokens=24, every=4, recent=4, critical=Critical(), heads=AdaptiveHeads())
 
 
 POLICIES = list(policies())
@@ -259,7 +270,10 @@ def random_layer(policy, rows, length, chunk):
     """A layer under a fitted policy, with the rotation of a preset."""
     kind, _ = Evicting(policy, soft_cap=5.0).for_layer(1, 3).fit(length, chunk)
     rotation = preset("tiny").replace(num_heads=4, head_dim=8).rotation(length)
-    return Layer(kind, rotation, SIZES[0], (rows, SIZES[1], length, SIZES[2]))
+    kernel = None
+    if policy.critical is not None:
+        kernel = np.random.default_rng(1).normal(size=(SIZES[0], SIZES[2], 16)).astype("f")
+    return Layer(kind, rotation, SIZES[0], (rows, SIZES[1], length, SIZES[2]), kernel)
 
 
 def random_qkv(length):
@@ -372,7 +386,7 @@ def test_a_ratio_keeps_what_float64_says():
         (lambda: AdaptiveHeads(floor=2.0), "floor=2.0"),
         (lambda: AdaptiveHeads(most=0.5), "most=0.5"),
         (lambda: Pyramid(0.5), "beta=0.5"),
-        (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads .* span"),
+        (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads chooses .* span"),
         (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).kept(9, (0, 2)), "the 2 layers"),
     ],
 )
