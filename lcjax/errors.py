@@ -99,18 +99,62 @@ def check_type(name: str, value: object, *types: type) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The whole numbers that a field may have: `repeat: Annotated[int, Range(1, 8)]`."""
+    """The whole numbers that a field may have: `repeat: Annotated[int, Range(1, 8)]`.
+
+    `hint` ends the error about another value: an example, or what to do instead.
+    """
 
     least: int
     most: int = INT32_MAX
+    hint: str = ""
 
     def __str__(self) -> str:
         ends = "" if self.most == INT32_MAX else f" and at most {self.most}"
         return f"at least {self.least}{ends}"
 
-    def check(self, key: str, value: object, way_out: str) -> None:
+    def __contains__(self, value: object) -> bool:
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return is_whole and self.least <= value <= self.most
+
+    def check(self, key: str, value: object, way_out: str = "") -> None:
         """Raises an InputError unless `value` is in the range."""
-        check_integer(key, value, self.least, way_out, most=self.most)
+        check_integer(key, value, self.least, self.hint or way_out, most=self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The finite numbers that a field may have: `rate: Annotated[float, Interval(most=1)]`.
+
+    The ends `least` and `most` belong to the interval, `above` and `below` do not. `hint` is as in
+    `Range`.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    hint: str = ""
+
+    def __str__(self) -> str:
+        low = f"{self.above:g} < x" if math.isfinite(self.above) else f"{self.least:g} <= x"
+        if math.isfinite(self.below):
+            return f"{low} < {self.below:g}"
+        if math.isfinite(self.most):
+            return f"{low} <= {self.most:g}"
+        return f"x > {self.above:g}" if math.isfinite(self.above) else f"x >= {self.least:g}"
+
+    def __contains__(self, value: object) -> bool:
+        return is_finite_number(value) and (
+            self.least <= value <= self.most and self.above < value < self.below
+        )
+
+    def check(self, key: str, value: object, way_out: str = "") -> None:
+        """Raises an InputError unless `value` is a finite number in the interval."""
+        if value not in self:
+            hint = self.hint or way_out
+            raise InputError(
+                f"{key}={_shown(value):.60} must be a number {self}{hint and f'; {hint}'}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +166,71 @@ class OneOf:
     def __str__(self) -> str:
         return " | ".join(self.known)
 
-    def check(self, key: str, value: object, way_out: str) -> None:
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and value in self.known
+
+    def check(self, key: str, value: object, way_out: str = "") -> None:
         """Raises an InputError unless `value` is one of the texts."""
         check_one_of(key, value, self.known)
 
 
+@dataclasses.dataclass(frozen=True)
+class NonEmpty:
+    """A text that may not be blank: `out: Annotated[str, NonEmpty("give --out=")]`."""
+
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return "not empty"
+
+    def __contains__(self, value: object) -> bool:
+        return _is_of(value, str) and bool(str(value).strip())
+
+    def check(self, key: str, value: object, way_out: str = "") -> None:
+        """Raises an InputError if `value` is no text or path, or only blanks."""
+        _check_annotated(key, value, str)
+        if not str(value).strip():
+            raise InputError(f"{key} is empty{self.hint and f': {self.hint}'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Each:
+    """The limits of every item of a tuple: `ratios: tuple[PositiveInt, ...]`."""
+
+    limits: Range | Interval | OneOf | NonEmpty
+    size: int | None  # number of items; None: any
+
+    def __str__(self) -> str:
+        return f"each {self.limits}"
+
+    def __contains__(self, value: object) -> bool:
+        is_sized = isinstance(value, tuple | list) and self.size in (None, len(value))
+        return is_sized and all(item in self.limits for item in value)
+
+    def check(self, key: str, value: Iterable, way_out: str = "") -> None:
+        """Raises an InputError that names the first item outside the limits."""
+        for i, item in enumerate(value):
+            self.limits.check(f"{key}.{i}", item, way_out)
+
+
+Limits = Range | Interval | OneOf | NonEmpty | _Each
+
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(0, 2**32 - 1, hint="seeds have 32 bits")]  # of NumPy and JAX
+PositiveFloat = Annotated[float, Interval(above=0)]
+NonNegativeFloat = Annotated[float, Interval(least=0)]
+Fraction = Annotated[float, Interval(least=0, most=1)]
 
 
 @functools.cache
-def declared_limits(owner: type) -> dict[str, Range | OneOf]:
+def declared_limits(owner: type) -> dict[str, Limits]:
     """Returns the limits of a dataclass's fields by name.
 
     A class that declares a field again, with another default, keeps the limits of its base class
     unless it declares others.
     """
-    limits: dict[str, Range | OneOf] = {}
+    limits: dict[str, Limits] = {}
     for cls in reversed(owner.__mro__):
         try:
             hints = typing.get_type_hints(cls, include_extras=True)
@@ -149,20 +241,23 @@ def declared_limits(owner: type) -> dict[str, Range | OneOf]:
     return limits
 
 
-def _limits(kind: Any) -> Range | OneOf | None:
-    """Returns the limits in an annotation, with or without `| None`."""
-    parts = typing.get_args(kind)
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+def _limits(kind: Any) -> Limits | None:
+    """Returns the limits in an annotation, with or without `| None`, or of a tuple's items."""
+    parts, origin = typing.get_args(kind), typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
         return next(filter(None, map(_limits, parts)), None)
-    return next((part for part in parts[1:] if isinstance(part, Range | OneOf)), None)
+    if origin in (tuple, list):
+        found = _limits(parts[0]) if parts else None
+        return found and _Each(found, None if origin is list or ... in parts else len(parts))
+    return next((part for part in parts[1:] if isinstance(part, Limits)), None)
 
 
 def check_fields(section: str, owner: object) -> None:
     """Raises an InputError for a field of a dataclass that is not as its annotation declares.
 
-    A value must be of the declared type and within the declared limits (`Range`, `OneOf`). Values
-    of a config have been decoded to these types; a Python program may pass any. Whole numbers
-    without limits are not checked.
+    A value must be of the declared type and within the declared limits (`Range`, `Interval`,
+    `OneOf`, `NonEmpty`). Values of a config have been decoded to these types; a Python program may
+    pass any. Whole numbers without limits are not checked.
 
     Args:
       section: the fields' section of the config, for error messages; empty: the top level.
@@ -170,17 +265,18 @@ def check_fields(section: str, owner: object) -> None:
     """
     for name, kind, limits, optional in _declared_fields(type(owner)):
         value = getattr(owner, name)
-        if (value is None and optional) or (limits is None and type(value) is kind):
+        is_valid = type(value) is kind if limits is None else value in limits
+        if is_valid or (value is None and optional):
             continue
         key = f"{section}.{name}" if section else name
-        if limits is None:
+        if limits is None or isinstance(limits, _Each):
             _check_annotated(key, value, kind)
-        else:
+        if limits is not None:
             limits.check(key, value, "null leaves it open" if optional else "")
 
 
 @functools.cache
-def _declared_fields(owner: type) -> list[tuple[str, Any, Range | OneOf | None, bool]]:
+def _declared_fields(owner: type) -> list[tuple[str, Any, Limits | None, bool]]:
     """Returns name, type, limits, and whether None is allowed, of the fields to check."""
     fields = []
     for field in dataclasses.fields(owner):

@@ -105,7 +105,7 @@ def test_of_many_names_only_those_near_to_a_wrong_one_are_said():
         (lambda: DataConfig(sources="a.txt"), "data.sources='a.txt' must be of type list"),
         (lambda: DataConfig(sources=[None]), r"data.sources=\[None\] must be"),
         (lambda: DataConfig(chunks=5), "data.chunks=5 must be of type lcjax.data.chunks.Chunks"),
-        (lambda: DataConfig(holdout=None), "data.holdout=None must be of type float"),
+        (lambda: DataConfig(holdout=None), "data.holdout=None must be a number 0 <= x < 1"),
         (lambda: ModelSection(path=[]), r"model.path=\[\] must be of type str | None"),
         (lambda: ModelSection(layers=5), "model.layers=5 must be of type tuple"),
         (lambda: RunFolder(folder=None), "run.folder=None must be of type str"),

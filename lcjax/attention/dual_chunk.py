@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.errors import InputError, PositiveInt, Range
+from lcjax.errors import InputError, OneOf, PositiveInt, Range
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
@@ -50,7 +50,8 @@ class DualChunk(Pattern):
     local: PositiveInt = 512
     # Longer requests scale logits; null: never, as in the paper
     train_length: PositiveInt | None = None
-    growth: str = "square"  # square (ChunkLlama's code) or linear (Qwen2.5-1M)
+    # square (ChunkLlama's code) or linear (Qwen2.5-1M)
+    growth: Annotated[str, OneOf(("square", "linear"))] = "square"
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,10 +59,6 @@ class DualChunk(Pattern):
             raise InputError(
                 f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "
                 f"released code has a sixth of it: {max(self.chunk // 6, 1)}"
-            )
-        if self.growth not in ("square", "linear"):
-            raise InputError(
-                f"pattern.growth={self.growth!r} must be square (ChunkLlama) or linear (Qwen2.5-1M)"
             )
 
     @property

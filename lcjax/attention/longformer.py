@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.attention.cache import LayerCache, RingCache
-from lcjax.errors import InputError, PositiveInt, check_integer
+from lcjax.errors import InputError, NonNegativeInt, PositiveInt
 from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
 
 
@@ -29,15 +29,10 @@ class Longformer(Pattern):
     )
 
     window: PositiveInt = 512  # visible tokens of the window, the token itself included
-    global_tokens: tuple[int, ...] = ()  # order indices of the global tokens
+    global_tokens: tuple[NonNegativeInt, ...] = ()  # order indices of the global tokens
     dilation: PositiveInt = 1  # distance between neighbouring tokens of a dilated window
     # How many of the last heads dilate (sec. 4.1: 2); null: all
     dilated_heads: PositiveInt | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        for index in self.global_tokens:
-            check_integer("pattern.global_tokens", index, 0)
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         mask = self._window_mask(metadata.num_heads)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax.numpy as jnp
 
 from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, partial_attention
 from lcjax.attention.causal import Causal
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, Interval, Range
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
@@ -29,14 +30,16 @@ class ShiftedSparse(Pattern):
     examples = ({"group": 8}, {"group": 6})
     encodings = POSITIONS
 
-    group: int | None = None  # tokens in a group; must divide the length of a row
-    fraction: float | None = None  # group size as a share of the row, if group is null; null: 1/4
+    # Tokens in a group; must divide the length of a row
+    group: Annotated[int, Range(2)] | None = None
+    # Group size as a share of the row, if group is null; null: 1/4
+    fraction: Annotated[float, Interval(above=0, most=1, hint="the paper has 0.25")] | None = None
     # Wraps groups around as in the paper's listing: the first half group sees future tokens
     wrap: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.group is not None:
-            check_integer("pattern.group", self.group, 2)
             if self.fraction is not None:
                 raise InputError(
                     f"pattern.group={self.group} and pattern.fraction={self.fraction}: set only one"
@@ -46,12 +49,6 @@ class ShiftedSparse(Pattern):
                     f"pattern.group={self.group} must be even to wrap around; nearest: "
                     f"{self.group - 1}, {self.group + 1}"
                 )
-        fraction = self.fraction
-        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if fraction is not None and not (is_number and 0 < fraction <= 1):
-            raise InputError(
-                f"pattern.fraction={fraction!r} must lie in (0, 1]; the paper has 0.25"
-            )
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         if self.wrap:

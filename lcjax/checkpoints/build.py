@@ -12,7 +12,7 @@ from lcjax import checkpoints
 from lcjax.attention import CachePolicy, Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
-from lcjax.errors import InputError, check_fields, check_seed
+from lcjax.errors import InputError, Seed, check_fields
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import (
     PRESETS,
@@ -24,7 +24,7 @@ from lcjax.models import (
 )
 from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
-from lcjax.models.model_config import check_choice
+from lcjax.models.model_config import ContextParallel, Dtype, PositionEncoding, Remat
 from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope
 
@@ -48,16 +48,17 @@ class ModelSection:
     # data.masking; null: the model is unchanged.
     encoder_layers: int | None = None
     # With a preset, instead of rotations: alibi, t5, transformer_xl, deberta, sinusoidal or learned
-    position: str | None = None
-    dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
-    param_dtype: str | None = None  # of weights; null: the checkpoint's own
+    position: PositionEncoding | None = None
+    dtype: Dtype | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
+    param_dtype: Dtype | None = None  # of weights; null: the checkpoint's own
     # What the backward pass recomputes instead of storing it: none, full (all but the inputs of
     # layers), attention (as full, but not attention) or dots (all but the results of matrix
     # products and attention: nearly free).
-    remat: str = "dots"
-    context_parallel: str = "ring"  # attention over mesh.context: ring, or all_to_all over heads
+    remat: Remat = "dots"
+    # Attention over mesh.context: ring, or all_to_all over heads
+    context_parallel: ContextParallel = "ring"
     tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own
-    seed: int = 0  # of random weights, and of a learned rope's new weights
+    seed: Seed = 0  # of random weights, and of a learned rope's new weights
 
     def __post_init__(self):
         registries = {"rope": Rope, "pattern": Pattern, "cache": CachePolicy}
@@ -69,11 +70,6 @@ class ModelSection:
                     f"model.layers={kind!r:.60} must hold instances of LayerKind; pass"
                     " [lcjax.models.LayerKind(repeat=5, pattern=...), lcjax.models.LayerKind()]"
                 )
-        # Here and not only in ModelConfig: a checkpoint takes minutes to read.
-        for field in ("dtype", "param_dtype", "remat", "context_parallel"):
-            value = getattr(self, field)
-            if value is not None or field in ("remat", "context_parallel"):
-                check_choice(field, value)
         check_fields("model", self)
         if self.path is not None and self.preset is not None:
             raise InputError(
@@ -86,7 +82,6 @@ class ModelSection:
                 f"model.encoder_layers={self.encoder_layers} makes an encoder of the checkpoint"
                 " model.path, without a memory of its own; set one, leave model.memory out"
             )
-        check_seed("model.seed", self.seed)
 
 
 class Settings(TypedDict, total=False):

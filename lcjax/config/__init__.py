@@ -38,6 +38,7 @@ from lcjax.config.decode import (
 from lcjax.config.help import help_text, is_choice, is_output_closed, print_help
 from lcjax.errors import (
     InputError,
+    NonEmpty,
     check_fields,
     check_flags,
     check_type,
@@ -62,15 +63,13 @@ T = typing.TypeVar("T")
 class RunFolder:
     """The folder of the results, the treatment of a run that it holds, and checks at the start."""
 
-    folder: str
+    folder: typing.Annotated[str, NonEmpty("name one, such as runs/first")]
     # What happens to a run in folder; overwrite removes the files of that run and no others.
     existing: typing.Literal["resume", "overwrite", "refuse"] = "resume"
     ignore_memory: bool = False  # go on where the estimated memory is more than there is
 
     def __post_init__(self):
         check_fields("run", self)
-        if not self.folder.strip():
-            raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
         check_path("run.folder", self.folder)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import draccus
 
-from lcjax.errors import OneOf, Range, declared_limits
+from lcjax.errors import Limits, OneOf, declared_limits
 
 
 def is_choice(kind: typing.Any) -> bool:
@@ -174,7 +174,7 @@ def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[Line]:
     return result
 
 
-def type_text(kind: typing.Any, limits: Range | OneOf | None = None) -> str:
+def type_text(kind: typing.Any, limits: Limits | None = None) -> str:
     """Formats a type for `--help`: `int | null`, `cosine | linear`, `int, at least 1`."""
     kinds, optional = split_union(kind)
     if isinstance(limits, OneOf):

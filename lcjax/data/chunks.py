@@ -11,7 +11,7 @@ from typing import Annotated
 
 import numpy as np
 
-from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
+from lcjax.errors import Fraction, InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 
 Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning", "retrieved")
@@ -26,17 +26,12 @@ class Noise:
     P tokens.
     """
 
-    rate: float = 0.3
-    whole: float = 0.1
+    rate: Fraction = 0.3
+    whole: Fraction = 0.1
     leave: NonNegativeInt = 0  # tokens of a chunk that always stay visible; the released code has 1
 
     def __post_init__(self):
         check_fields("noise", self)
-        for name in ("rate", "whole"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(
-                    f"noise.{name}={getattr(self, name)} must lie in 0 ... 1, such as 0.3"
-                )
 
 
 @dataclass(frozen=True)

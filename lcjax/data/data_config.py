@@ -10,13 +10,13 @@ from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
 from lcjax.errors import (
     InputError,
+    Interval,
     NonNegativeInt,
     OneOf,
     PositiveInt,
+    Range,
+    Seed,
     check_fields,
-    check_integer,
-    check_one_of,
-    check_seed,
 )
 from lcjax.storage import to_path
 
@@ -30,6 +30,9 @@ RESUMABLE = ("threads", "prefetch", "scan", "repeat")
 
 # Part of a `content_key`: an earlier version encoded each part of a conversation alone.
 _WHOLE = "; ids of the whole text"
+
+# Share of the rows, relative to the other sources.
+Weight = Annotated[float, Interval(above=0, hint="leave the source out to switch it off")]
 
 # Fields that only apply to sources whose rows are packed here.
 _PACKED = ("pack", "stride", "min_document_tokens", "max_document_tokens")
@@ -58,7 +61,8 @@ class Source(draccus.ChoiceRegistry):
 
     # Values for types that lack these fields. They have no annotation, so they are no fields here.
     stream, upsample, hashes = False, None, None
-    pack: str | None = field(default=None, kw_only=True)  # null: data.pack
+    # null: data.pack
+    pack: Annotated[str, OneOf(PACKINGS)] | None = field(default=None, kw_only=True)
     # Tokens from the start of a row to the start of the next; null: data.length, without overlap
     stride: PositiveInt | None = field(default=None, kw_only=True)
     # null: data.min_document_tokens
@@ -68,8 +72,6 @@ class Source(draccus.ChoiceRegistry):
 
     def __post_init__(self):
         check_fields("", self)
-        if self.pack is not None:
-            check_one_of("pack", self.pack, PACKINGS)
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -109,7 +111,7 @@ class TextSource(Source):
     """Files of text, or of records with a text field."""
 
     path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
-    weight: float = 1.0  # share of the rows, relative to the other sources
+    weight: Weight = 1.0  # share of the rows, relative to the other sources
     text_field: str = "text"  # field or column with the document; a.b: field b inside field a
     # Field with the label of a document, as meta.redpajama_set_name in SlimPajama; empty: the name
     # of its folder (or of its file)
@@ -137,7 +139,7 @@ class ChatSource(Source):
     """Conversations; only the answers are learned, unless `learn` is `all`."""
 
     path: str = ""  # as in type text: .jsonl, .parquet, .arrow or .array_record files
-    weight: float = 1.0  # share of the rows, relative to the other sources
+    weight: Weight = 1.0  # share of the rows, relative to the other sources
     # List of {role, content}, or of ShareGPT's {from, value}, and other keys that the chat template
     # reads (tool_calls, reasoning_content, name); `weight: 0` or `train: false`: not learned
     messages_field: str = "messages"
@@ -173,7 +175,7 @@ class TokenSource(Source):
     """Token ids: a folder of `python -m lcjax.data prepare`, or bare `.bin` files."""
 
     path: str = ""  # the folder, one .bin, or a folder of them
-    weight: float = 1.0  # share of the rows, relative to the other sources
+    weight: Weight = 1.0  # share of the rows, relative to the other sources
     # Read only documents with these labels; empty: all
     labels: list[str] = field(default_factory=list)
     # Concatenate all documents in stored order, cut that into rows, and shuffle the rows (LongLoRA,
@@ -206,7 +208,7 @@ class StoredSource(Source):
 
     kind: ClassVar[FolderKind]
     path: str = ""  # the folder
-    weight: float = 1.0  # share of the rows, relative to the other sources
+    weight: Weight = 1.0  # share of the rows, relative to the other sources
 
     def __post_init__(self):
         super().__post_init__()
@@ -241,7 +243,7 @@ class SeqioSource(Source):
 
     task: str = ""  # name of the Task or Mixture
     module: str = ""  # Python module whose import registers the task
-    weight: float = 1.0  # share of the rows, relative to the other sources
+    weight: Weight = 1.0  # share of the rows, relative to the other sources
     split: str = "train"  # one of the task's splits; data.holdout takes validation from it
     feature: str = "targets"  # output feature that holds the document
     prompt: str = ""  # feature that precedes it and is not learned, such as inputs
@@ -249,7 +251,7 @@ class SeqioSource(Source):
     # null: read documents, and pack them. chunks: cut the token ids of every example into rows by
     # data.chunks; BOS and EOS are those of the task, and those of data.add_bos and data.add_eos
     # where these are true
-    converter: str | None = None
+    converter: Annotated[str, OneOf(("chunks",))] | None = None
     context: str = ""  # with converter: feature whose text precedes that of `feature`
     task_length: int | None = None  # feature length for preprocessors; null: none
     cached: bool = False  # read the output of seqio_cache_tasks
@@ -257,8 +259,6 @@ class SeqioSource(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.converter not in (None, "chunks"):
-            raise InputError(f"converter={self.converter} is not one of null, chunks")
         if self.context and not self.converter:
             raise InputError(
                 f"context={self.context} is for converter=chunks: set it, or leave out"
@@ -287,7 +287,8 @@ class Masking:
     Yen et al. 2024, arXiv 2402.16617, app. A.1). Special tokens are never selected.
     """
 
-    rate: float = 0.3  # fraction of the ordinary tokens
+    # Fraction of the ordinary tokens
+    rate: Annotated[float, Interval(above=0, below=1, hint="such as 0.3")] = 0.3
     # Id of [MASK]; null: the vocabulary size, for which the model needs one more embedding
     token: NonNegativeInt | None = None
     # Ids that are never masked, in addition to BOS, EOS, padding and UNK
@@ -295,8 +296,6 @@ class Masking:
 
     def __post_init__(self):
         check_fields("masking", self)
-        if not 0 < self.rate < 1:
-            raise InputError(f"masking.rate={self.rate} must lie between 0 and 1, such as 0.3")
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,8 @@ class TextConfig:
 
     path: str = ""  # one source of text or tokens; use sources for several, or for settings
     sources: list[Source] = field(default_factory=list)  # rows are mixed by weight
-    holdout: float = 0.0  # fraction of the documents for validation, by hash of the name
+    # Fraction of the documents for validation, by hash of the name
+    holdout: Annotated[float, Interval(least=0, below=1, hint="such as 0.01")] = 0.0
     # Invalid UTF-8: error, skip the document, or replace the bytes
     on_bad_text: Annotated[str, OneOf(ON_BAD_TEXT)] = "error"
     # A record without the text, or damaged: error, or skip it
@@ -313,20 +313,10 @@ class TextConfig:
 
     def __post_init__(self):
         check_fields("data", self)
-        if not 0 <= self.holdout < 1:
-            raise InputError(
-                f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
-            )
         if self.path and self.sources:
             raise InputError(
                 f"data.path={self.path} and data.sources are both set: keep one of them"
             )
-        for i, source in enumerate(self.sources):
-            if not source.weight > 0 or source.weight == float("inf"):
-                raise InputError(
-                    f"data.sources.{i}.weight={source.weight} must be a positive number;"
-                    " leave the source out to switch it off"
-                )
 
     def resolved_sources(self) -> list[Source]:
         """Returns `sources`, or the source that `path` names."""
@@ -354,7 +344,8 @@ class LengthShare:
 class DataConfig(TextConfig):
     """The sources, and how they are made into rows of exactly `length` tokens."""
 
-    length: int = 1024  # tokens in a row, including those of chunks that are cut from it
+    # Tokens in a row, including those of chunks that are cut from it
+    length: Annotated[int, Range(2, hint="a row holds a token and its target")] = 1024
     # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
     # within one document; the rest of the document is left out. single: one padded row per document
     pack: Annotated[str, OneOf(PACKINGS)] = "concat"
@@ -375,7 +366,7 @@ class DataConfig(TextConfig):
     shuffle: bool = True  # read documents in a new random order in every epoch
     # Rows in the window of a second shuffle, which separates parts of a book
     shuffle_rows: NonNegativeInt = 0
-    seed: int = 0  # of all random numbers in the data
+    seed: Seed = 0  # of all random numbers in the data
     masking: Masking | None = None  # null: next-token prediction
     # Context for an encoder (model.memory): the beginning of a row (the decoder reads the rest), or
     # retrieved passages
@@ -388,8 +379,6 @@ class DataConfig(TextConfig):
     def __post_init__(self):
         super().__post_init__()
         check_fields("data", self)
-        check_integer("data.length", self.length, 2, "a row holds a token and its target")
-        check_seed("data.seed", self.seed)
         for i, source in enumerate(self.sources):
             self._check_source(f"data.sources.{i}", source)
         for cls in (TeacherSource, RetrievedSource):

@@ -4,27 +4,27 @@ The length of a row is its number of tokens, including those of its chunks, with
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data.data_config import DataConfig
 from lcjax.data.loader import Batch, make_loader
-from lcjax.errors import InputError, PositiveInt, check_fields
+from lcjax.errors import NonEmpty, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
 class LengthsConfig:
     """Settings of `python -m lcjax.data lengths`."""
 
-    tokenizer: str = ""  # tokenizer of the model, as model.path
+    # Tokenizer of the model, as model.path
+    tokenizer: Annotated[str, NonEmpty("name the model whose tokens are counted")] = ""
     data: DataConfig = field(default_factory=DataConfig)  # rows as the training will read them
     rows: PositiveInt = 1000  # number of rows that are counted
 
     def __post_init__(self):
         check_fields("", self)
-        if not self.tokenizer:
-            raise InputError("tokenizer is empty: name the model whose tokens are counted")
 
 
 def row_tokens(batch: Batch) -> np.ndarray:

@@ -35,7 +35,15 @@ from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.streams import order
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields, check_seed
+from lcjax.errors import (
+    InputError,
+    NonEmpty,
+    NonNegativeInt,
+    OneOf,
+    PositiveInt,
+    Seed,
+    check_fields,
+)
 from lcjax.files import atomic_file, check_path, sums_of, write_index, write_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.storage import local_path
@@ -49,10 +57,11 @@ class PrepareConfig:
 
     path: str = ""  # one source, as data.path; use `sources` for labels or up-sampling
     sources: list[Source] = field(default_factory=list)  # of type text; weights are ignored
-    tokenizer: str = ""  # tokenizer of the model, as model.path
-    out: str = ""  # folder to write
+    # Tokenizer of the model, as model.path
+    tokenizer: Annotated[str, NonEmpty("give --tokenizer=")] = ""
+    out: Annotated[str, NonEmpty("give --out=FOLDER")] = ""  # folder to write
     shuffle: bool = True  # write files, and the documents of each, in random order
-    seed: int = 0  # seed of that order, which equals that of a stream with this data.seed
+    seed: Seed = 0  # seed of that order, which equals that of a stream with this data.seed
     min_document_tokens: PositiveInt = 1  # shorter documents are left out
     # Invalid UTF-8: error, skip the document, or replace the bytes
     on_bad_text: Annotated[str, OneOf(ON_BAD_TEXT)] = "error"
@@ -61,13 +70,9 @@ class PrepareConfig:
     workers: NonNegativeInt = 0  # number of processes; 0: one for each core
 
     def __post_init__(self):
-        check_fields("", self)
-        check_seed("seed", self.seed)
         if bool(self.path) == bool(self.sources):
             raise InputError("give --path= or sources (one of them, not both): what to tokenise")
-        for key in ("tokenizer", "out"):
-            if not getattr(self, key):
-                raise InputError(f"{key} is empty: give --{key}=")
+        check_fields("", self)
         for i, source in enumerate(self.sources):
             if not isinstance(source, TextSource) or not source.path:
                 raise InputError(f"sources.{i} must be of type text and have a path")

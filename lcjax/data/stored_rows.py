@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -30,7 +30,7 @@ from lcjax.data.token_files import (
     list_shards,
     read_index,
 )
-from lcjax.errors import InputError, PositiveInt, check_fields
+from lcjax.errors import InputError, NonEmpty, PositiveInt, check_fields
 from lcjax.files import atomic_file, sums_of, write_index, write_json
 from lcjax.parallel import distributed
 from lcjax.storage import local_path, to_path
@@ -41,15 +41,13 @@ class RowsConfig:
     """Options of the commands that store rows."""
 
     data: DataConfig = field(default_factory=DataConfig)  # the data section of the training
-    out: str = ""  # folder to write
+    out: Annotated[str, NonEmpty("give --out=FOLDER")] = ""  # folder to write
     rows: PositiveInt | None = None  # number of rows; null: to the end of the text (data.repeat)
     batch_size: PositiveInt = 8  # rows of a batch, over all devices
     save_every: PositiveInt = 16  # batches in a shard; a kill loses at most one shard
 
     def __post_init__(self):
         check_fields("", self)
-        if not self.out:
-            raise InputError("out is empty: give --out=FOLDER")
         if self.rows is None and self.data.repeat is None:
             raise InputError(
                 "rows=null with data.repeat=null has no end: give --rows, or --data.repeat=1"

@@ -13,7 +13,16 @@ from typing import Annotated
 
 import numpy as np
 
-from lcjax.errors import InputError, OneOf, check_fields, check_seed, is_finite_number
+from lcjax.errors import (
+    Fraction,
+    InputError,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+    check_fields,
+)
 
 MODES = ("per_source", "code_arxiv_book", "global", "none")
 _DRAWS = 1 << 20  # random numbers drawn at once when a position is restored
@@ -49,23 +58,18 @@ class Upsample:
     # per_source: a token budget for each label. code_arxiv_book: the same, with larger shares for
     # code, arXiv and books. global: no budgets by label. none: all documents, up to `tokens`
     mode: Annotated[str, OneOf(MODES)] = "per_source"
-    tokens: int = 5_000_000_000  # tokens of an epoch, estimated from characters
-    ratio: float = 0.1  # fraction of the short documents that is kept
-    below: int = 4096  # estimated tokens below which a document is short
-    characters_per_token: float = 3.68  # Llama-2's on SlimPajama
-    seed: int = 15213
+    # Tokens of an epoch, estimated from characters
+    tokens: Annotated[int, Range(1, 2**63 - 1)] = 5_000_000_000
+    ratio: Fraction = 0.1  # fraction of the short documents that is kept
+    below: PositiveInt = 4096  # estimated tokens below which a document is short
+    characters_per_token: PositiveFloat = 3.68  # Llama-2's on SlimPajama
+    seed: Seed = 15213
     # Shares for per_source, [{label: a, share: 0.5}, ...]; empty: SlimPajama's
     shares: list[Share] = field(default_factory=list)
     normalise: bool = False  # divide the shares by their sum, which must be 1 otherwise
 
     def __post_init__(self):
         check_fields("upsample", self)
-        if not 0 <= self.ratio <= 1:
-            raise InputError(f"upsample.ratio={self.ratio} must be a fraction in [0, 1]")
-        for key in ("tokens", "below", "characters_per_token"):
-            if not is_finite_number(getattr(self, key)) or getattr(self, key) <= 0:
-                raise InputError(f"upsample.{key}={getattr(self, key)} must be positive")
-        check_seed("upsample.seed", self.seed)
         if self.shares and self.mode != "per_source":
             raise InputError(f"upsample.mode={self.mode} does not use shares: set mode: per_source")
         self._check_shares()

@@ -14,7 +14,7 @@ from lcjax.checkpoints.load import identity, load_tokenizer
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.data.corpus import texts_or_ids
-from lcjax.errors import InputError
+from lcjax.errors import InputError, PositiveInt, Seed
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.report.published import Published
 from lcjax.evaluation.retrieval import Knn, RetrievalMethod
@@ -107,11 +107,12 @@ class EvalConfig:
     # data x fsdp is padded with filler rows.
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     distributed: Distributed = dataclasses.field(default_factory=Distributed)
-    stride: int = 256  # tokens from one perplexity window to the next
-    max_documents: int | None = None  # maximum number of documents that are long enough; null: all
-    max_windows: int | None = None  # perplexity windows per length; null: all
-    batch_size: int = 1  # windows per batch; like mesh, may change when a run is resumed
-    seed: int = 0  # seed of random keys, depths and choices of windows
+    stride: PositiveInt = 256  # tokens from one perplexity window to the next
+    # Maximum number of documents that are long enough; null: all
+    max_documents: PositiveInt | None = None
+    max_windows: PositiveInt | None = None  # perplexity windows per length; null: all
+    batch_size: PositiveInt = 1  # windows per batch; like mesh, may change when a run is resumed
+    seed: Seed = 0  # seed of random keys, depths and choices of windows
     published: tuple[Published, ...] = ()  # numbers of papers to show beside those of the run
     run: RunSection = dataclasses.field(default_factory=RunSection)
 

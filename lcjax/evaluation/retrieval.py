@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from lcjax.errors import InputError, OneOf, PositiveInt, check_fields
+from lcjax.errors import Fraction, InputError, OneOf, PositiveFloat, PositiveInt, check_fields
 from lcjax.evaluation.split import SOURCES, check_scored, windows_of_others
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.passages import Retriever
@@ -85,7 +85,7 @@ class RetrievalMethod:
     stride: PositiveInt | None = None  # tokens from one search to the next; null: one search
     # Tokens at the text's end; null: all, or 32 with a stride
     query_tokens: PositiveInt | None = None
-    temperature: float = 1.0  # of scores, for mixture
+    temperature: PositiveFloat = 1.0  # of scores, for mixture
     passage_tokens: PositiveInt | None = None  # longer passages are cut; null: whole
     decoder: PositiveInt | None = None  # tokens at the end of a window that are read; null: all
     # own, or foreign as a control: passages retrieved for a window of another document. It needs
@@ -193,16 +193,17 @@ class Knn:
     """
 
     folder: str = ""  # made by python -m lcjax.retrieval build-tokens with this method's model
-    k: int = 1024  # nearest keys
-    weight: float = 0.25  # of their tokens (lambda of the paper); 0: the model alone
-    temperature: float = 1.0  # squared distances are divided by it
-    index: str = "exact"  # or the approximate index of the datastore: ivf or ivf_pq
+    k: PositiveInt = 1024  # nearest keys
+    weight: Fraction = 0.25  # of their tokens (lambda of the paper); 0: the model alone
+    temperature: PositiveFloat = 1.0  # squared distances are divided by it
+    # Or the approximate index of the datastore: ivf or ivf_pq
+    index: Annotated[str, OneOf(("exact", "ivf", "ivf_pq"))] = "exact"
 
     def check(self, key: str) -> None:
         """Raises an InputError for invalid settings; `key` is the section's place in the config."""
-        from lcjax.retrieval.knn_lm import TokenStore, check_settings
+        from lcjax.retrieval.knn_lm import TokenStore
 
-        check_settings(key, self)
+        check_fields(key, self)
         try:
             TokenStore(self.folder)
         except InputError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields
 from lcjax.evaluation import plots
 from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.report import tables
@@ -39,8 +39,9 @@ class RetrievalConfig:
 
     retrievers: tuple[RetrieverSection, ...] = ()  # rows of the table
     path: str = ""  # the questions
-    k: tuple[int, ...] = (1, 5, 10, 20, 50, 100)  # columns of the table
-    max_examples: int | None = None  # maximum number of questions, the first ones; null: all
+    k: tuple[PositiveInt, ...] = (1, 5, 10, 20, 50, 100)  # columns of the table
+    # Maximum number of questions, the first ones; null: all
+    max_examples: PositiveInt | None = None
     out: str | None = None  # folder for the table, its numbers and the curves; null: printed only
 
 
@@ -130,9 +131,7 @@ def evaluate(config: RetrievalConfig) -> Records:
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         names = ", ".join(repeated)
         raise InputError(f"retrievers: duplicate name {names}; give each a unique name")
-    for k in config.k:
-        check_integer("k", k, 1)
-    check_integers("", config, 1, "max_examples")
+    check_fields("", config)
     if not config.k:
         raise InputError("k is empty; give at least one number of hits")
     if not to_path(config.path).is_file():

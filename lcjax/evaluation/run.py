@@ -17,7 +17,12 @@ from tqdm import tqdm
 from lcjax import cost
 from lcjax.checkpoints.build import ModelSection, check_source, planned_config
 from lcjax.data import check_outside_data, largest_text
-from lcjax.errors import InputError, check_arguments, check_integers, check_seed, import_package
+from lcjax.errors import (
+    InputError,
+    check_arguments,
+    check_fields,
+    import_package,
+)
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.eval_config import (
@@ -179,8 +184,7 @@ def check(config: EvalConfig) -> None:
     for length in (n for lengths in (config, *config.tasks) for n in lengths.lengths):
         if length < 2:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
-    check_integers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
-    check_seed("seed", config.seed)
+    check_fields("", config)
     import_package("matplotlib", "the figures of a report")
     for index, task in enumerate(config.tasks):
         if task.corpus and not task.needs_data:

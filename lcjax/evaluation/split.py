@@ -19,13 +19,13 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
+from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, check_fields
 from lcjax.evaluation.corpus import SentenceEnds
 from lcjax.evaluation.prompt import Prompt
 from lcjax.generation.contexts import context_chunk_size, split_into_chunks
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import MARGINALS, Replug
-from lcjax.generation.sampling import GeneratedText, Sampling, log_weights
+from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.scorer import Ids, PassageSpan, Scorer, Spans, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.memory import Policy
@@ -218,7 +218,7 @@ class ReplugSplit(Split):
     key: ClassVar[str] = "replug"
 
     chunk: int = 256
-    temperature: float = 1.0  # temperature of the scores
+    temperature: PositiveFloat = 1.0  # temperature of the scores
     # What is mixed (`Replug.marginal`): token or sequence
     marginal: Annotated[str, OneOf(MARGINALS)] = "token"
     encoder: EncoderSection | None = None  # scores chunks without a score; null: equal weights
@@ -227,8 +227,6 @@ class ReplugSplit(Split):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields(self.key, self)
-        log_weights(np.zeros(1), self.temperature)
 
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
         decoder = self.tokens(model, length)

@@ -14,10 +14,18 @@ x, z) of whole texts y, whose tokens have the weights p(z | x, y_<t).
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_one_of, check_type
+from lcjax.errors import (
+    InputError,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+    check_type,
+)
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -46,17 +54,16 @@ class Replug(WrappedScorer):
     """
 
     lm: LanguageModel
-    temperature: float = 1.0  # divides scores: towards 0 only the best passage counts
-    batch: int = 8  # rows (a passage and its text each) that are scored at once
+    # Divides scores: towards 0 only the best passage counts
+    temperature: PositiveFloat = 1.0
+    batch: PositiveInt = 8  # rows (a passage and its text each) that are scored at once
     # What is mixed: "token", the probabilities of each token (REPLUG, RAG-Token), or "sequence",
     # those of the whole text from the first scored or generated token on (RAG-Sequence)
-    marginal: str = "token"
+    marginal: Annotated[str, OneOf(MARGINALS)] = "token"
 
     def __post_init__(self):
         check_type("lm", self.lm, LanguageModel)
-        log_weights(np.zeros(1), self.temperature)
-        check_integer("batch", self.batch, 1)
-        check_one_of("marginal", self.marginal, MARGINALS)
+        check_fields("", self)
 
     def nll(
         self,

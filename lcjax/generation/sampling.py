@@ -2,35 +2,43 @@
 
 import dataclasses
 import functools
-import math
 import zlib
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError, check_integer, check_seed, is_finite_number
+from lcjax.errors import (
+    InputError,
+    Interval,
+    NonEmpty,
+    NonNegativeInt,
+    Range,
+    check_fields,
+    check_seed,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is picked, and when generation stops."""
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0  # no end-of-text token is picked before this many tokens
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int | None = None  # number of most probable tokens that are kept; null: all
-    top_p: float = 1.0  # of these, the smallest set with at least this probability is kept
+    max_new_tokens: Annotated[int, Range(1, 2**24)] = 128
+    min_new_tokens: NonNegativeInt = 0  # no end-of-text token is picked before this many tokens
+    temperature: Annotated[float, Interval(least=0, hint="0 is greedy")] = 0.0
+    # Number of most probable tokens that are kept; null: all
+    top_k: Annotated[int, Range(1, hint="None keeps all tokens")] | None = None
+    # Of these, the smallest set with at least this probability is kept
+    top_p: Annotated[float, Interval(above=0, most=1)] = 1.0
     # The text ends before the first of these strings, which may be or contain special tokens.
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, NonEmpty("an empty string stops at once")], ...] = ()
     # One for all draws; or one for each text, whose draws then do not depend on the other texts.
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
-        check_integer("max_new_tokens", self.max_new_tokens, 1, most=2**24)
-        check_integer("min_new_tokens", self.min_new_tokens, 0)
+        check_fields("", self)
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
@@ -38,19 +46,6 @@ class Sampling:
             )
         for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
             check_seed("seed", seed)
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
-                raise InputError(f"{name}={value!r} must be a number")
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more, finite")
-        if self.top_k is not None:
-            check_integer("top_k", self.top_k, 1, "None keeps all tokens")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} must lie in (0, 1]")
-        listed = isinstance(self.stop, tuple | list)
-        if not listed or not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InputError(f"stop={self.stop!r} must be a tuple of stop strings, none empty")
 
     def check_texts(self, count: int) -> None:
         """Raises an InputError if `seed` is a tuple without exactly one seed per text."""
@@ -208,10 +203,7 @@ def join_pieces(pieces: Iterable, rows: int) -> list[GeneratedText]:
 
 def log_weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """Computes log softmax(scores / temperature), float64 [..., n]; a score may be -inf."""
-    if not (is_finite_number(temperature) and temperature > 0):
-        raise InputError(
-            f"temperature={temperature!r:.60} must be above 0 and finite: scores are divided by it"
-        )
+    Interval(above=0).check("temperature", temperature)
     scores = np.asarray(scores, np.float64) / temperature
     top = scores.max(-1, keepdims=True)
     if not np.isfinite(top).all():

@@ -16,16 +16,17 @@ auto_compressor.py and train.py).
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, Range, check_integer
 from lcjax.memory.prefix import (
     PrefixMemory,
     WindowReader,
+    WindowSize,
     check_released,
     check_token,
     collect_range,
@@ -39,16 +40,20 @@ from lcjax.models.model_config import ModelConfig
 # them: the training drew the lengths of segments.
 _RELEASED_CHUNK = 2048
 
+SummarySize = Annotated[int, Range(1, hint="the paper takes 50")]
+GradientSegments = Annotated[int, Range(2, hint="null trains through all")]
+
 
 @Memory.register_subclass("auto_compressor")
 @dataclasses.dataclass(frozen=True)
 class AutoCompressor(PrefixMemory):
     """Options of AutoCompressor; segments have up to `chunk` tokens."""
 
-    summary: int = 50  # kappa, summary vectors of a segment
+    # kappa, summary vectors of a segment
+    summary: SummarySize = 50
     # Number of successive segments that gradients flow through in training; the text is the last
     # segment. Slots of earlier segments are detached (the paper's sub-steps). None: all segments.
-    gradient_segments: int | None = None
+    gradient_segments: GradientSegments | None = None
 
     @property
     def gradient_windows(self) -> int | None:
@@ -66,10 +71,6 @@ class AutoCompressor(PrefixMemory):
 
     def check(self, config: ModelConfig) -> None:
         super().check(config)
-        check_integer("model.memory.summary", self.summary, 1, "the paper takes 50")
-        if self.gradient_segments is not None:
-            name = "model.memory.gradient_segments"
-            check_integer(name, self.gradient_segments, 2, "null trains through all")
         if self.chunk + self.summary > config.max_length:
             raise InputError(
                 f"model.memory.summary={self.summary} plus chunk={self.chunk} exceeds the trained"
@@ -117,11 +118,11 @@ class AutoCompressor(PrefixMemory):
 class AutoCompressorSection(MemorySection):
     """AutoCompressor (arXiv 2305.14788): segments before the text are summarised in vectors."""
 
-    chunk: int = 1536  # tokens of a segment
-    summary: int = 50  # summary vectors of a segment
+    chunk: WindowSize = 1536  # tokens of a segment
+    summary: SummarySize = 50  # summary vectors of a segment
     # Successive segments of a text that gradients flow through in training, as 2 of 4 in the paper
     # (with data.chunks.learned); null: all.
-    gradient_segments: int | None = None
+    gradient_segments: GradientSegments | None = None
     init_token: int = 2  # token whose embedding initialises the summary tokens': EOS, for Llama
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> AutoCompressor:

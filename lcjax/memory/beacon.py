@@ -21,7 +21,7 @@ tokens and are not read.
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, Range, check_integer
 from lcjax.memory.prefix import (
     PrefixMemory,
     WindowReader,
+    WindowSize,
     check_released,
     check_token,
     collect_range,
@@ -68,6 +69,9 @@ _RELEASED_DEFAULTS = {
     "retrieval_method": None,
 }
 
+Ratio = Annotated[int, Range(0, hint="0 keeps all tokens")]
+TrainedRatio = Annotated[int, Range(1, hint="1 has a beacon for every token")]
+
 
 @Memory.register_subclass("beacon")
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +79,9 @@ class Beacon(PrefixMemory):
     """Options of Activation Beacon."""
 
     # Tokens of a window per beacon. 0: no beacons; the keys and values of all tokens are stored.
-    ratio: int = 32
+    ratio: Ratio = 32
     # In training the ratio is drawn from these for each window of a row; empty: `ratio`.
-    ratios: tuple[int, ...] = ()
+    ratios: tuple[TrainedRatio, ...] = ()
 
     @property
     def num_embeddings(self) -> int:
@@ -104,15 +108,12 @@ class Beacon(PrefixMemory):
         return dataclasses.replace(self, ratios=())
 
     def check(self, config: ModelConfig) -> None:
-        super().check(config)
-        check_integer("model.memory.ratio", self.ratio, 0, "0 keeps all tokens")
         if not isinstance(self.ratios, tuple):
             raise InputError(
                 f"model.memory.ratios={self.ratios!r} must be a list of whole numbers, such as"
                 " [2, 4, 8]; [] trains with model.memory.ratio alone"
             )
-        for ratio in self.ratios:
-            check_integer("model.memory.ratios: ratio", ratio, 1, "1 has a beacon for every token")
+        super().check(config)
         if self.ratios and not self.ratio:
             raise InputError(
                 "model.memory.ratio=0 keeps all tokens and has no beacons to train; leave"
@@ -279,10 +280,10 @@ def _self_partial(
 class BeaconSection(MemorySection):
     """Activation Beacon (arXiv 2401.03462): windows before the text are condensed by beacons."""
 
-    chunk: int = 1024  # tokens of a window
-    ratio: int = 32  # tokens per beacon, except in training (128 for 400K)
+    chunk: WindowSize = 1024  # tokens of a window
+    ratio: Ratio = 32  # tokens per beacon, except in training (128 for 400K)
     # In training each window draws its ratio from these; empty: ratio. 2 to 128 in the paper.
-    ratios: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
+    ratios: tuple[TrainedRatio, ...] = (2, 4, 8, 16, 32, 64, 128)
     init_token: int = 2  # token whose embedding initialises the beacons': EOS, for Llama
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Beacon:

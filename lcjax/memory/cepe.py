@@ -23,12 +23,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, PositiveInt, check_fields
 from lcjax.memory.cross_attention import (
     RELEASED_CLASS,
     CrossAttention,
     CrossAttentionMemory,
-    check_output_share,
+    OutputShare,
+    ReaderLayers,
     init_reader,
 )
 from lcjax.models.decoder import Decoder
@@ -59,12 +60,10 @@ class Cepe(CrossAttentionMemory):
     # by (0.1 ln(m / trained_context) + 1)^2, as YaRN does for longer texts. The paper mentions this
     # for its needle test (app. D), without a formula; the released code does not have it. None:
     # never.
-    trained_context: int | None = None
+    trained_context: PositiveInt | None = None
 
     def check(self, config: ModelConfig) -> None:
-        if self.trained_context is not None:
-            way_out = "null leaves attention to long contexts as it is"
-            check_integer("model.memory.trained_context", self.trained_context, 1, way_out)
+        check_fields("model.memory", self)
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
@@ -203,16 +202,11 @@ class CepeSection(MemorySection):
     # Checkpoint of the encoder (a run of masked language modelling, hyen/LLaMA-MLM-Large), or the
     # name of a preset, which gets random weights.
     encoder: str = "cepe-encoder"
-    layers: int | None = None  # number of reader layers, which are the last ones; null: all
+    # Number of reader layers, which are the last ones; null: all
+    layers: ReaderLayers | None = None
     # Initial output projection as a share of self-attention's; 0 leaves the decoder as it was (the
     # paper), 1 copies it (the released configs of the warm-up).
-    output_share: float = 0.0
-
-    def __post_init__(self):
-        if self.layers is not None:
-            way_out = "null: all; without any, leave model.memory out"
-            check_integer("model.memory.layers", self.layers, 1, way_out)
-        check_output_share(self.output_share)
+    output_share: OutputShare = 0.0
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
         if not isinstance(encoder.pattern, Bidirectional):

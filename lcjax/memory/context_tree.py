@@ -20,7 +20,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import draccus
 import jax
@@ -28,7 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, Interval, Range, check_fields
+
+SelectionRatio = Annotated[int, Range(1, hint="1 keeps all tokens")]
+SplitNoise = Annotated[
+    float, Interval(above=0, hint="the paper has 5; null splits nodes in the middle")
+]
 
 _MAX_DEPTH = 5
 _MAX_DEVIATIONS = 3.0  # standard deviations at which splits are clipped: 1 in 370 draws
@@ -41,10 +46,10 @@ class Tree:
     # alpha: tokens per selected token at each level, from level 1 (half a chunk) to the leaves. The
     # paper doubles the ratio from level to level upwards (sec. 3.2, table 6), or has 1 or 2
     # everywhere (table 12).
-    ratios: tuple[int, ...] = (16, 8, 4)
+    ratios: tuple[SelectionRatio, ...] = (16, 8, 4)
     # gamma: a node of l tokens is split at l/2 - i, where i is normally distributed with standard
     # deviation l / (2 gamma). None: in the middle.
-    noise: float | None = None
+    noise: SplitNoise | None = None
 
     @property
     def depth(self) -> int:
@@ -58,17 +63,11 @@ class Tree:
 
     def check(self, key: str = "model.memory") -> None:
         """Raises an InputError if the tree cannot be built; its message has the prefix `key`."""
+        check_fields(key, self)
         if not 1 <= self.depth <= _MAX_DEPTH:
             raise InputError(
                 f"{key}.ratios={list(self.ratios)} has {self.depth} levels; give 1 ... {_MAX_DEPTH}"
                 " numbers, level 1 first, such as [16, 8, 4]"
-            )
-        for ratio in self.ratios:
-            check_integer(f"{key}.ratios: ratio", ratio, 1, "1 keeps all tokens")
-        if self.noise is not None and not self.noise > 0:
-            raise InputError(
-                f"{key}.noise={self.noise} must be above 0, as the paper's 5; null splits nodes in"
-                " the middle"
             )
 
     def check_chunk(self, length: int, key: str) -> None:

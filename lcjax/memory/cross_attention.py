@@ -4,19 +4,23 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lcjax.errors import InputError
+from lcjax.errors import Interval, Range
 from lcjax.models.layers import LayerInputs, Linear, Norm
 from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
 from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
+
+ReaderLayers = Annotated[int, Range(1, hint="without any, leave model.memory out")]
+# Initial output projection as a share of self-attention's.
+OutputShare = Annotated[float, Interval(least=0, most=1, hint="0 for no output at first")]
 
 RELEASED_CLASS = "LlamaForCausalContextLM"  # in CEPE's code, on which SharedLLM's is based
 
@@ -189,12 +193,3 @@ def init_output(attention: dict, share: float) -> dict:
     """Returns self-attention's output projection times `share`, in its dtype."""
     kernel = attention["out"]["kernel"]
     return {"kernel": kernel * jnp.asarray(share, kernel.dtype)}
-
-
-def check_output_share(share: float) -> None:
-    """Raises an InputError unless `share` is in 0 ... 1."""
-    if not 0 <= share <= 1:
-        raise InputError(
-            f"model.memory.output_share={share} must lie in 0 ... 1: the share of"
-            " self-attention's output projection that cross-attention begins with, 0 for none"
-        )

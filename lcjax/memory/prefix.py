@@ -13,7 +13,7 @@ reads the folder as a Llama ignores all of these.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import Causal
 from lcjax.attention.base import rotate_queries
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, Range, check_fields
 from lcjax.memory.context_tree import without_padding
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import Decoder, DecoderOutput
@@ -42,12 +42,14 @@ from lcjax.parallel.sharding import LENGTH, attention_layout, init_on_mesh
 from lcjax.rope import Rotation
 from pallas_kernels import flash
 
+WindowSize = Annotated[int, Range(1, hint="the papers take 1024 or more")]
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefixMemory(Memory):
     """A memory that encodes each window of up to `chunk` tokens as a few keys and values."""
 
-    chunk: int
+    chunk: WindowSize
 
     @abc.abstractmethod
     def encode_window(
@@ -94,7 +96,7 @@ class PrefixMemory(Memory):
 
     def check(self, config: ModelConfig) -> None:
         kind = self.get_choice_name(type(self))
-        check_integer("model.memory.chunk", self.chunk, 1, "the papers take 1024 or more")
+        check_fields("model.memory", self)
         if self.chunk >= config.max_length:
             raise InputError(
                 f"model.memory.chunk={self.chunk} leaves no room for the memory of earlier windows:"

@@ -38,12 +38,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal, order_indices
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, PositiveInt, check_fields
 from lcjax.memory.cepe import ChunkEncoder
 from lcjax.memory.cross_attention import (
     CrossAttention,
     CrossAttentionMemory,
-    check_output_share,
+    OutputShare,
     init_reader,
 )
 from lcjax.memory.shared_llm import lower_config, lower_params
@@ -70,15 +70,15 @@ class Retro(CrossAttentionMemory):
     """Options of RETRO: the encoder, the sizes of chunks and neighbours, and the reader layers."""
 
     states: ModelConfig  # config of the encoder
-    chunk: int  # m, tokens of a chunk of the text
-    neighbours: int  # k, neighbours of a chunk
-    neighbour_tokens: int  # r, tokens of a neighbour with its continuation
+    chunk: PositiveInt  # m, tokens of a chunk of the text
+    neighbours: PositiveInt  # k, neighbours of a chunk
+    neighbour_tokens: PositiveInt  # r, tokens of a neighbour with its continuation
     layers: tuple[int, ...]  # P, reader layers, counted from 1
 
     by_chunk: ClassVar[bool] = True
 
     def check(self, config: ModelConfig) -> None:
-        check_integers("model.memory", self, 1, "chunk", "neighbours", "neighbour_tokens")
+        check_fields("model.memory", self)
         if not self.layers or not set(self.layers) <= {*range(1, config.num_layers + 1)}:
             raise InputError(
                 f"model.memory.layers={list(self.layers)} must be layers of the decoder, some of"
@@ -253,20 +253,16 @@ class RetroSection(MemorySection):
     The encoder starts as a copy of the first layers of the same checkpoint.
     """
 
-    encoder_layers: int = 2
-    chunk: int = 64  # tokens of a chunk of the text
-    neighbours: int = 2  # neighbours of a chunk
-    neighbour_tokens: int = 128  # tokens of a neighbour, with its continuation
+    encoder_layers: PositiveInt = 2
+    chunk: PositiveInt = 64  # tokens of a chunk of the text
+    neighbours: PositiveInt = 2  # neighbours of a chunk
+    neighbour_tokens: PositiveInt = 128  # tokens of a neighbour, with its continuation
     # Reader layers, counted from 1; null: 6, 9, 12, ..., or the last layer of fewer than 6
     layers: tuple[int, ...] | None = None
     # Initial output projection as a share of self-attention's; 0 leaves the decoder as it was.
-    output_share: float = 0.0
-
-    def __post_init__(self):
-        check_output_share(self.output_share)
+    output_share: OutputShare = 0.0
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Retro:
-        check_integer("model.memory.encoder_layers", self.encoder_layers, 1)
         if self.encoder_layers > config.num_layers:
             raise InputError(
                 f"model.memory.encoder_layers={self.encoder_layers} must lie in 1 ..."

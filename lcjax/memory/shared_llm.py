@@ -20,7 +20,7 @@ layer on. Settings without a field in that code are in the field `lcjax_shared_l
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -28,11 +28,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from lcjax.attention import Causal
-from lcjax.errors import InputError, check_integer, check_one_of
+from lcjax.errors import InputError, OneOf, check_fields
 from lcjax.memory.context_tree import (
     Policy,
     QueryAware,
     Right,
+    SelectionRatio,
+    SplitNoise,
     Tree,
     node_segments,
     preserved_nodes,
@@ -44,7 +46,8 @@ from lcjax.memory.cross_attention import (
     RELEASED_CLASS,
     CrossAttention,
     CrossAttentionMemory,
-    check_output_share,
+    OutputShare,
+    ReaderLayers,
     init_output,
 )
 from lcjax.models import cache as cache_lib
@@ -82,13 +85,13 @@ class SharedLlm(CrossAttentionMemory):
     policy: Policy = Right()
     # The M reader layers. bottom: the first; top: the last; interleaved: spread evenly from the
     # first on. The first reader layer reads the lower model's first layer, and so on.
-    placement: str = "bottom"
+    placement: Annotated[str, OneOf(PLACEMENTS)] = "bottom"
     # Positions of n chunks, added to the positions of keys in nodes. paper: keys at 0 ... n-1 and
     # queries at n. chunk_index: the same numbers without the positions in nodes, equation 6 taken
     # literally. released: as the released code does for whole texts, queries at n + 1, and keys
     # at i // (tokens collected from a chunk), so nearly always 0 (it indexes its table of rotations
     # twice). none, the ablation: 0 for all chunks, and queries at 0.
-    positions: str = "paper"
+    positions: Annotated[str, OneOf(POSITIONS)] = "paper"
 
     def __post_init__(self):
         object.__setattr__(self, "policy", Policy.from_function(self.policy))
@@ -99,10 +102,9 @@ class SharedLlm(CrossAttentionMemory):
         return self.states.num_layers
 
     def check(self, config: ModelConfig) -> None:
+        check_fields("model.memory", self)
         self.tree.check()
         self.tree.check_chunk(self.chunk, "model.memory.chunk")
-        check_one_of("model.memory.placement", self.placement, PLACEMENTS)
-        check_one_of("model.memory.positions", self.positions, POSITIONS)
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
@@ -449,25 +451,22 @@ class SharedLlmSection(MemorySection):
     The lower model begins as a copy of the first layers of the same checkpoint.
     """
 
-    layers: int = 4  # M: layers of the lower model, and reader layers (16 for instructions)
+    # M: layers of the lower model, and reader layers (16 for instructions)
+    layers: ReaderLayers = 4
     chunk: int = 1024  # tokens of a chunk (512 for instructions)
     # Tokens per selected token at each level of a tree, level 1 first. The default selects an
     # eighth of a chunk (beta = 8); [1, 1, 1] selects all tokens.
-    ratios: tuple[int, ...] = (16, 8, 4)
+    ratios: tuple[SelectionRatio, ...] = (16, 8, 4)
     # gamma, in training: the split of a node of l tokens has standard deviation l / (2 gamma) (10
     # for instructions); null: always in the middle.
-    noise: float | None = 5.0
+    noise: SplitNoise | None = 5.0
     # Which half of a node is split again: right, query, random
     policy: Policy = dataclasses.field(default_factory=Right)
-    placement: str = "bottom"  # of the reader layers: bottom, top, interleaved
-    # of chunks: paper, chunk_index, released, none (see `lcjax.memory.SharedLlm`)
-    positions: str = "paper"
+    placement: Annotated[str, OneOf(PLACEMENTS)] = "bottom"  # of the reader layers
+    # Positions of chunks (see `lcjax.memory.SharedLlm`)
+    positions: Annotated[str, OneOf(POSITIONS)] = "paper"
     # Initial output projection as a share of self-attention's; 0 leaves the model as it was.
-    output_share: float = 0.0
-
-    def __post_init__(self):
-        check_integer("model.memory.layers", self.layers, 1, "without any, leave model.memory out")
-        check_output_share(self.output_share)
+    output_share: OutputShare = 0.0
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:
         return SharedLlm(

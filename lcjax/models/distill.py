@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, OneOf, PositiveInt, check_fields
+from lcjax.errors import InputError, NonNegativeFloat, OneOf, PositiveInt, check_fields
 from lcjax.models.loss import Projection, negative_log_likelihood, over_chunks, weighted_loss
 
 MODES = ("drop", "renormalise", "rest", "smooth")
@@ -31,20 +31,16 @@ _TINY = jnp.finfo(jnp.float32).tiny
 class Distill:
     """Options of distillation from stored teacher probabilities: `train.distill`."""
 
-    ce: float = 1.0  # weight of the cross-entropy with the text
-    kl: float = 2.0  # weight of the divergence from the teacher
+    ce: NonNegativeFloat = 1.0  # weight of the cross-entropy with the text
+    kl: NonNegativeFloat = 2.0  # weight of the divergence from the teacher
     # Which divergence: drop, renormalise, rest or smooth
     mode: Annotated[str, OneOf(MODES)] = "drop"
     top: PositiveInt = 50  # number of teacher probabilities used, at most as many as the rows have
 
     def __post_init__(self):
-        for name in ("ce", "kl"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise InputError(f"train.distill.{name}={value} must be a number of at least 0")
+        check_fields("train.distill", self)
         if self.ce == self.kl == 0:
             raise InputError("train.distill.ce=0 and kl=0 leave nothing to learn; raise one")
-        check_fields("train.distill", self)
 
 
 class Teacher(NamedTuple):

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, PositiveInt, Range, check_fields, check_integer
+from lcjax.errors import InputError, Interval, PositiveInt, Range, check_fields
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 _FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
@@ -40,23 +40,16 @@ class Experts:
 
     count: Annotated[int, Range(1, MAX_EXPERTS)]  # E
     top_k: PositiveInt = 2  # experts that compute a token
-    width: int | None = None  # F of an expert; null: `model.mlp_width`
+    width: PositiveInt | None = None  # F of an expert; null: `model.mlp_width`
     normalize: bool = True  # whether the weights of a token's experts are divided by their sum
     # Factor of the load-balancing loss in training (`balance_loss`); 0: none
-    balance: float = 0.001
+    balance: Annotated[float, Interval(least=0, hint="usual: 0.001 to 0.01")] = 0.001
 
     def __post_init__(self):
         check_fields("experts", self)
-        if self.width is not None:
-            check_integer("experts.width", self.width, 1)
         if self.top_k > self.count:
             raise InputError(
                 f"experts.top_k={self.top_k} must be at most experts.count={self.count}"
-            )
-        if not self.balance >= 0:
-            raise InputError(
-                f"experts.balance={self.balance} must be at least 0, which leaves the"
-                " load-balancing loss out; usual: 0.001 to 0.01"
             )
 
 

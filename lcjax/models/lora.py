@@ -5,11 +5,12 @@ projection. This module defines their config and merges trained adapters into ke
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from lcjax.errors import InputError, PositiveInt, check_fields
+from lcjax.errors import InputError, Interval, OneOf, PositiveInt, check_fields
 
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
@@ -19,21 +20,14 @@ class LoRA:
     """Options of low-rank adapters."""
 
     rank: PositiveInt = 8
-    alpha: float = 16.0  # the update is scaled by alpha / rank
-    targets: tuple[str, ...] = ("query", "key", "value", "out")
+    # The update is scaled by alpha / rank
+    alpha: Annotated[float, Interval(above=0, hint="usual: twice lora.rank")] = 16.0
+    targets: tuple[Annotated[str, OneOf(PROJECTIONS)], ...] = ("query", "key", "value", "out")
 
     def __post_init__(self):
         check_fields("lora", self)
-        if not self.alpha > 0:
-            raise InputError(
-                f"lora.alpha={self.alpha} must be above 0: it scales what adapters add; usual:"
-                f" {2 * self.rank}, twice lora.rank"
-            )
-        unknown = [name for name in self.targets if name not in PROJECTIONS]
-        if unknown or not self.targets:
-            raise InputError(
-                f"lora.targets={list(self.targets)} must name some of: {', '.join(PROJECTIONS)}"
-            )
+        if not self.targets:
+            raise InputError(f"lora.targets is empty; name some of: {', '.join(PROJECTIONS)}")
 
     @property
     def scale(self) -> float:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from draccus.utils import DraccusException
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.errors import InputError, one_line
+from lcjax.errors import InputError, check_fields, one_line
 from lcjax.parallel.sharding import init_on_mesh
 from lcjax.tree import union
 
@@ -378,6 +378,9 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
 
     # Checkpoint or preset of the encoder; None: the encoder is made of the decoder's weights.
     encoder: ClassVar[str | None] = None
+
+    def __post_init__(self):
+        check_fields("model.memory", self)
 
     @abc.abstractmethod
     def memory(self, config: "ModelConfig", encoder: "ModelConfig | None" = None) -> Memory:

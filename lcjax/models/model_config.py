@@ -12,30 +12,17 @@ import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Bidirectional, CachePolicy, Causal, Pattern, Sliding
 from lcjax.config import check_instance
-from lcjax.errors import InputError, PositiveInt, Range, check_fields, check_one_of
+from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_fields
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
 from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
 from pallas_kernels.sharded import METHODS
 
-_CHOICES = {
-    "norm": ("rms", "layer"),
-    "activation": ("silu", "gelu_tanh"),
-    "block": ("sequential", "parallel"),
-    "norm_place": ("before", "after", "both"),
-    "qk_norm": ("none", "head", "all"),
-    "position": POSITIONS,
-    "dtype": ("float32", "bfloat16", "float16"),
-    "param_dtype": ("float32", "bfloat16", "float16"),
-    "remat": ("none", "full", "attention", "dots"),
-    "context_parallel": METHODS,
-}
-
-
-def check_choice(field: str, value: Any) -> None:
-    """Raises an InputError if `value` is not a valid choice for the model field `field`."""
-    check_one_of(f"model.{field}", value, _CHOICES[field])
+Dtype = Annotated[str, OneOf(("float32", "bfloat16", "float16"))]
+Remat = Annotated[str, OneOf(("none", "full", "attention", "dots"))]
+ContextParallel = Annotated[str, OneOf(METHODS)]
+PositionEncoding = Annotated[str, OneOf(POSITIONS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +57,25 @@ class ModelConfig:
     num_kv_heads: int  # key/value heads; must divide num_heads (grouped-query attention)
     head_dim: int
     max_length: int  # tokens the checkpoint was trained to read
-    norm: str = "rms"
+    norm: Annotated[str, OneOf(("rms", "layer"))] = "rms"
     norm_epsilon: float = 1e-5
-    norm_place: str = "before"  # of attention and MLP; "after": OLMo 2; "both": Gemma 2 and 3
+    # Of attention and MLP; "after": OLMo 2; "both": Gemma 2 and 3
+    norm_place: Annotated[str, OneOf(("before", "after", "both"))] = "before"
     norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale (Gemma)
     # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
     # heads together (OLMo 2)
-    qk_norm: str = "none"
-    activation: str = "silu"
-    block: str = "sequential"  # "parallel": attention and MLP read the same normed input (Phi-2)
+    qk_norm: Annotated[str, OneOf(("none", "head", "all"))] = "none"
+    activation: Annotated[str, OneOf(("silu", "gelu_tanh"))] = "silu"
+    # "parallel": attention and MLP read the same normed input (Phi-2)
+    block: Annotated[str, OneOf(("sequential", "parallel"))] = "sequential"
     gated_mlp: bool = True
     experts: Experts | None = None  # mixtures of experts, in place of all MLPs (Mixtral)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    rotary_fraction: float = 1.0  # share of each head's channels that is rotated
+    # Share of each head's channels that is rotated
+    rotary_fraction: Annotated[float, Interval(above=0, most=1)] = 1.0
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP (Granite)
@@ -100,7 +90,7 @@ class ModelConfig:
     family: str | None = None
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
     # or alibi, t5, transformer_xl, deberta, sinusoidal, learned (see `decoder.PositionEmbedding`)
-    position: str = "rope"
+    position: PositionEncoding = "rope"
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     # Layers with their own pattern or rope, repeated from the first to the last layer. Empty: all
@@ -108,21 +98,19 @@ class ModelConfig:
     layers: tuple[LayerKind, ...] = ()
     # Which tokens layers keep while they read and generate; null: all that their patterns need
     cache: CachePolicy | None = None
-    dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
-    param_dtype: str = "float32"
+    dtype: Dtype = "float32"  # of activations; softmax, norms, rotations and losses stay float32
+    param_dtype: Dtype = "float32"
     # What the backward pass recomputes: none: nothing; full: whole layers; attention: layers except
     # attention; dots: all but attention and products with weights.
-    remat: str = "none"
+    remat: Remat = "none"
     # Attention over the mesh axis `context`. ring: keys pass around a ring of devices; all_to_all:
     # heads are exchanged for tokens (needs as many heads on a device as parts of the text).
-    context_parallel: str = "ring"
+    context_parallel: ContextParallel = "ring"
     memory: Memory | None = None  # encoder of a context outside the window, and its reader layers
     lora: LoRA | None = None
     scan_layers: bool = True  # scan over equal layers, which are compiled once (see `stacked`)
 
     def __post_init__(self):
-        for field in _CHOICES:
-            check_choice(field, getattr(self, field))
         check_fields("model", self)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
@@ -133,7 +121,7 @@ class ModelConfig:
                 f"lora.rank={self.lora.rank} must be at most the width {self.width} of the model:"
                 " its matrices have no higher rank"
             )
-        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim % 2:
+        if self.rotary_dim % 2:
             raise InputError(
                 f"model.rotary_fraction={self.rotary_fraction} must leave an even number of rotated"
                 f" channels of head_dim={self.head_dim}, at least 2; it leaves {self.rotary_dim}"

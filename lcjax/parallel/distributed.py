@@ -26,7 +26,7 @@ from jax._src import distributed as runtime  # no public way to a barrier with a
 from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
-from lcjax.errors import InputError, PositiveInt, check_fields, check_integer
+from lcjax.errors import InputError, NonNegativeInt, PositiveInt, check_fields
 from pallas_kernels import self_check, timings
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
@@ -41,19 +41,17 @@ class Distributed:
     coordinator: str | None = None  # host:port of process 0, reachable by all
     # Number of processes; 1: a single process, also in a cluster
     processes: PositiveInt | None = None
-    process: int | None = None  # index of this process, from 0
+    process: NonNegativeInt | None = None  # index of this process, from 0
     timeout: PositiveInt = 300  # seconds that processes wait for each other at the start
     heartbeat: PositiveInt = 100  # seconds without a heartbeat after which a process counts as dead
 
     def __post_init__(self):
         check_fields("distributed", self)
-        if self.process is not None:
-            check_integer("distributed.process", self.process, 0)
-            if self.processes is not None and self.process >= self.processes:
-                raise InputError(
-                    f"distributed.process={self.process} must be below distributed.processes="
-                    f"{self.processes}; processes are counted from 0"
-                )
+        if None not in (self.process, self.processes) and self.process >= self.processes:
+            raise InputError(
+                f"distributed.process={self.process} must be below distributed.processes="
+                f"{self.processes}; processes are counted from 0"
+            )
         if self.coordinator is not None and not re.fullmatch(r"\S+:\d+", self.coordinator):
             raise InputError(
                 f"distributed.coordinator={self.coordinator!r} must be host:port, such as"

@@ -35,6 +35,7 @@ from lcjax.data.jobs import (
 )
 from lcjax.errors import (
     InputError,
+    NonEmpty,
     NonNegativeInt,
     OneOf,
     check_arguments,
@@ -90,16 +91,14 @@ class BuildConfig:
     mesh: Mesh | None = None  # devices that encode; null: one device
     # Dtype of the stored vectors: float32 or bfloat16
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
-    # An approximate index beside the vectors, built with FAISS: ivf, ivf_pq or hnsw; null: none
-    faiss: str | None = None
-    out: str = ""  # folder to write
+    # An approximate index beside the vectors, built with FAISS; null: none
+    faiss: Annotated[str, OneOf(FAISS_KINDS)] | None = None
+    out: Annotated[str, NonEmpty("give --out=FOLDER")] = ""  # folder to write
     # Number of processes; 0: one for each core, or a single one with an encoder
     workers: NonNegativeInt = 0
 
     def __post_init__(self):
         check_fields("", self)
-        if not self.out:
-            raise InputError("out is empty: give --out=FOLDER")
         check_documents(self.data.sources)
 
     @property

@@ -30,7 +30,13 @@ from lcjax.data.jobs import begin, parse_part
 from lcjax.data.loader import document_number, make_loader
 from lcjax.data.prepare import open_tokenizer
 from lcjax.data.stored_rows import RowsConfig, write_rows
-from lcjax.errors import InputError, OneOf, PositiveInt, check_arguments, check_fields, check_one_of
+from lcjax.errors import (
+    InputError,
+    NonEmpty,
+    OneOf,
+    PositiveInt,
+    check_arguments,
+)
 from lcjax.files import atomic_file, check_path
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -43,9 +49,11 @@ from lcjax.retrieval.retriever import KINDS, Hit, Retriever
 class ChunksConfig(RowsConfig):
     """Settings of `python -m lcjax.retrieval chunks`."""
 
-    tokenizer: str = ""  # tokenizer of the model to be trained, as model.path
-    store: str = ""  # folder of the datastore
-    kind: str | None = None  # sparse, dense or hybrid; null: by the indices of the datastore
+    # Tokenizer of the model to be trained, as model.path
+    tokenizer: Annotated[str, NonEmpty("give --tokenizer=")] = ""
+    store: Annotated[str, NonEmpty("give --store=FOLDER")] = ""  # folder of the datastore
+    # null: by the indices of the datastore
+    kind: Annotated[str, OneOf(KINDS)] | None = None
     encoder: str | None = None  # encoder of queries; null: the one that made the vectors
     # Search of vectors: exact, or an existing index: ivf, ivf_pq or hnsw
     index: Annotated[str, OneOf(("exact", *FAISS_KINDS))] = "exact"
@@ -57,12 +65,6 @@ class ChunksConfig(RowsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields("", self)
-        if self.kind is not None:
-            check_one_of("kind", self.kind, KINDS)
-        for key in ("tokenizer", "store"):
-            if not getattr(self, key):
-                raise InputError(f"{key} is empty: give --{key}=")
         chunks = self.data.chunks
         if chunks is None or chunks.text != "retrieved":
             raise InputError(

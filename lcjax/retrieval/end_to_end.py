@@ -36,12 +36,12 @@ from lcjax.data import Loader
 from lcjax.data.data_config import StoredSource
 from lcjax.errors import (
     InputError,
+    NonEmpty,
     OneOf,
+    PositiveFloat,
     PositiveInt,
     Range,
     check_fields,
-    check_integer,
-    is_finite_number,
 )
 from lcjax.files import atomic_file, check_destination, read_json, write_json
 from lcjax.generation.passages import SEPARATOR
@@ -139,7 +139,8 @@ class EndToEnd(RetrieverTraining):
     """Options of both losses. Numbers of tokens are in tokens of the model that reads the text."""
 
     encoder: EncoderSection = field(default_factory=EncoderSection)  # a BERT
-    store: str = ""  # folder of the datastore, which is not changed
+    # Folder of the datastore, which is not changed
+    store: Annotated[str, NonEmpty("name a folder of lcjax.retrieval build")] = ""
     k: PositiveInt = 10  # number of passages of each query
     query_tokens: PositiveInt = 128  # of the query; in a row without a question its first tokens
     # Of a passage in training; the index encodes longer ones
@@ -153,12 +154,6 @@ class EndToEnd(RetrieverTraining):
 
     def __post_init__(self):
         check_fields("retriever", self)
-        if not self.store:
-            raise InputError("retriever.store is empty: name a folder of lcjax.retrieval build")
-
-    def _check_temperature(self, name: str) -> None:
-        if not is_finite_number(value := getattr(self, name)) or value <= 0:
-            raise InputError(f"retriever.{name}={value} must be a number above 0")
 
     def make_task(self, config: TrainConfig, mesh: jax.sharding.Mesh) -> "EndToEndTask":
         return EndToEndTask(config, mesh)
@@ -173,15 +168,11 @@ class EndToEnd(RetrieverTraining):
 class LSR(EndToEnd):
     """REPLUG-LSR: trains the encoder to prefer passages that help the frozen model of `model`."""
 
-    temperature: float = 0.1  # divides the scores
-    lm_temperature: float = 0.1  # divides the mean log-likelihoods
+    # Number of passages of each query
+    k: Annotated[int, Range(2, hint="one passage has nothing to be compared with")] = 10
+    temperature: PositiveFloat = 0.1  # divides the scores
+    lm_temperature: PositiveFloat = 0.1  # divides the mean log-likelihoods
     unit: ClassVar[str] = "queries"
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_integer("retriever.k", self.k, 2, "one passage has nothing to be compared with")
-        self._check_temperature("temperature")
-        self._check_temperature("lm_temperature")
 
     def loss(self, scores: jax.Array, nll: jax.Array, batch: dict) -> jax.Array:
         temperatures = {"temperature": self.temperature, "lm_temperature": self.lm_temperature}
@@ -195,12 +186,7 @@ class Marginal(EndToEnd):
 
     # Sequence mixes probabilities of whole texts, token of each token
     marginal: Annotated[str, OneOf(("sequence", "token"))] = "sequence"
-    temperature: float = 1.0  # divides the scores
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_fields("retriever", self)
-        self._check_temperature("temperature")
+    temperature: PositiveFloat = 1.0  # divides the scores
 
     def loss(self, scores: jax.Array, nll: jax.Array, batch: dict) -> jax.Array:
         log_p = log_prior(scores, batch["has_passage"], self.temperature)

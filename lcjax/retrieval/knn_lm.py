@@ -42,15 +42,16 @@ from lcjax.data.corpus import all_empty, check_outside_data, corpus_identity, op
 from lcjax.data.data_config import TextConfig
 from lcjax.data.jobs import begin
 from lcjax.errors import (
+    Fraction,
     InputError,
+    NonEmpty,
     OneOf,
+    PositiveFloat,
     PositiveInt,
     Range,
     check_arguments,
     check_fields,
-    check_integer,
     check_one_of,
-    is_finite_number,
 )
 from lcjax.files import (
     FolderSums,
@@ -106,8 +107,9 @@ class TokenConfig:
     # Number of tokens to store, from the beginning; null: all
     max_tokens: PositiveInt | None = None
     dtype: Annotated[str, OneOf(DTYPES)] = "float16"  # dtype of the keys: float16 or float32
-    faiss: str | None = None  # an approximate index: ivf or ivf_pq; null: exact search only
-    out: str = ""  # folder to write
+    # An approximate index; null: exact search only
+    faiss: Annotated[str, OneOf(INDICES)] | None = None
+    out: Annotated[str, NonEmpty("give --out=FOLDER")] = ""  # folder to write
 
     def __post_init__(self):
         check_fields("", self)
@@ -116,10 +118,6 @@ class TokenConfig:
                 f"overlap={self.overlap} must be below window - 1 = {self.window - 1}, so that"
                 " windows have new tokens"
             )
-        if self.faiss is not None:
-            check_one_of("faiss", self.faiss, INDICES)
-        if not self.out:
-            raise InputError("out is empty: give --out=FOLDER")
         check_documents(self.data.sources)
 
 
@@ -394,14 +392,14 @@ class KnnLM(WrappedScorer):
 
     lm: LanguageModel
     store: TokenStore
-    k: int = 1024  # number of nearest keys
-    weight: float = 0.25  # probability mass of their tokens: lambda of the paper
-    temperature: float = 1.0  # divides squared distances
-    index: str = "exact"  # exact, or the approximate index of the datastore: ivf or ivf_pq
+    k: PositiveInt = 1024  # number of nearest keys
+    weight: Fraction = 0.25  # probability mass of their tokens: lambda of the paper
+    temperature: PositiveFloat = 1.0  # divides squared distances
+    # Exact, or the approximate index of the datastore
+    index: Annotated[str, OneOf(("exact", *INDICES))] = "exact"
 
     def __post_init__(self):
         check_fields("", self)
-        check_settings("", self)
         if self.k > len(self.store):
             raise InputError(
                 f"k={self.k} must be at most {len(self.store)}, the tokens of {self.store.folder}"
@@ -513,17 +511,3 @@ class _KnnMixture(Mixture):
         """Returns log p [B, V] for logits [B, V] and inputs [B, D] of the last feed-forward."""
         logits, queries = (distributed.gather(x) for x in logits)
         return jnp.asarray(self.knn.next_log_probs(logits, queries.astype(np.float32)))
-
-
-def check_settings(key: str, settings: Any) -> None:
-    """Raises an InputError for an invalid `k`, `weight`, `temperature` or `index` of `settings`."""
-    prefix = f"{key}." if key else ""
-    check_integer(f"{prefix}k", settings.k, 1)
-    check_one_of(f"{prefix}index", settings.index, ("exact", *INDICES))
-    for name, least, most in (("weight", 0, 1), ("temperature", 0, float("inf"))):
-        value = getattr(settings, name)
-        if not is_finite_number(value) or not least <= value <= most:
-            rule = "in [0, 1]" if name == "weight" else "above 0"
-            raise InputError(f"{prefix}{name}={value!r:.40} must be a number {rule}")
-    if not settings.temperature:
-        raise InputError(f"{prefix}temperature=0 must be a number above 0: distances divide by it")

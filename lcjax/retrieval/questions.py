@@ -17,15 +17,16 @@ import random
 import re
 import string
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lcjax.errors import (
     InputError,
+    NonEmpty,
     NonNegativeInt,
     PositiveInt,
+    Seed,
     check_arguments,
     check_fields,
-    check_seed,
 )
 from lcjax.files import check_path, write_whole
 from lcjax.retrieval.datastore import Datastore
@@ -96,20 +97,16 @@ class QuestionKind:
 class QuestionsConfig:
     """Settings of `python -m lcjax.retrieval questions`."""
 
-    store: str = ""  # the datastore
+    store: Annotated[str, NonEmpty("give --store=FOLDER")] = ""  # the datastore
     kinds: tuple[QuestionKind, ...] = ()
     count: PositiveInt = 100  # questions of each kind
     # Further questions of each kind, for demonstrations in prompts
     demonstrations: NonNegativeInt = 20
-    seed: int = 0  # seed of the choice of questions
-    out: str = ""  # folder to write
+    seed: Seed = 0  # seed of the choice of questions
+    out: Annotated[str, NonEmpty("give --out=FOLDER")] = ""  # folder to write
 
     def __post_init__(self):
         check_fields("", self)
-        check_seed("seed", self.seed)
-        for key in ("store", "out"):
-            if not getattr(self, key):
-                raise InputError(f"{key} is empty: give --{key}=FOLDER")
         names = [kind.name for kind in self.kinds]
         if not names or len(set(names)) < len(names):
             raise InputError(f"kinds must be one or more with different names, not {names}")

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -31,10 +31,12 @@ from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import (
     InputError,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
     check_fields,
     check_integer,
-    check_integers,
-    check_one_of,
     check_type,
 )
 from lcjax.generation.generate import RowText
@@ -68,25 +70,24 @@ class RetrievalReader(WrappedScorer):
 
     lm: LanguageModel
     retriever: Retriever
-    k: int = 4  # number of passages of a search
-    how: str = "input"  # how passages are read: one of METHODS
+    k: NonNegativeInt = 4  # number of passages of a search
+    how: Annotated[str, OneOf(METHODS)] = "input"  # how passages are read
     when: str | int = "once"  # or the number of tokens between searches
     # Tokens at the end of the text that are the query; None: all of it if `when` is once, else 32
-    query_tokens: int | None = None
-    temperature: float = 1.0  # divides scores; only for "mixture"
-    passage_tokens: int | None = None  # longer passages are cut; None: whole passages are read
+    query_tokens: PositiveInt | None = None
+    temperature: PositiveFloat = 1.0  # divides scores; only for "mixture"
+    passage_tokens: PositiveInt | None = (
+        None  # longer passages are cut; None: whole passages are read
+    )
     # Tokens of a text and its passages above which it warns, if lm is not made for more
-    length: int | None = None
+    length: PositiveInt | None = None
 
     def __post_init__(self):
         check_retriever(self.retriever)
         check_fields("", self)
-        check_integer("k", self.k, 0)
-        check_one_of("how", self.how, METHODS)
         check_type("when", self.when, str, int)
         if self.when != "once":
             check_integer("when", self.when, 1, "or once")
-        check_integers("", self, 1, "query_tokens", "passage_tokens", "length")
         if self.how != "mixture" and self.temperature != 1:
             raise InputError(f"temperature={self.temperature} is one of how=mixture; leave it out")
         if self._uses_memory:

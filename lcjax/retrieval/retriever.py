@@ -20,11 +20,11 @@ import numpy as np
 
 from lcjax.errors import (
     InputError,
+    Interval,
     check_arguments,
     check_integer,
     check_one_of,
     check_seed,
-    is_finite_number,
 )
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.retrieval.datastore import Datastore
@@ -87,8 +87,7 @@ class Retriever:
           rank_constant: a passage of rank r, counted from 1, adds 1 / (rank_constant + r).
         """
         check_integer("k_candidates", k_candidates, 1)
-        if not is_finite_number(rank_constant) or rank_constant < 0:
-            raise InputError(f"rank_constant={rank_constant} must be a number of at least 0")
+        Interval(least=0).check("rank_constant", rank_constant)
         if rerank is not None and not hasattr(rerank, "score"):
             raise InputError(
                 f"rerank={getattr(rerank, 'name', repr(rerank)):.60} cannot score(query, passages):"

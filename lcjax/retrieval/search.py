@@ -20,10 +20,10 @@ from tqdm import tqdm
 from lcjax.errors import (
     INT32_MAX,
     InputError,
+    Interval,
     check_integer,
     check_one_of,
     check_type,
-    is_finite_number,
 )
 
 METRICS = ("dot", "l2")
@@ -552,9 +552,8 @@ def check_valid(valid: Any, num_rows: int) -> None:
 def check_options(k: Any, metric: str = "dot", recall_target: float | None = None) -> None:
     check_integer("k", k, 1)
     check_one_of("metric", metric, METRICS)
-    is_share = is_finite_number(recall_target) and 0 < recall_target <= 1
-    if recall_target is not None and not is_share:
-        raise InputError(f"recall_target={recall_target} must be in (0, 1]; None is exact")
+    if recall_target is not None:
+        Interval(above=0, most=1, hint="None is exact").check("recall_target", recall_target)
 
 
 def finite_queries(queries: Any, dim: int) -> np.ndarray:

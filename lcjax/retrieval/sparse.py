@@ -36,13 +36,14 @@ from tqdm.auto import tqdm
 from lcjax.checkpoints.tokenizer import check_text
 from lcjax.errors import (
     INT32_MAX,
+    Fraction,
     InputError,
+    Interval,
     OneOf,
     check_arguments,
     check_fields,
     check_integer,
     check_type,
-    is_finite_number,
     missing_extra,
     one_line,
 )
@@ -65,9 +66,11 @@ class Sparse:
 
     # Lucene, robertson, atire, bm25l, bm25+ or tfidf
     method: Annotated[str, OneOf(METHODS)] = "lucene"
-    k1: float = 1.5  # saturation: larger values count repeated words more; Pyserini has 0.9
-    b: float = 0.75  # normalisation by passage length, 0 (none) ... 1 (full); Pyserini has 0.4
-    delta: float | None = None  # delta of bm25l and bm25+; null: 0.5 and 1
+    # Saturation: larger values count repeated words more; Pyserini has 0.9
+    k1: Annotated[float, Interval(least=0, most=1e6)] = 1.5
+    b: Fraction = 0.75  # normalisation by passage length, 0 (none) ... 1 (full); Pyserini has 0.4
+    # Delta of bm25l and bm25+; null: 0.5 and 1
+    delta: Annotated[float, Interval(least=0, most=1e6)] | None = None
     # Language of the stop words to leave out, one of those of bm25s, such as english; null: none
     stopwords: str | None = "english"
     # Language of the Snowball stemmer, such as english (pip install PyStemmer); null: whole words
@@ -75,12 +78,6 @@ class Sparse:
 
     def __post_init__(self):
         check_fields("sparse", self)
-        for key, most in (("k1", 1e6), ("b", 1.0), ("delta", 1e6)):
-            value = getattr(self, key)
-            if key == "delta" and value is None:
-                continue
-            if not is_finite_number(value) or not 0 <= value <= most:
-                raise InputError(f"sparse.{key}={value} must be a number in 0 ... {most:g}")
 
 
 class SparseIndex:

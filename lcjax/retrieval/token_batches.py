@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from lcjax.checkpoints.bert_folder import BertFolder, BertTokenizer
 from lcjax.checkpoints.tokenizer import check_text
-from lcjax.errors import InputError, OneOf, check_fields, check_integer, check_one_of
+from lcjax.errors import InputError, OneOf, Range, check_fields, check_one_of
 from lcjax.generation.session import round_up_to_bucket
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.parallel import distributed
@@ -63,13 +63,13 @@ class Batching:
     """
 
     max_tokens: int  # tokens of the longest row
-    batch_tokens: int | None = None  # padding included; None: a size that suits the platform
+    # Padding included; None: a size that suits the platform
+    batch_tokens: Annotated[int, Range(1, hint="None suits the platform")] | None = None
     mesh: jax.sharding.Mesh | None = None
     label: str = "encode"  # of the progress bar
 
     def __post_init__(self):
-        if self.batch_tokens is not None:
-            check_integer("batch_tokens", self.batch_tokens, 1, "None suits the platform")
+        check_fields("", self)
 
     def run(
         self,

@@ -29,7 +29,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.hub import find_encoder
 from lcjax.checkpoints.run_folder import BaseModel
 from lcjax.data import DataConfig, Loader
-from lcjax.errors import InputError, NonNegativeInt, Range, check_fields, is_finite_number
+from lcjax.errors import InputError, Interval, NonNegativeInt, Range, check_fields
 from lcjax.files import FolderFormat
 from lcjax.models.bert import Bert, BertConfig
 from lcjax.models.lora import LoRA
@@ -70,7 +70,8 @@ class Contrastive(RetrieverTraining):
 
     # Initial weights: a BERT, or two (`query_folder`). Settings default to those of its folder
     encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
-    temperature: float = 0.05  # divides the similarities; 0.05 in Contriever, 1 in DPR
+    # Divides the similarities; 0.05 in Contriever, 1 in DPR
+    temperature: Annotated[float, Interval(above=0, hint="such as 0.05")] = 0.05
     negatives: NonNegativeInt = 0  # hard negatives of each query, from records
     # Whether to average with the loss of each passage over the queries (as in CLIP)
     symmetric: bool = False
@@ -80,10 +81,6 @@ class Contrastive(RetrieverTraining):
     passage_tokens: Annotated[int, Range(3)] = 256  # the same of a passage
 
     def __post_init__(self):
-        if not is_finite_number(self.temperature) or not self.temperature > 0:
-            raise InputError(
-                f"retriever.temperature={self.temperature!r} must be above 0, such as 0.05"
-            )
         check_fields("retriever", self)
 
     def make_task(self, config: TrainConfig, mesh: jax.sharding.Mesh) -> "ContrastiveTask":

@@ -26,7 +26,7 @@ from lcjax.data.data_config import TextConfig
 from lcjax.data.files import FileCache, FileList, kind
 from lcjax.data.loader import batch_rows, concatenate, mixed_rows, read_elements
 from lcjax.data.readers import Document, JsonLinesReader, Reader, RecordFiles
-from lcjax.errors import InputError, Range, check_fields, is_finite_number
+from lcjax.errors import Fraction, InputError, Interval, Range, check_fields
 from lcjax.files import parse_json
 from lcjax.retrieval.encoder import with_title
 from lcjax.retrieval.passages import sentences
@@ -259,16 +259,15 @@ class Crops(TextPairs):
 
     # Maximum tokens of the pieces into which documents are cut
     length: Annotated[int, Range(2)] = 256
-    least: float = 0.05  # minimum length of a crop, as a share of the piece
-    most: float = 0.5  # maximum length of a crop, as a share of the piece
-    delete: float = 0.1  # probability that a token is left out
+    # Minimum length of a crop, as a share of the piece
+    least: Annotated[float, Interval(above=0, most=1)] = 0.05
+    most: Fraction = 0.5  # maximum length of a crop, as a share of the piece
+    # Probability that a token is left out
+    delete: Annotated[float, Interval(least=0, most=0.9)] = 0.1
 
     def __post_init__(self):
         check_fields("retriever.pairs", self)
-        _share("least", self.least, most=1)
-        _share("most", self.most, most=1)
-        _share("delete", self.delete, most=0.9)
-        if not 0 < self.least <= self.most:
+        if self.least > self.most:
             raise InputError(
                 f"retriever.pairs.least={self.least} must be above 0 and at most most={self.most}"
             )
@@ -305,10 +304,10 @@ class InverseCloze(TextPairs):
     A passage has as many whole sentences as fit into `retriever.passage_tokens`, at least two.
     """
 
-    keep: float = 0.1  # probability that the sentence stays in its passage
+    keep: Fraction = 0.1  # probability that the sentence stays in its passage
 
     def __post_init__(self):
-        _share("keep", self.keep, most=1)
+        check_fields("retriever.pairs", self)
 
     def pieces(self, text: str, rows: PairRows, least: int) -> list[list[list[int]]]:
         encoded = [ids for ids in rows.tokenizer.encode(sentences(text)) if ids]
@@ -337,11 +336,6 @@ class InverseCloze(TextPairs):
         return PairIds(
             [*query, *element[sentence]], [[*passage, *itertools.chain.from_iterable(around)]]
         )
-
-
-def _share(name: str, value: object, *, most: float) -> None:
-    if not is_finite_number(value) or not 0 <= value <= most:
-        raise InputError(f"retriever.pairs.{name}={value!r} must be a number in 0 ... {most}")
 
 
 class PairFiles(RecordFiles):

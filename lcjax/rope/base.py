@@ -16,7 +16,7 @@ import reprlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import draccus
 import jax.numpy as jnp
@@ -26,7 +26,9 @@ from jaxtyping import Array, Float
 from lcjax.errors import (
     INT32_MAX,
     InputError,
+    Interval,
     check_arguments,
+    check_fields,
     check_integer,
     is_finite_number,
 )
@@ -37,6 +39,8 @@ _EXPORTED = "exported_as"  # entry of the full form: the `rope_parameters` writt
 # For these types, transformers takes a missing trained length from the config.
 _NEED_TRAINED_LENGTH = ("yarn", "longrope", "su", "llama3")
 # Factors are ratios of lengths, which are int32. The largest published theta is about 1e11.
+# Target length / trained length.
+Extension = Annotated[float, Interval(least=1, hint="target length / trained length")]
 _MAX_NUMBER, _MAX_THETA = INT32_MAX, 1e15
 _SCALES = 1e-3, 1e3  # of cos and sin; published ones lie between 0.7 and 2
 
@@ -50,7 +54,7 @@ class Rope(draccus.ChoiceRegistry):
     """
 
     # Base of the frequencies theta^(-2j/d); null: that of the checkpoint (see `resolve`)
-    theta: float | None = None
+    theta: Annotated[float, Interval(above=1, hint="Llama-2 has 10000")] | None = None
 
     # Fields of small instances, on which the tests of all types run: for 16 rotary channels, and
     # with a trained length of 16 or 32 tokens, so that requests of 64 tokens go beyond it.
@@ -61,9 +65,11 @@ class Rope(draccus.ChoiceRegistry):
 
     def __post_init__(self):
         self.check_numbers()
-        if self.theta is not None:
-            self.require(self.theta > 1, "theta", "be above 1 (Llama-2 has 10000)")
-        length = getattr(self, "original_length", None)
+        try:
+            check_fields("rope", self)
+        except InputError as error:
+            raise InputError(f"{error} (rope {self.type})") from None
+        length = getattr(self, "original_length", None)  # types of users may declare no limits
         self.require(length is None or length >= 1, "original_length", "be the trained length")
 
     @property

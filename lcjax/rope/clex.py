@@ -4,14 +4,14 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lcjax.errors import InputError, check_arguments
+from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_arguments
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 from lcjax.rope.rotation import Rotation
 
@@ -42,11 +42,14 @@ class Clex(Rope):
     the model is larger.
     """
 
-    original_length: int | None = None  # P; null: the checkpoint's trained length
-    max_factor: int = 16  # longest input is max_factor * P (LCEG: 32)
-    param_factor: int = 1  # m, hidden width of the network / rotary channels
-    act: str = "silu"  # silu or tanh; old checkpoints that name none used silu
-    time_dt: float = 0.01
+    # P; null: the checkpoint's trained length
+    original_length: Annotated[int, Range(2)] | None = None
+    max_factor: PositiveInt = 16  # longest input is max_factor * P (LCEG: 32)
+    # m, hidden width of the network / rotary channels
+    param_factor: Annotated[int, Range(1, 1024)] = 1
+    # Old checkpoints that name none used silu
+    act: Annotated[str, OneOf(("silu", "tanh"))] = "silu"
+    time_dt: Annotated[float, Interval(above=0, most=1, hint="published: 0.01")] = 0.01
     # Multiply queries by ln(n) / ln(P), also for n < P; published code: only in evaluation
     log_scale: bool = False
 
@@ -62,13 +65,6 @@ class Clex(Rope):
 
     def __post_init__(self):
         super().__post_init__()
-        length = self.original_length
-        self.require(length is None or length > 1, "original_length", "be the trained length")
-        self.require(self.max_factor >= 1, "max_factor", "be 1 or more times the trained length")
-        self.require(self.param_factor >= 1, "param_factor", "be 1 or more")
-        self.require(self.param_factor <= 1024, "param_factor", "be 1024 or less")
-        self.require(self.act in ("silu", "tanh"), "act", "be silu or tanh")
-        self.require(0 < self.time_dt <= 1, "time_dt", "be in (0, 1]; published: 0.01")
         steps = self.max_factor / self.time_dt
         self.require(steps <= _MAX_STEPS, "time_dt", f"give {_MAX_STEPS:,} steps or fewer")
 

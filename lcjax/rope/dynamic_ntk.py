@@ -1,10 +1,12 @@
 """NTK scaling whose strength grows with the length of the request."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
 
+from lcjax.errors import Interval, PositiveInt
 from lcjax.rope.base import Rope, base_frequencies, hf_number, ntk_theta
 
 
@@ -20,9 +22,10 @@ class DynamicNTK(Rope):
     so far; here the length is an argument, so results do not depend on the order of requests.
     """
 
-    factor: float
-    original_length: int | None = None  # trained length C; null: the checkpoint's
-    min_length: int | None = None  # length of the long-context training (LCEG); null: HF's form
+    factor: Annotated[float, Interval(above=0, hint="2 for an untrained extension (LCEG)")]
+    original_length: PositiveInt | None = None  # trained length C; null: the checkpoint's
+    # Length of the long-context training (LCEG); null: HF's form
+    min_length: PositiveInt | None = None
 
     examples = (
         {"factor": 2.0, "original_length": 32},
@@ -30,12 +33,6 @@ class DynamicNTK(Rope):
     )
     depends_on_length = True
     hf_types = ("dynamic",)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require(self.factor > 0, "factor", "be above 0: 2 for an untrained extension (LCEG)")
-        length = self.min_length
-        self.require(length is None or length >= 1, "min_length", "be a number of tokens, or null")
 
     def alpha(self, length: int) -> float:
         """Returns the NTK strength for a request of `length` tokens."""

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
 
+from lcjax.errors import Interval, PositiveInt
 from lcjax.rope.base import Rope, base_frequencies
 
 
@@ -20,15 +22,12 @@ class E2LLM(Rope):
     tokens (sec. 5.5).
     """
 
-    factor: float | None = None  # g for every request (8 for E2-32K of L = 4096); null: from length
-    original_length: int | None = None  # trained length L; null: the checkpoint's
+    # g for every request (8 for E2-32K of L = 4096); null: from length
+    factor: Annotated[float, Interval(least=1)] | None = None
+    original_length: PositiveInt | None = None  # trained length L; null: the checkpoint's
 
     examples = ({"original_length": 16}, {"factor": 4.0, "original_length": 16})
     hf_types = ()  # transformers: linear for a fixed g; plain, up to L tokens, for a dynamic g
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require(self.factor is None or self.factor >= 1, "factor", "be 1 or more, or null")
 
     @property
     def depends_on_length(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from lcjax.rope.base import Rope, base_frequencies, hf_number
+from lcjax.rope.base import Extension, Rope, base_frequencies, hf_number
 
 
 @Rope.register_subclass("linear")
@@ -13,14 +13,10 @@ from lcjax.rope.base import Rope, base_frequencies, hf_number
 class Linear(Rope):
     """f_j = theta^(-2j/d) / factor: divides every position by `factor` (PI, arXiv 2306.15595)."""
 
-    factor: float  # target length / trained length, the same at every input length
+    factor: Extension  # target length / trained length, the same at every input length
 
     examples = ({"factor": 4.0},)
     hf_types = ("linear",)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
 
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         return base_frequencies(self.get_resolved("theta"), head_dim) / self.factor, 1.0

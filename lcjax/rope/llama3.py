@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from lcjax.rope.base import Rope, base_frequencies, hf_number
+from lcjax.errors import PositiveFloat, PositiveInt
+from lcjax.rope.base import Extension, Rope, base_frequencies, hf_number
 
 
 @Rope.register_subclass("llama3")
@@ -18,18 +19,16 @@ class Llama3(Rope):
     within L are unchanged, those with less than `low` are divided by `factor` (Llama 3.1's code).
     """
 
-    factor: float = 8.0  # Llama-3.1; 32 in Llama-3.2
-    low_freq_factor: float = 1.0
+    factor: Extension = 8.0  # Llama-3.1; 32 in Llama-3.2
+    low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: float = 4.0
-    original_length: int | None = None  # trained length L (8192); null: the checkpoint's
+    original_length: PositiveInt | None = None  # trained length L (8192); null: the checkpoint's
 
     examples = ({"original_length": 16},)
     hf_types = ("llama3",)
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
-        self.require(self.low_freq_factor > 0, "low_freq_factor", "be above 0 turns")
         self.require(
             self.high_freq_factor > self.low_freq_factor,
             "high_freq_factor",

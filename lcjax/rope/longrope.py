@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, PositiveFloat, Range
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 
 
@@ -20,11 +21,12 @@ class LongRope(Rope):
     L would need all keys rotated again, so its length must be known beforehand.
     """
 
-    short_factor: tuple[float, ...]  # [R/2] divisors up to the trained length
-    long_factor: tuple[float, ...]  # [R/2] divisors beyond it
-    original_length: int | None = None  # trained length L; null: the checkpoint's
-    factor: float | None = None  # target length / trained length, for A only
-    attention_factor: float | None = None  # A; null: from `factor`
+    short_factor: tuple[PositiveFloat, ...]  # [R/2] divisors up to the trained length
+    long_factor: tuple[PositiveFloat, ...]  # [R/2] divisors beyond it
+    # Trained length L; null: the checkpoint's
+    original_length: Annotated[int, Range(2)] | None = None
+    factor: PositiveFloat | None = None  # target length / trained length, for A only
+    attention_factor: PositiveFloat | None = None  # A; null: from `factor`
 
     examples = (
         {"short_factor": (1.0,) * 8, "long_factor": (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5),
@@ -36,18 +38,12 @@ class LongRope(Rope):
     def __post_init__(self):
         super().__post_init__()
         for name in ("short_factor", "long_factor"):
-            self.require(min(getattr(self, name), default=1) > 0, name, "hold numbers above 0")
             object.__setattr__(self, name, tuple(float(x) for x in getattr(self, name)))
         self.require(
             len(self.long_factor) == len(self.short_factor),
             "long_factor",
             f"have as many numbers as short_factor, {len(self.short_factor)}",
         )
-        length = self.original_length
-        self.require(length is None or length > 1, "original_length", "be the trained length")
-        self.require(self.factor is None or self.factor > 0, "factor", "be above 0, or null")
-        attention = self.attention_factor
-        self.require(attention is None or attention > 0, "attention_factor", "be above 0, or null")
 
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         if len(self.short_factor) != head_dim // 2:

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
 
+from lcjax.errors import Interval
 from lcjax.rope.base import Rope, base_frequencies, ntk_theta
 
 
@@ -19,14 +21,10 @@ class NTK(Rope):
     uses 29 for a ratio of 8, that is s * ratio - (s - 1) with s = ratio / 2.
     """
 
-    alpha: float
+    alpha: Annotated[float, Interval(least=1, hint="29 extends a context 8 times")]
 
     examples = ({"alpha": 9.0},)
     hf_types = ()  # exported to transformers as plain rope with another base
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require(self.alpha >= 1, "alpha", "be 1 or more: 29 extends a context 8 times")
 
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         theta = ntk_theta(self.get_resolved("theta"), self.alpha, head_dim)

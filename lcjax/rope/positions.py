@@ -6,14 +6,14 @@ function of its random key: the same key gives the same positions on any number 
 
 import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lcjax.errors import InputError, check_integer, check_integers
+from lcjax.errors import InputError, PositiveInt, Range, check_fields
 from lcjax.rope.base import Rope
 from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
@@ -29,6 +29,9 @@ class Positions(draccus.ChoiceRegistry, abc.ABC):
     """A method of choosing training positions: the `train.positions` config section."""
 
     fits_any_rope: ClassVar[bool] = False  # whether it works with every RoPE method
+
+    def __post_init__(self):
+        check_fields("positions", self)
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -85,15 +88,8 @@ class Bf16Positions(Positions):
 
     fits_any_rope: ClassVar[bool] = True
     frequencies: bool = True  # also round frequencies: true for PI and LongLoRA, false for YaRN
-    bits: int = 8  # significant bits; fewer bits affect short rows as bfloat16 affects long rows
-
-    def __post_init__(self):
-        check_integer("positions.bits", self.bits, 1)
-        if self.bits > 24:
-            raise InputError(
-                f"positions.bits={self.bits} (bf16) must lie in 1 ... 24: bfloat16 has 8, float32 "
-                "24 significant bits"
-            )
+    # Significant bits; fewer bits affect short rows as bfloat16 affects long rows
+    bits: Annotated[int, Range(1, 24, hint="bfloat16 has 8, float32 24 significant bits")] = 8
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         del key
@@ -120,15 +116,14 @@ class E2Positions(Positions):
     also read at 8K), and `offsets: false` ("without t").
     """
 
-    min_scale: int = 1
-    max_scale: int = 20  # G_max (sec. 5.4)
+    min_scale: PositiveInt = 1
+    max_scale: PositiveInt = 20  # G_max (sec. 5.4)
     offsets: bool = True  # false: t = 0
-    window: int | None = None  # R, tokens that a training row spans; null: the row's length
-    original_length: int | None = None  # L; null: the rope's
+    window: PositiveInt | None = None  # R, tokens that a training row spans; null: the row's length
+    original_length: PositiveInt | None = None  # L; null: the rope's
 
     def __post_init__(self):
-        names = ("min_scale", "max_scale", "window", "original_length")
-        check_integers("positions", self, 1, *names)
+        super().__post_init__()
         if self.min_scale > self.max_scale:
             raise InputError(
                 f"positions.min_scale={self.min_scale} (e2_llm) must not exceed"
@@ -185,11 +180,8 @@ class ClexPositions(Positions):
     document-relative token m has the m-th position. Training does not scale queries (`log_scale`).
     """
 
-    min_factor: int = 1  # 2 in early checkpoints
-    max_factor: int | None = None  # null: that of the rope
-
-    def __post_init__(self):
-        check_integers("positions", self, 1, "min_factor", "max_factor")
+    min_factor: PositiveInt = 1  # 2 in early checkpoints
+    max_factor: PositiveInt | None = None  # null: that of the rope
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         if not isinstance(rope, Clex):

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
 
-from lcjax.rope.base import Rope, base_frequencies, hf_number
+from lcjax.errors import OneOf, PositiveFloat, PositiveInt
+from lcjax.rope.base import Extension, Rope, base_frequencies, hf_number
 
 
 @Rope.register_subclass("yarn")
@@ -21,14 +23,15 @@ class Yarn(Rope):
     A = 0.1 ln(factor) + 1, at every length (sec. 3.4, sqrt(1/t)).
     """
 
-    factor: float  # target length / trained length
-    original_length: int | None = None  # trained length; null: the checkpoint's
+    factor: Extension  # target length / trained length
+    original_length: PositiveInt | None = None  # trained length; null: the checkpoint's
     beta_fast: float = 32.0  # turns above which a pair is unchanged (sec. 3.2, Llama)
-    beta_slow: float = 1.0  # turns below which a pair is fully interpolated
-    ramp: str = "index"  # index (code, all checkpoints) or frequency (paper)
+    beta_slow: PositiveFloat = 1.0  # turns below which a pair is fully interpolated
+    # index (code, all checkpoints) or frequency (paper)
+    ramp: Annotated[str, OneOf(("index", "frequency"))] = "index"
     truncate: bool = True  # round the bounds of the index ramp outwards (gpt-oss does not)
     extrapolation: float = 1.0  # multiplies 1 - r_j, the share of the unchanged frequency
-    attention_factor: float | None = None  # A; null: from `factor` and the two below
+    attention_factor: PositiveFloat | None = None  # A; null: from `factor` and the two below
     mscale: float | None = (
         None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
     )
@@ -45,14 +48,9 @@ class Yarn(Rope):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
-        self.require(self.beta_slow > 0, "beta_slow", "be above 0 turns")
         self.require(
             self.beta_fast > self.beta_slow, "beta_fast", f"be above beta_slow={self.beta_slow}"
         )
-        self.require(self.ramp in ("index", "frequency"), "ramp", "be index or frequency")
-        attention = self.attention_factor
-        self.require(attention is None or attention > 0, "attention_factor", "be above 0, or null")
 
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         theta = base_frequencies(self.get_resolved("theta"), head_dim)

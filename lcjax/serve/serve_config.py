@@ -1,9 +1,16 @@
 """The options of a server."""
 
 import dataclasses
+from typing import Annotated
 
 from lcjax.checkpoints.build import ModelSection
-from lcjax.errors import InputError, check_integer, is_finite_number
+from lcjax.errors import (
+    InputError,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check_fields,
+)
 from lcjax.parallel.sharding import Mesh
 
 
@@ -18,35 +25,30 @@ class ServeConfig:
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     name: str | None = None  # name of the model in requests; null: its path
     host: str = "127.0.0.1"  # 0.0.0.0 accepts requests of other machines; then set api_key
-    port: int = 8000  # 0: any free port
+    port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
     api_key: str | None = None  # key that requests must send; null: none
     # Maximum tokens of a request, prompt and answer together. Rotations that follow the length are
     # made for it. null: the trained length, extended by the method's factor, and rotations for the
     # length of each request.
-    length: int | None = None
+    length: Annotated[int, Range(2, hint="null takes that of the model")] | None = None
     # Read strings of special tokens in messages as special tokens, as transformers does
     allow_special: bool = False
-    max_batch: int = 8  # texts that are scored or generated together
-    max_queue: int = 64  # requests that wait or run; further ones are refused with status 503
-    max_contexts: int = 16  # stored contexts; beyond this, the least recently used is dropped
-    max_context_gb: float = 8.0  # GB of stored contexts on the devices; a new one adds to it
+    max_batch: PositiveInt = 8  # texts that are scored or generated together
+    # Requests that wait or run; further ones are refused with status 503
+    max_queue: PositiveInt = 64
+    # Stored contexts; beyond this, the least recently used is dropped
+    max_contexts: PositiveInt = 16
+    # GB of stored contexts on the devices; a new one adds to it
+    max_context_gb: PositiveFloat = 8.0
     # Seconds in which a client must send its request, and read on while its answer is sent.
-    client_timeout: float = 60.0
-    shutdown_timeout: float = 30.0  # seconds for running requests after SIGTERM or Ctrl-C
+    client_timeout: PositiveFloat = 60.0
+    shutdown_timeout: PositiveFloat = 30.0  # seconds for running requests after SIGTERM or Ctrl-C
     mesh: Mesh | None = None  # devices that share the model; null: one device
 
     def __post_init__(self):
         if self.model.path is None and self.model.preset is None:
             raise InputError("model.path is missing; name a checkpoint: --model PATH")
-        check_integer("port", self.port, 0, most=65535)
-        for name in ("max_batch", "max_queue", "max_contexts"):
-            check_integer(name, getattr(self, name), 1)
-        if self.length is not None:
-            check_integer("length", self.length, 2, "null takes that of the model with its method")
-        for name in ("max_context_gb", "client_timeout", "shutdown_timeout"):
-            value = getattr(self, name)
-            if not is_finite_number(value) or value <= 0:
-                raise InputError(f"{name}={value} must be above 0")
+        check_fields("", self)
 
     @property
     def model_name(self) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import draccus
 import jax
@@ -17,7 +17,18 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
-from lcjax.errors import INT32_MAX, InputError, check_integer, check_integers, check_seed
+from lcjax.errors import (
+    INT32_MAX,
+    Fraction,
+    InputError,
+    Interval,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+    check_fields,
+)
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
 from lcjax.parallel.device_memory import Offload
@@ -49,7 +60,8 @@ _HINTS = {
     "head": "this model's head is its embedding, for which the rule is embeddings",
 }
 
-_TYPICAL = {"betas": "[0.9, 0.999]", "ema": "0.999"}
+# Decay of a moving average, which would never change with a decay of 1.
+Decay = Annotated[float, Interval(least=0, below=1, hint="such as 0.999")]
 
 
 def matcher(rules: Iterable[str], key: str) -> Callable[[str], bool]:
@@ -98,11 +110,11 @@ def trainable(
 class Profile:
     """A profiler trace of some steps in `<run>/profile`, for xprof or Perfetto."""
 
-    start: int = 10  # first step of the trace; compilation is over by then
-    steps: int = 3
+    start: PositiveInt = 10  # first step of the trace; compilation is over by then
+    steps: PositiveInt = 3
 
     def __post_init__(self):
-        check_integers("train.profile", self, 1, "start", "steps")
+        check_fields("train.profile", self)
 
 
 @dataclass(frozen=True)
@@ -110,38 +122,37 @@ class Rate:
     """A multiple of the learning rate for the parameters that match a rule."""
 
     rule: str  # as in train.trainable
-    factor: float  # times train.lr
+    # Times train.lr
+    factor: Annotated[
+        float, Interval(above=0, hint="to freeze parameters, leave them out of train.trainable")
+    ]
 
     def __post_init__(self):
+        check_fields("train.rates", self)
         matcher((self.rule,), "train.rates")
-        if not self.factor > 0:
-            raise InputError(
-                f"train.rates: factor={self.factor} of rule {self.rule!r} must be above 0; to"
-                " freeze parameters, leave them out of train.trainable"
-            )
 
 
 @dataclass(frozen=True)
 class TrainSection:
     """The optimizer, its schedule, and what a run saves."""
 
-    steps: int = 1000  # number of updates
-    batch_size: int = 8  # rows per update, over all devices and microbatches
-    accumulation: int = 1  # microbatches per update; more of them need less memory
-    lr: float = 2e-5  # the highest learning rate
+    steps: PositiveInt = 1000  # number of updates
+    batch_size: PositiveInt = 8  # rows per update, over all devices and microbatches
+    accumulation: PositiveInt = 1  # microbatches per update; more of them need less memory
+    lr: PositiveFloat = 2e-5  # the highest learning rate
     schedule: Literal["cosine", "linear", "constant", "lceg"] = "cosine"  # after the warm-up
-    warmup_steps: int = 20
-    min_lr: float = 0.0  # final value of cosine and linear, as a fraction of lr
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    warmup_steps: NonNegativeInt = 20
+    min_lr: Fraction = 0.0  # final value of cosine and linear, as a fraction of lr
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Interval(least=0, most=10)] = 0.0
     # Rules of parameters without decay; as in Hugging Face and LLaMA, norms and biases.
     no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
     # Multiples of lr for some parameters, such as {rule: rope, factor: 0.01}. The first rule that
     # matches a path decides.
     rates: tuple[Rate, ...] = ()
-    clip: float | None = 1.0  # largest global norm of the gradient; null: none
-    ema: float | None = None  # decay of the weights' moving average, such as 0.999; below 1
+    clip: PositiveFloat | None = 1.0  # largest global norm of the gradient; null: none
+    ema: Decay | None = None  # decay of the weights' moving average, such as 0.999
     # Rules that select the trained parameters: all, lora, embeddings (of the input; if tied, also
     # the head), head, norms, rope, encoder, cross_attention, memory (encoder and cross_attention:
     # all that a memory adds), retriever (an encoder that is trained beside the model), or regular
@@ -154,7 +165,7 @@ class TrainSection:
     on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite
     # Skips updates whose gradient norm is more than this multiple of its running average, such as
     # 5; null: skips none.
-    spike: float | None = None
+    spike: Annotated[float, Interval(above=1, hint="such as 5; null skips none")] | None = None
     # Arrays that are stored in the host's memory and fetched layer by layer: none, optimizer
     # (Adam's moments and the moving average) or parameters (the weights as well, including frozen
     # ones; needs model.remat). The device holds one or two layers of them at a time; gradients stay
@@ -162,15 +173,15 @@ class TrainSection:
     # update transfers as many bytes in both directions, and with parameters every microbatch also
     # transfers each weight twice.
     offload: Offload = "none"
-    seed: int = 0  # of new weights and of sampled positions
-    loss_chunk: int | None = None  # positions per chunk of logits; null: chosen by size
-    log_every: int = 10
-    save_every: int = 500  # steps between checkpoints
+    seed: Seed = 0  # of new weights and of sampled positions
+    loss_chunk: PositiveInt | None = None  # positions per chunk of logits; null: chosen by size
+    log_every: PositiveInt = 10
+    save_every: PositiveInt = 500  # steps between checkpoints
     # Also saves when so many minutes have passed since the last checkpoint, such as 10 on machines
     # that may be taken away; null: never. Several processes check it at steps of log_every.
-    save_minutes: float | None = None
+    save_minutes: PositiveFloat | None = None
     # Number of newest checkpoints to keep, beside the newest one whose next step was finite.
-    keep: int = 2
+    keep: PositiveInt = 2
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
     checksums: bool = True  # add SHA-256 sums to <run>/model and <run>/adapter
     # Dtype of <run>/model; null: model.param_dtype, or the dtype of the checkpoint.
@@ -178,42 +189,21 @@ class TrainSection:
     profile: Profile | None = None
 
     def __post_init__(self):
-        counts = ("steps", "batch_size", "accumulation", "log_every", "save_every", "keep")
-        check_integers("train", self, 1, *counts, "loss_chunk")
-        check_seed("train.seed", self.seed)
+        check_fields("train", self)
         if self.profile is not None and self.profile.start + self.profile.steps > self.steps:
             raise InputError(
                 f"train.profile.start={self.profile.start} with steps={self.profile.steps} ends"
                 f" after train.steps={self.steps}; lower them"
             )
-        for name in ("lr", "eps", "clip", "save_minutes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"train.{name}={value} must be above 0")
         if self.batch_size % self.accumulation:
             nearest = _nearest_divisor(self.batch_size, self.accumulation)
             raise InputError(
                 f"train.accumulation={self.accumulation} must divide train.batch_size="
                 f"{self.batch_size}; nearest: {nearest}"
             )
-        if not 0 <= self.warmup_steps <= self.steps:
+        if self.warmup_steps > self.steps:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps} must lie in 0 ... train.steps={self.steps}"
-            )
-        for name, high in (("min_lr", 1), ("weight_decay", 10)):
-            if not 0 <= getattr(self, name) <= high:
-                raise InputError(f"train.{name}={getattr(self, name)} must lie in 0 ... {high}")
-        # With a decay of 1 an average would never change.
-        for name, decays in (("betas", self.betas), ("ema", [self.ema or 0.0])):
-            if not all(0 <= decay < 1 for decay in decays):
-                raise InputError(
-                    f"train.{name}={getattr(self, name)} must be at least 0 and below 1, such as"
-                    f" {_TYPICAL[name]}"
-                )
-        if self.spike is not None and not self.spike > 1:
-            raise InputError(
-                f"train.spike={self.spike} must be above 1, such as 5, or null: it is a multiple of"
-                " the average gradient norm"
             )
         for name in ("trainable", "no_decay"):
             matcher(getattr(self, name), f"train.{name}")
@@ -235,13 +225,13 @@ class RunSection(RunFolder):
 class EvalSection:
     """Loss on the held-out documents (`data.holdout`) during training."""
 
-    every: int = 0  # steps between evaluations, with one before the first step; 0: never
-    batches: int | None = 16  # of train.batch_size rows; null: all
+    # Steps between evaluations, with one before the first step; 0: never
+    every: NonNegativeInt = 0
+    # Of train.batch_size rows; null: all
+    batches: Annotated[int, Range(1, hint="null takes all")] | None = 16
 
     def __post_init__(self):
-        check_integers("eval", self, 0, "every")
-        if self.batches is not None:
-            check_integer("eval.batches", self.batches, 1, "null takes all")
+        check_fields("eval", self)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What a pattern refuses: one line that names the key, the value, the rule and the way out."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -21,41 +19,18 @@ from lcjax.attention import (
 from lcjax.errors import InputError
 
 REFUSED = [
-    (Sliding, {"window": 0}, "pattern.window=0 must be a whole number of at least 1"),
-    (Chunked, {"size": 0}, "pattern.size=0 must be a whole number of at least 1"),
-    (LMInfinite, {"window": 0}, "pattern.window=0 must be a whole number of at least 1"),
-    (LMInfinite, {"sinks": 0}, "pattern.sinks=0 must be a whole number of at least 1"),
-    (LMInfinite, {"distance": 1.5}, "pattern.distance=1.5 must be a whole number of at least 1"),
-    (LMInfinite, {"top_k": 0}, "pattern.top_k=0 must be a whole number of at least 1"),
-    (LMInfinite, {"top_k": 1, "top_k_position": -1}, "pattern.top_k_position=-1 .* at least 0"),
     (LMInfinite, {"top_k_position": 9}, "pattern.top_k_position=9 needs pattern.top_k; set both"),
-    (ReRoPE, {"window": -1}, "pattern.window=-1 must be a whole number of at least 1"),
-    (Streaming, {"sinks": -1}, "pattern.sinks=-1 must be a whole number of at least 0"),
-    (Streaming, {"recent": 0}, "pattern.recent=0 must be a whole number of at least 1"),
-    (Streaming, {"stride": None}, "pattern.stride=None must be a whole number of at least 1"),
-    (Streaming, {"first": 0}, "pattern.first=0 must be a whole number of at least 1"),
-    (SelfExtend, {"window": 0}, "pattern.window=0 must be a whole number of at least 1"),
-    (SelfExtend, {"group": True}, "pattern.group=True must be a whole number of at least 1"),
-    (SelfExtend, {"scale_base": 1}, "pattern.scale_base=1 must be a whole number of at least 2"),
-    (DualChunk, {"train_length": 0}, "pattern.train_length=0 must be a whole number of at least 1"),
-    (DualChunk, {"chunk": 1, "local": 1}, "pattern.chunk=1 must be a whole number of at least 2"),
     (DualChunk, {"chunk": 12, "local": 12}, "pattern.local=12 must be below pattern.chunk=12"),
-    (ShiftedSparse, {"group": 1}, "pattern.group=1 must be a whole number of at least 2"),
     (ShiftedSparse, {"group": 8, "fraction": 0.5}, "pattern.group=8 and pattern.fraction=0.5"),
-    (ShiftedSparse, {"fraction": 0}, "pattern.fraction=0 must lie in"),
-    (ShiftedSparse, {"fraction": "half"}, "pattern.fraction='half' must lie in"),
     (ShiftedSparse, {"group": 7, "wrap": True}, "pattern.group=7 must be even .*nearest: 6, 8"),
 ]
 
 
 @pytest.mark.parametrize(("pattern", "fields", "message"), REFUSED, ids=str)
 def test_a_field_out_of_range_raises_input_error(pattern, fields, message):
-    fields = {"window": 4} | fields if pattern in (Sliding, ReRoPE) else fields
     with pytest.raises(InputError, match=message) as error:
         pattern(**fields)
     assert "\n" not in str(error.value)
-    if limit := re.search(r"pattern\.(\w+)=.* at least (\d+)", message):
-        pattern(**fields | {limit[1]: int(limit[2])})
 
 
 def _places(length, heads=4):

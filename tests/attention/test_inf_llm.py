@@ -378,13 +378,6 @@ def test_a_text_within_the_window_has_no_notes():
 
 
 REFUSED = [
-    ({"window": 0}, "pattern.window=0 must be a whole number of at least 1"),
-    ({"sinks": -1}, "pattern.sinks=-1 must be a whole number of at least 0"),
-    ({"block": 0}, "pattern.block=0 must be a whole number of at least 1"),
-    ({"top_k": 0}, "pattern.top_k=0 must be a whole number of at least 1"),
-    ({"top_k": None}, "pattern.top_k=None must be a whole number of at least 1"),
-    ({"representatives": 0}, "pattern.representatives=0 must be a whole number of at least 1"),
-    ({"chunk": 1.5}, "pattern.chunk=1.5 must be a whole number of at least 1"),
     ({"block": 3, "representatives": 4}, "representatives=4 must be at most pattern.block=3"),
 ]
 

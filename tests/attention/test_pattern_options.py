@@ -9,7 +9,6 @@ import pytest
 
 from lcjax.attention import AttentionMetadata, DualChunk, LMInfinite, SelfExtend
 from lcjax.attention.cache import FullCache, RingCache
-from lcjax.errors import InputError
 from lcjax.rope import Default, Rotation
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, alibi_slopes, gather
@@ -75,11 +74,6 @@ def test_queries_of_self_extend_grow_with_the_logarithm_of_the_keys_they_see(bas
     np.testing.assert_array_equal(got[:first], plain[:first])
     if base < T:
         assert np.abs(got - plain)[first:].max() > 1e-3
-
-
-def test_growths_that_are_not_known_are_refused():
-    with pytest.raises(InputError, match="pattern.growth='cubic' must be square .* or linear"):
-        DualChunk(growth="cubic")
 
 
 def test_the_scale_of_queries_comes_beside_that_of_the_rotation_row_by_row():

@@ -212,9 +212,6 @@ def test_settings_that_do_not_go_together_raise_input_error(fields, match):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"length": 0}, r"chunks.length=0 must be a whole number of at least 1"),
-        ({"count": 0}, r"chunks.count=0 must be a whole number of at least 1"),
-        ({"text": "after"}, r"chunks.text='after' must be one of before, same"),
         (
             {"text": "same", "learned": True},
             r"chunks.learned=true adds targets",

@@ -237,13 +237,6 @@ def test_a_source_that_upsampling_empties_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        (
-            {"mode": "x"},
-            "upsample.mode='x' must be one of per_source, code_arxiv_book, global",
-        ),
-        ({"ratio": 1.5}, "upsample.ratio=1.5 must be a fraction"),
-        ({"tokens": 0}, "upsample.tokens=0 must be positive"),
-        ({"seed": -1}, "upsample.seed=-1 must be"),
         ({"shares": [Share("a", 0.5), Share("b", 0.4)]}, "sum to 0.9, not to 1: .*normalise=true"),
         ({"shares": [Share("a", 0.5), Share("a", 0.5)]}, "name a label twice: a, a"),
         ({"shares": [Share("a", -1.0), Share("b", 2.0)]}, "must be 0 or more"),

@@ -117,7 +117,7 @@ def test_the_command_shows_how_many_answers_each_retriever_finds(words, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--k=[0]"], "k=0 must"),
+        (["--k=[0]"], "k.0=0 must"),
         (["--k=[]"], "k is empty"),
         (["--path=nowhere"], "path='nowhere' is no file"),
         (["--retrievers=[]"], "retrievers is empty"),

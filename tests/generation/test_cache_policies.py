@@ -316,11 +316,7 @@ def test_models_that_cannot_evict_tokens_are_refused(change, message):
 
 
 def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
-    for fields, message in (
-        ({"tokens": 0}, "model.cache.tokens=0 must be a whole number of at least 1"),
-        ({"chunk": 1.5}, "model.cache.chunk=1.5 must be a whole number"),
-        ({"every": -1}, "model.cache.every=-1"),
-    ):
+    for fields, message in (({"every": -1}, "model.cache.every=-1"),):
         with pytest.raises(InputError, match=message):
             SmallNorm(**fields)
     cut = lm.with_method(cache=SmallNorm(tokens=8))

@@ -293,24 +293,9 @@ def test_bad_requests_raise_input_error(params):
     with pytest.raises(InputError, match="must be a list"):
         lm.generate("a text instead of a list of them")
     for settings, message in (
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number of at least 1"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
-        ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
         ({"min_new_tokens": 999}, "min_new_tokens=999 must lie between 0 and max_new_tokens=128"),
-        ({"min_new_tokens": -1}, "min_new_tokens=-1"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be 0"),
-        ({"temperature": float("nan")}, "temperature=nan must be 0"),
-        ({"temperature": float("inf")}, "temperature=inf must be 0"),
-        ({"temperature": "hot"}, "temperature='hot' must be a number"),
-        ({"top_p": 0.0}, "top_p=0.0 must lie in"),
-        ({"top_p": 1.5}, "top_p=1.5 must lie in"),
-        ({"top_p": None}, "top_p=None must be a number"),
-        ({"top_k": 0}, "top_k=0 must be a whole number of at least 1"),
-        ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
         ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
         ({"seed": 2**32}, "seed=4294967296 must be .* at most 4294967295"),
-        ({"stop": ("",)}, "stop strings, none empty"),
-        ({"stop": "END"}, "stop='END' must be a tuple"),
     ):
         with pytest.raises(InputError, match=message) as error:
             Sampling(**settings)

@@ -306,10 +306,3 @@ def test_bad_sections_raise_input_error(section, words):
     with pytest.raises(InputError, match=words) as caught:
         build(ModelSection(**section))
     assert "\n" not in str(caught.value)
-
-
-def test_a_memory_of_no_layers_raises_input_error():
-    with pytest.raises(InputError, match="layers=0 must be a whole number of at least 1"):
-        CepeSection(layers=0)
-    with pytest.raises(InputError, match="output_share=-0.5 must lie in 0 ... 1"):
-        CepeSection(output_share=-0.5)

@@ -218,14 +218,11 @@ def test_what_is_stored_are_the_largest_probabilities_and_the_rest():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"ce": -1.0}, r"train.distill.ce=-1.0 must be a number of at least 0"),
-        ({"kl": float("nan")}, r"train.distill.kl=nan must be a number"),
         ({"ce": 0.0, "kl": 0.0}, r"leave nothing to learn; raise one"),
         (
             {"mode": "reverse"},
             r"train.distill.mode='reverse' must be one of drop, renormalise, rest",
         ),
-        ({"top": 0}, r"train.distill.top=0 must be a whole number of at least 1"),
     ],
 )
 def test_settings_that_cannot_be_raise_input_error(fields, match):

@@ -391,10 +391,7 @@ def test_train_trains_the_memory_and_freezes_the_decoder(tmp_path):
     [
         ({"layers": (0,)}, r"model.memory.layers=\[0\] must be layers of the decoder"),
         ({"layers": (3,)}, r"some of 1 ... 2; null takes \[2\]"),
-        ({"chunk": 0}, "model.memory.chunk=0"),
-        ({"neighbours": 0}, "model.memory.neighbours=0"),
         ({"encoder_layers": 3}, "encoder_layers=3 must lie in 1 ... 2"),
-        ({"output_share": 2.0}, "output_share=2.0"),
     ],
 )
 def test_bad_settings_are_one_line(changes, words):

@@ -87,11 +87,8 @@ def test_merging_is_not_rounded_on_accelerators(stack):
 
 
 def test_bad_adapter_settings_name_the_projections():
-    with pytest.raises(InputError, match="rank=0"):
-        LoRA(rank=0)
-    for alpha in (0.0, -1.0):
-        with pytest.raises(InputError, match=rf"lora.alpha={alpha} must be above 0.*usual: 8"):
-            LoRA(rank=4, alpha=alpha)
+    with pytest.raises(InputError, match="lora.targets is empty; name some of: query"):
+        LoRA(targets=())
     with pytest.raises(InputError, match="query, key, value, out, gate, up, down"):
         LoRA(targets=("q_proj",))
     with pytest.raises(InputError, match="no adapters"):

@@ -780,10 +780,6 @@ def test_bad_input_is_one_line_with_the_way_out(section, more, match, toy, tmp_p
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [
-        (LSR, {"k": 1}, r"retriever.k=1 must be a whole number of at least 2; one passage has"),
-        (LSR, {"temperature": 0.0}, r"retriever.temperature=0.0 must be a number above 0"),
-        (LSR, {"lm_temperature": -1}, r"retriever.lm_temperature=-1 must be a number above 0"),
-        (LSR, {"store": ""}, r"retriever.store is empty: name a folder"),
         (
             Marginal,
             {"marginal": "words"},
@@ -794,7 +790,6 @@ def test_bad_input_is_one_line_with_the_way_out(section, more, match, toy, tmp_p
             {"passages": "never"},
             r"retriever.passages='never' must be one of trained",
         ),
-        (Marginal, {"refresh": 0}, r"retriever.refresh=0 must be a whole number of at least 1"),
     ],
 )
 def test_values_that_no_training_has(kind, options, match):

@@ -353,7 +353,7 @@ def test_the_command_builds_and_eval_reads(lm, corpus, tmp_path, capsys):
     [
         ({"k": 10_000}, "k=10000 must be at most"),
         ({"k": 0}, "k=0"),
-        ({"weight": -0.1}, r"weight=-0.1 must be a number in \[0, 1\]"),
+        ({"weight": -0.1}, "weight=-0.1 must be a number 0 <= x <= 1"),
         ({"weight": 1.5}, "weight=1.5"),
         ({"weight": float("nan")}, "weight=nan"),
         ({"temperature": 0}, "temperature=0"),
@@ -438,7 +438,6 @@ def test_builds_that_do_not_fit(lm, corpus, tmp_path):
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"faiss": "flat"}, "faiss='flat'"),
         ({"max_tokens": 0}, "max_tokens=0"),
-        ({"out": ""}, "out is empty"),
     ):
         with pytest.raises(InputError, match=words):
             dataclasses.replace(config(corpus, "x"), **changes)

@@ -655,21 +655,9 @@ def test_what_is_wrong_is_said_in_one_line_before_weights_are_read(
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.0}, r"retriever\.temperature=0\.0 must be above 0"),
-        ({"query_tokens": 2}, r"retriever\.query_tokens=2"),
-        ({"negatives": -1}, r"retriever\.negatives=-1"),
-    ],
-)
-def test_numbers_of_the_section_are_checked(changes, message):
-    with pytest.raises(InputError, match=message):
-        Contrastive(**changes)
+def test_the_least_share_of_crops_is_at_most_the_largest():
     with pytest.raises(InputError, match=r"least=0\.6 must be above 0 and at most most=0\.5"):
         Crops(least=0.6)
-    with pytest.raises(InputError, match=r"keep=2"):
-        InverseCloze(keep=2)
 
 
 def test_texts_longer_than_the_encoder_reads_raise_input_error(tmp_path, bert, pairs):

@@ -227,9 +227,6 @@ def half_precision(array):
             r"rope\.up has shape \(8, 16\) but must have \(8, 48\).*param_factor=3",
         ),
         (lambda p: SMALL.frequencies(2, 64, p), r"rotary channels=2 must be at least 4"),
-        (lambda p: Clex(act="relu"), r"rope\.act='relu' \(clex\) must be silu or tanh"),
-        (lambda p: Clex(time_dt=0.0), r"rope\.time_dt=0\.0 \(clex\) must be in \(0, 1\]"),
-        (lambda p: Clex(max_factor=0), r"rope\.max_factor=0 \(clex\) must be 1 or more"),
     ],
 )
 def test_limits_are_errors_that_name_the_way_out(call, message):

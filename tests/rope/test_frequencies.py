@@ -234,14 +234,9 @@ def test_unresolved_fields_are_named(rope, field):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Linear(factor=0.5), r"rope\.factor=0\.5 \(linear\) must be 1 or more"),
-        (lambda: NTK(alpha=0.0), r"rope\.alpha=0\.0 \(ntk\) must be 1 or more"),
-        (lambda: DynamicNTK(factor=0.0), r"rope\.factor=0\.0 \(dynamic_ntk\) must be above 0"),
-        (lambda: Yarn(factor=8.0, ramp="cosine"), r"rope\.ramp='cosine' \(yarn\) must be index"),
+        (lambda: Linear(factor=0.5), r"rope\.factor=0\.5 must be .* x >= 1; .*\(rope linear\)"),
         (lambda: Yarn(factor=8.0, beta_fast=1.0), r"rope\.beta_fast=1\.0 .* above beta_slow=1\.0"),
         (lambda: Llama3(high_freq_factor=0.5), r"rope\.high_freq_factor=0\.5 .* low_freq_factor"),
-        (lambda: E2LLM(factor=0.5), r"rope\.factor=0\.5 \(e2_llm\) must be 1 or more"),
-        (lambda: Default(theta=0.0), r"rope\.theta=0\.0 \(default\) must be above 1"),
         (
             lambda: LongRope(short_factor=(1.0, 1.0), long_factor=(1.0,)),
             r"rope\.long_factor=.* as many numbers as short_factor, 2",

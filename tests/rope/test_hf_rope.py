@@ -239,7 +239,10 @@ def test_rope_parameters_that_contradict_lcjax_rope_raise_input_error():
         ({"rope_scaling": {"type": "mrope"}}, r"rope_type='mrope' .* known: clex, default"),
         ({"rope_scaling": {"type": "linear"}}, r"rope_parameters\.factor=None .* type linear"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, r"rope_parameters\.factor='x'"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"rope\.factor=0\.5 \(linear\)"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            r"rope\.factor=0\.5 must be a number x >= 1; .*\(rope linear\)",
+        ),
         (
             {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3"}},
             r"rope_parameters\.factor=None .* rope type llama3",

@@ -128,17 +128,10 @@ def test_average_follows_its_formula_also_for_bfloat16_weights():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"steps": 0}, "train.steps=0"),
         ({"batch_size": 8, "accumulation": 3}, "nearest: 2"),
         ({"steps": 10, "warmup_steps": 11}, "train.warmup_steps=11"),
-        ({"ema": 1.5}, "train.ema=1.5"),
-        ({"ema": 1.0}, "train.ema=1.0 must be at least 0 and below 1, such as 0.999"),
-        ({"betas": (0.9, 1.0)}, r"train.betas=\(0.9, 1.0\) must be at least 0 and below 1"),
-        ({"betas": (-0.1, 0.9)}, r"train.betas=\(-0.1, 0.9\)"),
-        ({"min_lr": -0.1}, "train.min_lr=-0.1"),
         ({"trainable": ("(",)}, r"train.trainable: rule '\('"),
         ({"no_decay": ("[",)}, r"train.no_decay: rule '\['"),
-        ({"clip": -1.0}, "train.clip=-1.0"),
     ],
 )
 def test_impossible_settings_name_key_and_value(settings, named):
@@ -146,13 +139,9 @@ def test_impossible_settings_name_key_and_value(settings, named):
         TrainSection(**settings)
 
 
-@pytest.mark.parametrize(
-    ("rate", "named"),
-    [(("rope", 0.0), "factor=0.0 of rule 'rope' must be above 0"), (("(", 1.0), r"rule '\('")],
-)
-def test_an_impossible_rate_raises_input_error(rate, named):
-    with pytest.raises(InputError, match=rf"^train.rates: {named}"):
-        Rate(*rate)
+def test_a_rule_of_a_rate_that_is_no_expression_raises_input_error():
+    with pytest.raises(InputError, match=r"^train.rates: rule '\('"):
+        Rate("(", 1.0)
 
 
 @pytest.mark.parametrize("key", ["dtype", "param_dtype"])
@@ -164,7 +153,7 @@ def test_float16_raises_input_error(key):
 
 
 def test_a_run_without_a_folder_raises_input_error():
-    with pytest.raises(InputError, match="run.folder='' must name a folder"):
+    with pytest.raises(InputError, match="run.folder is empty: name one, such as"):
         RunSection(folder="")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from lcjax.attention.inserted import InsertedTokens
-from lcjax.errors import InputError, NonNegativeInt, OneOf, check_fields, check_integer
+from lcjax.errors import InputError, NonNegativeInt, OneOf, Range, check_fields
 
 LOSSES = ("predict", "skip", "drop")  # targets around landmarks
 
@@ -33,16 +33,13 @@ class Landmarks(InsertedTokens):
     """
 
     token: NonNegativeInt
-    tokens_per_block: int = 63  # the landmark not included
+    # The landmark not included
+    tokens_per_block: Annotated[int, Range(1, hint="released models have 63, the paper 50")] = 63
     loss: Annotated[str, OneOf(LOSSES)] = "predict"
     longest: int | None = field(default=None, compare=False)  # tokens read at once; None: any
 
     def __post_init__(self):
         check_fields("landmarks", self)
-        check_integer(
-            "landmarks.tokens_per_block", self.tokens_per_block, 1,
-            "released models have 63, the paper 50",
-        )  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
         names = ("token", "tokens_per_block", "loss")

@@ -30,11 +30,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, check_integers, check_one_of
+from lcjax.errors import InputError, OneOf, PositiveInt
 from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import (
     BOS_RULES,
@@ -194,19 +194,21 @@ class Perplexity(Task):
 
     # slide_press, slide_yarn, slide_full, last_k, last_k_n100, prefix_yarn, stream_sink or
     # rolling_lmeval
-    protocol: str = "slide_press"
+    protocol: Annotated[str, OneOf(PROTOCOLS)] = "slide_press"
     # last_k, last_k_n100, stream_sink: scored tokens at the end of a window; null, for stream_sink
     # alone: all
-    last: int | None = 256
-    bos: str = "auto"  # BOS before each document: auto (if the model expects it), always, never
-    min_tokens: int | None = None  # shortest document that counts; null: the longest length
+    last: PositiveInt | None = 256
+    # BOS before each document: auto (if the model expects it), always, never
+    bos: Annotated[str, OneOf(BOS_RULES)] = "auto"
+    min_tokens: PositiveInt | None = None  # shortest document that counts; null: the longest length
     # Documents are cut to this length, so that all lengths score the same text; null: not cut
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     # Number of documents (the LCEG study: 10, CEPE at 128K: 10); null: all
-    first_documents: int | None = None
+    first_documents: PositiveInt | None = None
     # last_k: number of windows of each document (CEPE at 128K: 1); null: all
-    windows_per_document: int | None = None
-    position_bins: str = "linear"  # loss by position: linear, bins of 128 tokens; log, 4 an octave
+    windows_per_document: PositiveInt | None = None
+    # Loss by position: linear, bins of 128 tokens; log, 4 an octave
+    position_bins: Annotated[str, OneOf(("linear", "log"))] = "linear"
 
     @property
     def label(self) -> str:
@@ -228,14 +230,7 @@ class Perplexity(Task):
         return "weight" if self._rules.mean_over == "words" else "scored"
 
     def check(self, limits: Limits, key: str) -> None:
-        for field, value, known in (
-            ("protocol", self.protocol, tuple(PROTOCOLS)),
-            ("bos", self.bos, BOS_RULES),
-            ("position_bins", self.position_bins, ("linear", "log")),
-        ):
-            check_one_of(f"{key}.{field}", value, known)
-        counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
-        check_integers(key, self, 1, *counts, *(["last"] if self.last is not None else []))
+        super().check(limits, key)
         if self.last is None and self._rules.ends and self.protocol != "stream_sink":
             raise InputError(
                 f"{key}.last=null scores all tokens, and {self.protocol} the last ones of a window;"
