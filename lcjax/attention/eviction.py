@@ -219,8 +219,7 @@ class Evicting(FullCache):
         fitted = dataclasses.replace(self, length=length)
         if self.acts_on_prompt:
             return dataclasses.replace(fitted, slots=length, longest=length, is_prompt=True), length
-        longest = length if chunk is None else min(chunk, length)
-        fitted = fitted._between_cuts(length, longest)
+        fitted = fitted._between_cuts(length, min(self.policy.chunk, length))
         return fitted, fitted.slots
 
     @property

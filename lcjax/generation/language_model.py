@@ -207,9 +207,9 @@ class LanguageModel(InferenceModel, Scorer):
     ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
-        `load` opens it with the same method but without `config.cache`, which belongs to a program
-        and not to weights. So does transformers if it implements the method: RoPE
-        methods up to `config.rope.hf_limit` tokens, and the sliding window of Mistral and Qwen2.
+        `load` opens it with the same rope, pattern and memory. transformers does if it implements
+        them: RoPE methods up to `config.rope.hf_limit` tokens, and the sliding window of Mistral
+        and Qwen2. `config.cache` is not written, since it belongs to a program and not to weights.
 
         Args:
           folder: the folder to create.

@@ -239,7 +239,7 @@ class Session:
           sizes: sizes of the chunks that are read one after another; empty: all at once.
         """
         for chunk in _split(sizes, tokens, segments, positions):
-            logits, self.cache = _read(
+            logits, self.cache = _step_in_place(
                 self.model, self.params, self.cache, *chunk, self.rotation, ends, self.memory,
                 with_ffn_input=self.with_ffn_input,
             )  # fmt: skip
@@ -305,7 +305,7 @@ class Session:
         Returns:
           What `score` returns, arrays [B, T, ...].
         """
-        step, parts = _read if in_place else _score, []
+        step, parts = _step_in_place if in_place else _step_to_new_cache, []
         sizes = [min(chunk, tokens.shape[1] - start) for start in range(0, tokens.shape[1], chunk)]
         for *columns, next_tokens in _split(sizes, tokens, segments, positions, targets):
             scores, self.cache = step(
@@ -364,8 +364,9 @@ def _step(
 
 
 _STATIC = {"tokens": 3, "static_argnums": 0, "static_argnames": ("score", "with_ffn_input")}
-_read = InferenceJit(_step, **_STATIC, donate_argnums=2)
-_score = InferenceJit(_step, **_STATIC)
+# The first overwrites the buffers of the old cache; the second leaves them valid.
+_step_in_place = InferenceJit(_step, **_STATIC, donate_argnums=2)
+_step_to_new_cache = InferenceJit(_step, **_STATIC)
 CACHED_LAYERS = "cache.layers"  # the path of keys and values among the arguments of `_step`
 
 
@@ -399,7 +400,7 @@ def lower_read(
     each = array(rows, tokens)
     # The abstract mesh names the device kind, by which kernels choose their implementation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _read.trace(
+        return _step_in_place.trace(
             *(Decoder(config, mesh), params, cache), array(rows) if tokens == 1 else each,
             None if tokens == 1 else each, each, rotation, None, None,
         ).lower()  # fmt: skip

@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
+from lcjax.attention.cache import Arrays
 from lcjax.errors import InputError, Range, check_integer
 from lcjax.memory.prefix import (
     PrefixMemory,
@@ -230,7 +231,7 @@ class BeaconAttention(Attention):
         self.memory = Projections(self.config.replace(lora=None), self.mesh)
 
     def __call__(
-        self, x: jax.Array, context: LayerInputs, cache: tuple[jax.Array, ...] | None
+        self, x: jax.Array, context: LayerInputs, cache: Arrays | None
     ) -> tuple[jax.Array, LayerOutput]:
         if self.is_initializing():
             self.memory.combine(self.memory.project(x)[0])

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
+from lcjax.attention.cache import Arrays
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.experts import Kernels, Load, mixture
@@ -57,7 +58,7 @@ class CollectKeyValues(NamedTuple):
 class LayerOutput(NamedTuple):
     """What a layer returns besides hidden states; None for what the call does not ask for."""
 
-    cache: tuple[jax.Array, ...] | None = None  # the layer's cache with the new tokens
+    cache: Arrays | None = None  # the arrays of the layer's cache, with the new tokens
     # [B, S, K, H] each, of the tokens that `CollectKeyValues` selects
     key_values: tuple[jax.Array, jax.Array] | None = None
     load: Load | None = None  # of the experts, over the tokens of `CollectLoad`
@@ -299,7 +300,7 @@ class Attention(Projections):
         return shared
 
     def __call__(
-        self, x: jax.Array, inputs: LayerInputs, cache: tuple[jax.Array, ...] | None
+        self, x: jax.Array, inputs: LayerInputs, cache: Arrays | None
     ) -> tuple[jax.Array, LayerOutput]:
         c, mesh, pattern, output = self.config, self.mesh, self.config.pattern, LayerOutput()
         inputs = inputs._replace(bias=self.bias(inputs.bias))

@@ -337,8 +337,8 @@ class EndToEndTask(LanguageModelTask):
         - `starts` int32 [B, K]: the index of the text's first token in them.
         - `scored` float32 [B, T]: 1 for the targets of the text that are y.
         - `has_passage` bool [B, K]: whether the k-th passage exists.
-        - `query` int32 [B, Q], `query_lengths` [B], `passages` [B, K, P], `passage_lengths` [B, K]:
-          the token rows of the encoder.
+        - `query` int32 [B, Q], `query_lengths` [B], `passages` [B, K, P], `passages_lengths`
+          [B, K]: the token rows of the encoder.
         - `weights` float32: `scored` [B, T], or [B] with 1 for each query if queries are the unit
           of the loss.
         """

@@ -185,6 +185,8 @@ def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
     by_chunk = SmallNorm(tokens=128, chunk=64, every=64)
     small = cost.generation_memory(config.replace(cache=by_chunk), 4096, 1, Mesh(fsdp=1), chunk=64)
     created = cache_lib.create(config.replace(cache=by_chunk), 1, 4096, chunk=64)
+    # The chunk of the policy is what is read at once, whatever the caller's is.
+    assert lm.with_method(cache=by_chunk).inference_memory(1, 4096).cache == small.cache
     assert small.cache == sum(x.nbytes for x in jax.tree.leaves(created.layers))
     assert small.cache < full * (192 / 4096) * 1.1
     assert cost.visible_keys(config, 4096, 1) == 4096

@@ -307,14 +307,14 @@ def test_bad_requests_raise_input_error(params):
 
 
 def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
-    from lcjax.generation.session import _read
+    from lcjax.generation.session import _step_in_place
 
     lm = _model(params)
     generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
-    before = _read._cache_size()
+    before = _step_in_place._cache_size()
     for length in (330, 384):
         generated(lm, [_ids(11, length)], Sampling(max_new_tokens=1))
-    assert _read._cache_size() == before
+    assert _step_in_place._cache_size() == before
 
 
 def test_a_chunk_longer_than_the_prompt_and_its_cache_reads_it_at_once(params):

@@ -1,6 +1,6 @@
 """Landmark attention (Mohtashami & Jaggi 2023, arXiv 2305.16300), and its retrieval from a cache.
 
-Let P tokens be in the cache, in b = P // block complete blocks, and K = min(top_k, b). Positions
+Let the cache hold b complete blocks, and K = min(top_k, b). Positions
 are those of the released code ("stingy", arXiv 2305.16300, sec. 3.2.1), which uses only K + 1
 blocks of positions before the incomplete block:
 
@@ -14,7 +14,7 @@ recent ones from the right. Keys in the cache stay rotated to their true positio
 landmarks are rotated by their shift; for attention, each query has one copy per rank, rotated back
 by the shift of the block.
 
-Letters: C blocks of the cache, M selected blocks, P tokens of a block.
+Letters of shapes: C blocks of the cache, M selected blocks, P tokens of a block.
 """
 
 from __future__ import annotations
