@@ -354,7 +354,8 @@ def _table(
 ) -> list[str]:
     """The keys of one section; those of a type of it under a heading of their own."""
     section = _section(lines)
-    marks = "#" * (level + 1 + (section.replace(".0", "").count(".") > 0))
+    is_nested = "." in section.replace(".0", "")
+    marks = "#" * (level + 2 if is_nested else level + 1)
     title = f"`{section.removesuffix('.0')}`" if section else "Top level"
     text = [f"({page}.{section})=", f"{marks} {title}", ""]
     if section.endswith(".0"):
@@ -362,7 +363,7 @@ def _table(
     if not lines[0].type:  # a section that may be null
         default = "`null` by default" if lines[0].default else "May be `null`"
         note = _markdown(lines[0].note)
-        text += [f"{default}{': ' * bool(note)}{note}", ""]
+        text += [f"{default}: {note}" if note else default, ""]
         lines = lines[1:]
     head = ["{.keys}", "| key | type | default | meaning |", "|---|---|---|---|"]
     is_open = False

@@ -160,7 +160,7 @@ def _damaged_lines(folder: Path, names: list[str]) -> list[str]:
     return [
         f"{folder / name}:{number} is not as it was written; {way_out}"
         for name in names
-        for _, number in records.parse((folder / name).read_bytes(), b"")[1]
+        for _, number in records.parse((folder / name).read_bytes(), b"").damaged
         if name.endswith(".jsonl")
     ]
 

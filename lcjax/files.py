@@ -41,7 +41,7 @@ from lcjax.storage import (
 
 CHECKSUMS = "checksums.sha256"  # file of a folder with the sums of its other files
 PARTIAL = "lcjax.partial"  # file that marks an incomplete folder at a URL
-_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line of `sha256sum`
+_SUM = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<path>.+)")  # a line of `sha256sum`
 _SEAL = "sha256"  # key of a JSON object that `seal` adds
 _BLOCK = 1 << 24  # bytes of a file that are hashed at once
 SMALL = 1 << 24  # bytes of the largest file that is compared with its sum whenever it is opened
@@ -211,9 +211,10 @@ def read_sums(path: Path) -> dict[str, str]:
         raise InputError(f"{path.name} is damaged: its last line is cut")
     for line in text.splitlines():
         entry = _SUM.fullmatch(line)
-        if entry is None or Path(entry[2]).is_absolute() or ".." in Path(entry[2]).parts:
+        file = None if entry is None else Path(entry["path"])
+        if file is None or file.is_absolute() or ".." in file.parts:
             raise InputError(f"{path.name} is damaged: {line!r:.90} is no sum of a file below it")
-        sums[entry[2]] = entry[1]
+        sums[entry["path"]] = entry["sum"]
     if not sums:
         raise InputError(f"{path.name} is empty")
     return sums
@@ -531,7 +532,7 @@ def check_replaceable(
         num_unlisted = len(unknown) - _MAX_LISTED
         listed = ", ".join(unknown[:_MAX_LISTED])
         if num_unlisted > 0:
-            at_least = "at least " * (len(unknown) > _MAX_COUNTED)
+            at_least = "at least " if len(unknown) > _MAX_COUNTED else ""
             listed += f" and {at_least}{num_unlisted} more"
         reason = f"lcjax does not write {listed} into {contents.name}"
     elif not contents.has_config(folder):

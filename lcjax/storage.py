@@ -138,8 +138,9 @@ class URLPath(ProxyUPath):
                 reason = f"{self.protocol}:// cannot do this"
             login = _LOGIN.get(self.protocol)
             is_denied = _DENIED.search(f"{type(error).__name__} {reason}") is not None
-            way_out = f"; log in ({login}), or give another URL" * (is_denied and login is not None)
-            raise StorageError(f"{self}: {reason}{way_out}") from error
+            if is_denied and login is not None:
+                reason = f"{reason}; log in ({login}), or give another URL"
+            raise StorageError(f"{self}: {reason}") from error
 
     def _info(self) -> dict[str, Any] | None:
         """Returns the store's metadata of this file or folder; None if it does not exist."""

@@ -122,8 +122,10 @@ def _rate(record: dict) -> list[str]:
 def _costs(record: dict) -> list[str]:
     """Returns the peak memory, if the case had its process alone or was planned, and compile s."""
     peak = record["peak_gb"] or record.get("plan_gb")
-    cached = record.get("cached_programs", 0)
-    return [number(peak), number(record["compile_s"]) + f" ({cached} cached)" * bool(cached)]
+    compiling = number(record["compile_s"])
+    if cached := record.get("cached_programs", 0):
+        compiling += f" ({cached} cached)"
+    return [number(peak), compiling]
 
 
 def _percent(share: float | None) -> str:

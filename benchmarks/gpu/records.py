@@ -165,7 +165,7 @@ def _commit() -> str | None:
         changed = subprocess.run(["git", "status", "--porcelain", "-uno", ".", but], **words).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + "+" * bool(changed.strip())
+    return f"{commit}+" if changed.strip() else commit
 
 
 def code() -> dict[str, str]:

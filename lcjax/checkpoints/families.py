@@ -8,7 +8,7 @@ names differ from Llama's. Reading and writing configs, and the names of tensors
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lcjax.attention import Causal, Sliding
 from lcjax.models.experts import Experts
@@ -293,7 +293,14 @@ def windows(config: ModelConfig) -> list[int | None]:
     return [getattr(layer.pattern, "window", None) for layer in layers]
 
 
-def family_of(config: ModelConfig) -> tuple[str, list[str]]:
+class NearestFamily(NamedTuple):
+    """The name of a family in `FAMILIES`, and what it cannot express of a config."""
+
+    name: str
+    differences: list[str]
+
+
+def family_of(config: ModelConfig) -> NearestFamily:
     """Returns the family that computes `config`, or the nearest one, and their differences.
 
     If several families compute it, the result is the checkpoint's own (`ModelConfig.family`), else
@@ -303,12 +310,12 @@ def family_of(config: ModelConfig) -> tuple[str, list[str]]:
         config = config.layer(0)
     stated = FAMILIES.get(config.family)
     if stated is not None and not any(_differences(config, stated)):
-        return config.family, []
+        return NearestFamily(config.family, [])
     wrong = {name: _differences(config, family) for name, family in FAMILIES.items()}
     # Windows and ropes do not change the weights, so a family that differs in them alone is nearer.
     nearest = min(wrong, key=lambda name: tuple(map(len, wrong[name])))
     fields, layers = wrong[nearest]
-    return nearest, fields + layers
+    return NearestFamily(nearest, fields + layers)
 
 
 def _expert_differences(experts: Experts | None, family: Family) -> list[str]:

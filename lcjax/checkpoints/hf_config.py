@@ -157,7 +157,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     trained = getattr(config.rope, "original_length", None) or 0
     if config.rope.hf_length is None and trained < length != announced_length(config):
         config = config.replace(extended_length=length)
-    return config if family_of(config)[0] == kind else config.replace(family=kind)
+    return config if family_of(config).name == kind else config.replace(family=kind)
 
 
 def announced_length(config: ModelConfig) -> int:

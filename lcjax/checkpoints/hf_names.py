@@ -150,7 +150,7 @@ def parts_of(name: str) -> list[str]:
 
 def is_fused(config: ModelConfig) -> bool:
     """Returns whether the family of `config` stores fused matrices (`FUSED`)."""
-    return FAMILIES[family_of(config)[0]].fused
+    return FAMILIES[family_of(config).name].fused
 
 
 def fused_name(name: str) -> str | None:
@@ -240,7 +240,7 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "gate": config.experts is None and config.gated_mlp,
         "gate_bias": config.gated_mlp and config.mlp_bias,
     }
-    modules = FAMILIES[family_of(config)[0]].modules
+    modules = FAMILIES[family_of(config).name].modules
     for name, axes, path, ours, condition in (
         *_DECODER,
         *(_CLEX if config.rope.learned else ()),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lcjax.checkpoints import chat
 from lcjax.checkpoints.chat import ChatTokens, Message, Span
@@ -168,6 +168,13 @@ class Specials:
         return settings
 
 
+class Encoded(NamedTuple):
+    """The token ids of a text, and the characters that each token covers."""
+
+    ids: list[int]
+    spans: list[Span]
+
+
 class _ChatTokenizer(abc.ABC):
     """Base class of tokenizers: encodes conversations."""
 
@@ -182,7 +189,7 @@ class _ChatTokenizer(abc.ABC):
     ) -> Rendered: ...
 
     @abc.abstractmethod
-    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> Encoded:
         """Returns the ids of a text with special tokens, and the span of each.
 
         No special token has one of the characters `literal`.
@@ -370,10 +377,10 @@ class JsonTokenizer(_PublishedTokenizer):
                 return backend.encode(text, add_special_tokens=False)
             return backend.encode_batch([text], add_special_tokens=False)[0]
 
-    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> Encoded:
         encoding = self._encoding("never" if self._splits_special else "string", text)
         if not literal or self._splits_special:
-            return encoding.ids, encoding.offsets
+            return Encoded(encoding.ids, encoding.offsets)
         specials = self._specials_in(text, encoding)
         for start, string in list(specials.items()):
             if any(start <= i < start + len(string) for i in literal):
@@ -385,7 +392,7 @@ class JsonTokenizer(_PublishedTokenizer):
                 "a message holds the string of a special token, which this tokenizer cannot tell"
                 " from its own; remove it, or set allow_special"
             )
-        return encoding.ids, encoding.offsets
+        return Encoded(encoding.ids, encoding.offsets)
 
     def _specials_in(
         self, text: str, encoding: Any, names: Mapping[str, str] | None = None
@@ -548,9 +555,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
             )
         return self._loaded[key]
 
-    def _encode(
-        self, text: str, special: str, aliased: str | None = None
-    ) -> tuple[list[int], list[Span]]:
+    def _encode(self, text: str, special: str, aliased: str | None = None) -> Encoded:
         """Returns ids and spans of a text; `aliased` is the text with aliases for tokens."""
         ids, spans = [], []
         matches = [(0, (0, len(text)))]
@@ -571,14 +576,14 @@ class SentencePieceTokenizer(_PublishedTokenizer):
             is_first = (byte & 0xC0 != 0x80 for byte in part.encode())
             characters = list(accumulate(is_first, initial=start))  # before each byte
             spans += [(characters[piece.begin], characters[piece.end]) for piece in pieces]
-        return ids, spans
+        return Encoded(ids, spans)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
         special = "string" if allow_special and not self._splits_special else "never"
         if not self._matcher(special):
             return self._processor().encode(text)
-        return self._encode(text, special)[0]
+        return self._encode(text, special).ids
 
     @cached_property
     def _special_pattern(self) -> re.Pattern | None:
@@ -592,7 +597,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
     def _names(self) -> dict[str, str]:
         return {alias: name for name, alias in self._aliases.items()}
 
-    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> Encoded:
         if not literal or self._splits_special:
             return self._encode(text, "never" if self._splits_special else "string")
         matches = chat.find_specials(self._special_pattern, text, literal)
@@ -601,7 +606,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
     def spans(self, text: str) -> list[Span]:
         check_text(text)
-        return self._encode(text, "never")[1]
+        return self._encode(text, "never").spans
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Returns the text of `ids`; only the very first word loses its prefix space.
@@ -701,13 +706,13 @@ class ByteTokenizer(_ChatTokenizer):
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         check_text(text)
-        return self._encode_rendered(text, ())[0] if allow_special else list(text.encode())
+        return self._encode_rendered(text, ()).ids if allow_special else list(text.encode())
 
     @property
     def _special_pattern(self) -> re.Pattern | None:
         return chat.special_pattern(_SPECIAL)
 
-    def _encode_rendered(self, text: str, literal: Sequence[int]) -> tuple[list[int], list[Span]]:
+    def _encode_rendered(self, text: str, literal: Sequence[int]) -> Encoded:
         specials = chat.find_specials(self._special_pattern, text, literal)
         ids = {name: _BYTES + i for i, name in enumerate(_SPECIAL)}
         return _encode_parts(self, text, specials, ids)
@@ -752,7 +757,7 @@ class ByteTokenizer(_ChatTokenizer):
 
 def _encode_parts(
     tokenizer: Tokenizer, text: str, specials: Iterable[re.Match], special_ids: Mapping[str, int]
-) -> tuple[list[int], list[Span]]:
+) -> Encoded:
     """Returns ids and spans of a text; each part between special tokens is a text of its own."""
     ids, spans, start = [], [], 0
     for match in [*specials, None]:
@@ -763,7 +768,7 @@ def _encode_parts(
             ids.append(special_ids[match.group()])
             spans.append(match.span())
             start = match.end()
-    return ids, spans
+    return Encoded(ids, spans)
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:

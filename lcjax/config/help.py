@@ -68,7 +68,8 @@ class Line:
         if not self.key:
             text = self.type
         elif not self.type:
-            text = f"--{self.key}=null{' (default)' * (self.default == 'null')}, or with:"
+            null = "null (default)" if self.default == "null" else "null"
+            text = f"--{self.key}={null}, or with:"
         else:
             text = f"--{self.key}  {self.type}"
             if self.default is not None:

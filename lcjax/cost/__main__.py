@@ -117,9 +117,9 @@ def _program(
     """Returns a function that lowers a program, the work of its bound, and its column's title."""
     rows, length = config.train.batch_size, batches.row_length(config, model)
     if name == "train":
-        memory = estimate.training_memory(config, model, mesh)
+        estimated = estimate.training_memory(config, model, mesh)
         work = roofline.training_work(
-            *(model, compile_only.step_flops(config, model), memory, mesh),
+            *(model, compile_only.step_flops(config, model), estimated, mesh),
             accumulation=config.train.accumulation,
         )
         return lambda: compile_only.lower(config, model, mesh), work, "training step"

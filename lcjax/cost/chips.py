@@ -13,6 +13,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,19 +131,26 @@ class Topology:
 
 def peak_flops(device: jax.Device | None = None) -> float | None:
     """Returns the peak FLOP/s of a device, or None for a device that is not in the table."""
-    return _peaks(device)[0]
+    return _peaks(device).flops
 
 
 def peak_bandwidth(device: jax.Device | None = None) -> float | None:
     """Returns the peak bytes/s of a device's memory, or None for one that is not in the table."""
-    return _peaks(device)[1]
+    return _peaks(device).bandwidth
 
 
-def _peaks(device: jax.Device | None) -> tuple[float | None, float | None]:
+class _Peaks(NamedTuple):
+    """FLOP/s and bytes/s of a device; None for one that is not in the table."""
+
+    flops: float | None = None
+    bandwidth: float | None = None
+
+
+def _peaks(device: jax.Device | None) -> _Peaks:
     kind = (device or jax.devices()[0]).device_kind.lower()
     # Whole words, because "L4" is not "L40", and "T4" is not "T400".
-    found = (peaks for name, *peaks in _PEAKS if re.search(rf"\b{name}\b", kind))
-    return next(found, (None, None))
+    found = (_Peaks(*peaks) for name, *peaks in _PEAKS if re.search(rf"\b{name}\b", kind))
+    return next(found, _Peaks())
 
 
 @functools.cache
@@ -182,14 +190,14 @@ def local_chip(dtype: str) -> Chip:
     """
     devices = jax.devices()
     peak, _ = machine_peak(dtype, devices)
-    memory, share = (devices[0].memory_stats() or {}).get("bytes_limit"), 1
+    nbytes, share = (devices[0].memory_stats() or {}).get("bytes_limit"), 1
     if devices[0].platform == "cpu":
         share = len(devices)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / share
-    memory = memory or math.inf
+        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / share
+    nbytes = nbytes or math.inf
     kind = devices[0].device_kind
     bandwidth = peak_bandwidth(devices[0]) or _measured_bandwidth() / share
-    return Chip(kind, memory, memory, peak / len(devices), bandwidth)
+    return Chip(kind, nbytes, nbytes, peak / len(devices), bandwidth)
 
 
 def machine_peak(dtype: str, devices: list[jax.Device] | None = None) -> tuple[float, str]:

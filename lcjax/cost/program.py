@@ -97,25 +97,25 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
             raise
         needed = float(match[1]) * _UNITS[match[2]]
         return ProgramCost(chip, needed, time.perf_counter() - start, out_of_memory=True)
-    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    seconds, usage = time.perf_counter() - start, compiled.memory_analysis()
     analysis, text = compiled.cost_analysis() or {}, compiled.as_text()
     optimal = analysis.get("optimal_seconds", -1.0)
     sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "in_place": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "program": memory.generated_code_size_in_bytes,
+        "arguments": usage.argument_size_in_bytes,
+        "outputs": usage.output_size_in_bytes,
+        "in_place": usage.alias_size_in_bytes,
+        "temporaries": usage.temp_size_in_bytes,
+        "program": usage.generated_code_size_in_bytes,
     }
     return ProgramCost(
         chip,
         sum(sizes.values()) - 2 * sizes["in_place"],
         seconds,
         **sizes,
-        host=memory.host_argument_size_in_bytes
-        + memory.host_output_size_in_bytes
-        + memory.host_temp_size_in_bytes
-        - memory.host_alias_size_in_bytes,
+        host=usage.host_argument_size_in_bytes
+        + usage.host_output_size_in_bytes
+        + usage.host_temp_size_in_bytes
+        - usage.host_alias_size_in_bytes,
         accessed=analysis.get("bytes accessed", 0.0),
         flops=max(analysis.get("flops", 0.0), 0.0),
         # XLA adds -1 or less for operations without an estimate, such as kernels.

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs per token, cache bytes and memory per device, without running a model.
+"""Parameters, FLOPs per token, cache bytes and bytes per device, without running a model.
 
 FLOPs count multiplications and additions of matrix products only, two per multiply-add (Kaplan et
 al. 2020, arXiv 2001.08361, sec. 2.1; Chowdhery et al. 2022, PaLM, appendix B). Work that an
@@ -90,7 +90,7 @@ def estimate(
         None: it encodes and reads nothing.
     """
     shapes = parameter_shapes(config)
-    memory = _context_flops(config, length, context, trained)
+    context_flops = _context_flops(config, length, context, trained)
     matmul, weight_gradients = 0.0, 0.0
     parameters = active_parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
@@ -115,9 +115,9 @@ def estimate(
         parameter_bytes=nbytes,
         matmul_flops=matmul,
         attention_flops=config.num_layers * per_pair * visible_keys(config, length)
-        + memory.attention,
+        + context_flops.attention,
         weight_gradient_flops=weight_gradients,
-        idle_flops=memory.idle,
+        idle_flops=context_flops.idle,
         kv_cache_bytes=cache_bytes(config, length),
     )
 
@@ -249,7 +249,7 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device at the peak of memory."""
+    """Bytes on each device at the peak of a program."""
 
     weights: int
     gradients: int = 0
@@ -300,7 +300,7 @@ def training_memory(
     context: tuple[int, int] | None = None,
     offload: Offload = "none",
 ) -> MemoryEstimate:
-    """Returns the memory of a training step.
+    """Returns the bytes on each device of a training step.
 
     Gradients, both moments of Adam and the running average are float32 and sharded like their
     parameter. Offloaded arrays are in the host's memory; a device holds a part of them at a time.
@@ -348,7 +348,7 @@ def generation_memory(
     context: tuple[int, int] | None = None,
     platform: str | None = None,
 ) -> MemoryEstimate:
-    """Returns the memory of generation.
+    """Returns the bytes on each device of generation.
 
     With `chunk` equal to `length` it is an upper bound for scoring texts of that length, which
     needs no cache.

@@ -70,7 +70,7 @@ def inference_work(
 def training_work(
     config: ModelConfig,
     flops: float,
-    memory: MemoryEstimate,
+    estimated: MemoryEstimate,
     mesh: Mesh | jax.sharding.Mesh,
     *,
     accumulation: int = 1,
@@ -84,7 +84,7 @@ def training_work(
     Args:
       config: the model.
       flops: FLOPs of an update on all devices.
-      memory: memory of one device (`training_memory`).
+      estimated: bytes on one device (`training_memory`).
       mesh: sizes of the mesh axes.
       accumulation: microbatches of an update.
     """
@@ -92,9 +92,9 @@ def training_work(
     read = 2 * _read_weights(config, sizes, None)
     # Every microbatch writes the sum of gradients, and all but the first one read it before. The
     # update reads it, and reads and writes the trained weights, which are float32 like gradients.
-    gradients = (2 * accumulation - 1 + 3) * memory.gradients
-    activations = 2 * memory.activations
-    nbytes = accumulation * (read + activations) + gradients + 2 * memory.optimizer
+    gradients = (2 * accumulation - 1 + 3) * estimated.gradients
+    activations = 2 * estimated.activations
+    nbytes = accumulation * (read + activations) + gradients + 2 * estimated.optimizer
     return Work(flops / math.prod(sizes.values()), nbytes)
 
 

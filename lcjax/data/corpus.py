@@ -8,7 +8,7 @@ import bisect
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -31,6 +31,13 @@ from lcjax.data.streams import Stream, StreamedCorpus
 from lcjax.data.token_files import token_files
 from lcjax.errors import InputError, check_arguments
 from lcjax.storage import URLPath, to_path
+
+
+class DocumentLocation(NamedTuple):
+    """The reader of a document, and its index in that reader."""
+
+    reader: Reader
+    index: int
 
 
 class Corpus:
@@ -88,11 +95,11 @@ class Corpus:
         largest = max((size for reader, size in files if len(reader) == 1), default=1)
         return max(1, num_bytes // max(1, largest))
 
-    def locate(self, index: int) -> tuple[Reader, int]:
+    def locate(self, index: int) -> DocumentLocation:
         """Returns the reader of a document, and its index in that reader."""
         index = int(index if self.indices is None else self.indices[index])
         file = bisect.bisect_right(self._starts, index) - 1
-        return self.readers[file], index - self._starts[file]
+        return DocumentLocation(self.readers[file], index - self._starts[file])
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -8,7 +8,7 @@ import difflib
 import importlib
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import grain
 import numpy as np
@@ -44,7 +44,7 @@ class SeqioCorpus(StreamedCorpus):
     def __init__(self, source: SeqioSource, config: TextConfig = TextConfig(), tokenizer=None):
         self.source, self._on_bad_text, self.start = source, config.on_bad_text, {"examples": 0}
         self._provider = _provider(source)
-        self.is_mixture = isinstance(self._provider, import_seqio()[0].Mixture)
+        self.is_mixture = isinstance(self._provider, import_seqio().seqio.Mixture)
         self._reads_ids = source.tokens or bool(source.converter)
         self._features = [f for f in (source.prompt, source.context, source.feature) if f]
         specs = self._pipeline().element_spec
@@ -207,7 +207,7 @@ def _content_hash(document: str | np.ndarray) -> float:
 def _same_ids(vocabulary: Any, tokenizer: Any) -> bool:
     """Returns whether a vocabulary gives the same ids as the tokenizer, tested on `_PROBES`."""
     # A PassThroughVocabulary has ids of an unknown tokenizer, so only its size can be compared.
-    if isinstance(vocabulary, import_seqio()[0].PassThroughVocabulary):
+    if isinstance(vocabulary, import_seqio().seqio.PassThroughVocabulary):
         return vocabulary.vocab_size == tokenizer.vocab_size
     return vocabulary.vocab_size <= tokenizer.vocab_size and all(
         list(vocabulary.encode(text)) == tokenizer.encode(text) for text in _PROBES
@@ -371,7 +371,14 @@ class _Rows:
         return tf.ensure_shape(values, [self._length])
 
 
-def import_seqio() -> tuple[Any, Any]:
+class SeqioModules(NamedTuple):
+    """The modules that the reader imports when it is used."""
+
+    seqio: Any
+    tensorflow: Any
+
+
+def import_seqio() -> SeqioModules:
     """Returns the modules seqio and tensorflow."""
     # Hides pages of warnings about GPU libraries.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -386,4 +393,4 @@ def import_seqio() -> tuple[Any, Any]:
     # TensorFlow would allocate all GPU memory. This fails where the caller already uses its GPUs.
     with contextlib.suppress(RuntimeError):
         tf.config.set_visible_devices([], "GPU")
-    return seqio, tf
+    return SeqioModules(seqio, tf)

@@ -206,7 +206,8 @@ def write_rows(
     """
     _ShardWriter(config, kind, shape, loader, complete, part).run()
     distributed.barrier("rows written")
-    if part[1] > 1:
+    _, num_parts = part
+    if num_parts > 1:
         return None
     out, shards = config.folder, list(_read_shards(config.folder).values())
     index = {

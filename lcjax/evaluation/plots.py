@@ -283,7 +283,7 @@ def heat_maps(records: Records, title: str, path: Path, *, by: str = "depth") ->
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         trained = {record["trained"] for record in records}
         has_line = any(lengths[0] <= length < lengths[-1] for length in trained)
-        note = " (dashed: trained length)" * has_line
+        note = " (dashed: trained length)" if has_line else ""
         figure.supxlabel(f"context length in tokens{note}", fontsize=10)
         if by == "depth":
             figure.supylabel("depth of what is hidden", fontsize=10)
@@ -403,8 +403,9 @@ def _scatter_panels(
             panel.set_xlabel(f"{label}\n{_correlations(points)}")
         for panel in axes[len(panels) :]:
             panel.set_visible(False)
-        marks = " (hollow: approximate attention)" * bool(set(order) & set(approximate))
-        figure.suptitle(f"Perplexity against accuracy{marks}", x=0.01, ha="left", fontweight="bold")
+        is_exact = set(order).isdisjoint(approximate)
+        note = "" if is_exact else " (hollow: approximate attention)"
+        figure.suptitle(f"Perplexity against accuracy{note}", x=0.01, ha="left", fontweight="bold")
         handles: dict[str, Any] = {}
         for panel in axes[: len(panels)]:
             for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):

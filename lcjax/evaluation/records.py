@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -327,18 +327,21 @@ def _complete_lines(path: Path) -> bytes:
     return data[:end]
 
 
-def parse(data: bytes, costs: bytes) -> tuple[dict[Key, Record], list[tuple[str, int]]]:
-    """Returns the last record of each unit with its costs, and the places of invalid lines.
+class ParsedRecords(NamedTuple):
+    """Records of a file, and its invalid lines as ("records" or `COSTS`, number of the line)."""
 
-    A place is ("records" or `COSTS`, number of the line).
-    """
+    records: dict[Key, Record]
+    damaged: list[tuple[str, int]]
+
+
+def parse(data: bytes, costs: bytes) -> ParsedRecords:
+    """Returns the last record of each unit with its costs, and the places of invalid lines."""
     records, damaged = _parse(data)
     measured, damaged_costs = _parse(costs)
     places = [("records", number) for number in damaged]
     places += [(COSTS, number) for number in damaged_costs]
-    return {
-        key: {**_NO_COST, **measured.get(key, {}), **record} for key, record in records.items()
-    }, places
+    costly = {key: {**_NO_COST, **measured.get(key, {}), **x} for key, x in records.items()}
+    return ParsedRecords(costly, places)
 
 
 def _parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:

@@ -106,11 +106,11 @@ class RetrievalMethod:
 
     def reader(self, lm: LanguageModel, length: int, *, prompts: bool = False) -> Scorer:
         """Returns a reader of windows, or prompts, of `length` tokens (`config.apply_method`)."""
-        decoder = min(self.decoder or length, length)
-        reader = self._reader(lm.with_method(length=None if prompts else decoder), decoder)
-        return (
-            reader if self.decoder is None else RetrievalWindowReader(reader, decoder, self.source)
-        )
+        tokens = min(self.decoder or length, length)
+        reader = self._reader(lm.with_method(length=None if prompts else tokens), tokens)
+        if self.decoder is None:
+            return reader
+        return RetrievalWindowReader(reader, tokens, self.source)
 
     def _reader(self, lm: LanguageModel, length: int) -> RetrievalReader:
         names = ("how", "query_tokens", "temperature", "passage_tokens")
@@ -122,22 +122,22 @@ class RetrievalMethod:
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalWindowReader(WrappedScorer):
-    """Reads the last `decoder` tokens of a window with the passages retrieved for them.
+    """Reads the end of a window, `decoder_tokens`, with the passages retrieved for it.
 
-    With source=foreign, the `decoder` tokens before them are the end of a window of another
+    With source=foreign, as many tokens before it are the end of a window of another
     document, and the passages are retrieved for these.
     """
 
     lm: RetrievalReader
-    decoder: int
+    decoder_tokens: int
     source: str = "own"
 
     def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
         """Returns losses as `RetrievalReader.nll` does, for the tokens of the decoder."""
         width = tokens.shape[1]
         self.check_scored(width, first, np.min(lengths))
-        start = width - self.decoder
-        searched = None if self.source == "own" else tokens[:, start - self.decoder : start]
+        start = width - self.decoder_tokens
+        searched = None if self.source == "own" else tokens[:, start - self.decoder_tokens : start]
         nll = np.zeros(tokens.shape, np.float32)
         nll[:, start:] = self.lm.nll(
             tokens[:, start:],
@@ -154,10 +154,12 @@ class RetrievalWindowReader(WrappedScorer):
         raise InputError("retrieval.decoder cuts windows of texts; leave it out for prompts")
 
     def check_scored(self, length: int, first: int, size: int) -> None:
-        check_scored(f"retrieval.decoder={self.decoder}", self.decoder, length, first, size)
-        if self.source == "foreign" and length < 2 * self.decoder:
+        check_scored(
+            f"retrieval.decoder={self.decoder_tokens}", self.decoder_tokens, length, first, size
+        )
+        if self.source == "foreign" and length < 2 * self.decoder_tokens:
             raise InputError(
-                f"retrieval.source=foreign needs windows of {2 * self.decoder} tokens, twice"
+                f"retrieval.source=foreign needs windows of {2 * self.decoder_tokens} tokens, twice"
                 f" retrieval.decoder, and lengths has {length}; raise lengths"
             )
 
@@ -170,10 +172,10 @@ class RetrievalWindowReader(WrappedScorer):
     ) -> np.ndarray:
         if self.source == "own":
             return tokens
-        tokens, start = tokens.copy(), len(tokens) - self.decoder
+        tokens, start = tokens.copy(), len(tokens) - self.decoder_tokens
         others = windows_of_others(others, len(tokens), "retrieval")
         other = others[np.random.default_rng(seed).integers(len(others))]
-        tokens[start - self.decoder : start] = other[-self.decoder :]
+        tokens[start - self.decoder_tokens : start] = other[-self.decoder_tokens :]
         return tokens
 
     def num_unread(
@@ -182,7 +184,7 @@ class RetrievalWindowReader(WrappedScorer):
         movable: Spans | None = None,
         passages: Sequence[PassageSpan] = (),
     ) -> int:
-        return max(size - self.decoder, 0)
+        return max(size - self.decoder_tokens, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,7 +191,7 @@ def run(config: RetrievalConfig) -> tuple[str, list[Path]]:
     files = [folder / f"retrieval.{ending}" for ending in ("md", "json", "csv")]
     contents = (text, json.dumps(records, indent=1), tables.to_csv(records))
     for file, content in zip(files, contents, strict=True):
-        write_whole(file, content + "\n" * (not content.endswith("\n")))
+        write_whole(file, content if content.endswith("\n") else f"{content}\n")
     panels = {title: counts for title, counts in by_k.items() if len(counts) > 1}
     if panels:
         labels = ("passages", "mean over questions")

@@ -232,7 +232,7 @@ def _labels(config: EvalConfig) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedModel:
-    """The properties of a model that is not loaded yet, from which its memory follows."""
+    """The properties of a model that is not loaded yet, from which its bytes on a device follow."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh
@@ -273,7 +273,7 @@ class _Runner:
         self.models: dict[str, Any] = {}  # configs of the methods, for the summary
 
     def check_memory(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises an InputError if the run does not fit into memory; nothing is loaded.
+        """Raises an InputError if the run does not fit into device memory; nothing is loaded.
 
         Models whose configs only loading shows are checked by `records`.
         """
@@ -359,10 +359,10 @@ class _Runner:
         methods: Sequence[Method],
         model: LanguageModel | _PlannedModel,
     ) -> list[str]:
-        """Returns a line on the memory of the largest batch and on filler rows, and a warning.
+        """Returns a line on the largest batch's device memory and on filler rows, and a warning.
 
         Raises:
-          InputError: The memory is not sufficient, and `run.ignore_memory` is false.
+          InputError: device memory is not sufficient, and `run.ignore_memory` is false.
         """
         batch, length = self._config.batch_size, self._lengths[-1]
         splits = [split_of(method, model) for method in methods]
@@ -373,8 +373,8 @@ class _Runner:
         rows, longest = max(shapes, key=math.prod)
         contexts = [c for c in (s and s.context(model, length) for s in splits) if c]
         context = max(contexts, key=math.prod, default=None)
-        memory = model.inference_memory(batch * rows, longest, context)
-        if memory is None:
+        estimated = model.inference_memory(batch * rows, longest, context)
+        if estimated is None:
             return []
         # Choices need the cache of the prompt and a copy that each choice extends.
         caches = 2 if any(task.ranks_options for task in self._config.tasks) else int(generates)
@@ -382,15 +382,16 @@ class _Runner:
         if caches and model.shares_prefixes and None in splits:
             # The shared prefix of prompts is one row on every device.
             caches += rows_over(model.mesh, batch + filler) / (batch + filler)
-        memory = dataclasses.replace(memory, cache=int(caches * memory.cache))
+        estimated = dataclasses.replace(estimated, cache=int(caches * estimated.cache))
         devices = jax.local_devices()[:1] if model.mesh is None else model.mesh.local_devices
         if devices[0].platform == "cpu":
-            memory = memory.on_cpu(len(devices), text=self._text_bytes)
+            estimated = estimated.on_cpu(len(devices), text=self._text_bytes)
         name = section.path or section.preset
-        line = f"{name}: up to about {memory}, batch_size={batch} of {longest:,} tokens"
-        line += f", {rows} rows each" * (rows > 1)
+        line = f"{name}: up to about {estimated}, batch_size={batch} of {longest:,} tokens"
+        if rows > 1:
+            line += f", {rows} rows each"
         warning = check_estimate(
-            memory.total,
+            estimated.total,
             devices[0],
             line,
             f"lower batch_size={batch} or lengths, set model.param_dtype=bfloat16, or use a smaller"
@@ -459,7 +460,7 @@ class _Runner:
                     task.check_model(subject_of(prompts=task.generates), units)
 
     def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
-        """Yields the cells of a method that lack records, the longest first: memory may run out."""
+        """Yields the cells of a method that lack records, longest first: they need most memory."""
         plan = self._plan(model.tokenizer)
         for length in reversed(self._lengths):
             fields = {"method": method.name, "length": length, "trained": model.config.max_length}
@@ -472,8 +473,8 @@ class _Runner:
                 if not missing:
                     continue
                 subject = subject_of(prompts=task.generates)
-                if subject.decoder is not None:
-                    fields["decoder"] = subject.decoder
+                if subject.decoder_tokens is not None:
+                    fields["decoder"] = subject.decoder_tokens
                 yield _Cell(task, subject, fields, missing, units)
 
     def _units_without_record(
@@ -565,7 +566,7 @@ def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed
 def _decoder_passages(model: Scorer, unit: Unit) -> Record:
     """Returns the field with the number of passages that the decoder reads beside a context."""
     passages = () if unit.prompt is None else unit.prompt.passages
-    if model.decoder is None or all(passage.rank is None for passage in passages):
+    if model.decoder_tokens is None or all(passage.rank is None for passage in passages):
         return {}
     return {"decoder_passages": model.num_decoder_passages(unit.fields["size"], passages)}
 

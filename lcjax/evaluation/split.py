@@ -141,10 +141,10 @@ class ContextSplit(Split):
         check_fields(self.key, self)
 
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
-        decoder = self.tokens(model, length)
-        fixed = None if prompts else decoder
+        decoder_tokens = self.tokens(model, length)
+        fixed = None if prompts else decoder_tokens
         subject = model.with_method(memory=self._memory(model), length=fixed)
-        return SplitModel(subject, self, decoder, self.size(model))
+        return SplitModel(subject, self, decoder_tokens, self.size(model))
 
     def _memory(self, model) -> Memory:
         """Returns the memory of the model with these settings."""
@@ -229,9 +229,9 @@ class ReplugSplit(Split):
         super().__post_init__()
 
     def reader(self, model, length: int, *, prompts: bool = False) -> "SplitModel":
-        decoder = self.tokens(model, length)
-        subject = model.with_method(length=None if prompts else decoder + self.chunk)
-        return SplitModel(subject, self, decoder, self.chunk, self.opened_encoder)
+        decoder_tokens = self.tokens(model, length)
+        subject = model.with_method(length=None if prompts else decoder_tokens + self.chunk)
+        return SplitModel(subject, self, decoder_tokens, self.chunk, self.opened_encoder)
 
     @functools.cached_property  # models of all lengths share its weights and programs
     def opened_encoder(self) -> Encoder | None:
@@ -264,10 +264,10 @@ class ReplugSplit(Split):
         return default
 
     def shape(self, model, length: int) -> tuple[int, int]:
-        decoder = self.tokens(model, length)
-        chunks = -(-(length - decoder) // self.chunk)
+        decoder_tokens = self.tokens(model, length)
+        chunks = -(-(length - decoder_tokens) // self.chunk)
         chunks = chunks if self.chunks is None else min(chunks, self.chunks)
-        return max(chunks, 1), decoder + self.chunk
+        return max(chunks, 1), decoder_tokens + self.chunk
 
     def context(self, model, length: int) -> None:
         """Returns None, as no memory is stored."""
@@ -307,12 +307,12 @@ class Part:
 
 
 class SplitModel(WrappedScorer):
-    """A model whose decoder reads the last `decoder` tokens; the tokens before are context."""
+    """A model whose decoder reads the end of a window, `decoder_tokens`, after a context."""
 
     def __init__(
-        self, model, split: Split, decoder: int, chunk: int, encoder: Encoder | None = None
+        self, model, split: Split, decoder_tokens: int, chunk: int, encoder: Encoder | None = None
     ):
-        self.lm, self.decoder, self._split, self._chunk = model, decoder, split, chunk
+        self.lm, self.decoder_tokens, self._split, self._chunk = model, decoder_tokens, split, chunk
         self._encoder = encoder
         has_ends = getattr(split, "sentences", False)
         self._ends_sentence = SentenceEnds(model.tokenizer) if has_ends else None
@@ -326,7 +326,7 @@ class SplitModel(WrappedScorer):
         rows end at the same token.
         """
         if self._retrieved is None:
-            start = tokens.shape[1] - self.decoder
+            start = tokens.shape[1] - self.decoder_tokens
             self.check_scored(tokens.shape[1], first, np.min(lengths))
             chunks = [self._context_chunks(row[:start]) for row in tokens]
             scores = [None] * len(chunks)
@@ -372,7 +372,7 @@ class SplitModel(WrappedScorer):
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
-        check_scored(self._split.key, self.decoder, length, first, size)
+        check_scored(self._split.key, self.decoder_tokens, length, first, size)
 
     def with_movable(
         self,
@@ -416,10 +416,10 @@ class SplitModel(WrappedScorer):
     def _part(self, row: np.ndarray, spans: Spans, passages: Sequence[PassageSpan], new: int):
         """Returns the `Part` of one prompt, which `new` tokens follow."""
         moved = self._moved(len(row) + new, spans, passages)
-        if sum(span[1] - span[0] for span in moved) < len(row) + new - self.decoder:
+        if sum(span[1] - span[0] for span in moved) < len(row) + new - self.decoder_tokens:
             raise InputError(
-                f"{self._split.key}.decoder={self.decoder} leaves no room for a prompt beside"
-                f" {new} new tokens; raise it"
+                f"{self._split.key}.decoder={self.decoder_tokens} leaves no room for a prompt"
+                f" beside {new} new tokens; raise it"
             )
         if not moved:
             return Part(row[:0], row, [], [])
@@ -453,7 +453,7 @@ class SplitModel(WrappedScorer):
         the decoder lacks space for. Without passages, these are the first tokens of `spans`, as
         many as `size` exceeds the tokens of the decoder.
         """
-        moved, over = [], size - self.decoder
+        moved, over = [], size - self.decoder_tokens
         if passages:
             moved = self._split.context_passages(passages)
             over -= sum(passage.stop - passage.start for passage in moved)
@@ -497,7 +497,7 @@ class SplitModel(WrappedScorer):
         passages: Sequence[PassageSpan] | None = None,
     ) -> np.ndarray:
         """Returns `tokens`; with source=foreign, chunks of `others` replace the context."""
-        start = len(tokens) - self.decoder
+        start = len(tokens) - self.decoder_tokens
         if passages is not None:
             start = passages[-1].stop if passages else 0
         if self._split.source == "own" or start <= 0:
@@ -512,21 +512,21 @@ class SplitModel(WrappedScorer):
         return tokens
 
 
-def check_scored(key: str, decoder: int, length: int, first: int, size: int) -> None:
+def check_scored(key: str, decoder_tokens: int, length: int, first: int, size: int) -> None:
     """Raises InputError unless the decoder reads tokens `first - 1 : size` of a window.
 
     Args:
       key: Field of the method's settings, for the message.
-      decoder: Number of tokens that are read at the end of a window.
+      decoder_tokens: number of tokens that are read at the end of a window.
       length: Number of tokens of a window.
       first: Index of the first scored token.
       size: Number of tokens of this window that are text, not padding.
     """
-    start = length - decoder
+    start = length - decoder_tokens
     if first <= start or size <= start + 1:
         raise InputError(
             f"{key}: this protocol scores tokens from {first} on, and the decoder reads from"
-            f" {start} on; use protocol=last_k, with last below {decoder}"
+            f" {start} on; use protocol=last_k, with last below {decoder_tokens}"
         )
 
 

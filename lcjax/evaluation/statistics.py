@@ -112,7 +112,9 @@ class Difference:
     @property
     def mark(self) -> str:
         """`**` for p < 0.01, `*` for p < 0.05, else an empty string."""
-        return "**" * (self.p < 0.01) or "*" * (self.p < 0.05)
+        if self.p < 0.01:
+            return "**"
+        return "*" if self.p < 0.05 else ""
 
 
 def paired(

@@ -4,9 +4,9 @@ contexts = lm.encode_contexts([[passage, passage], [document], []])
 contexts = lm.encode_contexts([[], [], [later_passage]], after=contexts)
 lm.generate(prompts, context=contexts)
 
-Chunks of all rows are encoded together, a batch at a time, so memory is bounded however long a
-context is. Chunks of similar length make a batch, so a few compiled shapes serve every context. The
-states of a row are stored without gaps in an array with M slots per row.
+Chunks of all rows are encoded together, a batch at a time, so device memory is bounded for contexts
+of any length. Chunks of similar length make a batch, so a few compiled shapes serve every context.
+The states of a row are stored without gaps in an array with M slots per row.
 
 Contexts of query-dependent memories keep their tokens, and `search_contexts` encodes them for
 another question: only tree nodes that were not encoded before.

@@ -67,8 +67,8 @@ def generate_pieces(
         unrotated keys, and every step rotates all of them again. (As in every cache, the outputs of
         deeper layers for earlier tokens are not recomputed.) False: the rotation of a row is made
         for its prompt plus `max_new_tokens`, so every step agrees with the keys in the cache.
-      prefill_chunk: number of prompt tokens that are read at once, which bounds the memory; None: a
-        size that suits the platform.
+      prefill_chunk: number of prompt tokens that are read at once, which bounds device memory;
+        None: a size that suits the platform.
       memory: the encoded context of the prompts, including filler rows for the mesh.
       mixture: combines several prompts into one text: their probabilities are mixed, and all of
         them read the picked token.

@@ -251,8 +251,8 @@ class LanguageModel(InferenceModel, Scorer):
           chunk: size in tokens of the chunks that long texts are split into; None: the size that
             the memory was trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter
             chunks.
-          batch_tokens: number of tokens that are encoded at once, which bounds the memory; None: a
-            size that suits the platform.
+          batch_tokens: number of tokens that are encoded at once, which bounds device memory; None:
+            a size that suits the platform.
           projected: whether to store the keys and values of every reader layer instead of the
             encoder's states: faster to read, many times larger.
           after: contexts to which these chunks are added; its own chunks are not encoded again.
@@ -481,7 +481,7 @@ class LanguageModel(InferenceModel, Scorer):
           exact: whether a rotation that depends on the length follows it while the text grows: all
             keys are rotated again for every token. False: the rotation of a row is made for its own
             prompt plus `max_new_tokens`.
-          prefill_chunk: number of prompt tokens that are read at once, which bounds the memory;
+          prefill_chunk: number of prompt tokens that are read at once, which bounds device memory;
             None: a size that suits the platform. vertical_slash always reads the whole prompt at
             once.
 

@@ -40,8 +40,8 @@ class Scorer(abc.ABC):
       tokenizer: encodes and decodes text.
       config: the config of the decoder.
       mesh: the devices that share a batch; None: one device.
-      decoder: number of tokens at the end of a window that the decoder reads; None: all. Earlier
-        tokens are read as context and cannot be scored.
+      decoder_tokens: number of tokens at the end of a window that the decoder reads; None: all.
+        Earlier tokens are read as context and cannot be scored.
       depends_on_length: whether the rotation of a text depends on its length.
       shares_prefixes: whether `with_shared_prefixes` returns a model that reads a prefix once.
       saved_tokens: number of prompt tokens that were not read so far because they belong to a
@@ -51,7 +51,7 @@ class Scorer(abc.ABC):
     tokenizer: Tokenizer
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
-    decoder: int | None = None
+    decoder_tokens: int | None = None
     depends_on_length: bool = False
     shares_prefixes: bool = False
     saved_tokens: int = 0
@@ -117,7 +117,7 @@ class Scorer(abc.ABC):
     def inference_memory(
         self, rows: int, length: int, context: tuple[int, int] | None = None
     ) -> MemoryEstimate | None:
-        """Returns an estimate of the memory that a batch needs on each device; None: unknown.
+        """Returns an estimate of the bytes that a batch needs on each device; None: unknown.
 
         Args:
           rows: rows of the batch.

@@ -6,8 +6,8 @@ for rows in group_by_prefix(prompts):
 
 The cache of a batch begins with copies of that row, so answers equal those of prompts that are read
 in full, up to rounding. Before the next batch, the prefix is truncated to the part that the batch's
-prompts share, and extended from there. Memory holds one prefix and one batch, however many prompts
-there are, and the prefix only while remaining prompts begin with it.
+prompts share, and extended from there. Device memory holds one prefix and one batch, however many
+prompts there are, and the prefix only while remaining prompts begin with it.
 """
 
 import bisect

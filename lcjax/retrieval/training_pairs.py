@@ -158,8 +158,8 @@ class Records(Pairs):
             num_pairs += 1
             if len(record.negatives) < negatives:
                 raise InputError(
-                    f"{corpus.locate(i)[0].location(i)} has {len(record.negatives)} negatives, and"
-                    f" retriever.negatives={negatives}; lower it, or write more with `python -m"
+                    f"{corpus.locate(i).reader.location(i)} has {len(record.negatives)} negatives,"
+                    f" and retriever.negatives={negatives}; lower it, or write more with `python -m"
                     " lcjax.retrieval negatives`"
                 )
         if num_pairs < rows:

@@ -28,13 +28,13 @@ MFU = 0.4
 
 
 def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
-    """Prints the estimate; returns whether the memory of a device is sufficient."""
+    """Prints the estimate; returns whether it fits into the memory of a device."""
     check_language_model(config)
     mesh, model = mesh_sizes(config.mesh, topology.devices), model_of(config)
     batches.check_rows(config, mesh.shape)
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
     work = flops(config, model)
-    memory = training_memory(config, model, mesh)
+    estimated = training_memory(config, model, mesh)
     kv_cache = cost.generation_memory(model, length, 1, mesh).cache
     tokens = train.steps * train.batch_size * length
     speed = mfu * chip.peak * topology.devices / work.training_flops
@@ -53,14 +53,14 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         "cache": " (when generating one text of this length; not in training)",
         "host": " (in the memory of the device's host)",
     }
-    host = {"host": memory.host} if memory.host else {}
-    for name, size in (memory.parts | {"cache": kv_cache} | host).items():
+    host = {"host": estimated.host} if estimated.host else {}
+    for name, size in (estimated.parts | {"cache": kv_cache} | host).items():
         if size or name != "context":  # the encoded context of a text that is generated
             print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
     print(*(f"  {line}\n" for line in replication_notes(model, mesh)), sep="", end="")
-    fits = memory.total <= chip.usable
+    fits = estimated.total <= chip.usable
     print(
-        f"  training         {memory.total / 1e9:8.2f} GB of {chip.usable / 1e9:.2f} GB that"
+        f"  training         {estimated.total / 1e9:8.2f} GB of {chip.usable / 1e9:.2f} GB that"
         f" {chip.name} leaves to a program: {'fits' if fits else 'does not fit'}\n"
         f"speed              {speed:,.0f} tokens/s at {mfu:.0%} of {chip.peak / 1e12:.0f} TFLOP/s\n"
         f"time               {tokens / speed / 3600:.1f} h, "
@@ -85,43 +85,43 @@ def planned_model(config: TrainConfig) -> ModelConfig | None:
 
 
 def of_run(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> list[str]:
-    """Returns the lines that a run prints at its start: its memory, and a warning if it is short.
+    """Returns the lines that a run prints at its start: its device memory, and a warning.
 
     Raises:
-      InputError: the run needs more memory than the devices have, without `run.ignore_memory`.
+      InputError: the run needs more device memory than there is, without `run.ignore_memory`.
     """
     device = mesh.local_devices[0]
-    memory = _on_machine(training_memory(config, model, mesh), config, mesh)
+    estimated = _on_machine(training_memory(config, model, mesh), config, mesh)
     warning = check_estimate(
-        memory.total,
+        estimated.total,
         device,
         f"train.batch_size={config.train.batch_size} rows of {batches.row_length(config, model):,}"
-        f" tokens need about {memory}",
-        _way_out(config, model, device, memory),
+        f" tokens need about {estimated}",
+        _way_out(config, model, device, estimated),
         ignore=config.run.ignore_memory,
     )
     notes = replication_notes(model, mesh)
-    return [f"memory, estimated: {memory}", *notes, *([warning] if warning else [])]
+    return [f"memory, estimated: {estimated}", *notes, *([warning] if warning else [])]
 
 
 def _on_machine(
-    memory: cost.MemoryEstimate, config: TrainConfig, mesh: jax.sharding.Mesh
+    estimated: cost.MemoryEstimate, config: TrainConfig, mesh: jax.sharding.Mesh
 ) -> cost.MemoryEstimate:
     """Returns the memory of all devices of a CPU's machine with that of the process and the text.
 
     The memory of accelerators is unchanged, as the process and the text are on their hosts.
     """
     if mesh.local_devices[0].platform != "cpu":
-        return memory
-    return memory.on_cpu(len(mesh.local_devices), text=loader_bytes(config.data))
+        return estimated
+    return estimated.on_cpu(len(mesh.local_devices), text=loader_bytes(config.data))
 
 
 def _way_out(
-    config: TrainConfig, model: ModelConfig, device: jax.Device, memory: cost.MemoryEstimate
+    config: TrainConfig, model: ModelConfig, device: jax.Device, estimated: cost.MemoryEstimate
 ) -> str:
-    """Returns the settings that lower the memory of a run, for an error message."""
+    """Returns the settings that lower the device memory of a run, for an error message."""
     train, changes = config.train, []
-    if memory.total - memory.activations < (usable_bytes(device) or 0):
+    if estimated.total - estimated.activations < (usable_bytes(device) or 0):
         if train.accumulation < train.batch_size:
             changes.append(f"raise train.accumulation={train.accumulation}")
         if model.remat != "full":

@@ -175,7 +175,7 @@ def one_by_one(state):
             for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
                 yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
         else:
-            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, tensor
 
 
 def write_gguf(path, arrays, config, *, arch="llama", kind=Kind.F32, metadata=(), **tokenizer):

@@ -116,7 +116,8 @@ def test_a_folder_with_anything_else_is_refused(tmp_path, outputs, writer, name,
     with pytest.raises(InputError) as error:
         WRITERS[writer](folder)
     said = capsys.readouterr().err or str(error.value)
-    assert f"does not write {name}{'/' * (kind == 'folder')} into a" in said
+    listed = f"{name}/" if kind == "folder" else name
+    assert f"does not write {listed} into a" in said
     assert snapshot(tmp_path) == before
 
 

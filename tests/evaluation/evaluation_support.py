@@ -49,7 +49,7 @@ class ByteTokenizer:
 
     def render_chat(self, messages, add_generation_prompt=True):
         turns = "".join(f"[{m['role']}]{m['content']}[end]" for m in messages)
-        return "<s>" + turns + "[assistant]" * add_generation_prompt
+        return f"<s>{turns}[assistant]" if add_generation_prompt else f"<s>{turns}"
 
 
 class BlankInFront(ByteTokenizer):

@@ -340,7 +340,7 @@ def test_a_method_retrieves_passages_by_its_section(lm, store):
     section = RetrievalMethod(RetrieverSection(".", k=3), "mixture", stride=8, query_tokens=4)
     model = apply_method(lm, Method("a", retrieval=section), 96)
     assert (model.k, model.how, model.when, model.query_tokens) == (3, "mixture", 8, 4)
-    assert model.lm.length == 96 and model.decoder is None
+    assert model.lm.length == 96 and model.decoder_tokens is None
     prompts = apply_method(lm, Method("a", retrieval=section), 96, prompts=True)
     assert prompts.lm.length is None and prompts.length == model.length == 96
     once = apply_method(lm, Method("a", retrieval=RetrievalMethod(RetrieverSection("."))), 96)

@@ -373,7 +373,7 @@ class Draw:
             self.rng.choice(tokens if self.chance(0.25) else WORDS)
             for _ in range(self.rng.choice((0, 1, 2, 4, 8, 16)))
         ]
-        return "".join(part + " " * self.chance(0.4) for part in parts)
+        return "".join(f"{part} " if self.chance(0.4) else part for part in parts)
 
 
 EXPECTED = ("equal", "neither opens it", "transformers cannot open it")

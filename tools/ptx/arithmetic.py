@@ -85,7 +85,8 @@ def compute(words, operands, read) -> np.ndarray | None:
         if name == "cvt":
             return _converted(words, operands, read)
         if kind == "f32" and name in FLOATS and ROUNDINGS.issuperset(words[1:-1]):
-            return FLOATS[name + "NaN" * ("NaN" in words)](*(read(x, "f32") for x in operands[1:]))
+            function = FLOATS[f"{name}NaN" if "NaN" in words else name]
+            return function(*(read(x, "f32") for x in operands[1:]))
         if kind in TYPES and (len(words) == 2 or name in ("mul", "mad")):
             return _whole(name, words[1], kind, operands, read)
     return None

@@ -200,14 +200,14 @@ def render_chat(
 def check(model, requests: Sequence[Request]) -> None:
     """Raises InputError if `model` cannot answer one of `requests`."""
     texts = [request for request in requests if isinstance(request, LoglikelihoodRolling)]
-    if texts and model.decoder is not None:
+    if texts and model.decoder_tokens is not None:
         raise InputError(
             "tasks: one needs the likelihood of whole texts, of which the decoder of this method"
             " reads only a part; leave it out, or use type=perplexity with protocol=last_k"
         )
     if not all(isinstance(r, GenerateUntil) for r in requests):
         model.config.check_scores()
-    if model.decoder is not None or model.config.position != "learned":
+    if model.decoder_tokens is not None or model.config.position != "learned":
         return
     sizes = [
         request.size - 1 for request in requests if not isinstance(request, LoglikelihoodRolling)

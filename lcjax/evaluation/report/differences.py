@@ -104,7 +104,7 @@ def text(task: Task, gaps: Sequence[Gap]) -> list[str]:
     lengths, rows = table(gaps)
     grid = [["row", *(f"{length:,}" for length in lengths)]]
     for (row, base, part), entries in rows.items():
-        name = f"{row} against {base}" + f", {part}" * bool(part)
+        name = f"{row} against {base}, {part}" if part else f"{row} against {base}"
         grid.append([name, *(_cell(task, difference) for difference in entries)])
     return [
         f"{unit(task)}, paired: [95 % interval] (examples), * p < 0.05, ** p < 0.01:\n",

@@ -164,7 +164,7 @@ def _lead(sections: Sequence[Section]) -> str:
 
 
 def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun if count == 1 else f'{noun}s'}"
 
 
 def _overview(sections: Sequence[Section]) -> dict[str, Any]:
@@ -257,8 +257,9 @@ def _caption_over_lengths(svg: str) -> str:
     """Returns the caption of a figure of `plots.over_lengths`."""
     if "context length in tokens" not in svg:
         return "A dot a method, with its 95 % interval where one is known."
-    line = "; the dashed line stands at the trained length" * ("trained length" in svg)
-    return f"One line a method{line}."
+    if "trained length" in svg:
+        return "One line a method; the dashed line stands at the trained length."
+    return "One line a method."
 
 
 def costs(cells: Records) -> list[dict[str, Any]]:

@@ -244,7 +244,7 @@ def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
 
 
 def _cost_text(cells: Records) -> str:
-    """Returns Markdown with speed and memory."""
+    """Returns Markdown with speed and peak bytes of devices."""
     parts = ["Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n"]
     parts.append(markdown(_cost_grid(cells)))
     if any(cell["peak_bytes"] is None for cell in cells):
@@ -258,16 +258,16 @@ def _cost_text(cells: Records) -> str:
 
 def _cost_grid(cells: Records) -> list[list[str]]:
     lengths, rows = table_entries(cells, "tokens_per_second", Metric("", "", False, 0))
-    memory = {(cell["method"], cell["length"]): _memory(cell) for cell in cells}
+    peaks = {(cell["method"], cell["length"]): _peak_gb(cell) for cell in cells}
     table = [["method", *(f"{length:,}" for length in lengths)]]
     for method, entries in rows.items():
         pairs = zip(lengths, entries, strict=True)
-        texts = [(speed.text or "?", memory.get((method, length))) for length, speed in pairs]
+        texts = [(speed.text or "?", peaks.get((method, length))) for length, speed in pairs]
         table.append([method, *(f"{speed} / {peak}" if peak else "" for speed, peak in texts)])
     return table
 
 
-def _memory(cell: Record) -> str:
+def _peak_gb(cell: Record) -> str:
     """Returns the cell's peak in GB, or its bound."""
     if cell["peak_bytes"] is not None:
         return f"{cell['peak_bytes'] / 1e9:,.2f}"

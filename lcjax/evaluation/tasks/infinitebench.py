@@ -191,7 +191,7 @@ class InfiniteBench(TextCutBenchmark):
     generated: bool = False
 
     def wording_texts(self) -> Record:
-        return {data.name: self._template(data.name)[0] for data in self.selection()}
+        return {data.name: self._template(data.name).text for data in self.selection()}
 
     def has_file(self, data: DataSet) -> bool:
         return not (self.generated and data.name in GENERATED)
@@ -244,7 +244,7 @@ class InfiniteBench(TextCutBenchmark):
                 units = max(units - max(units // 100, 1), generated.min_units)
             yield example
 
-    def _template(self, name: str, key: str = "tasks") -> tuple[str, str]:
+    def _template(self, name: str, key: str = "tasks") -> local_files.ChosenTemplate:
         paths = ("prompt.py", "src/prompt.py", "../src/prompt.py")
 
         def official() -> tuple[dict[str, str], str]:

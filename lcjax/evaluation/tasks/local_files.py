@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -248,6 +248,13 @@ def template_fields(template: str, source: str) -> dict[str, str]:
     return {"wording": source, "wording_hash": digest}
 
 
+class ChosenTemplate(NamedTuple):
+    """A prompt template, and the file or version that it comes from."""
+
+    text: str
+    source: str
+
+
 def choose_template(
     file: str | None,
     benchmark: str,
@@ -255,7 +262,7 @@ def choose_template(
     official: Callable[[], tuple[Mapping[str, str], str]],
     key: str,
     placeholders: str = "context input?",
-) -> tuple[str, str]:
+) -> ChosenTemplate:
     """Returns the prompt template of a data set, and its source.
 
     Args:
@@ -270,11 +277,12 @@ def choose_template(
     if file is not None:
         library = library_prompts(benchmark)
         names = {**dict.fromkeys(library), name: placeholders}
-        return read_wording(file, library, names, key, needed=(name,)).texts[name], file
+        text = read_wording(file, library, names, key, needed=(name,)).texts[name]
+        return ChosenTemplate(text, file)
     templates, source = official()
     if templates.get(name):
-        return templates[name], source
-    return library_prompts(benchmark)[name], PROMPTS_VERSION
+        return ChosenTemplate(templates[name], source)
+    return ChosenTemplate(library_prompts(benchmark)[name], PROMPTS_VERSION)
 
 
 def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], str]:

@@ -214,7 +214,7 @@ class LongBench(TextCutBenchmark):
 
     def wording_texts(self) -> Record:
         names = [data.name for data in self.selection()]
-        return {name: template(name, self.path, self.wording, self.label)[0] for name in names}
+        return {name: template(name, self.path, self.wording, self.label).text for name in names}
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         return examples(path, *template(data.name, self.path, self.wording), data)
@@ -244,7 +244,9 @@ def by_band(records: Records) -> dict[str, list[Record]]:
     }
 
 
-def template(name: str, folder: str, wording: str | None, key: str = "tasks") -> tuple[str, str]:
+def template(
+    name: str, folder: str, wording: str | None, key: str = "tasks"
+) -> local_files.ChosenTemplate:
     """Returns the prompt of a data set, and its source; official ones are in or near the folder."""
     paths = ("dataset2prompt.json", "config/dataset2prompt.json")
     paths += tuple(f"{parent}{path}" for parent in ("../", "LongBench/") for path in paths)

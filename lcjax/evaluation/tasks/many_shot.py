@@ -78,7 +78,7 @@ class ManyShot(TextCutBenchmark):
                 local_files.find(self.path, (TRAIN,), key, SOURCE)
 
     def wording_texts(self) -> Record:
-        return {"trec": self._template()[0]}
+        return {"trec": self._template().text}
 
     def files(self, name: str) -> tuple[str, ...]:
         return f"{name}.jsonl", TEST
@@ -95,7 +95,7 @@ class ManyShot(TextCutBenchmark):
         """Returns the question of a record; records of other numbers of demonstrations share it."""
         return record["line"] if "shots" in record else super().cluster(record)
 
-    def _template(self, key: str = "tasks") -> tuple[str, str]:
+    def _template(self, key: str = "tasks") -> local_files.ChosenTemplate:
         return longbench.template("trec", self.path, self.wording, key)
 
     def _draw(self, count: int, questions: Sequence, train: Sequence) -> Iterator[Example]:

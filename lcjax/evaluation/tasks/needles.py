@@ -104,7 +104,8 @@ class DepthTask(GenerationTask):
         return float(np.mean([cell["value"] for cell in cells]))
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
-        title = f"{self.metric.heading}, {self.trials} trial{'s' * (self.trials > 1)} a cell"
+        trials = "1 trial" if self.trials == 1 else f"{self.trials} trials"
+        title = f"{self.metric.heading}, {trials} a cell"
         return [
             *super().figures(cells, records, folder),
             plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),

@@ -216,9 +216,11 @@ class Perplexity(Task):
 
     @property
     def metric(self) -> Metric:
-        is_of_words = self._rules.mean_over == "words"
-        title = f"{'word ' * is_of_words}perplexity ({self.protocol})"
-        return Metric("perplexity", title, True, 2, f"nats a {'word' if is_of_words else 'token'}")
+        if self._rules.mean_over == "words":
+            name, unit = "word perplexity", "nats a word"
+        else:
+            name, unit = "perplexity", "nats a token"
+        return Metric("perplexity", f"{name} ({self.protocol})", True, 2, unit)
 
     @property
     def _rules(self) -> Protocol:

@@ -173,8 +173,8 @@ class RagLm(Task):
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         prompts = pad_batch([unit.prompt for unit in units], batch)
         records = self._windows.score(with_movable(model, prompts), units, batch)
-        decoder = {} if model.decoder is None else {"decoder": self.decoder}
-        return [record | decoder for record in records]
+        field = {} if model.decoder_tokens is None else {"decoder": self.decoder}
+        return [record | field for record in records]
 
     def summarise(self, records: Records) -> Record:
         """Returns the mean over domains of exp(mean of window means), and that of each domain."""
