@@ -66,23 +66,6 @@ def check_integer(
     raise InputError(f"{key}={_shown(value)} must be a whole number of {rule}{way_out}")
 
 
-def check_integers(section: str, owner: object, least: int, *names: str) -> None:
-    """Applies `check_integer` to fields of a dataclass; fields that default to None may be None.
-
-    Args:
-      section: the fields' section of the config, for error messages; empty: the top level.
-      owner: the dataclass instance.
-      least: the smallest value that is allowed.
-      *names: names of the fields.
-    """
-    for name in names:
-        value = getattr(owner, name)
-        optional = getattr(type(owner), name, 0) is None  # a dataclass keeps defaults on its class
-        if not (optional and value is None):
-            key = f"{section}.{name}" if section else name
-            check_integer(key, value, least, "null leaves it open" if optional else "")
-
-
 def check_flags(**values: object) -> None:
     """Raises an InputError that names the argument unless all `values` are True or False."""
     for name, value in values.items():
