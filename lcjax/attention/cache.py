@@ -153,6 +153,12 @@ class LayerCache(abc.ABC):
         """
         return self, arrays, slots
 
+    def make_room(
+        self, arrays: Arrays, slots: Any, new: int, chunk: int
+    ) -> tuple[LayerCache, Arrays, Any]:
+        """Returns what `end_prompt` does, without acting: slots for tokens that follow a prompt."""
+        return self, arrays, slots
+
     @abc.abstractmethod
     def attend(
         self,

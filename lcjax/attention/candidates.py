@@ -14,10 +14,9 @@ from lcjax.rope import Rotation
 
 
 class Candidates(NamedTuple):
-    """The slots of a layer, from which a policy chooses. Slots that hold tokens are in text order.
+    """The slots of a layer, from which a policy chooses.
 
-    In front of them are empty slots, such as those of a row's padding, and behind them slots that
-    are not in use yet.
+    Slots that hold tokens are in text order. Between them may be empty ones, those of padding.
     """
 
     keys: Float[Array, "B K S H"]  # rotated to their positions, in the dtype of the cache
@@ -44,12 +43,12 @@ class Candidates(NamedTuple):
         return self.is_token.sum(-1, keepdims=True, dtype=jnp.int32)
 
     def from_first(self, x: Array, fill: float | bool) -> Array:
-        """Moves `x` [B, K or 1, S, ...] so that the first token of a head is first."""
-        slots, heads = jnp.arange(self.index.shape[2]), x.shape[1]
-        place = slots + jnp.argmax(self.is_token[:, :heads], axis=-1)[..., None]
-        place = place.reshape(*place.shape, *[1] * (x.ndim - 3))
-        moved = jnp.take_along_axis(x, jnp.minimum(place, len(slots) - 1), axis=2)
-        return jnp.where(place < len(slots), moved, fill)
+        """Moves `x` [B, K or 1, S, ...] so that the tokens of a head come first, in text order."""
+        is_token = self.is_token[:, : x.shape[1]]
+        order = jnp.argsort(~is_token, axis=-1, stable=True)
+        order, is_token = (y.reshape(*y.shape, *[1] * (x.ndim - 3)) for y in (order, is_token))
+        is_moved = jnp.take_along_axis(is_token, order, axis=2)
+        return jnp.where(is_moved, jnp.take_along_axis(x, order, axis=2), fill)
 
     def to_slots(self, x: Array) -> Array:
         """Moves `x` [B, K or 1, S] back, from the order of `from_first` to the slots."""

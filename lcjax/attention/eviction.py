@@ -351,14 +351,17 @@ class Evicting(FullCache):
     def end_prompt(self, arrays, slots, tokens, new, chunk):
         if not self.acts_on_prompt:
             return self, arrays, slots
-        after = self._between_cuts(new, min(chunk, new))
         cut = self.cut
         if arrays["order"].ndim > 4:
             cut = jax.vmap(cut, (0, None))
-        arrays = cut(arrays, tokens)
-        arrays |= _resize({name: arrays[name] for name in self._moved}, after.slots)
         used = jnp.full_like(slots.used, self.num_kept)
-        return after, arrays, dataclasses.replace(slots, used=used)
+        slots = dataclasses.replace(slots, used=used)
+        return self.make_room(cut(arrays, tokens), slots, new, chunk)
+
+    def make_room(self, arrays, slots, new, chunk):
+        after = self._between_cuts(new, min(chunk, new))
+        resized = _resize({name: arrays[name] for name in self._moved}, after.slots)
+        return after, arrays | resized, slots
 
 
 def _resize(arrays: Arrays, slots: int) -> Arrays:

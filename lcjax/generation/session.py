@@ -430,6 +430,11 @@ class CachedPrefix(NamedTuple):
     def tokens(self) -> int:
         return len(self.ids)
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether layers evicted tokens at its end, without the text that follows."""
+        return any(kind.evicts for kind in self.cache.kinds)
+
     def check(
         self, config: ModelConfig, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
     ) -> None:
@@ -437,7 +442,7 @@ class CachedPrefix(NamedTuple):
 
         `exact` is whether rotations change while text is generated.
         """
-        if not can_share_prefix(config):
+        if not (can_share_prefix(config) or can_compress_prefix(config)):
             names = [type(pattern).__name__ for pattern in config.patterns]
             names += [] if config.cache is None else [type(config.cache).__name__]
             names = " or ".join(names)
@@ -483,6 +488,18 @@ class CachedPrefix(NamedTuple):
                 )
 
 
+def can_compress_prefix(config: ModelConfig) -> bool:
+    """Returns whether a cache policy can cut a prefix, after which any prompt continues.
+
+    The prompts then read what the policy kept of the prefix, which is not what they would read in
+    full: their own tokens have no part in the choice.
+    """
+    if config.cache is None or config.cache.chunk is not None:
+        return False
+    kinds = cache_lib.layer_caches(config)
+    return config.is_position_based and all(x.evicts or not x.keeps_all for x in kinds)
+
+
 def can_share_prefix(config: ModelConfig) -> bool:
     """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
     keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
@@ -521,6 +538,8 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
+    if prefix is not None and prefix.is_compressed:
+        return _read_after_cut(lm, prompts, rotation, prefix, num_new, chunk, with_ffn_input)
     chunk = chunk_of_cache(lm.model.config, chunk)
     if lm.model.config.needs_whole_prompt and inserted is None:
         chunk = whole_prompt_bucket(max(map(len, prompts)))
@@ -549,6 +568,17 @@ def read_prompts(
     output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
     session.end_prompt(num_new, chunk)
     return output, session
+
+
+def _read_after_cut(lm, prompts, rotation, prefix: CachedPrefix, num_new, chunk, with_ffn_input):
+    """Reads what follows a prefix that was cut; it is not cut again at the end of the prompts."""
+    rest = [prompt[prefix.tokens :] for prompt in prompts]
+    tokens, segments, padding, _ = _lay_out(rest, chunk, None)
+    width = tokens.shape[1]
+    cache = cache_lib.repeat_row(prefix.cache, len(rest), width + num_new, chunk, lm.mesh)
+    session = Session(lm.model, lm.params, cache, rotation, with_ffn_input=with_ffn_input)
+    positions = prefix.tokens + np.maximum(np.arange(width)[None] - padding[:, None], 0)
+    return session.read(tokens, segments, positions, sizes=padded_chunks(width, chunk)), session
 
 
 def _lay_out(prompts, chunk: int, inserted: InsertedTokens | None):

@@ -29,6 +29,7 @@ from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import (
     CachedPrefix,
     Session,
+    can_compress_prefix,
     can_share_prefix,
     check_token_ids,
     prefill_chunk_size,
@@ -84,20 +85,32 @@ def _worth(tokens: int, length: int, least: int) -> bool:
 def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
     """Reads a text once, as the `prefix` of any number of prompts that begin with it.
 
-    Returns None if prompts must be read in full: for a model without `shares_prefixes`, or one
-    whose rotation follows the length of each prompt. A model whose rotation follows the length must
-    have a `length` that covers the prompts and their continuations; otherwise they need another
-    rotation than the prefix has, and reading them raises an InputError.
+    With a cache policy, the prefix is cut at its end. The prompts then continue what the policy
+    kept, chosen before it saw any of them; this is how compression is measured for questions that
+    are not known yet.
+
+    Returns None if prompts must be read in full: for a model without `shares_prefixes` or such a
+    policy, for a text that the policy keeps whole, or if the rotation follows the length of each
+    prompt. A model whose rotation follows the length must have a `length` that covers the prompts
+    and their continuations; otherwise they need another rotation than the prefix has, and reading
+    them raises an InputError.
     """
     follows_each = lm.depends_on_length and lm.length is None
-    if not can_share_prefix(lm.config) or follows_each or not len(ids):
+    is_cut = can_compress_prefix(lm.config)
+    if not (is_cut or can_share_prefix(lm.config)) or follows_each or not len(ids):
         return None
     array = check_token_ids("prefix", ids, lm.config.vocab_size)
     slots = cache_lib.whole_blocks(len(array))
-    cache = cache_lib.create(lm.model.config, 1, slots, mesh=lm.mesh)
+    chunk = prefill_chunk_size(None)
+    cache = cache_lib.create(
+        lm.model.config, 1, slots, chunk=chunk if is_cut else None, mesh=lm.mesh
+    )
+    if is_cut and any(kind.keeps_all for kind in cache.kinds):
+        return None
     length = max(len(array), lm.length or 0)
     session = Session(lm.model, lm.params, cache, lm.rotation(length))
-    session.read_ids(array, 0, prefill_chunk_size(None))
+    session.read_ids(array, 0, chunk)
+    session.end_prompt(1, chunk)
     return CachedPrefix(session.cache, array, lm, length)
 
 

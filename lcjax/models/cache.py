@@ -6,6 +6,7 @@ kind and the slots that its own pattern needs.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +21,16 @@ from lcjax.parallel.sharding import ROWS, rows_over
 if TYPE_CHECKING:
     from lcjax.models.model_config import ModelConfig
 
-__all__ = ["Cache", "abstract_cache", "branch", "create", "extend", "keep_layout", "whole_blocks"]
+__all__ = [
+    "Cache",
+    "abstract_cache",
+    "branch",
+    "create",
+    "extend",
+    "keep_layout",
+    "repeat_row",
+    "whole_blocks",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -271,12 +281,48 @@ def branch(
     return keep_layout(branched, mesh)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def repeat_row(
+    cache: Cache, rows: int, new: int, chunk: int, mesh: jax.sharding.Mesh | None = None
+) -> Cache:
+    """Copies what layers keep of one row to B rows that continue it, with any kinds of cache.
+
+    Args:
+      cache: the cache of one row, after the end of its prompt.
+      rows: B.
+      new: maximum number of tokens that follow.
+      chunk: maximum number of these that are read at once.
+      mesh: shards the new cache as in `create`.
+    """
+
+    def repeat(x):
+        axis = max(x.ndim - 4, 0)
+        return x if x.ndim == 0 else jnp.repeat(x, rows, axis=axis)
+
+    def make_room(kind, arrays, slots):
+        return kind.make_room(arrays, slots, new, chunk)
+
+    return _for_each_layer(jax.tree.map(repeat, cache), make_room, mesh)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None) -> Cache:
+    def act(kind, arrays, slots):
+        return kind.end_prompt(arrays, slots, cache.tokens, new, chunk)
+
+    return _for_each_layer(cache, act, mesh)
+
+
+def _for_each_layer(
+    cache: Cache,
+    act: Callable[[LayerCache, dict, Any], tuple[LayerCache, dict, Any]],
+    mesh: jax.sharding.Mesh | None,
+) -> Cache:
+    """Replaces kind, arrays and shared slots of each layer by the results of `act` of them."""
     kinds, shared, layers = list(cache.kinds), list(cache.slots), []
     for arrays, number in zip(cache.separate_layers, cache.kind_by_layer):
-        kinds[number], arrays, shared[number] = cache.kinds[number].end_prompt(
-            arrays, cache.slots[number], cache.tokens, new, chunk
+        kinds[number], arrays, shared[number] = act(
+            cache.kinds[number], arrays, cache.slots[number]
         )
         layers.append(arrays)
     cache = replace_layers(cache, layers[0] if cache.is_stacked else tuple(layers))

@@ -28,6 +28,7 @@ from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session
+from lcjax.generation.shared_prefix import read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
@@ -287,6 +288,49 @@ def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, chunk):
         assert len(talk.write(SIX).ids) == 6
     (kind,) = set(talk._session.cache.kinds)
     assert kind.policy == policy and not kind.is_prompt
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(tokens=40, window=8, every=4),
+        pytest.param(KeyDiff(ratio=0.5, every=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_prompts_continue_a_prefix_that_was_cut_before_it_saw_them(lm, policy):
+    lm = lm.with_method(cache=policy)
+    context, questions = text(1, 90), [text(2, 3), text(3, 17), text(4, 9)]
+    prefix = read_prefix(lm, context)
+    held = kept(prefix.cache)
+    prompts = [context + question for question in questions]
+    rest = [[text(5, 6), text(6, 3)]] * 3
+    together = lm.continuations(prompts, rest, prefix=prefix)
+    for prompt, row in zip(prompts, together, strict=True):
+        (alone,) = lm.continuations([prompt], rest[:1], prefix=prefix)
+        for one, other in zip(row, alone, strict=True):
+            np.testing.assert_allclose(one.nll, other.nll, atol=1e-4)
+    # What stays does not depend on the question, unlike at the end of a prompt.
+    assert kept(prefix.cache) == held
+    inside = kept(read_session(lm, [prompts[1]], 8).cache)
+    assert [set(a) - set(range(90, 107)) for a in inside] != [set(a) for a in held]
+    # By hand: read, cut, read on.
+    session = read_session(lm, [context], 32)
+    places = 90 + np.arange(17)[None]
+    logits = session.read(np.array([questions[1]], np.int32), None, places)
+    nll = -jax.nn.log_softmax(logits)[0, rest[0][0][0]]
+    np.testing.assert_allclose(together[1][0].nll[0], nll, atol=1e-4)
+
+
+def test_a_prefix_that_stays_whole_is_read_with_its_prompts(lm):
+    assert read_prefix(lm.with_method(cache=KeyDiff(tokens=200)), text(1, 64)) is None
+    assert read_prefix(lm.with_method(cache=KeyDiff(tokens=20, chunk=16)), text(1, 64)) is None
+
+
+def kept(cache):
+    """Order indices of the tokens that each head of each layer keeps in row 0."""
+    orders = [np.asarray(layer["order"])[0, :, :, 0] for layer in cache.layers]
+    return [(head[head > 0] - 1).tolist() for order in orders for head in order]
 
 
 # Configs and errors

@@ -92,9 +92,9 @@ class SnapKV(LastQueries):
         mean = self.attention(slots, lambda weights: weights.sum(2).mean(1))
         mean = mean / jnp.maximum(number, 1)[:, None, None]
         in_window = slots.index >= slots.tokens[:, None, None] - self.window
-        before = slots.is_token & ~in_window
         # Neighbours in the text: those in the window, and places without a token, count as 0.
-        pooled = _pool(jnp.where(before, mean, 0), self.pool, self.pooling)
+        before = slots.from_first(jnp.where(in_window, 0, mean), 0.0)
+        pooled = slots.to_slots(_pool(before, self.pool, self.pooling))
         return jnp.where(in_window, jnp.inf, pooled)
 
 
