@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lcjax.attention.candidates import Candidates
-from lcjax.errors import InputError, check_fields, is_finite_number
+from lcjax.errors import Fraction, InputError, Interval, NonNegativeFloat, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +60,7 @@ class Pyramid(LayerBudget):
     gives all layers equally many if the last one would keep less than its window.
     """
 
-    beta: float = 20.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_beta(self.beta)
+    beta: Annotated[float, Interval(least=1)] = 20.0
 
     def divide(self, read, mean, protected, layer, num_layers):
         low = mean / self.beta
@@ -82,11 +78,7 @@ class Pyramid(LayerBudget):
 class PyramidOriginal(LayerBudget):
     """PyramidKV as in its authors' code: whole numbers, and the window beside them."""
 
-    beta: float = 20.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_beta(self.beta)
+    beta: Annotated[float, Interval(least=1)] = 20.0
 
     def divide(self, read, mean, protected, layer, num_layers):
         capacity = mean.astype(np.int64)
@@ -101,14 +93,6 @@ class PyramidOriginal(LayerBudget):
         return np.where(read < capacity, read, counts)
 
 
-def _check_beta(beta: float) -> None:
-    if not is_finite_number(beta) or beta < 1:
-        raise InputError(
-            f"model.cache.layers.beta={beta} must be at least 1: the last layer keeps 1/beta of the"
-            " mean"
-        )
-
-
 @LayerBudget.register_subclass("ratios")
 @dataclasses.dataclass(frozen=True)
 class LayerRatios(LayerBudget):
@@ -116,14 +100,13 @@ class LayerRatios(LayerBudget):
 
     examples: ClassVar[tuple[dict, ...]] = ({"ratios": (0.25, 0.75)},)
 
-    ratios: tuple[float, ...] = ()
+    ratios: tuple[Annotated[float, Interval(least=0, below=1)], ...] = ()
 
     def divide(self, read, mean, protected, layer, num_layers):
-        if len(self.ratios) != num_layers or not all(0 <= x < 1 for x in self.ratios):
+        if len(self.ratios) != num_layers:
             raise InputError(
-                f"model.cache.layers.ratios has {len(self.ratios)} numbers, {list(self.ratios)};"
-                f" give one of at least 0 and below 1 for each of the {num_layers} layers that"
-                " evict tokens"
+                f"model.cache.layers.ratios has {len(self.ratios)} numbers; give one for each of"
+                f" the {num_layers} layers that evict tokens"
             )
         return (read * (1 - self.ratios[layer])).astype(np.int64)
 
@@ -138,15 +121,10 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
     examples: ClassVar[tuple[dict, ...]] = ({},)
 
     # A head keeps at most this multiple of an equal share; its cache has as many slots.
-    most: float = 2.0
+    most: Annotated[float, Interval(least=1)] = 2.0
 
     def __post_init__(self):
         check_fields("model.cache.heads", self)
-        if not is_finite_number(self.most) or self.most < 1:
-            raise InputError(
-                f"model.cache.heads.most={self.most} must be at least 1: the multiple of an equal"
-                " share that a head keeps at most"
-            )
 
     @abc.abstractmethod
     def counts(
@@ -171,15 +149,7 @@ class AdaptiveHeads(HeadBudget):
     others.
     """
 
-    floor: float = 0.2  # share of an equal share that each head keeps in any case
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not is_finite_number(self.floor) or not 0 <= self.floor <= 1:
-            raise InputError(
-                f"model.cache.heads.floor={self.floor} must be in 0 ... 1: the share of an equal"
-                " share that each head keeps"
-            )
+    floor: Fraction = 0.2  # the part of an equal share that each head keeps in any case
 
     def counts(self, scores, counts, most):
         rows, slots = len(scores), scores.shape[-1]
@@ -205,15 +175,11 @@ class Critical:
     that is not merged is not part of the norm.
     """
 
-    first: float = 0.5
-    epsilon: float = 1e-4
+    first: Fraction = 0.5
+    epsilon: NonNegativeFloat = 1e-4
 
     def __post_init__(self):
         check_fields("model.cache.critical", self)
-        for name, most in (("first", 1.0), ("epsilon", np.inf)):
-            value = getattr(self, name)
-            if not is_finite_number(value) or not 0 <= value <= most:
-                raise InputError(f"model.cache.critical.{name}={value} must be in 0 ... {most:g}")
 
     def rescore(
         self,

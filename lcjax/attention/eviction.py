@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
 import jax
@@ -34,7 +34,7 @@ from lcjax.attention.cache import (
     write_tokens,
 )
 from lcjax.attention.candidates import Candidates, Seen
-from lcjax.errors import InputError, PositiveInt, check_fields
+from lcjax.errors import InputError, Interval, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
     slot_state: ClassVar[tuple[str, ...]] = ()
     # How much stays: a number of tokens for each key head, or all but a share of the tokens read
     tokens: PositiveInt | None = None
-    ratio: float | None = None  # the share that is evicted, in 0 ... 1
+    ratio: Annotated[float, Interval(least=0, below=1)] | None = None  # the share that is evicted
     # Tokens read between two cuts; null: a prompt is cut at its end only
     chunk: PositiveInt | None = None
     every: PositiveInt = 512  # generated tokens between two cuts
@@ -72,11 +72,6 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
             raise InputError(
                 f"model.cache.type={kind} needs either tokens, a number that each key head keeps,"
                 " or ratio, the share that it evicts"
-            )
-        if self.ratio is not None and not 0 <= self.ratio < 1:
-            raise InputError(
-                f"model.cache.ratio={self.ratio} is the share of tokens that are evicted: at least"
-                " 0 and below 1"
             )
         if self.tokens is not None and self.tokens < self.protected:
             raise InputError(

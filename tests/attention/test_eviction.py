@@ -394,17 +394,11 @@ def test_a_ratio_keeps_what_float64_says():
     [
         (lambda: Knorm(), "model.cache.type=knorm needs either tokens.*or ratio"),
         (lambda: Knorm(tokens=4, ratio=0.5), "needs either tokens"),
-        (lambda: Knorm(ratio=1.0), "ratio=1.0"),
         (lambda: SnapKV(tokens=64, pool=4), "pool=4 must be odd"),
         (
             lambda: SnapKV(tokens=4, window=8),
             "keeps the last 8 tokens .* tokens=4",
         ),
-        (lambda: LagKV(tokens=4, lag=1), "lag=1"),
-        (lambda: ExpectedAttention(tokens=4, epsilon=-1.0), "epsilon=-1.0"),
-        (lambda: AdaptiveHeads(floor=2.0), "floor=2.0"),
-        (lambda: AdaptiveHeads(most=0.5), "most=0.5"),
-        (lambda: Pyramid(0.5), "beta=0.5"),
         (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads chooses .* span"),
         (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).kept(9, (0, 2)), "the 2 layers"),
     ],

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from lcjax.attention.candidates import Candidates, Seen
 from lcjax.attention.eviction import CachePolicy
-from lcjax.errors import InputError, NonNegativeInt, PositiveInt, is_finite_number
+from lcjax.errors import NonNegativeFloat, NonNegativeInt, PositiveInt
 from lcjax.rope.rotation import angles
 
 
@@ -30,14 +30,9 @@ class ExpectedAttention(CachePolicy):
 
     sinks: NonNegativeInt = 4
     future: PositiveInt = 512  # positions whose rotations are averaged
-    epsilon: float = 0.0  # with `heads` of type adaptive, 0.01 in the published results
+    epsilon: NonNegativeFloat = 0.0  # with `heads` of type adaptive, 0.01 in the published results
     covariance: bool = True
     value_norm: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not is_finite_number(self.epsilon) or self.epsilon < 0:
-            raise InputError(f"model.cache.epsilon={self.epsilon} must be at least 0")
 
     def state(self, layer):
         heads, size = layer.num_heads, layer.head_dim

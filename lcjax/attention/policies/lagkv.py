@@ -1,13 +1,14 @@
 """LagKV: scores of tokens relative to the tokens that follow them."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lcjax.attention.eviction import CachePolicy
-from lcjax.errors import InputError, NonNegativeInt, PositiveInt
+from lcjax.errors import NonNegativeInt, Range
 
 
 @CachePolicy.register_subclass("lagkv")
@@ -25,13 +26,8 @@ class LagKV(CachePolicy):
     examples = ({"tokens": 32, "lag": 8}, {"ratio": 0.5, "lag": 8, "cross": True})
 
     sinks: NonNegativeInt = 4
-    lag: PositiveInt = 128
+    lag: Annotated[int, Range(2, hint="a part has a range")] = 128
     cross: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.lag < 2:
-            raise InputError(f"model.cache.lag={self.lag} must be at least 2 for a range")
 
     def score(self, slots):
         num_slots, counts = slots.index.shape[-1], slots.counts
