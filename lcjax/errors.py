@@ -159,20 +159,24 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class NonEmpty:
-    """A text that may not be blank: `out: Annotated[str, NonEmpty("give --out=")]`."""
+    """A text that may not be empty: `out: Annotated[str, NonEmpty("give --out=")]`."""
 
     hint: str = ""
+    allows_blanks: bool = False  # whether spaces and line breaks alone are a text
 
     def __str__(self) -> str:
         return "not empty"
 
     def __contains__(self, value: object) -> bool:
-        return _is_of(value, str) and bool(str(value).strip())
+        return _is_of(value, str) and bool(self._text(value))
+
+    def _text(self, value: object) -> str:
+        return str(value) if self.allows_blanks else str(value).strip()
 
     def check(self, key: str, value: object, way_out: str = "") -> None:
-        """Raises an InputError if `value` is no text or path, or only blanks."""
+        """Raises an InputError if `value` is no text or path, or is empty."""
         _check_annotated(key, value, str)
-        if not str(value).strip():
+        if not self._text(value):
             raise InputError(f"{key} is empty{self.hint and f': {self.hint}'}")
 
 

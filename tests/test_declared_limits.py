@@ -65,7 +65,8 @@ def inside(limits):
             limits.least if limits.above == -math.inf else math.nextafter(limits.above, math.inf),
             min(limits.most, math.nextafter(limits.below, -math.inf)),
         ]
-    return list(limits.known) if isinstance(limits, OneOf) else ["x", " x "]
+    blanks = ["\n"] if getattr(limits, "allows_blanks", False) else []
+    return list(limits.known) if isinstance(limits, OneOf) else ["x", " x ", *blanks]
 
 
 def outside(limits):
@@ -77,7 +78,8 @@ def outside(limits):
         low = [math.nextafter(limits.least, -math.inf), limits.above]
         high = [math.nextafter(limits.most, math.inf), limits.below]
         return [*low, *high, *others]
-    texts = ["nonsense", ""] if isinstance(limits, OneOf) else ["", " \n"]
+    blanks = [] if getattr(limits, "allows_blanks", False) else [" \n"]
+    texts = ["nonsense", ""] if isinstance(limits, OneOf) else ["", *blanks]
     return [*texts, None, True, 2.0, ["x"]]
 
 

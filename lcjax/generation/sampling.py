@@ -33,7 +33,9 @@ class Sampling:
     # Of these, the smallest set with at least this probability is kept
     top_p: Annotated[float, Interval(above=0, most=1)] = 1.0
     # The text ends before the first of these strings, which may be or contain special tokens.
-    stop: tuple[Annotated[str, NonEmpty("an empty string stops at once")], ...] = ()
+    stop: tuple[
+        Annotated[str, NonEmpty("an empty string stops at once", allows_blanks=True)], ...
+    ] = ()
     # One for all draws; or one for each text, whose draws then do not depend on the other texts.
     seed: int | tuple[int, ...] = 0
 

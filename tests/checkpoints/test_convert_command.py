@@ -46,7 +46,7 @@ def test_a_method_that_needs_no_training_is_exported(tmp_path, capsys):
     capsys.readouterr()
     for words, message in (
         (["--rope.type=yarn"], "rope.factor is missing"),
-        (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor=0.5 (yarn) must be 1 or more"),
+        (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor=0.5 must be a number x >= 1"),
         (["--rope.type=yarrn"], "did you mean yarn?"),
         (["--rope.type=clex"], "clex is learned, and this checkpoint has no weights for it"),
         (["--pattern.type=sliding"], "unrecognized arguments: --pattern.type=sliding"),

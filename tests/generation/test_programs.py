@@ -77,10 +77,14 @@ def test_logits_are_those_of_the_same_weights_in_float32(tokens):
 @pytest.mark.slow
 def test_weights_in_float32_and_other_platforms_have_the_default_program(monkeypatch):
     assert (
-        session._read._for(*arguments(*model("float32", "float32"), 48)) is session._read._default
+        session._step_in_place._for(*arguments(*model("float32", "float32"), 48))
+        is session._step_in_place._default
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert session._read._for(*arguments(*model("bfloat16"), 48)) is session._read._default
+    assert (
+        session._step_in_place._for(*arguments(*model("bfloat16"), 48))
+        is session._step_in_place._default
+    )
 
 
 def test_an_xla_without_the_option_has_the_default_program(monkeypatch):
@@ -89,7 +93,7 @@ def test_an_xla_without_the_option_has_the_default_program(monkeypatch):
     monkeypatch.setattr(programs, "_option_is_known", lambda: False)
     decoder = Decoder(CONFIG.replace(dtype="float32", param_dtype="bfloat16"))
     inputs = decoder, None, None, np.zeros((1, 48), np.int32)
-    assert session._read._for(*inputs) is session._read._default
+    assert session._step_in_place._for(*inputs) is session._step_in_place._default
 
 
 def test_landmarks_of_decoding_steps_count_as_rows(monkeypatch):
@@ -101,7 +105,9 @@ def test_landmarks_of_decoding_steps_count_as_rows(monkeypatch):
         decoder = Decoder(config)
         for rows in (8, 9, 16, 17):
             inputs = decoder, None, None, np.zeros(rows, np.int32)
-            steps[name, rows] = session._read._for(*inputs) is session._read._default
+            steps[name, rows] = (
+                session._step_in_place._for(*inputs) is session._step_in_place._default
+            )
     assert [rows for (name, rows), few in steps.items() if few] == [8, 9, 16, 8]
 
 
@@ -212,7 +218,7 @@ def test_all_rope_methods_share_the_compiled_programs(rope):
     params = random_params(config, 0)
     assert ("rope" in params) == rope.learned
     lm = LanguageModel(Decoder(config), params, ByteTokenizer())
-    programs_of = session._read, scoring._score_rows, encoder_lib._apply_decoder
+    programs_of = session._step_in_place, scoring._score_rows, encoder_lib._apply_decoder
     tokens = np.random.default_rng(0).integers(0, 256, (1, 90))
 
     def use(lm):

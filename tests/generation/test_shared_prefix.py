@@ -50,14 +50,14 @@ def lm():
 @pytest.fixture
 def read(monkeypatch):
     """Rows and tokens of every call that reads."""
-    calls, prefill = [], session._read
+    calls, prefill = [], session._step_in_place
 
     def counted(model, params, cache, tokens, *rest, **options):
         if tokens.ndim == 2:  # a prompt
             calls.append(tokens.shape)
         return prefill(model, params, cache, tokens, *rest, **options)
 
-    monkeypatch.setattr(session, "_read", counted)
+    monkeypatch.setattr(session, "_step_in_place", counted)
     return calls
 
 
@@ -174,7 +174,7 @@ def test_a_prefix_that_could_not_be_read_is_dropped(lm, monkeypatch):
     reader = PrefixReader(lm, least=LEAST)
     kept = reader._prefix(PROMPTS, [6] * 3)
     assert kept.tokens == 192
-    calls, prefill = [], session._read
+    calls, prefill = [], session._step_in_place
 
     def failing(*arguments, **options):
         calls.append(1)
@@ -182,7 +182,7 @@ def test_a_prefix_that_could_not_be_read_is_dropped(lm, monkeypatch):
             raise MemoryError
         return prefill(*arguments, **options)
 
-    monkeypatch.setattr(session, "_read", failing)
+    monkeypatch.setattr(session, "_step_in_place", failing)
     others = [TEXT[:64] + ids(70, 136) + ids(seed, 30) for seed in (71, 72, 73)]
     with pytest.raises(MemoryError):
         reader._prefix(others, [6] * 3)
@@ -328,6 +328,6 @@ def test_prompts_that_begin_alike_stand_together_in_the_order_of_their_first():
 def test_whole_chunks_of_a_prefix_run_one_program_also_with_loaded_weights(lm, monkeypatch):
     monkeypatch.setattr("lcjax.generation.shared_prefix.prefill_chunk_size", lambda _: 48)
     assert jax.tree.leaves(lm.params)[0].committed  # as loaded weights are
-    before = session._read._cache_size()
+    before = session._step_in_place._cache_size()
     read_prefix(lm.with_method(length=512), TEXT[:144])
-    assert session._read._cache_size() == before + 1
+    assert session._step_in_place._cache_size() == before + 1
