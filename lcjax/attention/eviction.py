@@ -280,7 +280,7 @@ class Evicting(FullCache):
         keys, values = self.append(arrays, k, v, pattern, view, metadata)
         order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
-        arrays |= {"keys": keys, "values": values, "order": order}
+        arrays = arrays | {"keys": keys, "values": values, "order": order}
         if self.reads_output:
             norms = value_norms(v, metadata.output_kernel)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
@@ -292,7 +292,7 @@ class Evicting(FullCache):
             rotation=metadata.rotation,
             slots=self._candidates(arrays, after),
         )
-        arrays |= self.policy.observe(seen)
+        arrays = arrays | self.policy.observe(seen)
         return out, self.cut(arrays, after) if self._cuts_after(q.shape[1]) else arrays
 
     def key_metadata(self, view):
@@ -314,8 +314,7 @@ class Evicting(FullCache):
         policy, slots = self.policy, self._candidates(arrays, tokens)
         with jax.named_scope("evict"):
             scores = self._scores(slots)
-            table = jnp.asarray(policy.kept(self.length, self.layer), jnp.int32)
-            counts = jnp.broadcast_to(table[tokens][:, None], scores.shape[:2])
+            counts = jnp.broadcast_to(self._counts(tokens)[:, None], scores.shape[:2])
             if policy.heads is not None:
                 counts = policy.heads.counts(scores, counts, self.num_kept)
             if policy.critical is not None:
@@ -335,6 +334,14 @@ class Evicting(FullCache):
             kept = {name: gather(arrays[name]) for name in self._moved}
             kept["order"] = jnp.where(places < 0, 0, kept["order"])
             return arrays | _resize(kept, arrays["order"].shape[2])
+
+    def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Returns how many tokens heads keep of the `tokens` read, if they keep equally many."""
+        policy = self.policy
+        if policy.ratio is None and policy.layers is None:
+            return jnp.minimum(tokens, policy.tokens)
+        # A table, as products of float64 decide the rounding; it has a number for each length.
+        return jnp.asarray(policy.kept(self.length, self.layer), jnp.int32)[tokens]
 
     def _scores(self, slots: Candidates) -> Float[Array, "B K S"]:
         """Returns scores in which any token comes before an empty slot, and a number before NaN."""
