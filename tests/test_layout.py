@@ -191,7 +191,9 @@ def test_imported_names_exist():
     """Scripts that no test runs, and imports inside functions."""
     own = {"lcjax", "pallas_kernels", "benchmarks"}
     scripts = [
-        f for part in ("benchmarks", "tools", "notebooks") for f in ROOT.glob(f"{part}/**/*.py")
+        f
+        for part in ("benchmarks", "tools", "notebooks", "tests")
+        for f in ROOT.glob(f"{part}/**/*.py")
     ]
     missing = []
     for file in [*SOURCES, *scripts]:

@@ -192,7 +192,7 @@ class OnChip:
         segments = None if num_tokens == 1 else ids
         arrays = ids, segments, ids, jax.tree.map(np.asarray, lm.rotation(length))
         arrays = (lm.params, *self.shapes((cache, *arrays)), None, None)
-        return session._read.trace(lm.model, *arrays, with_ffn_input=False).lower()
+        return session._step_in_place.trace(lm.model, *arrays, with_ffn_input=False).lower()
 
 
 def inference_bytes(evaluations, trainings, chip):

@@ -52,13 +52,15 @@ def test_no_copy_of_the_weights_in_float32_exists(dtype, tokens):
     def temporaries(program):
         return program.lower(*inputs).compile().memory_analysis().temp_size_in_bytes
 
-    program = session._score._for(*inputs)
+    program = session._step_to_new_cache._for(*inputs)
     assert temporaries(program) < weights / 4
     if dtype == "float32" and tokens == 48:
-        assert program is session._score._from_16_bits
-        assert temporaries(session._score._default) > weights  # else the option is not needed
+        assert program is session._step_to_new_cache._from_16_bits
+        assert (
+            temporaries(session._step_to_new_cache._default) > weights
+        )  # else the option is not needed
     else:
-        assert program is session._score._default
+        assert program is session._step_to_new_cache._default
 
 
 @pytest.mark.slow
@@ -66,9 +68,9 @@ def test_no_copy_of_the_weights_in_float32_exists(dtype, tokens):
 def test_logits_are_those_of_the_same_weights_in_float32(tokens):
     decoder, params = model("float32")
     wide = Decoder(decoder.config.replace(param_dtype="float32"))
-    logits, cache = session._score(*arguments(decoder, params, tokens))
+    logits, cache = session._step_to_new_cache(*arguments(decoder, params, tokens))
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    want, want_cache = session._score(*arguments(wide, exact, tokens))
+    want, want_cache = session._step_to_new_cache(*arguments(wide, exact, tokens))
     np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
     for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(want_cache), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

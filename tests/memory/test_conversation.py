@@ -93,13 +93,13 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
 
 @pytest.mark.slow
 def test_a_chat_continues_without_reading_anything_twice(lm, monkeypatch):
-    read, read_tokens = [], session._read
+    read, read_tokens = [], session._step_in_place
 
     def noted(model, params, cache, tokens, *rest, **options):
         read.extend(tokens[0].tolist())
         return read_tokens(model, params, cache, tokens, *rest, **options)
 
-    monkeypatch.setattr(session, "_read", noted)
+    monkeypatch.setattr(session, "_step_in_place", noted)
     talk = Conversation(lm, context=PASSAGES)
     answers = [talk.say(message, GREEDY) for message in ("Who?", "When?")]
     assert talk.messages[1::2] == [{"role": "assistant", "content": a} for a in answers]

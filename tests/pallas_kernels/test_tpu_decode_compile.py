@@ -18,7 +18,7 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
     place,
 )
 
-from lcjax.generation.session import _read
+from lcjax.generation.session import _step_in_place
 from lcjax.models import Decoder
 from lcjax.models.cache import abstract_cache
 from lcjax.models.model_config import PRESETS
@@ -175,7 +175,7 @@ def test_a_decoding_step_of_a_model_copies_no_cache(preset):
     params, cache, token, at, rotation = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), given
     )
-    traced = _read.trace(model, params, cache, token, None, at, rotation, None, None)
+    traced = _step_in_place.trace(model, params, cache, token, None, at, rotation, None, None)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     elements = cache.layers[0]["keys"].size
     memory = compiled.memory_analysis()

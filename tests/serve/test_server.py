@@ -268,10 +268,12 @@ def test_a_context_is_read_once_before_any_prompt(client, monkeypatch):
     assert context["cached"] and context["tokens"] == 2000 and context["name"] == "a book"
     assert client.ask("GET", f"/v1/contexts/{context['id']}")[1] == context
     read = []  # tokens of each call of the model
-    step, score = session._read, session._score
-    monkeypatch.setattr(session, "_read", lambda *a, **k: read.append(a[3].shape) or step(*a, **k))
+    step, score = session._step_in_place, session._step_to_new_cache
     monkeypatch.setattr(
-        session, "_score", lambda *a, **k: read.append(a[3].shape) or score(*a, **k)
+        session, "_step_in_place", lambda *a, **k: read.append(a[3].shape) or step(*a, **k)
+    )
+    monkeypatch.setattr(
+        session, "_step_to_new_cache", lambda *a, **k: read.append(a[3].shape) or score(*a, **k)
     )
     prompts = [ids(6, 9), ids(7, 3)]
     options = {"max_tokens": 5, "context": context["id"], "logprobs": 1, "echo": True}
