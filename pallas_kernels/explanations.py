@@ -92,14 +92,19 @@ def current_explanations() -> list[Explanation] | None:
 
 
 @contextlib.contextmanager
-def record_blocks() -> Iterator[list[KernelBlocks]]:
-    """Records the blocks of the kernels that are traced inside the context."""
-    blocks: list[KernelBlocks] = []
-    token = _blocks.set(blocks)
+def _record(variable: contextvars.ContextVar) -> Iterator[list]:
+    """Sets the variable to a new list inside the context."""
+    entries: list = []
+    token = variable.set(entries)
     try:
-        yield blocks
+        yield entries
     finally:
-        _blocks.reset(token)
+        variable.reset(token)
+
+
+def record_blocks() -> contextlib.AbstractContextManager[list[KernelBlocks]]:
+    """Records the blocks of the kernels that are traced inside the context."""
+    return _record(_blocks)
 
 
 def report(make: Callable[[], KernelBlocks]) -> None:
@@ -138,16 +143,10 @@ def explain(function, *args, **options) -> list[Explanation]:
     return list(dict.fromkeys(explanations))
 
 
-@contextlib.contextmanager
-def record_explanations() -> Iterator[list[Explanation]]:
+def record_explanations() -> contextlib.AbstractContextManager[list[Explanation]]:
     """Records the explanation of every attention call that is traced inside the context.
 
     Use it where `explain` cannot trace the whole computation, such as a Python loop over several
     jitted programs. Functions that `jax.jit` has traced before are not traced again.
     """
-    explanations: list[Explanation] = []
-    token = _explanations.set(explanations)
-    try:
-        yield explanations
-    finally:
-        _explanations.reset(token)
+    return _record(_explanations)

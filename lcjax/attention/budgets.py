@@ -10,7 +10,7 @@ import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.candidates import Candidates
 from lcjax.errors import Fraction, InputError, Interval, NonNegativeFloat, check_fields
@@ -154,13 +154,10 @@ class AdaptiveHeads(HeadBudget):
     def counts(self, scores, counts, most):
         rows, slots = len(scores), scores.shape[-1]
         best = jax.lax.top_k(scores, min(most, slots))[0]
-        floors = np.maximum((self.floor * np.arange(slots + 1)).astype(np.int32), 1)
-        is_safe = jnp.arange(best.shape[-1]) < jnp.asarray(floors)[counts][..., None]
+        is_safe = jnp.arange(best.shape[-1]) < _share(self.floor, slots)[counts][..., None]
         is_token = best > -jnp.inf
         ranked = jnp.where(is_safe & is_token, jnp.inf, best).reshape(rows, -1)
-        order = jnp.argsort(-ranked, axis=-1, stable=True)
-        stays = jnp.arange(order.shape[-1]) < counts.sum(-1, keepdims=True)
-        stays = jnp.put_along_axis(jnp.zeros_like(order, bool), order, stays, -1, inplace=False)
+        stays = _greatest(ranked, counts.sum(-1))
         return (stays.reshape(best.shape) & is_token).sum(-1, dtype=jnp.int32)
 
 
@@ -188,12 +185,7 @@ class Critical:
         counts: Int[Array, "B K"],
     ) -> Float[Array, "B K S"]:
         """Returns scores by which `counts` tokens of each head are chosen; -inf: empty slots."""
-        slots = scores.shape[-1]
-        table = np.maximum((self.first * np.arange(slots + 1)).astype(np.int32), 1)
-        order = jnp.argsort(-scores, axis=-1, stable=True)
-        is_first = jnp.arange(slots) < jnp.asarray(table)[counts][..., None]
-        none = jnp.zeros_like(order, bool)
-        is_first = jnp.put_along_axis(none, order, is_first, -1, inplace=False)
+        is_first = _greatest(scores, _share(self.first, scores.shape[-1])[counts])
         weighted = jnp.where(scores > -jnp.inf, (scores + self.epsilon) * norms, -jnp.inf)
         return jnp.where(is_first & (scores > -jnp.inf), jnp.inf, weighted)
 
@@ -240,17 +232,22 @@ def in_spans(
     lengths = is_token.sum(-1)
     means = jnp.where(is_token, first, 0).sum(-1) / jnp.maximum(lengths, 1)
     means = jnp.where(lengths > 0, means, -jnp.inf)
-    most = means.shape[-1]
-    number = np.arange(most + 1)
-    if ratio is None:
-        table = np.minimum(np.maximum(tokens // size, 1), number)
-    else:
-        table = np.minimum(np.maximum((number * (1 - ratio)).astype(np.int32), 1), number)
-    count = jnp.asarray(table, jnp.int32)[-(-slots.tokens // size)]
-    order = jnp.argsort(-means, axis=-1, stable=True)
-    stays = jnp.arange(most) < count[:, None, None]
-    stays = jnp.put_along_axis(jnp.zeros_like(order, bool), order, stays, -1, inplace=False)
+    number = -(-slots.tokens // size)
+    kept = max(tokens // size, 1) if ratio is None else _share(1 - ratio, means.shape[-1])[number]
+    stays = _greatest(means, jnp.minimum(kept, number)[:, None])
     counts = (lengths * stays).sum(-1)
     each = jnp.repeat(jnp.where(stays, 0.0, -jnp.inf), size, axis=-1)
     each = slots.to_slots(each[..., : scores.shape[-1]])
-    return jnp.where(slots.is_token, each, -jnp.inf), jnp.broadcast_to(counts, (len(count), heads))
+    return jnp.where(slots.is_token, each, -jnp.inf), jnp.broadcast_to(counts, (len(counts), heads))
+
+
+def _share(share: float, most: int) -> Int[Array, " most+1"]:
+    """Returns max(1, int(n share)) of n = 0 ... `most`, with the products of float64."""
+    return jnp.asarray(np.maximum((share * np.arange(most + 1)).astype(np.int32), 1))
+
+
+def _greatest(x: Float[Array, "... S"], count: Int[Array, ...]) -> Bool[Array, "... S"]:
+    """Returns which numbers are the `count` greatest; of equal ones the first."""
+    order = jnp.argsort(-x, axis=-1, stable=True)
+    first = jnp.arange(x.shape[-1]) < count[..., None]
+    return jnp.put_along_axis(jnp.zeros(x.shape, bool), order, first, -1, inplace=False)

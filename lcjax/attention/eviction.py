@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -217,7 +218,7 @@ class Evicting(FullCache):
         fitted = fitted._between_cuts(length, min(self.policy.chunk, length))
         return fitted, fitted.slots
 
-    @property
+    @functools.cached_property  # the table of a million tokens takes tens of milliseconds
     def num_kept(self) -> int:
         """The slots that a cut leaves in use: as many as the head that keeps most may need.
 

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kv_cache_golden import golden
 
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.budgets import AdaptiveHeads, Critical, LayerRatios, Pyramid, PyramidOriginal
@@ -30,14 +29,6 @@ from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
 from lcjax.rope.rotation import no_rotation
-
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kv_cache.json"
-
-
-@functools.cache
-def golden():
-    with np.load(GOLDEN.with_suffix(".npz")) as arrays:
-        return json.loads(GOLDEN.read_text()), dict(arrays)
 
 
 def snapkv(ratio, window, kernel, **options):

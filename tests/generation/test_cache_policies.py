@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kv_cache_golden import golden
 from safetensors.numpy import save_file
 from small_norm import SmallNorm
 
@@ -35,7 +36,6 @@ from lcjax.models.decoder import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kv_cache.json"
 TINY = preset("tiny")
 SIX = Sampling(max_new_tokens=6, min_new_tokens=6)
 
@@ -59,12 +59,6 @@ def text(seed, length):
 
 
 # Released code
-
-
-@functools.cache
-def golden():
-    with np.load(GOLDEN.with_suffix(".npz")) as arrays:
-        return json.loads(GOLDEN.read_text()), dict(arrays)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -1,5 +1,6 @@
 """Policies that score keys by the attention of the last queries: snapkv and tova."""
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -17,9 +18,9 @@ class LastQueries(CachePolicy):
     """A policy that keeps the last queries, which may come from several chunks of a text."""
 
     @property
+    @abc.abstractmethod
     def num_queries(self) -> int:
         """The number of last queries."""
-        raise NotImplementedError
 
     def state(self, layer):
         shape = (layer.num_heads, self.num_queries, layer.head_dim)
