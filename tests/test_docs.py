@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from lcjax import config
-from lcjax.attention import CachePolicy, Pattern
+from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.config import help as config_help
@@ -90,7 +90,7 @@ def working_folder(page, tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("The harbour was quiet that morning. " * 20)
     monkeypatch.chdir(tmp_path)
     # A method that a page adds is registered for this test alone.
-    for registry in (Pattern, CachePolicy, Memory, MemorySection, Task):
+    for registry in (Pattern, CacheMethod, Memory, MemorySection, Task):
         choices = registry.get_known_choices().copy()
         monkeypatch.setattr(registry, "_choice_registry", choices)
 
@@ -167,7 +167,7 @@ def test_links_of_a_page_lead_to_files_and_headings(page):
 
 def test_the_tables_of_classes_are_those_of_the_registries():
     tables = re.split(r"^\| `model\.\w+: \{type", PAGES["docs/library.md"], flags=re.MULTILINE)[1:]
-    for table, base in zip(tables, (Rope, Pattern, CachePolicy, MemorySection), strict=True):
+    for table, base in zip(tables, (Rope, Pattern, CacheMethod, MemorySection), strict=True):
         rows = dict(re.findall(r"^\| `(\w+)` \| `(.+)` \|$", table, re.MULTILINE))
         choices = base.get_known_choices().items()
         own = {name: cls for name, cls in choices if cls.__module__.startswith("lcjax.")}

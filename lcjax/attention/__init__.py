@@ -11,6 +11,7 @@ from lcjax.attention.budgets import (
     Pyramid,
     PyramidOriginal,
 )
+from lcjax.attention.cache_method import CacheMethod, KeepAll
 from lcjax.attention.candidates import Candidates, Seen
 from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.dual_chunk import DualChunk
@@ -40,10 +41,10 @@ from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
     "H2O", "POSITIONS", "AdaptiveHeads", "AttentionMetadata", "Bidirectional", "BigBird",
-    "CachePolicy", "Candidates", "Causal", "Chunked", "Critical", "Disentangled", "DualChunk",
-    "ExpectedAttention", "HeadBudget", "InfLLM", "KeyDiff", "Knorm", "LMInfinite", "LagKV",
-    "Landmark", "LayerBudget", "LayerRatios", "Longformer", "ObservedAttention", "Pass", "Pattern",
-    "Pyramid", "PyramidOriginal", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse",
-    "Sliding", "SnapKV", "SparseTransformer", "Streaming", "StreamingCache", "Tova",
-    "TransformerXL", "VerticalSlash", "order_indices",
+    "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical", "Disentangled",
+    "DualChunk", "ExpectedAttention", "HeadBudget", "InfLLM", "KeepAll", "KeyDiff", "Knorm",
+    "LMInfinite", "LagKV", "Landmark", "LayerBudget", "LayerRatios", "Longformer",
+    "ObservedAttention", "Pass", "Pattern", "Pyramid", "PyramidOriginal", "Random", "ReRoPE",
+    "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV", "SparseTransformer", "Streaming",
+    "StreamingCache", "Tova", "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

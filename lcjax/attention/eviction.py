@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +33,14 @@ from lcjax.attention.cache import (
     whole_blocks,
     write_tokens,
 )
+from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.candidates import Candidates, Seen
-from lcjax.errors import InputError, Interval, PositiveInt, check_fields
+from lcjax.errors import InputError, Interval, PositiveInt
 
 
 @dataclass(frozen=True)
-class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
-    """Which tokens a layer keeps: the `model.cache` config section.
+class CachePolicy(CacheMethod):
+    """Which tokens a layer keeps: a `model.cache` that evicts the others.
 
     Every key head keeps the tokens with the greatest scores; of equal scores, those of later
     tokens. By default a prompt is read under full attention and cut at its end. With `chunk`, the
@@ -50,8 +50,8 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
     part of the text are left alone.
     """
 
-    # Fields of small instances, on which the tests of all policies run.
     examples: ClassVar[tuple[dict, ...]] = ({"tokens": 32},)
+    evicts: ClassVar[bool] = True
     # Names of arrays [B, K, S, 1] float32 with a number for each slot, which moves with its token.
     slot_state: ClassVar[tuple[str, ...]] = ()
     # How much stays: a number of tokens for each key head, or all but a share of the tokens read
@@ -67,7 +67,7 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
     span: PositiveInt | None = None
 
     def __post_init__(self):
-        check_fields("model.cache", self)
+        super().__post_init__()
         if (self.tokens is None) == (self.ratio is None):
             kind = self.get_choice_name(type(self))
             raise InputError(
@@ -137,8 +137,7 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
         counts = counts.astype(np.int64)
         return np.minimum(np.maximum(counts, 1), read)
 
-    def check(self, pattern: Pattern) -> None:
-        """Raises an InputError if a layer under `pattern` cannot evict tokens."""
+    def check(self, pattern):
         pattern = pattern.for_inference()
         if pattern.layer_cache.keeps_all and not pattern.allows_eviction:
             kind = Pattern.get_choice_name(type(pattern))
@@ -147,8 +146,7 @@ class CachePolicy(draccus.ChoiceRegistry, abc.ABC):
                 f" under model.pattern.type={kind}; use type causal, or leave model.cache out"
             )
 
-    def layer_cache(self, pattern: Pattern, soft_cap: float | None) -> LayerCache:
-        """Returns the cache of a layer under `pattern`, whose logits are capped at `soft_cap`."""
+    def layer_cache(self, pattern, soft_cap):
         needed = pattern.layer_cache
         return Evicting(self, soft_cap) if needed.keeps_all else needed
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import jax
 
 from lcjax import checkpoints
-from lcjax.attention import CachePolicy, Pattern
+from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
 from lcjax.errors import InputError, Seed, check_fields
@@ -42,7 +42,7 @@ class ModelSection:
     # with its pattern and rope, or those above where it has none; null: the checkpoint's own.
     layers: tuple[LayerKind, ...] | None = None
     # Which tokens layers keep while texts are read and generated; null: all that patterns need
-    cache: CachePolicy | None = None
+    cache: CacheMethod | None = None
     memory: MemorySection | None = None  # context outside the window; null: the checkpoint's own
     # Number of first layers of path that become a memory's encoder, to be trained with
     # data.masking; null: the model is unchanged.
@@ -61,7 +61,7 @@ class ModelSection:
     seed: Seed = 0  # of random weights, and of a learned rope's new weights
 
     def __post_init__(self):
-        registries = {"rope": Rope, "pattern": Pattern, "cache": CachePolicy}
+        registries = {"rope": Rope, "pattern": Pattern, "cache": CacheMethod}
         for field, base in (registries | {"memory": MemorySection}).items():
             check_instance(f"model.{field}", getattr(self, field), base)
         for kind in self.layers if isinstance(self.layers, list | tuple) else ():
@@ -93,7 +93,7 @@ class Settings(TypedDict, total=False):
     rope: Rope | None
     pattern: Pattern | None
     layers: tuple[LayerKind, ...] | None
-    cache: CachePolicy | None
+    cache: CacheMethod | None
     memory: MemorySection | None
     encoder_layers: int | None
     position: str | None

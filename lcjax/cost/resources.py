@@ -242,7 +242,7 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
                 seen = np.asarray(mask.element(piece[:, None], keys[None]))
                 total += heads * int(np.broadcast_to(seen, (len(piece), length)).sum())
     mean = total / count / config.num_heads
-    if config.cache is None or last is None:
+    if not config.evicts or last is None:
         return mean
     return min(mean, cache_lib.layer_cache(config).num_visible(length, last))
 

@@ -7,7 +7,7 @@ from typing import Any
 import draccus
 import numpy as np
 
-from lcjax.attention import CachePolicy, Pattern
+from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.load import identity, load_tokenizer
@@ -35,7 +35,7 @@ class Method:
     name: str
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
-    cache: CachePolicy | None = None  # which tokens layers keep; null: that of model.cache
+    cache: CacheMethod | None = None  # what layers keep of a text; null: that of model.cache
     path: str | None = None  # another checkpoint than model.path, such as a training run
     # Another memory than model.memory, to measure time and memory use: weights that the checkpoint
     # lacks are random; null: the model's

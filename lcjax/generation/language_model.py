@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lcjax import cost
-from lcjax.attention import CachePolicy, Pattern
+from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.checkpoints.tokenizer import check_template_variables
@@ -147,7 +147,7 @@ class LanguageModel(InferenceModel, Scorer):
         *,
         rope: Rope | None = None,
         pattern: Pattern | None = None,
-        cache: CachePolicy | None = None,
+        cache: CacheMethod | None = None,
         memory: Memory | None = None,
         length: int | None = None,
     ) -> "LanguageModel":
@@ -167,7 +167,7 @@ class LanguageModel(InferenceModel, Scorer):
           InputError: the weights do not fit the method.
         """
         for name, value, base in (
-            ("rope", rope, Rope), ("pattern", pattern, Pattern), ("cache", cache, CachePolicy),
+            ("rope", rope, Rope), ("pattern", pattern, Pattern), ("cache", cache, CacheMethod),
             ("memory", memory, Memory),
         ):  # fmt: skip
             check_instance(name, value, base)
@@ -382,7 +382,7 @@ class LanguageModel(InferenceModel, Scorer):
                 lambda x: np.pad(x, [(0, 0), (first, 0)] + [(0, 0)] * (x.ndim - 2)),
                 score_with_inserted(self, score, *options),
             )
-        if self.config.cache is not None:
+        if not self.config.has_exact_cache:
             return score_by_chunk(self, score, tokens, lengths, first, with_ffn_input)
         texts = [
             Text(row[:length], first - 1, row[first:length])
@@ -429,7 +429,7 @@ class LanguageModel(InferenceModel, Scorer):
             tokens = np.pad(tokens, [(0, 0), (0, 1)])  # a next token, which is not read
             options = (inserted, tokens, lengths + 1, 1, memory)
             return score_with_inserted(self, text_logits, *options)
-        if self.config.cache is not None:
+        if not self.config.has_exact_cache:
             tokens = np.pad(tokens, [(0, 0), (0, 1)])
             return score_by_chunk(self, text_logits, tokens, lengths + 1, 1)[:, 1:]
         rotation = self.rotations(np.maximum(lengths, 1))

@@ -384,7 +384,7 @@ def score_continuations(
     if prefix is not None:
         prefix.check_keys(lm, lengths)
     is_single = prefix is None and all(len(row) == 1 for row in continuations)
-    is_single = is_single and config.cache is None  # which may act between prompt and continuation
+    is_single = is_single and config.has_exact_cache  # else it may act between the two
     if is_single and config.is_position_based and longest <= prefill_chunk_size(None):
         return score_at_once(lm, prompts, continuations, lm.rotations(lengths), memory)
     rotation = lm.rotations(np.array(fill_rows(lm.model, lengths)))

@@ -494,7 +494,7 @@ def can_compress_prefix(config: ModelConfig) -> bool:
     The prompts then read what the policy kept of the prefix, which is not what they would read in
     full: their own tokens have no part in the choice.
     """
-    if config.cache is None or config.cache.chunk is not None:
+    if not config.evicts or config.cache.chunk is not None:
         return False
     kinds = cache_lib.layer_caches(config)
     return config.is_position_based and all(x.evicts or not x.keeps_all for x in kinds)
@@ -503,7 +503,7 @@ def can_compress_prefix(config: ModelConfig) -> bool:
 def can_share_prefix(config: ModelConfig) -> bool:
     """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
     keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
-    return config.is_position_based and keeps_all and config.cache is None
+    return config.is_position_based and keeps_all and not config.evicts
 
 
 def read_prompts(

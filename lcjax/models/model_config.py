@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 
-from lcjax.attention import POSITIONS, Bidirectional, CachePolicy, Causal, Pattern, Sliding
+from lcjax.attention import POSITIONS, Bidirectional, CacheMethod, Causal, Pattern, Sliding
 from lcjax.config import check_instance
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_fields
 from lcjax.models.experts import Experts
@@ -96,8 +96,8 @@ class ModelConfig:
     # Layers with their own pattern or rope, repeated from the first to the last layer. Empty: all
     # layers have `pattern` and `rope`.
     layers: tuple[LayerKind, ...] = ()
-    # Which tokens layers keep while they read and generate; null: all that their patterns need
-    cache: CachePolicy | None = None
+    # What layers keep of the tokens that they read and generate; null: all that their patterns need
+    cache: CacheMethod | None = None
     dtype: Dtype = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: Dtype = "float32"
     # What the backward pass recomputes: none: nothing; full: whole layers; attention: layers except
@@ -205,14 +205,24 @@ class ModelConfig:
         self.memory.check(self)
 
     def _check_cache(self) -> None:
-        """Raises an InputError if tokens cannot be evicted from caches of this model."""
-        if self.memory is not None or self.position != "rope":
+        """Raises an InputError if `cache` is not defined for this model."""
+        if not self.has_exact_cache and (self.memory is not None or self.position != "rope"):
             reason = "model.memory" if self.memory is not None else f"position={self.position}"
             raise InputError(
                 f"model.cache is not defined for models with {reason}; leave one of the two out"
             )
         for pattern in self.patterns:
             self.cache.check(pattern)
+
+    @property
+    def has_exact_cache(self) -> bool:
+        """Whether a token reads all keys that its pattern shows (`CacheMethod.is_exact`)."""
+        return self.cache is None or self.cache.is_exact
+
+    @property
+    def evicts(self) -> bool:
+        """Whether layers evict tokens that their patterns need."""
+        return self.cache is not None and self.cache.evicts
 
     def for_inference(self) -> "ModelConfig":
         """Returns the config for evaluation and generation."""

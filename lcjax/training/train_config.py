@@ -293,8 +293,8 @@ class TrainConfig:
             )
         if self.model.cache is not None:
             raise InputError(
-                "model.cache evicts tokens while a text is read and generated, and training keeps"
-                " them all; leave it out here, and set it in the config of eval.py"
+                "model.cache says what is kept of a text that is read and generated, and training"
+                " keeps all of it; leave it out here, and set it in the config of eval.py"
             )
         kinds = self.model.layers or ()
         for pattern in (self.model.pattern, *(kind.pattern for kind in kinds)):

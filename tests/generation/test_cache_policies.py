@@ -339,7 +339,7 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
     config = parse(EvalConfig, words)
     assert type(config.model.cache).__name__ == "SmallNorm" and config.model.cache.tokens == 48
     assert len(file.read_text().splitlines()) <= 60
-    with pytest.raises(InputError, match=r"model.cache evicts tokens .* leave it out here"):
+    with pytest.raises(InputError, match=r"model.cache says .* leave it out here"):
         parse(TrainConfig, [*words[:3], *words[4:]])
 
 
@@ -349,7 +349,7 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
         ({"position": "alibi"}, "model.cache is not defined for models with position=alibi"),
         ({"pattern": Landmark(block=4, top_k=1, train_length=32, token=3)},
          "model.cache.type=small_norm is not defined for layers under model.pattern.type=landmark"),
-        ({"cache": "small_norm"}, "model.cache='small_norm' must be of type .*CachePolicy"),
+        ({"cache": "small_norm"}, "model.cache='small_norm' must be of type .*CacheMethod"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_evict_tokens_are_refused(change, message):

@@ -1,0 +1,50 @@
+"""What layers keep of a text: the `model.cache` config section."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar
+
+import draccus
+
+from lcjax.attention.base import Pattern
+from lcjax.attention.cache import LayerCache
+from lcjax.errors import check_fields
+
+
+@dataclass(frozen=True)
+class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
+    """What layers keep of a text, and what a later token reads of it: `model.cache`."""
+
+    # Fields of small instances, on which the tests of all methods run.
+    examples: ClassVar[tuple[dict, ...]] = ({},)
+    evicts: ClassVar[bool] = False  # whether a token that a pattern needs may be gone
+    # Whether a token reads all keys and values that its pattern shows, as they were computed
+    is_exact: ClassVar[bool] = False
+    chunk: ClassVar[int | None] = None  # tokens that are read at once; None: any number
+
+    def __post_init__(self):
+        check_fields("model.cache", self)
+
+    @abc.abstractmethod
+    def check(self, pattern: Pattern) -> None:
+        """Raises an InputError if the method is not defined for layers under `pattern`."""
+
+    @abc.abstractmethod
+    def layer_cache(self, pattern: Pattern, soft_cap: float | None) -> LayerCache:
+        """Returns the cache of a layer under `pattern`, whose logits are capped at `soft_cap`."""
+
+
+@CacheMethod.register_subclass("full")
+@dataclass(frozen=True)
+class KeepAll(CacheMethod):
+    """Keeps what the pattern of a layer needs, as without `model.cache`."""
+
+    is_exact: ClassVar[bool] = True
+
+    def check(self, pattern):
+        """Is defined for every pattern."""
+
+    def layer_cache(self, pattern, soft_cap):
+        return pattern.layer_cache
