@@ -32,6 +32,7 @@ from lcjax.attention.policies import (
     StreamingCache,
     Tova,
 )
+from lcjax.attention.quest import Quest
 from lcjax.attention.relative import Disentangled, TransformerXL
 from lcjax.attention.s2 import ShiftedSparse
 from lcjax.attention.self_extend import SelfExtend
@@ -44,7 +45,7 @@ __all__ = [
     "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical", "Disentangled",
     "DualChunk", "ExpectedAttention", "HeadBudget", "InfLLM", "KeepAll", "KeyDiff", "Knorm",
     "LMInfinite", "LagKV", "Landmark", "LayerBudget", "LayerRatios", "Longformer",
-    "ObservedAttention", "Pass", "Pattern", "Pyramid", "PyramidOriginal", "Random", "ReRoPE",
-    "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV", "SparseTransformer", "Streaming",
-    "StreamingCache", "Tova", "TransformerXL", "VerticalSlash", "order_indices",
+    "ObservedAttention", "Pass", "Pattern", "Pyramid", "PyramidOriginal", "Quest", "Random",
+    "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV", "SparseTransformer",
+    "Streaming", "StreamingCache", "Tova", "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

@@ -392,3 +392,52 @@ def order_indices(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     is_start = segments[:, 1:] != segments[:, :-1]
     is_start = jnp.pad(is_start, [(0, 0), (1, 0)])  # the first token starts at 0 anyway
     return slots - jax.lax.cummax(jnp.where(is_start, slots, 0), axis=1)
+
+
+def attend_by_head(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    index: Int[Array, "B K S"],
+    pattern: Pattern,
+    metadata: AttentionMetadata,
+) -> Float[Array, "B T N H"]:
+    """Computes attention over rotated keys whose tokens differ between key heads.
+
+    Key heads are folded into rows: B x K rows of one key head and its G query heads.
+
+    Args:
+      q: unrotated queries.
+      keys, values: of the tokens of each head.
+      index: order indices of these tokens; -1: there is none.
+      pattern: the pattern of the layer.
+      metadata: positions and order indices of the queries, and rotation.
+    """
+    rows, length, heads, size = q.shape
+    kv_heads, slots = keys.shape[1:3]
+    group = heads // kv_heads
+    q = q.reshape(rows, length, kv_heads, group, size).swapaxes(1, 2)
+    q = q.reshape(rows * kv_heads, length, group, size)
+    keys, values = (x.reshape(rows * kv_heads, slots, 1, -1) for x in (keys, values))
+    index = index.reshape(rows * kv_heads, slots)
+
+    def each_head(x):
+        return jnp.repeat(x, kv_heads, axis=0)
+
+    rotation = metadata.rotation
+    if rotation.inv_freq.ndim > 1:  # one for each row
+        rotation = jax.tree.map(each_head, rotation)
+    metadata = metadata.without_layout().replace(
+        q_positions=each_head(metadata.q_positions),
+        k_positions=index,
+        rotation=rotation,
+        q_index=each_head(metadata.q_index),
+        k_index=index,
+        q_segments=each_head(metadata.q_segments),
+        k_segments=(index >= 0).astype(jnp.int32),
+        row_indices=None,
+        keys_rotated=True,
+    )
+    out = pattern.attend(q, keys, values, metadata)
+    out = out.reshape(rows, kv_heads, length, group, -1).swapaxes(1, 2)
+    return out.reshape(rows, length, heads, -1)

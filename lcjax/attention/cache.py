@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -85,6 +86,7 @@ class LayerCache(abc.ABC):
     acts_on_prompt: ClassVar[bool] = False
     acts_on_chunk: ClassVar[bool] = False
     evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
+    differs_by_layer: ClassVar[bool] = False  # whether `for_layer` depends on the layer
     reads_output: ClassVar[bool] = False  # whether `attend` needs `metadata.output_kernel`
 
     rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
@@ -93,7 +95,7 @@ class LayerCache(abc.ABC):
         """Returns the cache of one of the model's layers, if they differ in more than the pattern.
 
         Args:
-          layer: its number among the layers with a cache that evicts tokens.
+          layer: its number among the layers with a cache that `differs_by_layer`.
           num_layers: number of these layers.
         """
         return self
@@ -158,6 +160,15 @@ class LayerCache(abc.ABC):
     ) -> tuple[LayerCache, Arrays, Any]:
         """Returns what `end_prompt` does, without acting: slots for tokens that follow a prompt."""
         return self, arrays, slots
+
+    def branch(self, arrays: Arrays, pick: Callable[[jax.Array], jax.Array]) -> Arrays:
+        """Returns the arrays of rows that continue one row; of a cache that `keeps_all`.
+
+        Args:
+          arrays: those of the row, of a layer or stacked.
+          pick: maps an array with an entry for each slot.
+        """
+        return {name: pick(x) for name, x in arrays.items()}
 
     @abc.abstractmethod
     def attend(

@@ -10,7 +10,7 @@ import draccus
 
 from lcjax.attention.base import Pattern
 from lcjax.attention.cache import LayerCache
-from lcjax.errors import check_fields
+from lcjax.errors import InputError, check_fields
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,24 @@ class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
     def __post_init__(self):
         check_fields("model.cache", self)
 
-    @abc.abstractmethod
     def check(self, pattern: Pattern) -> None:
-        """Raises an InputError if the method is not defined for layers under `pattern`."""
+        """Raises an InputError if the method is not defined for layers under `pattern`.
+
+        By default a layer either sees all tokens before a token, or is left alone because it needs
+        a bounded part of the text.
+        """
+        pattern = pattern.for_inference()
+        if pattern.layer_cache.keeps_all and not pattern.allows_eviction:
+            kind = Pattern.get_choice_name(type(pattern))
+            raise InputError(
+                f"model.cache.type={self.get_choice_name(type(self))} is not defined for layers"
+                f" under model.pattern.type={kind}; use type causal, or leave model.cache out"
+            )
+
+    @property
+    def scoring_chunk(self) -> int | None:
+        """Tokens of a text that are read at once where they are scored; None: any number."""
+        return self.chunk
 
     @abc.abstractmethod
     def layer_cache(self, pattern: Pattern, soft_cap: float | None) -> LayerCache:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import Pattern, rotate_queries
+from lcjax.attention.base import attend_by_head, rotate_queries
 from lcjax.attention.budgets import Critical, HeadBudget, LayerBudget, in_spans, value_norms
 from lcjax.attention.cache import (
     Arrays,
@@ -137,15 +137,6 @@ class CachePolicy(CacheMethod):
         counts = counts.astype(np.int64)
         return np.minimum(np.maximum(counts, 1), read)
 
-    def check(self, pattern):
-        pattern = pattern.for_inference()
-        if pattern.layer_cache.keeps_all and not pattern.allows_eviction:
-            kind = Pattern.get_choice_name(type(pattern))
-            raise InputError(
-                f"model.cache.type={self.get_choice_name(type(self))} is not defined for layers"
-                f" under model.pattern.type={kind}; use type causal, or leave model.cache out"
-            )
-
     def layer_cache(self, pattern, soft_cap):
         needed = pattern.layer_cache
         return Evicting(self, soft_cap) if needed.keeps_all else needed
@@ -171,6 +162,7 @@ class Evicting(FullCache):
     keeps_all: ClassVar[bool] = False
     holds_keys_only: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
+    differs_by_layer: ClassVar[bool] = True
 
     policy: CachePolicy
     soft_cap: float | None = None
@@ -283,7 +275,8 @@ class Evicting(FullCache):
         if self.reads_output:
             norms = value_norms(v, metadata.output_kernel)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
-        out = _attend_by_head(q, arrays, pattern, metadata)
+        order = arrays["order"][..., 0] - 1
+        out = attend_by_head(q, arrays["keys"], arrays["values"], order, pattern, metadata)
         seen = Seen(
             queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
             unrotated=q.swapaxes(1, 2),
@@ -375,38 +368,3 @@ def _resize(arrays: Arrays, slots: int) -> Arrays:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots - size), (0, 0)])
 
     return jax.tree.map(resize, arrays)
-
-
-def _attend_by_head(
-    q: Float[Array, "B T N H"], arrays: Arrays, pattern: Pattern, metadata
-) -> Float[Array, "B T N H"]:
-    """Computes attention over keys whose tokens differ between key heads."""
-    keys, values, order = arrays["keys"], arrays["values"], arrays["order"]
-    rows, length, heads, size = q.shape
-    kv_heads, slots = keys.shape[1:3]
-    group = heads // kv_heads
-    q = q.reshape(rows, length, kv_heads, group, size).swapaxes(1, 2)
-    q = q.reshape(rows * kv_heads, length, group, size)
-    keys, values = (x.reshape(rows * kv_heads, slots, 1, -1) for x in (keys, values))
-    index = order.reshape(rows * kv_heads, slots) - 1
-
-    def each_head(x):
-        return jnp.repeat(x, kv_heads, axis=0)
-
-    rotation = metadata.rotation
-    if rotation.inv_freq.ndim > 1:  # one for each row
-        rotation = jax.tree.map(each_head, rotation)
-    metadata = metadata.without_layout().replace(
-        q_positions=each_head(metadata.q_positions),
-        k_positions=index,
-        rotation=rotation,
-        q_index=each_head(metadata.q_index),
-        k_index=index,
-        q_segments=each_head(metadata.q_segments),
-        k_segments=(index >= 0).astype(jnp.int32),
-        row_indices=None,
-        keys_rotated=True,
-    )
-    out = pattern.attend(q, keys, values, metadata)
-    out = out.reshape(rows, kv_heads, length, group, -1).swapaxes(1, 2)
-    return out.reshape(rows, length, heads, -1)

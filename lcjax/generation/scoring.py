@@ -36,7 +36,7 @@ from lcjax.generation.session import (
     read_prompts,
     round_up_to_bucket,
 )
-from lcjax.models import Decoder, head
+from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models import decoder as decoder_lib
 from lcjax.models.loss import Projection, over_chunks
@@ -266,7 +266,7 @@ def score_by_chunk(
     first: int,
     with_ffn_input: bool = False,
 ) -> Any:
-    """Scores tokens [B, T] from `first` on with a model whose cache is cut after every chunk.
+    """Scores tokens [B, T] from `first` on with a model whose cache changes what tokens read.
 
     The arguments are those of `LanguageModel.score`. Returns arrays [B, T, ...], 0 where `nll` is.
 
@@ -274,14 +274,14 @@ def score_by_chunk(
       InputError: the cache is cut at the end of a prompt only.
     """
     config = lm.model.config
-    if config.cache.chunk is None:
+    if config.evicts and config.cache.chunk is None:
         raise InputError(
             "model.cache.chunk=None evicts tokens at the end of a prompt, after all tokens of a"
             " text are scored; set model.cache.chunk=1024, or score continuations of prompts"
         )
     num_texts, width = tokens.shape
     tokens, lengths = (np.array(fill_rows(lm.model, x)) for x in (tokens, lengths))
-    chunk = config.cache.chunk
+    chunk = _scoring_chunk(config)
     num_read = session_lib.prompt_bucket(width - 1, chunk)  # the last token is not read
     text, targets = (pad_right(x, num_read) for x in (tokens[:, :-1], tokens[:, 1:]))
     rotation = lm.rotations(np.maximum(lengths, 1))
@@ -319,6 +319,12 @@ def _score_chunks(
     cache = cache_lib.create(lm.model.config, len(text), slots, chunk=chunk, mesh=lm.mesh)
     session = Session(lm.model, lm.params, cache, *settings)
     return session.score(text, targets, segments, positions, chunk=chunk, score=score)
+
+
+def _scoring_chunk(config: ModelConfig) -> int:
+    """Returns the number of tokens that are read at once while they are scored."""
+    chunk = None if config.cache is None else config.cache.scoring_chunk
+    return chunk or prefill_chunk_size(None)
 
 
 # Continuations of prompts
@@ -416,6 +422,7 @@ def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefi
         lm, prompts, rotation, num_new=num_new, chunk=chunk, memory=memory, prefix=prefix
     )
     lengths = np.array([len(prompt) for prompt in prompts])
+    chunk = _scoring_chunk(lm.model.config)
     scores = [_score_round(session, logits, lengths, ids, sizes, chunk) for ids, sizes in batches]
     return [
         [
@@ -454,6 +461,7 @@ def score_after_prefix(
         lm, [prompt] * len(rows), lm.rotations(lengths + sizes), chunk=chunk, prefix=prefix,
         num_new=max(_MIN_NEW, ids.shape[1] - 1),
     )  # fmt: skip
+    chunk = _scoring_chunk(lm.model.config)
     scores = _score_round(session, logits, lengths, ids, sizes, chunk, of_logits)
     return jax.tree.map(lambda x: x[: len(texts)], scores)
 

@@ -132,8 +132,9 @@ def abstract_cache(
         return {name: array((*stack, batch, *one.shape), one.dtype) for name, one in arrays.items()}
 
     count = len(fitted)
+    is_stacked = config.stacked and len(distinct) == 1
     return Cache(
-        layers=layer(0, count) if config.stacked else tuple(map(layer, range(count))),
+        layers=layer(0, count) if is_stacked else tuple(map(layer, range(count))),
         slots=tuple(
             jax.tree.map(lambda x: array(x.shape, x.dtype), kind.shared(batch, slots))
             for kind, slots in distinct
@@ -149,9 +150,9 @@ def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[Lay
     """Returns the kind of cache of each layer; `rotated` is as in `create`."""
     caches = [layer_cache(config.of_kind(kind), rotated) for kind in config.kinds]
     caches = [caches[kind] for kind in config.kind_by_layer]
-    evicting = [number for number, cache in enumerate(caches) if cache.evicts]
-    for place, number in enumerate(evicting):
-        caches[number] = caches[number].for_layer(place, len(evicting))
+    differing = [number for number, cache in enumerate(caches) if cache.differs_by_layer]
+    for place, number in enumerate(differing):
+        caches[number] = caches[number].for_layer(place, len(differing))
     return caches
 
 
@@ -271,9 +272,13 @@ def branch(
         pick = functools.partial(jnp.take, x, axis=-2 if is_layer else -1, mode="clip")
         return jnp.where(mask, jax.vmap(pick, out_axes=first)(source), 0)
 
+    layers = tuple(
+        cache.kinds[number].branch(arrays, rows)
+        for arrays, number in zip(cache.separate_layers, cache.kind_by_layer)
+    )
     branched = dataclasses.replace(
         cache,
-        layers=jax.tree.map(rows, cache.layers),
+        layers=layers[0] if cache.is_stacked else layers,
         slots=jax.tree.map(rows, cache.slots),
         filled=filled,
         tokens=jnp.maximum(filled - padding, 0).astype(jnp.int32),
