@@ -44,7 +44,7 @@ from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
     Continuation,
     Text,
-    score_by_chunk,
+    score_by_cache_method,
     score_continuations,
     score_texts,
     score_with_inserted,
@@ -325,7 +325,9 @@ class LanguageModel(InferenceModel, Scorer):
     ) -> np.ndarray:
         """Computes -log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first or t >= lengths.
 
-        A pattern may insert tokens (`Pattern.inserted_tokens`); the text is then read in chunks.
+        A pattern may insert tokens (`Pattern.inserted_tokens`); the text is then read in chunks. A
+        cache policy (`model.cache`) cuts after each of its chunks, or, without chunks, once: the
+        tokens before the one that predicts `first` are then the prompt.
 
         Args:
           tokens: int [B, T], padded on the right.
@@ -383,7 +385,7 @@ class LanguageModel(InferenceModel, Scorer):
                 score_with_inserted(self, score, *options),
             )
         if not self.config.has_exact_cache:
-            return score_by_chunk(self, score, tokens, lengths, first, with_ffn_input)
+            return score_by_cache_method(self, score, tokens, lengths, first, with_ffn_input)
         texts = [
             Text(row[:length], first - 1, row[first:length])
             for row, length in zip(tokens, lengths, strict=True)
@@ -431,7 +433,7 @@ class LanguageModel(InferenceModel, Scorer):
             return score_with_inserted(self, text_logits, *options)
         if not self.config.has_exact_cache:
             tokens = np.pad(tokens, [(0, 0), (0, 1)])
-            return score_by_chunk(self, text_logits, tokens, lengths + 1, 1)[:, 1:]
+            return score_by_cache_method(self, text_logits, tokens, lengths + 1, 1)[:, 1:]
         rotation = self.rotations(np.maximum(lengths, 1))
         # `text_logits` ignores the targets: only their number counts.
         texts = [Text(row, 0, row) for row in rows]

@@ -258,7 +258,7 @@ def score_with_inserted(
     return scores
 
 
-def score_by_chunk(
+def score_by_cache_method(
     lm: InferenceModel,
     score: Callable[..., Any],
     tokens: np.ndarray,
@@ -266,36 +266,63 @@ def score_by_chunk(
     first: int,
     with_ffn_input: bool = False,
 ) -> Any:
-    """Scores tokens [B, T] from `first` on with a model whose cache changes what tokens read.
+    """Scores tokens [B, T] from `first` on with a model whose `model.cache` changes what they read.
+
+    A text is read in chunks, and a cache policy may cut after each of them. A policy that cuts at
+    the end of a prompt takes the tokens before the one that predicts `first` for the prompt.
 
     The arguments are those of `LanguageModel.score`. Returns arrays [B, T, ...], 0 where `nll` is.
 
     Raises:
-      InputError: the cache is cut at the end of a prompt only.
+      InputError: the cache is cut at the end of a prompt, and there is none.
     """
-    config = lm.model.config
-    if config.evicts and config.cache.chunk is None:
-        raise InputError(
-            "model.cache.chunk=None evicts tokens at the end of a prompt, after all tokens of a"
-            " text are scored; set model.cache.chunk=1024, or score continuations of prompts"
-        )
     num_texts, width = tokens.shape
+    is_scored = (np.arange(width) >= first) & (np.arange(width) < lengths[:, None])
     tokens, lengths = (np.array(fill_rows(lm.model, x)) for x in (tokens, lengths))
-    chunk = _scoring_chunk(config)
-    num_read = session_lib.prompt_bucket(width - 1, chunk)  # the last token is not read
-    text, targets = (pad_right(x, num_read) for x in (tokens[:, :-1], tokens[:, 1:]))
-    rotation = lm.rotations(np.maximum(lengths, 1))
-    settings = (rotation, None, with_ffn_input)
-    scores = _score_chunks(lm, score, text, targets, lengths - 1, chunk, *settings)
-    is_scored = (np.arange(width) >= first) & (np.arange(width) < lengths[:num_texts, None])
+    if lm.model.config.evicts and lm.model.config.cache.chunk is None:
+        scores, start = _score_after_cut(lm, score, tokens, lengths, first, with_ffn_input), first
+    else:
+        scores, start = _score_by_chunk(lm, score, tokens, lengths, with_ffn_input), 1
 
     def place(x):
         values = np.zeros((num_texts, width, *x.shape[2:]), x.dtype)
-        values[:, 1:] = x[:num_texts, : width - 1]
+        values[:, start:] = x[:num_texts, : width - start]
         values[~is_scored] = 0
         return values
 
     return jax.tree.map(place, scores)
+
+
+def _score_by_chunk(lm: InferenceModel, score, tokens, lengths, with_ffn_input: bool) -> Any:
+    """Scores all tokens but the first, arrays [B, T - 1 or more, ...]."""
+    chunk = _scoring_chunk(lm.model.config)
+    num_read = session_lib.prompt_bucket(tokens.shape[1] - 1, chunk)  # not the last token
+    text, targets = (pad_right(x, num_read) for x in (tokens[:, :-1], tokens[:, 1:]))
+    rotation = lm.rotations(np.maximum(lengths, 1))
+    settings = (rotation, None, with_ffn_input)
+    return _score_chunks(lm, score, text, targets, lengths - 1, chunk, *settings)
+
+
+def _score_after_cut(
+    lm: InferenceModel, score, tokens, lengths, first: int, with_ffn_input: bool
+) -> Any:
+    """Scores the tokens from `first` on, arrays [B, T - first or more, ...]."""
+    if first < 2:
+        raise InputError(
+            "model.cache.chunk=None evicts tokens at the end of a prompt, after all tokens of a"
+            " text are scored; set model.cache.chunk=1024, or score the end of texts (first=...,"
+            " a protocol such as last_k) or continuations of prompts"
+        )
+    prompts = [row[: max(min(first, n) - 1, 1)].tolist() for row, n in zip(tokens, lengths)]
+    num_read = next(size for size in _CONTINUATION_SIZES if size >= tokens.shape[1] - first)
+    rotation, chunk = lm.rotations(np.maximum(lengths, 1)), prefill_chunk_size(None)
+    options = {"num_new": max(_MIN_NEW, num_read), "chunk": chunk}
+    _, session = read_prompts(lm, prompts, rotation, with_ffn_input=with_ffn_input, **options)
+    places = np.arange(num_read, dtype=np.int32)
+    segments = (places < (lengths - first)[:, None]).astype(np.int32)
+    positions = np.array([[len(prompt)] for prompt in prompts]) + places
+    text, targets = (pad_right(tokens[:, i : i + num_read], num_read) for i in (first - 1, first))
+    return session.score(text, targets, segments, positions, chunk=chunk, score=score)
 
 
 def _score_chunks(

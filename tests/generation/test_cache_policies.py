@@ -161,6 +161,18 @@ def test_scores_of_a_text_do_not_depend_on_padding_and_are_causal(lm):
     assert np.abs(scores - ample).max() > 1e-3
 
 
+def test_the_end_of_a_text_is_scored_after_the_cut_of_its_beginning(lm):
+    lm = lm.with_method(cache=SmallNorm(tokens=32))
+    rows, lengths = np.array([text(1, 90), text(2, 90), text(3, 90)]), np.array([90, 77, 30])
+    scores = lm.nll(rows, first=61, lengths=lengths)
+    parts = [row[:length].tolist() for row, length in zip(rows[:2], lengths)]
+    rest = lm.continuations([row[:60] for row in parts], [[row[60:]] for row in parts])
+    for row, score, ((alone, _),) in zip(parts, scores, rest):
+        np.testing.assert_allclose(score[61 : len(row)], alone[1:], atol=1e-4)
+        assert not score[:61].any() and not score[len(row) :].any()
+    assert not scores[2].any()
+
+
 def test_a_cache_that_loses_nothing_is_the_full_cache(lm):
     for policy in (SmallNorm(tokens=128), SmallNorm(tokens=128, chunk=16)):
         kinds = [
