@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import draccus
 import numpy as np
@@ -14,13 +14,14 @@ from lcjax.checkpoints.load import identity, load_tokenizer
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.data.corpus import texts_or_ids
-from lcjax.errors import InputError, PositiveInt, Seed
+from lcjax.errors import InputError, OneOf, PositiveInt, Seed, check_fields
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.report.published import Published
 from lcjax.evaluation.retrieval import Knn, RetrievalMethod
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
+from lcjax.generation.shared_prefix import UnseenQuestions
 from lcjax.memory import MemorySection
 from lcjax.models import PRESETS
 from lcjax.parallel.distributed import Distributed
@@ -36,6 +37,9 @@ class Method:
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
     cache: CacheMethod | None = None  # what layers keep of a text; null: that of model.cache
+    # seen: a cache policy cuts at the end of a prompt. unseen: at the end of its documents, before
+    # it sees the question
+    question: Annotated[str, OneOf(("seen", "unseen"))] = "seen"
     path: str | None = None  # another checkpoint than model.path, such as a training run
     # Another memory than model.memory, to measure time and memory use: weights that the checkpoint
     # lacks are random; null: the model's
@@ -57,6 +61,12 @@ class Method:
         if len(ways) > 1:
             raise InputError(
                 f"methods: {self.name} sets {' and '.join(ways)}, of which only one can be set"
+            )
+        check_fields("methods", self)
+        if self.question == "unseen" and ways:
+            raise InputError(
+                f"methods: {self.name} sets question=unseen, and {ways[0]}, which reads documents"
+                " apart from the prompt; leave one of them out"
             )
 
     @property
@@ -218,12 +228,15 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
 
     A length-dependent rotation is the same in every window: that of `length`, or of the tokens of
     one decoder pass if a pass reads only a part of the window. With `prompts`, which have up to
-    `length` tokens, it is that of each prompt with its answer.
+    `length` tokens, it is that of each prompt with its answer, unless documents are read before.
     """
+    is_unseen = method.question == "unseen"
     source = method.retriever or split_of(method, model)
     choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
     if source is None:
-        return model.with_method(**choices, length=None if prompts else length)
+        length = None if prompts and not is_unseen else length
+        model = model.with_method(**choices, length=length)
+        return UnseenQuestions(model) if is_unseen else model
     model = model.with_method(**choices)
     return source.reader(model, length, prompts=prompts)
 

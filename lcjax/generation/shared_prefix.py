@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import check_integer
+from lcjax.cost import MemoryEstimate
+from lcjax.errors import InputError, check_integer
 from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
-from lcjax.generation.scorer import Ids, WrappedScorer
+from lcjax.generation.scorer import Ids, Spans, WrappedScorer
 from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import (
     CachedPrefix,
@@ -112,6 +113,73 @@ def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
     session.read_ids(array, 0, chunk)
     session.end_prompt(1, chunk)
     return CachedPrefix(session.cache, array, lm, length)
+
+
+class UnseenQuestions(WrappedScorer):
+    """A language model whose cache policy cuts documents before it sees what is asked about them.
+
+    A prompt is read to the end of its documents (`with_movable`), and cut there. The rest of it
+    continues what the policy kept. Prompts one after another that begin with the same documents
+    read them once. A policy that keeps the documents whole reads prompts in one piece.
+    """
+
+    def __init__(self, lm: InferenceModel):
+        if not can_compress_prefix(lm.config):
+            raise InputError(
+                "question=unseen needs a cache policy that cuts at the end of a prompt: set cache"
+                " (or model.cache) without chunk, or leave question out"
+            )
+        self.lm = lm
+        self._ends: Sequence[int] | None = None
+        self._prefix: tuple[bytes, CachedPrefix | None] = b"", None
+
+    def nll(self, tokens: np.ndarray, **options: Any) -> np.ndarray:
+        return self.lm.nll(tokens, **options)
+
+    def inference_memory(self, rows: int, length: int, context=None) -> MemoryEstimate | None:
+        return self.lm.inference_memory(rows, length, context)
+
+    def with_movable(self, spans: Sequence[Spans], passages: Any = None) -> "UnseenQuestions":
+        """Returns this model for prompts whose documents end with the last of `spans`."""
+        del passages  # which are among the spans
+        self._ends = [max((stop for _, stop in row), default=0) for row in spans]
+        return self
+
+    def generate(
+        self, prompts: Sequence[Ids], sampling: Sampling = Sampling()
+    ) -> list[GeneratedText]:
+        """Generates text for every prompt."""
+        texts = []
+        for rows, prefix in self._by_documents(prompts):
+            pieces = self.lm.stream(rows, sampling, prefix=prefix)
+            texts += join_pieces(pieces, len(rows))
+        return texts
+
+    def continuations(
+        self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
+    ) -> list[list[Continuation]]:
+        """Scores the continuations of each prompt."""
+        scores: list[list[Continuation]] = []
+        for rows, prefix in self._by_documents(prompts):
+            part = continuations[len(scores) : len(scores) + len(rows)]
+            scores += self.lm.continuations(rows, part, prefix=prefix)
+        return scores
+
+    def _by_documents(
+        self, prompts: Sequence[Ids]
+    ) -> Iterator[tuple[list[Ids], CachedPrefix | None]]:
+        """Yields prompts that begin with the same documents, in order, and what is kept of them."""
+        ends, self._ends = self._ends or [0] * len(prompts), None
+        documents = [np.asarray(row, np.int32)[:end] for row, end in zip(prompts, ends)]
+        for _, rows in itertools.groupby(range(len(prompts)), lambda row: documents[row].tobytes()):
+            rows = list(rows)
+            yield [prompts[row] for row in rows], self._read(documents[rows[0]])
+
+    def _read(self, ids: np.ndarray) -> CachedPrefix | None:
+        if self._prefix[0] != ids.tobytes():
+            self._prefix = b"", None  # frees the memory first
+            self._prefix = ids.tobytes(), read_prefix(self.lm, ids)
+        return self._prefix[1]
 
 
 class PrefixReader(WrappedScorer):

@@ -25,11 +25,13 @@ from lcjax.checkpoints.weights import read_params
 from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig
+from lcjax.evaluation.eval_config import Method
+from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session
-from lcjax.generation.shared_prefix import read_prefix
+from lcjax.generation.shared_prefix import UnseenQuestions, read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
@@ -318,6 +320,9 @@ def test_prompts_continue_a_prefix_that_was_cut_before_it_saw_them(lm, policy):
     together = lm.continuations(prompts, rest, prefix=prefix)
     ((alone,),) = lm.continuations(prompts[:1], rest[:1], prefix=prefix)
     np.testing.assert_allclose(together[0][0].nll, alone.nll, atol=1e-4)
+    asked = UnseenQuestions(lm).with_movable([[(2, 40), (40, 90)]] * 3).continuations(prompts, rest)
+    for one, other in zip(together, asked, strict=True):
+        np.testing.assert_array_equal(one[0].nll, other[0].nll)
     # What stays does not depend on the question, unlike at the end of a prompt.
     assert kept(prefix.cache) == held
     inside = kept(read_session(lm, [prompts[1]], 8).cache)
@@ -374,6 +379,10 @@ def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
         with pytest.raises(InputError, match=message):
             SmallNorm(**fields)
     cut = lm.with_method(cache=SmallNorm(tokens=8))
+    with pytest.raises(InputError, match=r"question=unseen needs a cache policy"):
+        UnseenQuestions(lm)
+    with pytest.raises(InputError, match=r"base sets question=unseen, and replug"):
+        Method("base", question="unseen", replug=ReplugSplit())
     with pytest.raises(InputError, match=r"chunk=None evicts tokens at the end of a prompt"):
         cut.nll(np.array([text(1, 20)]))
     follows = cut.with_method(rope=lcjax.rope.DynamicNTK(factor=2.0, original_length=16))
