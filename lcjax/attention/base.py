@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import draccus
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention.cache import FullCache, LayerCache
@@ -404,7 +405,8 @@ def attend_by_head(
 ) -> Float[Array, "B T N H"]:
     """Computes attention over rotated keys whose tokens differ between key heads.
 
-    Key heads are folded into rows: B x K rows of one key head and its G query heads.
+    Key heads are folded into rows: B x K rows of one key head and its G query heads. On a mesh each
+    device does so with its own rows and heads.
 
     Args:
       q: unrotated queries.
@@ -413,6 +415,32 @@ def attend_by_head(
       pattern: the pattern of the layer.
       metadata: positions and order indices of the queries, and rotation.
     """
+    layout, arrays = metadata.layout, (q, keys, values, index)
+    rotation = metadata.rotation
+    of_rows = metadata.q_positions, metadata.q_index, metadata.q_segments
+    plain = metadata.replace(layout=None, row_indices=None, keys_rotated=True)
+
+    def local(q, keys, values, index, of_rows, rotation):
+        return _attend_folded(q, keys, values, index, of_rows, pattern, plain, rotation)
+
+    if layout is None:
+        return local(*arrays, of_rows, rotation)
+    rows = layout.rows if q.shape[0] % layout.size(layout.rows) == 0 else None
+    heads = layout.heads if keys.shape[1] % layout.size(layout.heads) == 0 else None
+    whole, by_row = PartitionSpec(), PartitionSpec(rows)
+    of_rotation = by_row if rotation.inv_freq.ndim > 1 else whole
+    of_queries, of_keys = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(of_queries, of_keys, of_keys, of_keys, by_row, of_rotation),
+        out_specs=of_queries,
+        check_vma=False,
+    )(*arrays, of_rows, rotation)
+
+
+def _attend_folded(q, keys, values, index, of_rows, pattern, metadata, rotation):
+    """Computes `attend_by_head` on one device."""
     rows, length, heads, size = q.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
@@ -422,21 +450,19 @@ def attend_by_head(
     index = index.reshape(rows * kv_heads, slots)
 
     def each_head(x):
-        return jnp.repeat(x, kv_heads, axis=0)
+        return None if x is None else jnp.repeat(x, kv_heads, axis=0)
 
-    rotation = metadata.rotation
     if rotation.inv_freq.ndim > 1:  # one for each row
         rotation = jax.tree.map(each_head, rotation)
-    metadata = metadata.without_layout().replace(
-        q_positions=each_head(metadata.q_positions),
+    q_positions, q_index, q_segments = map(each_head, of_rows)
+    metadata = metadata.replace(
+        q_positions=q_positions,
         k_positions=index,
         rotation=rotation,
-        q_index=each_head(metadata.q_index),
+        q_index=q_index,
         k_index=index,
-        q_segments=each_head(metadata.q_segments),
+        q_segments=q_segments,
         k_segments=(index >= 0).astype(jnp.int32),
-        row_indices=None,
-        keys_rotated=True,
     )
     out = pattern.attend(q, keys, values, metadata)
     out = out.reshape(rows, kv_heads, length, group, -1).swapaxes(1, 2)

@@ -4,8 +4,9 @@ It estimates the training that a config describes; nothing is loaded or compiled
 are `--topology`, `--length` (default: data.length) and `--mfu` (default: 0.4); all other keys are
 those of train.py.
 
-`python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles three
-programs for these devices, which need not be present: prefill, a decoding step and a training step.
+`python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles programs for
+these devices, which need not be present: prefill, a decoding step and a training step; with a cache
+policy (`model.cache`), which training ignores, also the cut at the end of a prompt.
 It compares the roofline bound of each with the compiler's numbers. Without `--topology` it compiles
 for the devices of this machine. `--programs prefill,decode` selects programs. Each reads
 `train.batch_size` rows of `--length` tokens. The weights of prefill and decode are in
@@ -31,7 +32,7 @@ from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
 
 COMPILED = "--compiled"
-PROGRAMS = ("prefill", "decode", "train")
+PROGRAMS = ("prefill", "cut", "decode", "train")
 PREFILL = 4096  # tokens of a prompt that accelerators read at once
 Columns = dict[str, str]
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*positional, *keys]
         is_local = is_compiled and not options["topology"]  # the devices of this machine
         topology = None if is_local else Topology.parse(options["topology"] or "")
-        programs = (options.get("programs") or ",".join(PROGRAMS)).split(",")
+        programs = [name for name in (options.get("programs") or "").split(",") if name]
         for name in programs:
             check_one_of("--programs", name, PROGRAMS)
         mfu = _mfu(options.get("mfu") or str(estimate.MFU))
@@ -93,7 +94,7 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     rows, length = config.train.batch_size, batches.row_length(config, model)
     columns, fits = {}, True
     num_params = sum(leaf.size for leaf in parameter_shapes(model).values())
-    for name in programs:
+    for name in programs or _programs_of(model):
         lower, work, title = _program(name, config, model, mesh)
         with compiling(f"the {title}", num_params, mesh.size):
             cost = program_cost(lower(), chip)
@@ -106,9 +107,15 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
         f" {chip.peak / 1e12:,.3g} TFLOP/s, {chip.bandwidth / 1e9:,.3g} GB/s\n"
     )
     print(table(columns))
-    if "train" in programs:
+    if "training step" in columns:
         print("".join(f"\n{line}" for line in estimate.replication_notes(model, mesh)))
     return fits
+
+
+def _programs_of(model: ModelConfig) -> list[str]:
+    """Returns the programs that run a model."""
+    cuts = model.evicts and model.cache.chunk is None
+    return [name for name in PROGRAMS if name != "cut" or cuts]
 
 
 def _program(
@@ -124,8 +131,17 @@ def _program(
         )
         return lambda: compile_only.lower(config, model, mesh), work, "training step"
     batches.check_rows(config, dict(mesh.shape))
-    tokens = 1 if name == "decode" else min(PREFILL, length)
     plain = model.replace(lora=None)  # adapters are merged for inference
+    tokens = min(session.chunk_of_cache(plain, PREFILL), length)
+    if name == "cut":
+        if "cut" not in _programs_of(plain):
+            raise InputError(
+                "--programs=cut needs a cache policy that cuts at the end of a prompt: set"
+                " model.cache without chunk"
+            )
+        work = roofline.cut_work(plain, rows, length, mesh)
+        return lambda: session.lower_cut(plain, mesh, rows, length, tokens), work, "cut"
+    tokens = 1 if name == "decode" else tokens
     work = roofline.inference_work(plain, rows, length, tokens, mesh)
     title = "decoding step" if tokens == 1 else f"prefill of {tokens:,} tokens"
     return lambda: session.lower_read(plain, mesh, rows, length, tokens), work, title

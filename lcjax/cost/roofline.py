@@ -67,6 +67,17 @@ def inference_work(
     return Work(flops / math.prod(sizes.values()), weights + local_rows * (cache + logits))
 
 
+def cut_work(config: ModelConfig, rows: int, length: int, mesh: Mesh | jax.sharding.Mesh) -> Work:
+    """Returns the work of evicting tokens at the end of a prompt: all keys and values are read.
+
+    The arguments are those of `inference_work`.
+    """
+    sizes = mesh.shape
+    keys = config.num_kv_heads // resources.divided(config.num_kv_heads, sizes["tensor"])
+    cache = resources.cache_bytes(config.replace(cache=None), length) / keys
+    return Work(0.0, resources.rows_of_device(rows, sizes) * cache)
+
+
 def training_work(
     config: ModelConfig,
     flops: float,

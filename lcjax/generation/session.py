@@ -370,6 +370,18 @@ _step_to_new_cache = InferenceJit(_step, **_STATIC)
 CACHED_LAYERS = "cache.layers"  # the path of keys and values among the arguments of `_step`
 
 
+_NEW = 512  # tokens that follow a prompt in programs that are only compiled
+
+
+def lower_cut(
+    config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int, tokens: int
+) -> jax.stages.Lowered:
+    """Lowers the end of a prompt that was read `tokens` at once; arguments as in `lower_read`."""
+    config = config.for_inference().replace(scan_layers=False)
+    slots = cache_lib.whole_blocks(length)
+    return cache_lib.lower_cut(config, mesh, rows, slots, _NEW, tokens)
+
+
 def lower_read(
     config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int, tokens: int
 ) -> jax.stages.Lowered:
@@ -380,7 +392,8 @@ def lower_read(
       mesh: the devices that share weights, rows and caches.
       rows: rows of the batch, a multiple of the devices that share rows.
       length: tokens of a row, and slots of a full cache.
-      tokens: 1 is a decoding step; more are read with `segments`, like prompts with padding.
+      tokens: 1 is a decoding step, after the end of a prompt; more are read with `segments`, like
+        prompts with padding.
 
     Returns:
       The program, lowered for the shapes of weights, cache and tokens.
@@ -396,7 +409,11 @@ def lower_read(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), rotation
     )
     slots = cache_lib.whole_blocks(length)
-    cache = cache_lib.abstract_cache(config, rows, slots, chunk=tokens, mesh=mesh)
+    if tokens == 1:
+        chunk = chunk_of_cache(config, 1)
+        cache = cache_lib.abstract_after_prompt(config, rows, slots, _NEW, chunk=chunk, mesh=mesh)
+    else:
+        cache = cache_lib.abstract_cache(config, rows, slots, chunk=tokens, mesh=mesh)
     each = array(rows, tokens)
     # The abstract mesh names the device kind, by which kernels choose their implementation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -146,6 +146,32 @@ def abstract_cache(
     )
 
 
+def abstract_after_prompt(
+    config: "ModelConfig",
+    batch: int,
+    length: int,
+    new: int,
+    *,
+    chunk: int,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+    """Returns the abstract cache of a prompt of `length` tokens after `end_prompt(new=new)`."""
+    cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
+    cache = jax.eval_shape(lambda cache: end_prompt(cache, new, 1), cache)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_layout(mesh, x.shape)), cache
+    )
+
+
+def lower_cut(
+    config: "ModelConfig", mesh: jax.sharding.Mesh, batch: int, length: int, new: int, chunk: int
+) -> jax.stages.Lowered:
+    """Lowers `end_prompt` after a prompt of `length` tokens; the devices need not be present."""
+    cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return _end_prompt.trace(cache, new, 1, mesh).lower()
+
+
 def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[LayerCache]:
     """Returns the kind of cache of each layer; `rotated` is as in `create`."""
     caches = [layer_cache(config.of_kind(kind), rotated) for kind in config.kinds]

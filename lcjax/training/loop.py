@@ -88,6 +88,11 @@ def _check(config: TrainConfig, task: Task) -> Path:
 
     Loading a large model takes minutes, so a wrong path must be reported before.
     """
+    if config.model.cache is not None:
+        raise InputError(
+            "model.cache says what is kept of a text that is read and generated, and training"
+            " keeps all of it; leave it out here, and set it in the config of eval.py"
+        )
     folder = folder_lib.check(config)
     folder_lib.check_results(config, folder, task.export_format)
     task.check()

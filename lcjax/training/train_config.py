@@ -291,11 +291,6 @@ class TrainConfig:
                 f" {num_tokens:,} tokens for one update, at most {INT32_MAX:,} can be counted;"
                 " lower one of them"
             )
-        if self.model.cache is not None:
-            raise InputError(
-                "model.cache says what is kept of a text that is read and generated, and training"
-                " keeps all of it; leave it out here, and set it in the config of eval.py"
-            )
         kinds = self.model.layers or ()
         for pattern in (self.model.pattern, *(kind.pattern for kind in kinds)):
             if pattern is None or pattern.is_causal:

@@ -27,7 +27,11 @@ def rows(text):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--programs=decode,serve"], "--programs='serve' must be one of prefill, decode, train"),
+        (
+            ["--programs=decode,serve"],
+            "--programs='serve' must be one of prefill, cut, decode, train",
+        ),
+        (["--programs=cut", "--topology=v5e:1x1"], "--programs=cut needs a cache policy that cuts"),
         (["--topology=v5e:4"], "--topology=v5e:4: write the devices, as v5e:4x4"),
     ],
 )
@@ -35,6 +39,16 @@ def test_wrong_input_is_one_line(words, message, capsys):
     assert command.main([*TINY, *words]) == 2
     output = capsys.readouterr().err
     assert message in output and output.count("\n") == 1
+
+
+def test_the_cut_at_the_end_of_a_prompt_is_a_program(capsys):
+    words = ["--programs=cut,decode", "--length=256", "--mesh.fsdp=8", "--mesh.tensor=1"]
+    policy = ["--model.cache.type=knorm", "--model.cache.tokens=64"]
+    assert command.main([*TINY, *words, *policy]) == 0
+    table = rows(capsys.readouterr().out)
+    assert table[""] == ["cut", "decoding step"]
+    sizes = [float(cell.split()[0]) for cell in table["arguments, GB"]]
+    assert sizes[0] > 0 and float(table["outputs, GB (in place)"][0].split()[0]) > 0
 
 
 def test_without_the_tpu_compiler_the_way_to_it_is_printed(monkeypatch, capsys):

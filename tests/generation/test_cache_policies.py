@@ -37,6 +37,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig
+from lcjax.training import run as train
 
 TINY = preset("tiny")
 SIX = Sampling(max_new_tokens=6, min_new_tokens=6)
@@ -357,7 +358,7 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
     assert type(config.model.cache).__name__ == "SmallNorm" and config.model.cache.tokens == 48
     assert len(file.read_text().splitlines()) <= 60
     with pytest.raises(InputError, match=r"model.cache says .* leave it out here"):
-        parse(TrainConfig, [*words[:3], *words[4:]])
+        train(parse(TrainConfig, [*words[:3], *words[4:]]))
 
 
 @pytest.mark.parametrize(
