@@ -31,6 +31,7 @@ from lcjax.errors import InputError
 
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
+    from lcjax.rope import Rotation
 
 Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
 
@@ -139,7 +140,13 @@ class LayerCache(abc.ABC):
         return {}
 
     def end_prompt(
-        self, arrays: Arrays, slots: Any, tokens: Int[Array, " B"], new: int, chunk: int
+        self,
+        arrays: Arrays,
+        slots: Any,
+        tokens: Int[Array, " B"],
+        rotation: Rotation,
+        new: int,
+        chunk: int,
     ) -> tuple[LayerCache, Arrays, Any]:
         """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
 
@@ -147,6 +154,7 @@ class LayerCache(abc.ABC):
           arrays: those of a layer, or of all layers, stacked.
           slots: the shared arrays.
           tokens: tokens of each row that were read.
+          rotation: with which the layer's keys were rotated.
           new: maximum number of tokens that follow.
           chunk: maximum number of these that are read at once.
 

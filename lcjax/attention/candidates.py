@@ -23,6 +23,7 @@ class Candidates(NamedTuple):
     values: Float[Array, "B K S H"]
     index: Int[Array, "B K S"]  # order indices of the tokens; -1: an empty slot
     tokens: Int[Array, " B"]  # tokens of each row that were read, also those that were evicted
+    next_position: Int[Array, " B"]  # of the token that follows
     state: Arrays  # arrays of the policy's own (`CachePolicy.state`)
     soft_cap: float | None = None  # c: logits are c tanh(logit / c)
     layer: int = 0  # number of the layer among those that evict tokens
@@ -100,3 +101,10 @@ def attention_by_head(
 
     inputs = queries, slots.keys.swapaxes(0, 1), slots.index.swapaxes(0, 1)
     return jax.lax.map(head, inputs).swapaxes(0, 1)
+
+
+def turn(
+    x: Float[Array, "B S N H"], by: Int[Array, "B S"], rotation: Rotation
+) -> Float[Array, "B S N H"]:
+    """Moves rotated queries or keys `by` positions; R(a) R(b) = R(a + b) for rotations."""
+    return rotation._replace(scale=1.0).rotate(x, by)

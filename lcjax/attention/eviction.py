@@ -2,9 +2,9 @@
 
 A `CachePolicy` says how many tokens stay, and scores them; `lcjax.attention.policies` has the
 published ones. `Evicting` is the layer cache that all policies share. Kept keys stay rotated to
-their true positions, so a later query sees them at their true distances. Heads of a row hold
-different tokens, and each slot has its own order index. Attention therefore folds key heads into
-rows: B x K rows of one key head and its G query heads.
+their true positions, so a later query sees them at their true distances, unless `positions` moves
+them together. Heads of a row hold different tokens, and each slot has its own order index.
+Attention therefore folds key heads into rows: B x K rows of one key head and its G query heads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from lcjax.attention.cache import (
     write_tokens,
 )
 from lcjax.attention.cache_method import CacheMethod
-from lcjax.attention.candidates import Candidates, Seen
-from lcjax.errors import InputError, Interval, PositiveInt
+from lcjax.attention.candidates import Candidates, Seen, turn
+from lcjax.errors import InputError, Interval, OneOf, PositiveInt
+from lcjax.rope import Rotation
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class CachePolicy(CacheMethod):
     critical: Critical | None = None  # weights scores by values in a second stage (CriticalKV)
     # Tokens that stay or go together, the same ones in all heads (ChunkKV); null: each on its own
     span: PositiveInt | None = None
+    # Where kept tokens stand: at their positions in the text, or at 0, 1, 2, ... and the next token
+    # behind them (StreamingLLM, section 3.2; KeyRerotation of kvpress)
+    positions: Annotated[str, OneOf(("text", "consecutive"))] = "text"
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,6 +89,12 @@ class CachePolicy(CacheMethod):
                 f"model.cache.{other} chooses tokens for each head, and span keeps the same tokens"
                 " in all heads; leave one of the two out"
             )
+        if self.positions == "consecutive" and (self.layers or self.heads):
+            other = "layers" if self.layers else "heads"
+            raise InputError(
+                "model.cache.positions=consecutive gives the next token one position in all layers"
+                f" and heads, so they keep equally many; leave model.cache.{other} out"
+            )
 
     @property
     def differs_by_layer(self) -> bool:
@@ -102,6 +112,10 @@ class CachePolicy(CacheMethod):
 
     def observe(self, seen: Seen) -> Arrays:
         """Returns the new values of the policy's arrays, including those of `slot_state`."""
+        return {}
+
+    def move(self, state: Arrays, by: Int[Array, " B"], rotation: Rotation) -> Arrays:
+        """Returns those of the policy's arrays that change if all later positions move `by`."""
         return {}
 
     @abc.abstractmethod
@@ -267,7 +281,14 @@ class Evicting(FullCache):
         after = new.index[:, -1] + 1  # tokens read; padding has the index of the token before it
         if not self.is_prompt:
             before = after - is_new.sum(1)
-            arrays = jax.lax.cond(view.slots.cuts_first, self.cut, lambda x, _: x, arrays, before)
+
+            def cut(arrays):
+                return self.cut(arrays, before, metadata.rotation)
+
+            arrays = jax.lax.cond(view.slots.cuts_first, cut, lambda x: x, arrays)
+            if self.policy.positions == "consecutive":
+                num_evicted = before - self._next_position(arrays["order"], before)
+                metadata = metadata.replace(q_positions=metadata.q_positions - num_evicted[:, None])
         keys, values = self.append(arrays, k, v, pattern, view, metadata)
         order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
@@ -285,7 +306,9 @@ class Evicting(FullCache):
             slots=self._candidates(arrays, after),
         )
         arrays = arrays | self.policy.observe(seen)
-        return out, self.cut(arrays, after) if self._cuts_after(q.shape[1]) else arrays
+        if self._cuts_after(q.shape[1]):
+            arrays = self.cut(arrays, after, metadata.rotation)
+        return out, arrays
 
     def key_metadata(self, view):
         return {}  # the tokens of a slot differ between layers and heads
@@ -294,14 +317,25 @@ class Evicting(FullCache):
         state = {k: x for k, x in arrays.items() if k not in ("keys", "values", "order")}
         index = arrays["order"][..., 0] - 1
         pair = arrays["keys"], arrays["values"]
-        return Candidates(*pair, index, tokens, state, self.soft_cap, (self.layer or (0,))[0])
+        position = self._next_position(arrays["order"], tokens)
+        layer, _ = self.layer or (0, 1)
+        return Candidates(*pair, index, tokens, position, state, self.soft_cap, layer)
 
-    def cut(self, arrays: Arrays, tokens: Int[Array, " B"]) -> Arrays:
+    def _next_position(
+        self, order: Int[Array, "B K S 1"], tokens: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Returns the position after those in the cache, of which `tokens` were read."""
+        if self.policy.positions == "text":
+            return tokens
+        return (order[:, 0] > 0).sum((1, 2), dtype=jnp.int32)  # as many in every head
+
+    def cut(self, arrays: Arrays, tokens: Int[Array, " B"], rotation: Rotation) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order.
 
         Args:
           arrays: those of a layer.
           tokens: tokens of each row that were read.
+          rotation: with which the keys were rotated.
         """
         policy, slots = self.policy, self._candidates(arrays, tokens)
         with jax.named_scope("evict"):
@@ -325,6 +359,12 @@ class Evicting(FullCache):
 
             kept = {name: gather(arrays[name]) for name in self._moved}
             kept["order"] = jnp.where(places < 0, 0, kept["order"])
+            if policy.positions == "consecutive":
+                ranks = jnp.arange(places.shape[2]) - (places < 0).sum(2)
+                by = ranks - gather(slots.ranks[..., None])[..., 0]
+                kept["keys"] = _turn_by_head(kept["keys"], by, rotation)
+                evicted = slots.counts[:, 0, 0] - (places >= 0).sum((2, 3))[:, 0]
+                arrays = arrays | policy.move(arrays, -evicted, rotation)
             return arrays | _resize(kept, arrays["order"].shape[2])
 
     def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -342,15 +382,15 @@ class Evicting(FullCache):
         scores = jnp.nan_to_num(scores, nan=low, posinf=jnp.inf, neginf=low)
         return jnp.where(slots.is_token, scores, -jnp.inf)
 
-    def end_prompt(self, arrays, slots, tokens, new, chunk):
+    def end_prompt(self, arrays, slots, tokens, rotation, new, chunk):
         if not self.acts_on_prompt:
             return self, arrays, slots
-        cut = self.cut
+        cut = functools.partial(self.cut, tokens=tokens, rotation=rotation)
         if arrays["order"].ndim > 4:
-            cut = jax.vmap(cut, (0, None))
+            cut = jax.vmap(cut)
         used = jnp.full_like(slots.used, self.num_kept)
         slots = dataclasses.replace(slots, used=used)
-        return self.make_room(cut(arrays, tokens), slots, new, chunk)
+        return self.make_room(cut(arrays), slots, new, chunk)
 
     def make_room(self, arrays, slots, new, chunk):
         after = self._between_cuts(new, min(chunk, new))
@@ -368,3 +408,14 @@ def _resize(arrays: Arrays, slots: int) -> Arrays:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots - size), (0, 0)])
 
     return jax.tree.map(resize, arrays)
+
+
+def _turn_by_head(
+    keys: Float[Array, "B K S H"], by: Int[Array, "B K S"], rotation: Rotation
+) -> Float[Array, "B K S H"]:
+    """Moves rotated keys `by` positions, which differ between heads."""
+
+    def head(keys, by):
+        return turn(keys[:, :, None], by, rotation)[:, :, 0]
+
+    return jax.vmap(head, 1, 1)(keys, by)

@@ -273,7 +273,8 @@ class Session:
 
     def end_prompt(self, new: int, chunk: int) -> None:
         """Lets layers with a cache policy evict tokens of the prompt (`cache.end_prompt`)."""
-        self.cache = cache_lib.end_prompt(self.cache, new, chunk, self.model.mesh)
+        rotations = tuple(map(self.rotation.of_kind, self.model.config.kind_by_layer))
+        self.cache = cache_lib.end_prompt(self.cache, rotations, new, chunk, self.model.mesh)
 
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
         """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.
@@ -379,7 +380,14 @@ def lower_cut(
     """Lowers the end of a prompt that was read `tokens` at once; arguments as in `lower_read`."""
     config = config.for_inference().replace(scan_layers=False)
     slots = cache_lib.whole_blocks(length)
-    return cache_lib.lower_cut(config, mesh, rows, slots, _NEW, tokens)
+    rotation = _abstract_rotation(config, mesh, length)
+    return cache_lib.lower_cut(config, mesh, rows, slots, _NEW, rotation, tokens)
+
+
+def _abstract_rotation(config: ModelConfig, mesh: jax.sharding.Mesh, length: int) -> Rotation:
+    params, whole = decoder_lib.abstract_params(config, mesh), replicated(mesh)
+    rotation = jax.eval_shape(lambda params: config.rotation(length, params.get("rope")), params)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), rotation)
 
 
 def lower_read(
@@ -404,14 +412,13 @@ def lower_read(
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
 
-    rotation = jax.eval_shape(lambda params: config.rotation(length, params.get("rope")), params)
-    rotation = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), rotation
-    )
+    rotation = _abstract_rotation(config, mesh, length)
     slots = cache_lib.whole_blocks(length)
     if tokens == 1:
         chunk = chunk_of_cache(config, 1)
-        cache = cache_lib.abstract_after_prompt(config, rows, slots, _NEW, chunk=chunk, mesh=mesh)
+        cache = cache_lib.abstract_after_prompt(
+            config, rows, slots, _NEW, rotation, chunk=chunk, mesh=mesh
+        )
     else:
         cache = cache_lib.abstract_cache(config, rows, slots, chunk=tokens, mesh=mesh)
     each = array(rows, tokens)

@@ -6,7 +6,7 @@ kind and the slots that its own pattern needs.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, Num
 from lcjax.attention.cache import LayerCache, LayerShape, Tokens, View, whole_blocks
 from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import ROWS, rows_over
+from lcjax.rope import Rotation
 
 if TYPE_CHECKING:
     from lcjax.models.model_config import ModelConfig
@@ -151,25 +152,34 @@ def abstract_after_prompt(
     batch: int,
     length: int,
     new: int,
+    rotation: Rotation,
     *,
     chunk: int,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
     """Returns the abstract cache of a prompt of `length` tokens after `end_prompt(new=new)`."""
     cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
-    cache = jax.eval_shape(lambda cache: end_prompt(cache, new, 1), cache)
+    rotations = tuple(map(rotation.of_kind, config.kind_by_layer))
+    cache = jax.eval_shape(lambda *args: end_prompt(*args, new, 1), cache, rotations)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_layout(mesh, x.shape)), cache
     )
 
 
 def lower_cut(
-    config: "ModelConfig", mesh: jax.sharding.Mesh, batch: int, length: int, new: int, chunk: int
+    config: "ModelConfig",
+    mesh: jax.sharding.Mesh,
+    batch: int,
+    length: int,
+    new: int,
+    rotation: Rotation,
+    chunk: int,
 ) -> jax.stages.Lowered:
     """Lowers `end_prompt` after a prompt of `length` tokens; the devices need not be present."""
     cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
+    rotations = tuple(map(rotation.of_kind, config.kind_by_layer))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _end_prompt.trace(cache, new, 1, mesh).lower()
+        return _end_prompt.trace(cache, rotations, new, 1, mesh).lower()
 
 
 def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[LayerCache]:
@@ -336,42 +346,59 @@ def repeat_row(
     return _for_each_layer(jax.tree.map(repeat, cache), make_room, mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None) -> Cache:
-    def act(kind, arrays, slots):
-        return kind.end_prompt(arrays, slots, cache.tokens, new, chunk)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _end_prompt(
+    cache: Cache,
+    rotations: Sequence[Rotation],
+    new: int,
+    chunk: int,
+    mesh: jax.sharding.Mesh | None,
+) -> Cache:
+    def act(kind, arrays, slots, rotation):
+        return kind.end_prompt(arrays, slots, cache.tokens, rotation, new, chunk)
 
-    return _for_each_layer(cache, act, mesh)
+    return _for_each_layer(cache, act, mesh, rotations)
 
 
 def _for_each_layer(
     cache: Cache,
-    act: Callable[[LayerCache, dict, Any], tuple[LayerCache, dict, Any]],
+    act: Callable[..., tuple[LayerCache, dict, Any]],
     mesh: jax.sharding.Mesh | None,
+    *by_layer: Sequence[Any],
 ) -> Cache:
-    """Replaces kind, arrays and shared slots of each layer by the results of `act` of them."""
+    """Replaces kind, arrays and shared slots of each layer by the results of `act` of them.
+
+    `act` also gets an entry of each of `by_layer`.
+    """
     kinds, shared, layers = list(cache.kinds), list(cache.slots), []
-    for arrays, number in zip(cache.separate_layers, cache.kind_by_layer):
+    for arrays, number, *each in zip(cache.separate_layers, cache.kind_by_layer, *by_layer):
         kinds[number], arrays, shared[number] = act(
-            cache.kinds[number], arrays, cache.slots[number]
+            cache.kinds[number], arrays, cache.slots[number], *each
         )
         layers.append(arrays)
     cache = replace_layers(cache, layers[0] if cache.is_stacked else tuple(layers))
     return keep_layout(dataclasses.replace(cache, slots=tuple(shared), kinds=tuple(kinds)), mesh)
 
 
-def end_prompt(cache: Cache, new: int, chunk: int, mesh: jax.sharding.Mesh | None = None) -> Cache:
+def end_prompt(
+    cache: Cache,
+    rotations: Sequence[Rotation],
+    new: int,
+    chunk: int,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
     """Ends a prompt: layers with a cache policy evict tokens and free their slots.
 
     Args:
       cache: the cache with the prompt.
+      rotations: that of each layer, with which the prompt was read.
       new: maximum number of tokens that follow.
       chunk: maximum number of these that are read at once.
       mesh: as in `create`.
     """
     if not any(kind.acts_on_prompt for kind in cache.kinds):
         return cache
-    return _end_prompt(cache, new, chunk, mesh)
+    return _end_prompt(cache, rotations, new, chunk, mesh)
 
 
 def write_packed(cache: Cache, key_values: Any) -> Cache:

@@ -64,6 +64,7 @@ CASES = {  # name: policy
     "chunkkv.snapkv": snapkv(0.5, 8, 5, span=10),
     "criticalkv.snapkv": snapkv(0.5, 8, 5, critical=Critical()),
     "critical_adakv.snapkv": snapkv(0.5, 8, 5, critical=Critical(), heads=AdaptiveHeads(most=2)),
+    "rerotation.snapkv": snapkv(0.5, 8, 5, positions="consecutive"),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
 }
 
@@ -97,7 +98,7 @@ class Layer:
         return out
 
     def end_prompt(self, new=8):
-        args = self.kind, self.arrays, self.slots, self.tokens, new
+        args = self.kind, self.arrays, self.slots, self.tokens, self.rotation, new
         scores, self.arrays, self.slots = _end_prompt(*args)
         self.kind = self.kind._between_cuts(new, new)
         return np.asarray(scores)
@@ -119,10 +120,10 @@ def _attend(kind, arrays, slots, filled, read, segments, q, k, v, rotation, outp
     return out, arrays, view.slots
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _end_prompt(kind, arrays, slots, tokens, new):
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _end_prompt(kind, arrays, slots, tokens, rotation, new):
     scores = kind._scores(kind._candidates(arrays, tokens))
-    _, arrays, slots = kind.end_prompt(arrays, slots, tokens, new, new)
+    _, arrays, slots = kind.end_prompt(arrays, slots, tokens, rotation, new, new)
     return scores, arrays, slots
 
 
@@ -253,6 +254,7 @@ def policies():
     yield Knorm(ratio=0.5, every=4, span=5)
     yield KeyDiff(tokens=24, every=4, heads=AdaptiveHeads())
     yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
+    yield SnapKV(tokens=24, every=4, window=6, positions="consecutive")
     yield H2O(tokens=24, every=4, recent=4, critical=Critical(), heads=AdaptiveHeads())
 
 
@@ -303,8 +305,8 @@ def each_policy(is_quick):
 def is_first_of_its_arrays(policy):
     """One policy for each kind of own arrays, and each way to divide what stays."""
     kind = type(policy)
-    if policy.span or policy.heads or policy.critical:
-        return policy.critical is not None or policy.span is not None
+    if policy.span or policy.heads or policy.critical or policy.positions != "text":
+        return not policy.heads or policy.critical is not None
     return kind in (SnapKV, ExpectedAttention, LagKV) and policy == kind(
         every=4, **kind.examples[0]
     )
@@ -392,6 +394,10 @@ def test_a_ratio_keeps_what_float64_says():
             "keeps the last 8 tokens .* tokens=4",
         ),
         (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads chooses .* span"),
+        (
+            lambda: Knorm(tokens=4, positions="consecutive", heads=AdaptiveHeads()),
+            "positions=consecutive .* leave model.cache.heads out",
+        ),
         (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).kept(9, (0, 2)), "the 2 layers"),
     ],
 )

@@ -18,7 +18,7 @@ import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Landmark, Sliding
 from lcjax.attention.cache import FullCache
-from lcjax.attention.policies import KeyDiff, SnapKV
+from lcjax.attention.policies import KeyDiff, SnapKV, StreamingCache
 from lcjax.checkpoints import ByteTokenizer, load_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
@@ -277,6 +277,27 @@ def test_the_newest_tokens_give_the_numbers_of_a_window_of_as_many(lm):
         np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 5])
+def test_consecutive_positions_are_those_of_a_text_of_the_kept_tokens(lm, chunk):
+    """In one layer, keys depend on tokens and positions alone (StreamingLLM's paper)."""
+    config = lm.config.replace(num_layers=1, scan_layers=False)
+    params = {k: x for k, x in lm.params.items() if k != "layers_1"}
+    one = LanguageModel(Decoder(config), params, lm.tokenizer)
+    policy = StreamingCache(tokens=20, sinks=4, every=1, chunk=chunk, positions="consecutive")
+    ids = text(1, 46)
+    session = read_session(one.with_method(cache=policy), [ids[:5]] if chunk else [ids[:40]], 46)
+    first = 5 if chunk else 40
+    size = chunk or 1
+    for start in range(first, 45, size):
+        new = ids[start : start + size]
+        places = np.arange(start, start + size)[None]
+        logits = session.read(np.array([new]), None, places)
+        old = ids[:start]
+        kept = old if len(old) <= 20 else old[:4] + old[-16:]
+        expected = one.logits(np.array([kept + new]))[0, -1]
+        np.testing.assert_allclose(logits[0], expected, atol=1e-4)
+
+
 def test_scores_that_are_no_numbers_come_last(lm):
     class Broken(Newest):
         def score(self, slots):
@@ -286,7 +307,7 @@ def test_scores_that_are_no_numbers_come_last(lm):
     order = jnp.array([1, 0, 2, 3, 0, 4, 5, 6])[None, None, :, None]
     zeros = jnp.zeros((1, 1, 8, 2))
     arrays = {"keys": zeros, "values": zeros, "order": order}
-    kept = kind.cut(arrays, jnp.array([6]))["order"].ravel()
+    kept = kind.cut(arrays, jnp.array([6]), lm.rotation(8))["order"].ravel()
     assert kept.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
 
 

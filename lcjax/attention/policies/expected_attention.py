@@ -121,7 +121,7 @@ class ExpectedAttention(CachePolicy):
     def _mean_rotation(self, slots: Candidates) -> Float[Array, "B H H"]:
         """Returns the mean rotation R over the positions that follow the text, as a matrix."""
         frequency, cos, sin = (slots.state["turns"][:, 0, i] for i in range(3))  # [B, H]
-        start = angles(slots.tokens[:, None], frequency)[:, 0]
+        start = angles(slots.next_position[:, None], frequency)[:, 0]
         # exp(i (T + j) w) = exp(i T w) exp(i j w)
         c, s = jnp.cos(start), jnp.sin(start)
         cos, sin = c * cos - s * sin, s * cos + c * sin

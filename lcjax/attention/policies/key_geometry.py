@@ -66,8 +66,8 @@ class KeyDiff(CachePolicy):
 class StreamingCache(CachePolicy):
     """Keeps the first `sinks` tokens and the last ones (StreamingLLM, arXiv 2309.17453).
 
-    Tokens keep their true positions, as in kvpress. The paper places them anew:
-    `model.pattern.type=streaming`.
+    Tokens keep their true positions, as in kvpress. The paper places them anew, as do
+    `positions: consecutive` and `model.pattern.type=streaming`.
     """
 
     sinks: NonNegativeInt = 4

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lcjax.attention.candidates import Candidates, attention_by_head
+from lcjax.attention.candidates import Candidates, attention_by_head, turn
 from lcjax.attention.eviction import CachePolicy
 from lcjax.errors import InputError, OneOf, PositiveInt
 
@@ -43,6 +43,11 @@ class LastQueries(CachePolicy):
             "queries": last(state["queries"], seen.queries, is_new),
             "query_order": last(state["query_order"], places, is_new),
         }
+
+    def move(self, state, by, rotation):
+        queries = state["queries"].swapaxes(1, 2)
+        by = jnp.broadcast_to(by[:, None], queries.shape[:2])
+        return {"queries": turn(queries, by, rotation).swapaxes(1, 2)}
 
     def attention(
         self, slots: Candidates, reduce: Callable[[Float[Array, "B G W S"]], Array]
