@@ -3,6 +3,7 @@
 from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, order_indices
 from lcjax.attention.bigbird import BigBird
 from lcjax.attention.budgets import (
+    AcrossLayers,
     AdaptiveHeads,
     Critical,
     HeadBudget,
@@ -25,6 +26,7 @@ from lcjax.attention.policies import (
     ExpectedAttention,
     KeyDiff,
     Knorm,
+    KVzip,
     LagKV,
     ObservedAttention,
     Random,
@@ -41,11 +43,12 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "H2O", "POSITIONS", "AdaptiveHeads", "AttentionMetadata", "Bidirectional", "BigBird",
-    "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical", "Disentangled",
-    "DualChunk", "ExpectedAttention", "HeadBudget", "InfLLM", "KeepAll", "KeyDiff", "Knorm",
-    "LMInfinite", "LagKV", "Landmark", "LayerBudget", "LayerRatios", "Longformer",
-    "ObservedAttention", "Pass", "Pattern", "Pyramid", "PyramidOriginal", "Quest", "Random",
-    "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV", "SparseTransformer",
-    "Streaming", "StreamingCache", "Tova", "TransformerXL", "VerticalSlash", "order_indices",
+    "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
+    "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical",
+    "Disentangled", "DualChunk", "ExpectedAttention", "HeadBudget", "InfLLM", "KVzip", "KeepAll",
+    "KeyDiff", "Knorm", "LMInfinite", "LagKV", "Landmark", "LayerBudget", "LayerRatios",
+    "Longformer", "ObservedAttention", "Pass", "Pattern", "Pyramid", "PyramidOriginal", "Quest",
+    "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",
+    "SparseTransformer", "Streaming", "StreamingCache", "Tova", "TransformerXL", "VerticalSlash",
+    "order_indices",
 ]  # fmt: skip

@@ -62,8 +62,10 @@ class AttentionMetadata:
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
     implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
-    # The output projection of the layer, for caches that score values by it
+    # For caches that score tokens by them: the output projection of the layer, and the norms of the
+    # hidden states from which queries, keys and values are projected
     output_kernel: Float[Array, "N H D"] | None = None
+    input_norms: Float[Array, "B T"] | None = None
 
     def replace(self, **changes: Any) -> AttentionMetadata:
         return dataclasses.replace(self, **changes)

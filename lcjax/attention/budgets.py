@@ -120,6 +120,7 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
 
     examples: ClassVar[tuple[dict, ...]] = ({},)
 
+    across_layers: ClassVar[bool] = False  # whether heads of all layers share
     # A head keeps at most this multiple of an equal share; its cache has as many slots.
     most: Annotated[float, Interval(least=1)] = 2.0
 
@@ -159,6 +160,19 @@ class AdaptiveHeads(HeadBudget):
         ranked = jnp.where(is_safe & is_token, jnp.inf, best).reshape(rows, -1)
         stays = _greatest(ranked, counts.sum(-1))
         return (stays.reshape(best.shape) & is_token).sum(-1, dtype=jnp.int32)
+
+
+@HeadBudget.register_subclass("across_layers")
+@dataclasses.dataclass(frozen=True)
+class AcrossLayers(AdaptiveHeads):
+    """The best tokens of all heads of all layers stay, as in KVzip (arXiv 2505.23416).
+
+    All layers are cut together, at the end of a prompt; generated tokens stay.
+    """
+
+    across_layers: ClassVar[bool] = True
+
+    floor: Fraction = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

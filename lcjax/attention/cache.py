@@ -87,8 +87,11 @@ class LayerCache(abc.ABC):
     acts_on_prompt: ClassVar[bool] = False
     acts_on_chunk: ClassVar[bool] = False
     evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
+    # Whether layers share what stays at the end of a prompt (`end_prompt`)
+    shares_across_layers: ClassVar[bool] = False
     differs_by_layer: ClassVar[bool] = False  # whether `for_layer` depends on the layer
-    reads_output: ClassVar[bool] = False  # whether `attend` needs `metadata.output_kernel`
+    # Whether `attend` needs `metadata.output_kernel` and `input_norms`
+    reads_output: ClassVar[bool] = False
 
     rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
 
@@ -147,6 +150,7 @@ class LayerCache(abc.ABC):
         rotation: Rotation,
         new: int,
         chunk: int,
+        counts: Int[Array, "B K"] | None = None,
     ) -> tuple[LayerCache, Arrays, Any]:
         """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
 
@@ -157,6 +161,7 @@ class LayerCache(abc.ABC):
           rotation: with which the layer's keys were rotated.
           new: maximum number of tokens that follow.
           chunk: maximum number of these that are read at once.
+          counts: tokens that heads keep, if layers share them; None: each layer decides.
 
         Returns:
           The kind of cache from now on, and its arrays.
@@ -168,6 +173,13 @@ class LayerCache(abc.ABC):
     ) -> tuple[LayerCache, Arrays, Any]:
         """Returns what `end_prompt` does, without acting: slots for tokens that follow a prompt."""
         return self, arrays, slots
+
+    def with_space(self, arrays: Arrays, slots: Any, tokens: int) -> tuple[LayerCache, Arrays, Any]:
+        """Returns a copy that reads `tokens` more tokens at once and loses none for them."""
+        raise InputError(
+            f"model.cache reads prompts again, which has no form for layers with {self!r:.60}; use"
+            " another type of model.cache"
+        )
 
     def branch(self, arrays: Arrays, pick: Callable[[jax.Array], jax.Array]) -> Arrays:
         """Returns the arrays of rows that continue one row; of a cache that `keeps_all`.
@@ -246,6 +258,11 @@ class FullCache(LayerCache):
             "keys_rotated": self.rotated,
         }
 
+    def with_space(self, arrays, slots, tokens):
+        arrays = {name: pad_slots(x, tokens) for name, x in arrays.items()}
+        slots = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, tokens)]), slots)
+        return self, arrays, slots
+
     def append(
         self,
         arrays: Arrays,
@@ -297,6 +314,23 @@ class RingCache(FullCache):
         """
         return self.sinks + self.recent + tokens - 1
 
+    def with_space(self, arrays, slots, tokens):
+        old, new = slots.index.shape[1], self.num_slots(tokens)
+        if new <= old:
+            return self, arrays, slots
+        rows = jnp.arange(len(slots.index))[:, None]
+        places = jnp.where(slots.segments != 0, self.slot(slots.index, new), new)
+
+        def move(x):
+            return jnp.zeros((len(x), new), x.dtype).at[rows, places].set(x, mode="drop")
+
+        def move_heads(x):
+            shape = (*x.shape[:2], new, x.shape[3])
+            x = x.swapaxes(1, 2)
+            return jnp.zeros(shape, x.dtype).at[rows, :, places].set(x, mode="drop")
+
+        return self, jax.tree.map(move_heads, arrays), jax.tree.map(move, slots)
+
     def slot(self, order: Int[Array, "B T"], slots: int) -> Int[Array, "B T"]:
         """Returns the slots of the tokens with order indices `order`, in a cache of `slots`."""
         ring = slots - self.sinks
@@ -324,6 +358,11 @@ def whole_blocks(slots: int) -> int:
     """Rounds `slots` up to a multiple that attention reads without padding the cache first."""
     unit = 64 if slots <= 1024 else 1024
     return -(-slots // unit) * unit
+
+
+def pad_slots(x: Num[Array, "... S H"], slots: int) -> Num[Array, "... S2 H"]:
+    """Adds empty slots at the end."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots), (0, 0)])
 
 
 def write_tokens(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:

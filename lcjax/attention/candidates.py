@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from lcjax.attention.cache import Arrays
 from lcjax.rope import Rotation
 
+_BLOCK = 128  # queries whose weights are computed at once
+
 
 class Candidates(NamedTuple):
     """The slots of a layer, from which a policy chooses.
@@ -64,13 +66,25 @@ class Seen(NamedTuple):
     index: Int[Array, "B T"]  # order indices; -1: padding
     rotation: Rotation
     slots: Candidates  # with the new tokens
+    # For policies with `reads_output`: the output projection of the layer, and the norms of its
+    # inputs, the hidden states from which queries, keys and values are projected
+    output_kernel: Float[Array, "N H D"] | None = None
+    input_norms: Float[Array, "B T"] | None = None
+
+    @property
+    def is_new(self) -> Bool[Array, "B K S"]:
+        """Whether a slot holds one of the new tokens."""
+        largest = jnp.iinfo(jnp.int32).max
+        oldest = jnp.min(jnp.where(self.index >= 0, self.index, largest), axis=-1)
+        return self.slots.index >= oldest[:, None, None]
 
 
 def attention_by_head(
     slots: Candidates,
     queries: Float[Array, "B N W H"],
     index: Int[Array, "B W"],
-    reduce: Callable[[Float[Array, "B G W S"]], Array],
+    reduce: Callable[..., Array],
+    *by_head: Float[Array, "B K ..."],
 ) -> Float[Array, "B K ..."]:
     """Returns `reduce` of the attention weights of queries, for one key head after the other.
 
@@ -78,14 +92,16 @@ def attention_by_head(
       slots: the keys, of which a query sees those up to itself.
       queries: rotated, as attention multiplies them with keys.
       index: order indices of the queries; -1: no query, whose weights are 0.
-      reduce: maps the weights of the G query heads of a key head to [B, ...].
+      reduce: maps the weights [B, G, W, S] of the G query heads of a key head to [B, ...]; it also
+        gets the part [B, ...] of each of `by_head`.
+      by_head: other arrays that `reduce` needs.
     """
     rows, heads, length, size = queries.shape
     kv_heads = slots.keys.shape[1]
     queries = queries.reshape(rows, kv_heads, heads // kv_heads, length, size).swapaxes(0, 1)
 
     def head(inputs):
-        queries, keys, order = inputs
+        queries, keys, order, *rest = inputs
         precision = jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
         logits = jnp.einsum(
             "BGWH,BSH->BGWS", queries, keys, precision=precision, preferred_element_type=jnp.float32
@@ -97,10 +113,32 @@ def attention_by_head(
         logits = jnp.where(visible[:, None], logits, -jnp.inf)
         largest = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
         weights = jnp.exp(logits - largest)
-        return reduce(weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30))
+        return reduce(weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30), *rest)
 
-    inputs = queries, slots.keys.swapaxes(0, 1), slots.index.swapaxes(0, 1)
+    inputs = queries, *(x.swapaxes(0, 1) for x in (slots.keys, slots.index, *by_head))
     return jax.lax.map(head, inputs).swapaxes(0, 1)
+
+
+def by_blocks(
+    step: Callable[..., Array],
+    initial: Array,
+    queries: Float[Array, "B N T H"],
+    index: Int[Array, "B T"],
+    *by_query: Float[Array, "B T"],
+) -> Array:
+    """Folds blocks of queries: `result = step(result, queries, index, *by_query)` for each block.
+
+    The weights of a block are computed at once; those of all queries would not fit memory.
+    """
+    size = min(_BLOCK, queries.shape[2])
+
+    def blocks(x, axis, fill):
+        padding = [(0, -x.shape[axis] % size if i == axis else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, padding, constant_values=fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+    parts = blocks(queries, 2, 0), blocks(index, 1, -1), *(blocks(x, 1, 1) for x in by_query)
+    return jax.lax.scan(lambda result, part: (step(result, *part), None), initial, parts)[0]
 
 
 def turn(

@@ -13,8 +13,9 @@ import abc
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from lcjax.attention.cache import (
     LayerShape,
     Tokens,
     View,
+    pad_slots,
     whole_blocks,
     write_tokens,
 )
@@ -37,6 +39,14 @@ from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.candidates import Candidates, Seen, turn
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
+
+
+class Reading(NamedTuple):
+    """Tokens that a model reads after a text, without keeping them, to score tokens of the text."""
+
+    ids: Sequence[int]
+    start: int  # order indices of the tokens of the text to which it refers
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class CachePolicy(CacheMethod):
     evicts: ClassVar[bool] = True
     # Names of arrays [B, K, S, 1] float32 with a number for each slot, which moves with its token.
     slot_state: ClassVar[tuple[str, ...]] = ()
+    # Whether the model reads a prompt again before it is cut (`readings`).
+    reads_again: ClassVar[bool] = False
     # How much stays: a number of tokens for each key head, or all but a share of the tokens read
     tokens: PositiveInt | None = None
     ratio: Annotated[float, Interval(least=0, below=1)] | None = None  # the share that is evicted
@@ -89,6 +101,18 @@ class CachePolicy(CacheMethod):
                 f"model.cache.{other} chooses tokens for each head, and span keeps the same tokens"
                 " in all heads; leave one of the two out"
             )
+        if self.chunk is not None and not self.cuts_text:
+            kind = self.get_choice_name(type(self))
+            raise InputError(
+                f"model.cache.chunk={self.chunk} evicts tokens while a text is read, and"
+                f" type={kind} with these heads does so at the end of a prompt; leave chunk out, or"
+                " choose another type or model.cache.heads"
+            )
+        if self.layers is not None and self.heads is not None and self.heads.across_layers:
+            raise InputError(
+                "model.cache.heads of type across_layers divides what stays among layers, too;"
+                " leave model.cache.layers out"
+            )
         if self.positions == "consecutive" and (self.layers or self.heads):
             other = "layers" if self.layers else "heads"
             raise InputError(
@@ -100,6 +124,19 @@ class CachePolicy(CacheMethod):
     def differs_by_layer(self) -> bool:
         """Whether layers keep different numbers of tokens, or score the same keys differently."""
         return self.layers is not None
+
+    @property
+    def cuts_text(self) -> bool:
+        """Whether tokens are evicted while a text is read by chunks or generated.
+
+        Otherwise they are evicted at the end of a prompt only, and those that follow it stay.
+        """
+        return not self.reads_again and not (self.heads and self.heads.across_layers)
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether `observe` needs the output projection and the norms of inputs."""
+        return False
 
     @property
     def protected(self) -> int:
@@ -151,6 +188,31 @@ class CachePolicy(CacheMethod):
         counts = counts.astype(np.int64)
         return np.minimum(np.maximum(counts, 1), read)
 
+    def kept_in_all(self, length: int, heads: int) -> np.ndarray:
+        """Returns how many tokens `heads` heads keep together, int [length + 1] (`kept`).
+
+        A ratio evicts int(heads n ratio) of their tokens, in float64.
+        """
+        read = heads * np.arange(length + 1)
+        if self.ratio is None:
+            return np.minimum(heads * self.tokens, read)
+        return read - (read * self.ratio).astype(np.int64)
+
+    def readings(
+        self, text: Sequence[int], start: int, encode: Callable[[str], Sequence[int]]
+    ) -> list[Reading]:
+        """Returns what the model reads again of a prompt before it is cut (`reads_again`).
+
+        Layers do not keep these tokens. While they are read, `observe` gets their queries, and the
+        policy's arrays contain `span`, int32 [B, 1, 2, 1]: `start` and `stop` of the reading.
+
+        Args:
+          text: token ids of a row since the last cut.
+          start: order index of the first of them.
+          encode: encodes a text in the middle of another one.
+        """
+        return []
+
     def layer_cache(self, pattern, soft_cap):
         needed = pattern.layer_cache
         return Evicting(self, soft_cap) if needed.keeps_all else needed
@@ -192,12 +254,17 @@ class Evicting(FullCache):
 
     @property
     def reads_output(self) -> bool:
-        return self.policy.critical is not None
+        return self.policy.critical is not None or self.policy.reads_output
+
+    @property
+    def shares_across_layers(self) -> bool:
+        heads = self.policy.heads
+        return self.acts_on_prompt and heads is not None and heads.across_layers
 
     @property
     def _moved(self) -> tuple[str, ...]:
         """The names of arrays with one entry for each slot."""
-        norms = ("value_norms",) if self.reads_output else ()
+        norms = ("value_norms",) if self.policy.critical is not None else ()
         return ("keys", "values", "order", *norms, *self.policy.slot_state)
 
     @property
@@ -238,12 +305,15 @@ class Evicting(FullCache):
 
     def _between_cuts(self, new: int, longest: int) -> Evicting:
         """Returns the cache that evicts while `new` tokens are read, at most `longest` at once."""
-        slots = whole_blocks(self.num_kept + min(new, max(longest, self.policy.every)))
+        if self.policy.cuts_text:
+            new = min(new, max(longest, self.policy.every))
+        slots = whole_blocks(self.num_kept + new)
         return dataclasses.replace(self, slots=slots, longest=longest, is_prompt=False)
 
     def num_visible(self, length: int, tokens: int) -> int:
         kept = dataclasses.replace(self, length=length).num_kept
-        return min(length, kept + max(tokens, self.policy.every))
+        between = max(tokens, self.policy.every) if self.policy.cuts_text else tokens
+        return min(length, kept + between)
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
@@ -263,7 +333,7 @@ class Evicting(FullCache):
                 f" tokens; read at most {self.longest}, or create it with chunk={length}"
             )
         start, cuts_first = slots.used, jnp.zeros((), bool)
-        if not self.is_prompt:
+        if not self.is_prompt and self.policy.cuts_text:
             most = self.num_kept + self.policy.every if length == 1 else self.slots
             cuts_first = start + length > min(most, self.slots)
             start = jnp.where(cuts_first, self.num_kept, start)
@@ -285,7 +355,8 @@ class Evicting(FullCache):
             def cut(arrays):
                 return self.cut(arrays, before, metadata.rotation)
 
-            arrays = jax.lax.cond(view.slots.cuts_first, cut, lambda x: x, arrays)
+            if self.policy.cuts_text:
+                arrays = jax.lax.cond(view.slots.cuts_first, cut, lambda x: x, arrays)
             if self.policy.positions == "consecutive":
                 num_evicted = before - self._next_position(arrays["order"], before)
                 metadata = metadata.replace(q_positions=metadata.q_positions - num_evicted[:, None])
@@ -293,7 +364,7 @@ class Evicting(FullCache):
         order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
         arrays = arrays | {"keys": keys, "values": values, "order": order}
-        if self.reads_output:
+        if self.policy.critical is not None:
             norms = value_norms(v, metadata.output_kernel)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         order = arrays["order"][..., 0] - 1
@@ -304,6 +375,8 @@ class Evicting(FullCache):
             index=jnp.where(is_new, new.index, -1),
             rotation=metadata.rotation,
             slots=self._candidates(arrays, after),
+            output_kernel=metadata.output_kernel,
+            input_norms=metadata.input_norms,
         )
         arrays = arrays | self.policy.observe(seen)
         if self._cuts_after(q.shape[1]):
@@ -329,20 +402,28 @@ class Evicting(FullCache):
             return tokens
         return (order[:, 0] > 0).sum((1, 2), dtype=jnp.int32)  # as many in every head
 
-    def cut(self, arrays: Arrays, tokens: Int[Array, " B"], rotation: Rotation) -> Arrays:
+    def cut(
+        self,
+        arrays: Arrays,
+        tokens: Int[Array, " B"],
+        rotation: Rotation,
+        counts: Int[Array, "B K"] | None = None,
+    ) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order.
 
         Args:
           arrays: those of a layer.
           tokens: tokens of each row that were read.
           rotation: with which the keys were rotated.
+          counts: as in `end_prompt`.
         """
         policy, slots = self.policy, self._candidates(arrays, tokens)
         with jax.named_scope("evict"):
             scores = self._scores(slots)
-            counts = jnp.broadcast_to(self._counts(tokens)[:, None], scores.shape[:2])
-            if policy.heads is not None:
-                counts = policy.heads.counts(scores, counts, self.num_kept)
+            if counts is None:
+                counts = jnp.broadcast_to(self._counts(tokens)[:, None], scores.shape[:2])
+                if policy.heads is not None:
+                    counts = policy.heads.counts(scores, counts, self.num_kept)
             if policy.critical is not None:
                 norms = arrays["value_norms"][..., 0]
                 scores = policy.critical.rescore(scores, norms, counts)
@@ -382,15 +463,42 @@ class Evicting(FullCache):
         scores = jnp.nan_to_num(scores, nan=low, posinf=jnp.inf, neginf=low)
         return jnp.where(slots.is_token, scores, -jnp.inf)
 
-    def end_prompt(self, arrays, slots, tokens, rotation, new, chunk):
+    def shared_counts(
+        self, layers: Sequence[Arrays], tokens: Int[Array, " B"]
+    ) -> list[Int[Array, "B K"]]:
+        """Returns how many tokens the heads of each layer keep, if all layers share what stays.
+
+        Args:
+          layers: the arrays of each layer that evicts tokens.
+          tokens: tokens of each row that were read.
+        """
+        scores = [self._scores(self._candidates(arrays, tokens)) for arrays in layers]
+        heads = np.cumsum([each.shape[1] for each in scores])
+        total = jnp.asarray(self.policy.kept_in_all(self.length, heads[-1]), jnp.int32)[tokens]
+        # As equal as whole numbers are
+        place = jnp.arange(heads[-1], dtype=jnp.int32)
+        counts = (total[:, None] + heads[-1] - 1 - place) // heads[-1]
+        scores = jnp.concatenate(scores, axis=1)
+        counts = self.policy.heads.counts(scores, counts, self.num_kept)
+        return jnp.split(counts, heads[:-1], axis=1)
+
+    def end_prompt(self, arrays, slots, tokens, rotation, new, chunk, counts=None):
         if not self.acts_on_prompt:
             return self, arrays, slots
-        cut = functools.partial(self.cut, tokens=tokens, rotation=rotation)
+
+        def cut(arrays, counts):
+            return self.cut(arrays, tokens, rotation, counts)
+
         if arrays["order"].ndim > 4:
             cut = jax.vmap(cut)
         used = jnp.full_like(slots.used, self.num_kept)
         slots = dataclasses.replace(slots, used=used)
-        return self.make_room(cut(arrays), slots, new, chunk)
+        return self.make_room(cut(arrays, counts), slots, new, chunk)
+
+    def with_space(self, arrays, slots, tokens):
+        more = {name: pad_slots(arrays[name], tokens) for name in self._moved}
+        size = more["order"].shape[2]
+        return dataclasses.replace(self, slots=size, longest=tokens), arrays | more, slots
 
     def make_room(self, arrays, slots, new, chunk):
         after = self._between_cuts(new, min(chunk, new))
@@ -405,7 +513,7 @@ def _resize(arrays: Arrays, slots: int) -> Arrays:
         size = x.shape[-2]
         if slots <= size:
             return x[..., :slots, :]
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots - size), (0, 0)])
+        return pad_slots(x, slots - size)
 
     return jax.tree.map(resize, arrays)
 

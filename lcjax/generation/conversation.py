@@ -244,6 +244,7 @@ class Conversation:
         )
         self._session = Session(lm.model, lm.params, cache, lm.rotation(self.length))
         self._num_read = 0  # tokens of the text in the cache; the last one never is
+        self._num_cut = 0  # tokens of these before the last end of a prompt
 
     def _stream(self, sampling: Sampling, query: str | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer
@@ -273,5 +274,8 @@ class Conversation:
         logits = self._session.read_ids(ids, self._num_read, self._chunk)
         self._num_read += len(ids)
         if len(ids) > 1:  # else a generated token
-            self._session.end_prompt(self.length, self._chunk)
+            texts = [self._ids[self._num_cut : self._num_read]] * self._num_rows
+            settings = self.length, self._chunk, texts, self.lm.tokenizer
+            self._session.end_prompt(*settings, start=self._num_cut)
+            self._num_cut = self._num_read
         return logits

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention.inserted import InsertedTokens
+from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError, check_integer
 from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.programs import InferenceJit
+from lcjax.generation.repetition import read_again
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models import decoder as decoder_lib
@@ -271,8 +273,29 @@ class Session:
             last, start = output, start + size
         return last
 
-    def end_prompt(self, new: int, chunk: int) -> None:
-        """Lets layers with a cache policy evict tokens of the prompt (`cache.end_prompt`)."""
+    def end_prompt(
+        self,
+        new: int,
+        chunk: int,
+        texts: Sequence[Sequence[int]] = (),
+        tokenizer: Tokenizer | None = None,
+        *,
+        start: int = 0,
+    ) -> None:
+        """Lets layers with a cache policy evict tokens of the prompt (`cache.end_prompt`).
+
+        Args:
+          new: maximum number of tokens that follow.
+          chunk: maximum number of these that are read at once.
+          texts: token ids of each row since the last cut, for policies that read them again.
+          tokenizer: encodes what such a policy reads with them.
+          start: order index of the first of these tokens.
+        """
+        if not any(kind.acts_on_prompt for kind in self.cache.kinds):
+            return
+        if self.model.config.cache.reads_again:
+            settings = self.model, self.params, self.cache, self.rotation
+            self.cache = read_again(*settings, texts, start, tokenizer)
         rotations = tuple(map(self.rotation.of_kind, self.model.config.kind_by_layer))
         self.cache = cache_lib.end_prompt(self.cache, rotations, new, chunk, self.model.mesh)
 
@@ -590,7 +613,7 @@ def read_prompts(
         return session.read_from_first_column(tokens, np.array(lengths), sizes), session
     columns = (x[:, first:] for x in (tokens, segments, positions))
     output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
-    session.end_prompt(num_new, chunk)
+    session.end_prompt(num_new, chunk, prompts, lm.tokenizer)
     return output, session
 
 

@@ -111,7 +111,7 @@ def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
     length = max(len(array), lm.length or 0)
     session = Session(lm.model, lm.params, cache, lm.rotation(length))
     session.read_ids(array, 0, chunk)
-    session.end_prompt(1, chunk)
+    session.end_prompt(1, chunk, [array] * len(session.cache.tokens), lm.tokenizer)
     return CachedPrefix(session.cache, array, lm, length)
 
 

@@ -6,6 +6,7 @@ kind and the slots that its own pattern needs.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -346,6 +347,25 @@ def repeat_row(
     return _for_each_layer(jax.tree.map(repeat, cache), make_room, mesh)
 
 
+def with_space(
+    cache: Cache, tokens: int, arrays: dict[str, jax.Array], mesh: jax.sharding.Mesh | None = None
+) -> Cache:
+    """Returns a copy that reads `tokens` more tokens at once and loses none for them.
+
+    Args:
+      cache: the earlier tokens.
+      tokens: their number.
+      arrays: other arrays of the layers that evict tokens.
+      mesh: as in `create`.
+    """
+
+    def act(kind, layer, slots):
+        kind, layer, slots = kind.with_space(layer, slots, tokens)
+        return kind, layer | arrays if kind.evicts else layer, slots
+
+    return _for_each_layer(cache, act, mesh)
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _end_prompt(
     cache: Cache,
@@ -354,10 +374,26 @@ def _end_prompt(
     chunk: int,
     mesh: jax.sharding.Mesh | None,
 ) -> Cache:
-    def act(kind, arrays, slots, rotation):
-        return kind.end_prompt(arrays, slots, cache.tokens, rotation, new, chunk)
+    def act(kind, arrays, slots, rotation, counts):
+        return kind.end_prompt(arrays, slots, cache.tokens, rotation, new, chunk, counts)
 
-    return _for_each_layer(cache, act, mesh, rotations)
+    return _for_each_layer(cache, act, mesh, rotations, _shared_counts(cache))
+
+
+def _shared_counts(cache: Cache) -> list[Int[Array, "B K"] | None]:
+    """Returns how many tokens the heads of each layer keep; None where a layer decides alone."""
+    layers, kinds = cache.separate_layers, [cache.kinds[number] for number in cache.kind_by_layer]
+    sharing = [i for i, kind in enumerate(kinds) if kind.shares_across_layers]
+    counts: list[Any] = [None] * len(kinds)
+    if not sharing:
+        return counts
+    if cache.is_stacked:
+        each = [jax.tree.map(operator.itemgetter(i), cache.layers) for i in sharing]
+        return [jnp.stack(kinds[0].shared_counts(each, cache.tokens))]
+    each = [layers[i] for i in sharing]
+    for i, count in zip(sharing, kinds[sharing[0]].shared_counts(each, cache.tokens), strict=True):
+        counts[i] = count
+    return counts
 
 
 def _for_each_layer(

@@ -322,7 +322,8 @@ class Attention(Projections):
                 metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
                 if (kind := inputs.view.kind).reads_output:
                     kernel = self.out.variables["params"]["kernel"]
-                    metadata = metadata.replace(output_kernel=kernel)
+                    norms = jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+                    metadata = metadata.replace(output_kernel=kernel, input_norms=norms)
                 y, cache = kind.attend(
                     cache, q, k, v, pattern.for_inference(), inputs.view, metadata
                 )

@@ -17,8 +17,9 @@ from small_norm import SmallNorm
 import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Landmark, Sliding
+from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads
 from lcjax.attention.cache import FullCache
-from lcjax.attention.policies import KeyDiff, SnapKV, StreamingCache
+from lcjax.attention.policies import KeyDiff, KVzip, SnapKV, StreamingCache
 from lcjax.checkpoints import ByteTokenizer, load_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
@@ -77,6 +78,51 @@ def golden_lm(request, tmp_path_factory):
     return LanguageModel(Decoder(config), params, ByteTokenizer())
 
 
+class Requests:
+    """A tokenizer that encodes the last letter of a text as fixed ids."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def encode(self, text, *, allow_special=False):
+        return self.ids.get(text[-1], [])
+
+
+KVZIP = {"first_request": "F", "next_request": "N", "suffix": "S"}
+ALL = AcrossLayers(most=4)  # heads lose nothing to the size of the cache
+CUT = {  # case: policy
+    "kvzip.one_chunk": KVzip(ratio=0.5, heads=ALL, **KVZIP),
+    "kvzip.chunks_plus": KVzip(ratio=0.6, part=32, heads=ALL, normalized=True, **KVZIP),
+    "kvzip.layerwise_prefix": KVzip(
+        ratio=0.5, part=40, heads=AdaptiveHeads(floor=0.0, most=4), prefix=7, **KVZIP
+    ),
+    "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
+}
+
+
+@pytest.mark.parametrize(
+    ("golden_lm", "case"),
+    [("qwen3" if name == "kvzip.chunks_plus" else "llama", name) for name in CUT],
+    indirect=["golden_lm"],
+)
+def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
+    document, arrays = golden()
+    base, params = document["cases"][case]["base"], document["cases"][case]["params"]
+    lm = golden_lm.with_method(cache=CUT[case])
+    ids = {"F": "first_prompt", "N": "next_prompt", "S": "suffix"}
+    tokenizer = Requests({letter: params.get(name) for letter, name in ids.items()})
+    prompts, rest = (arrays[f"base.{base}.{name}"] for name in ("ids", "continuation"))
+    session = read_session(lm, prompts, 16, tokenizer=tokenizer)
+    for layer, layer_kept in zip(session.cache.layers, arrays[f"{case}.kept"], strict=True):
+        order = np.asarray(layer["order"])[..., 0]
+        for row, head in np.ndindex(order.shape[:2]):
+            found = order[row, head][order[row, head] > 0] - 1
+            np.testing.assert_array_equal(found, np.flatnonzero(layer_kept[row, head]))
+    for step, token in enumerate(rest.T):
+        logits = session.read(token, None, np.full((len(token), 1), prompts.shape[1] + step))
+        np.testing.assert_allclose(logits, arrays[f"{case}.logits"][:, step], atol=2e-4)
+
+
 @pytest.mark.parametrize("golden_lm", ["llama"], indirect=True)
 def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm):
     document, arrays = golden()
@@ -120,7 +166,7 @@ def test_a_text_is_read_by_chunks_as_in_the_released_code(golden_lm, case, base,
 # Properties
 
 
-def read_session(lm, prompts, new, **options):
+def read_session(lm, prompts, new, tokenizer=None, **options):
     """Returns a session that has read prompts of one length."""
     prompts = np.asarray(prompts, np.int32)
     length = prompts.shape[1]
@@ -128,7 +174,7 @@ def read_session(lm, prompts, new, **options):
     cache = cache_lib.create(lm.model.config, len(prompts), length + new, **options)
     session = Session(lm.model, lm.params, cache, lm.rotation(length + new))
     session.read(prompts, None, np.tile(np.arange(length), (len(prompts), 1)))
-    session.end_prompt(new, options["chunk"])
+    session.end_prompt(new, options["chunk"], prompts, tokenizer or lm.tokenizer)
     return session
 
 
@@ -136,6 +182,7 @@ def read_session(lm, prompts, new, **options):
 POLICIES = [
     pytest.param(SmallNorm(tokens=32), marks=pytest.mark.slow),
     KeyDiff(tokens=32, chunk=16, every=5),
+    pytest.param(KVzip(tokens=20, part=32), id="kvzip"),
 ]
 
 
@@ -237,6 +284,9 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
     [
         pytest.param(SmallNorm(tokens=24), marks=pytest.mark.slow),
         KeyDiff(tokens=24, chunk=32, every=4),
+        pytest.param(
+            KVzip(tokens=20, part=32, normalized=True), marks=pytest.mark.slow, id="kvzip"
+        ),
     ],
     ids=str,
 )
@@ -311,11 +361,56 @@ def test_scores_that_are_no_numbers_come_last(lm):
     assert kept.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
 
 
+def test_a_repeated_text_is_the_one_since_the_last_cut(lm):
+    """What was cut before keeps its scores, and a window in other layers is left alone."""
+    layers = (LayerKind(1, Sliding(window=16)), LayerKind(1))
+    policy = KVzip(tokens=30, part=16, heads=None, **KVZIP)
+    texts = text(1, 40), text(2, 24)
+    tokenizer = Requests({"F": [1, 2], "N": [3], "S": [4]})
+    mixed = LanguageModel(
+        Decoder(lm.config.replace(layers=layers, cache=policy)), lm.params, lm.tokenizer
+    )
+    ends = []
+    for chunk in (40, 8):  # with the smaller one, the window is a ring
+        session = read_session(mixed, [texts[0]], 40, tokenizer=tokenizer, chunk=chunk)
+        before = scores_by_token(session)
+        places = np.arange(40, 64)[None]
+        session.read(np.array([texts[1]]), None, places, sizes=(8, 8, 8))
+        session.end_prompt(8, chunk, [texts[1]], tokenizer, start=40)
+        ends.append(scores_by_token(session))
+        assert len(ends[-1][0]) == 30 and all(max(head) >= 40 for head in ends[-1])
+        for old, new in zip(before, ends[-1], strict=True):
+            assert all(old[token] == score for token, score in new.items() if token < 40)
+    for one, other in zip(*ends, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def scores_by_token(session):
+    """The scores of the tokens that each head of the last layer keeps, by order index."""
+    order, received = (
+        np.asarray(session.cache.layers[1][x])[0, ..., 0] for x in ("order", "received")
+    )
+    return [
+        {int(i) - 1: float(score) for i, score in zip(*head) if i}
+        for head in zip(order, received, strict=True)
+    ]
+
+
+def kept_of(layer):
+    """Order indices of the tokens that each head of a layer keeps in row 0."""
+    order = np.asarray(layer["order"])[0, :, :, 0]
+    return [(head[head > 0] - 1).tolist() for head in order]
+
+
 @pytest.mark.parametrize(
-    "chunk", [pytest.param(None, id="prompt"), pytest.param(16, id="chunk", marks=pytest.mark.slow)]
+    "policy",
+    [
+        pytest.param(SmallNorm(tokens=24, every=8), id="prompt"),
+        pytest.param(SmallNorm(tokens=24, chunk=16, every=8), id="chunk", marks=pytest.mark.slow),
+        pytest.param(KVzip(ratio=0.5, part=32), id="repetition", marks=pytest.mark.slow),
+    ],
 )
-def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, chunk):
-    policy = SmallNorm(tokens=24, chunk=chunk, every=8)
+def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, policy):
     talk = Conversation(lm.with_method(cache=policy), length=256)
     for turn in range(2):
         talk.read(text(turn, 40))
@@ -329,6 +424,7 @@ def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, chunk):
     [
         SnapKV(tokens=40, window=8, every=4),
         pytest.param(KeyDiff(ratio=0.5, every=4), marks=pytest.mark.slow),
+        pytest.param(KVzip(ratio=0.5, part=48), marks=pytest.mark.slow, id="kvzip"),
     ],
     ids=str,
 )
@@ -364,8 +460,7 @@ def test_a_prefix_that_stays_whole_is_read_with_its_prompts(lm):
 
 def kept(cache):
     """Order indices of the tokens that each head of each layer keeps in row 0."""
-    orders = [np.asarray(layer["order"])[0, :, :, 0] for layer in cache.layers]
-    return [(head[head > 0] - 1).tolist() for order in orders for head in order]
+    return [head for layer in cache.layers for head in kept_of(layer)]
 
 
 # Configs and errors

@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
-from lcjax.attention.candidates import Seen, attention_by_head
+from lcjax.attention.candidates import Seen, attention_by_head, by_blocks
 from lcjax.attention.eviction import CachePolicy
 from lcjax.errors import NonNegativeInt
-
-_BLOCK = 128  # queries whose weights are computed at once
 
 
 class AttentionSums(CachePolicy):
@@ -22,26 +19,15 @@ class AttentionSums(CachePolicy):
     slot_state: ClassVar[tuple[str, ...]] = ("received",)
 
     def observe(self, seen: Seen):
-        queries, index, slots = seen.queries, seen.index, seen.slots
-        extra = -queries.shape[2] % min(_BLOCK, queries.shape[2])
-        queries = jnp.pad(queries, [(0, 0), (0, 0), (0, extra), (0, 0)])
-        index = jnp.pad(index, [(0, 0), (0, extra)], constant_values=-1)
-        size = min(_BLOCK, queries.shape[2])
-        blocks = queries.shape[2] // size
-
-        def add(total, block):
-            part = jax.lax.dynamic_slice_in_dim(queries, block * size, size, 2)
-            places = jax.lax.dynamic_slice_in_dim(index, block * size, size, 1)
-            # Each query head of a key head has an equal part: the mean.
-            sums = attention_by_head(slots, part, places, lambda weights: weights.sum(2).mean(1))
-            return total + sums, None
-
-        received = slots.state["received"][..., 0]
         # A slot that a new token takes may hold the sum of a token that was evicted.
-        oldest = jnp.min(jnp.where(seen.index >= 0, seen.index, jnp.iinfo(jnp.int32).max), axis=-1)
-        received = jnp.where(slots.index >= oldest[:, None, None], 0, received)
-        received, _ = jax.lax.scan(add, received, jnp.arange(blocks))
-        return {"received": received[..., None]}
+        received = jnp.where(seen.is_new, 0, seen.slots.state["received"][..., 0])
+
+        def add(total, queries, index):
+            # Each query head of a key head has an equal part: the mean.
+            sums = attention_by_head(seen.slots, queries, index, lambda x: x.sum(2).mean(1))
+            return total + sums
+
+        return {"received": by_blocks(add, received, seen.queries, seen.index)[..., None]}
 
 
 @CachePolicy.register_subclass("observed_attention")
