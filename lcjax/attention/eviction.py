@@ -410,7 +410,7 @@ class Evicting(FullCache):
         arrays: Arrays,
         tokens: Int[Array, " B"],
         rotation: Rotation,
-        layout: Layout | None,
+        layout: Layout | None = None,
         counts: Int[Array, "B K"] | None = None,
     ) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order.
