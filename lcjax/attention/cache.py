@@ -32,7 +32,6 @@ from lcjax.errors import InputError
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
     from lcjax.rope import Rotation
-    from pallas_kernels import Layout
 
 Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
 
@@ -118,6 +117,13 @@ class LayerCache(abc.ABC):
     def num_visible(self, length: int, tokens: int) -> int:
         """Returns how many of `length` keys at least one of the last `tokens` tokens sees."""
 
+    def after_prompt(self, length: int) -> tuple[LayerCache, int]:
+        """Returns the cache at the end of a prompt of `length` tokens, and the slots that it uses.
+
+        Slots that are empty until later tokens are read do not count.
+        """
+        return self, self.num_visible(length, 1)
+
     @abc.abstractmethod
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of one row's arrays by name, each [heads, _, _]."""
@@ -152,7 +158,6 @@ class LayerCache(abc.ABC):
         new: int,
         chunk: int,
         counts: Int[Array, "B K"] | None = None,
-        layout: Layout | None = None,
     ) -> tuple[LayerCache, Arrays, Any]:
         """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
 
@@ -164,7 +169,6 @@ class LayerCache(abc.ABC):
           new: maximum number of tokens that follow.
           chunk: maximum number of these that are read at once.
           counts: tokens that heads keep, if layers share them; None: each layer decides.
-          layout: the mesh axes over which rows and heads are split.
 
         Returns:
           The kind of cache from now on, and its arrays.

@@ -128,6 +128,9 @@ class PagedCache(FullCache):
     def num_visible(self, length, tokens):
         return min(length, self.quest.num_pages * self.quest.page) if tokens == 1 else length
 
+    def after_prompt(self, length):
+        return self.fit(length, None)
+
     def arrays(self, layer, slots):
         shape = layer.num_kv_heads, self._num_pages(slots), layer.head_dim
         bound = jax.ShapeDtypeStruct(shape, layer.dtype)

@@ -13,6 +13,7 @@ from lcjax.cost.chips import machine_peak, measured_peak, peak_bandwidth, peak_f
 from lcjax.cost.resources import (
     Cost,
     MemoryEstimate,
+    cache_bytes,
     estimate,
     generation_memory,
     parameter_shapes,
@@ -23,6 +24,7 @@ from lcjax.cost.resources import (
 __all__ = [
     "Cost",
     "MemoryEstimate",
+    "cache_bytes",
     "estimate",
     "generation_memory",
     "machine_peak",

@@ -56,7 +56,7 @@ class Cost:
     attention_flops: float  # forward, queries with keys and weights with values
     weight_gradient_flops: float  # backward, for the trained weights only
     idle_flops: float  # backward, of activations before all trained weights: not computed
-    kv_cache_bytes: int  # of one sequence of that length: visible keys, and the pattern's state
+    kv_cache_bytes: int  # of one sequence of that length, at the end of its prompt
 
     @property
     def forward_flops(self) -> float:
@@ -122,11 +122,23 @@ def estimate(
     )
 
 
-def cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
-    """Returns the bytes that all layers need in the cache of one sequence.
+def cache_bytes(config: ModelConfig, length: int) -> int:
+    """Returns the bytes that all layers hold of one sequence, at the end of its prompt.
 
-    They are those of the keys and values that at least one of the last `tokens` tokens sees, and of
-    what the kinds of cache hold beside them (`LayerCache.arrays`).
+    They are those of the tokens that stay, and of what the kinds of cache hold beside them
+    (`LayerCache.arrays`). Empty slots for later tokens are not counted. Where heads keep different
+    numbers of tokens, each has the slots that its layer gives it.
+    """
+    shape = cache_lib.layer_shape(config)
+    ends = [kind.after_prompt(length) for kind in cache_lib.layer_caches(config)]
+    return sum(_row_bytes(kind.arrays(shape, slots)) for kind, slots in ends)
+
+
+def read_cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
+    """Returns the bytes in the cache of one sequence that its last `tokens` tokens may need.
+
+    They are those of the keys and values that at least one of these tokens sees, and of what the
+    kinds of cache hold beside them (`LayerCache.arrays`).
     """
     shape = cache_lib.layer_shape(config)
     return sum(

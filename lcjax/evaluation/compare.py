@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lcjax.errors import InputError, suggestion
-from lcjax.evaluation import plots
+from lcjax.evaluation import cost_plots, plots
 from lcjax.evaluation.records import by_cell, folder_name, hashed_settings, named_records
 from lcjax.evaluation.report import cell_of, differences, page
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
@@ -135,8 +135,11 @@ def _section(
             cells += [cell_of(task, label, n, group) for n, group in by_length.items()]
     bases = _bases({key: label for key, label in rows.items() if label in groups}, against)
     gaps = differences.paired_differences(task, groups, bases)
-    figure = plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")
-    return page.Section(task, cells, [], {}, [figure], gaps)
+    figures = [plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")]
+    figures += cost_plots.over_costs(
+        cells, task.metric, out / "figures" / f"{task.label}_by_cost.png"
+    )
+    return page.Section(task, cells, [], {}, figures, gaps)
 
 
 def _bases(rows: Rows, against: str | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Figures of a report: of one task, of the cost, and of perplexity against accuracy.
+"""Figures of a report: of one task, and of perplexity against accuracy.
 
 matplotlib is imported when a figure is drawn, and no window is opened.
 """
@@ -120,7 +120,7 @@ def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:
         axes.set_xscale("log", base=2)
         _count_ticks(axes, lengths)
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
-        _value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
+        value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
         axes.set_xlabel("context length in tokens")
         axes.set_ylabel(metric.name)
         axes.set_title(f"{metric.heading} by context length")
@@ -142,13 +142,13 @@ def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
         names = [cell["method"].replace("$", r"\$") for cell in cells]
         axes.set_yticks(range(len(cells)), names)
         axes.set_ylim(len(cells) - 0.5, -0.5)
-        _value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
+        value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
         axes.set_xlabel(metric.name)
         axes.set_title(f"{metric.heading} at {cells[0]['length']:,} tokens")
     return path
 
 
-def _value_axis(axes, values: Sequence[float], metric: "Metric", along: str = "y") -> None:
+def value_axis(axes, values: Sequence[float], metric: "Metric", along: str = "y") -> None:
     """Sets limits and scale: 0 to 1 for shares, and log for losses that differ by a factor of 8."""
     limit, axis = getattr(axes, f"set_{along}lim"), getattr(axes, f"{along}axis")
     finite = [value for value in values if np.isfinite(value)]
@@ -159,6 +159,7 @@ def _value_axis(axes, values: Sequence[float], metric: "Metric", along: str = "y
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         getattr(axes, f"set_{along}scale")("log")
+        limit(low / (high / low) ** 0.06, high * (high / low) ** 0.06)
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.set_minor_formatter(NullFormatter())
@@ -334,45 +335,6 @@ def _numbers(axes, share: np.ma.MaskedArray) -> None:
             column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=8.5,
             color="#111111" if value > 0.5 else "#FEFEFE",
         )  # fmt: skip
-
-
-def cost_bars(rows: Records, path: Path) -> Path:
-    """Draws tokens per second and peak memory by length, one bar per method.
-
-    `rows` are those of `report.page.costs`. A peak that is only a bound is hatched.
-    """
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    lengths = sorted({row["length"] for row in rows})
-    wide = max(7.2, 1.6 + 0.9 * len(lengths) + 0.16 * len(lengths) * len(methods))
-    with canvas(path, min(wide, 14), 3.4 + 0.26 * -(-len(methods) // 3)) as figure:
-        panels = figure.subplots(1, 2)
-        _bars(panels[0], rows, methods, lengths, "speed", 1.0)
-        _bars(panels[1], rows, methods, lengths, "peak", 1e9)
-        panels[0].set_ylabel("tokens per second")
-        panels[1].set_ylabel("peak memory, GB")
-        if any(row["bound"] for row in rows):
-            panels[1].set_title("hatched: at most this", fontsize=9, fontweight="normal", pad=4)
-        figure.supxlabel("context length in tokens", fontsize=10)
-        handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper left", ncols=3, fontsize=9)
-    return path
-
-
-def _bars(axes, rows, methods: list[str], lengths: list[int], key: str, unit: float) -> None:
-    width = 0.8 / len(methods)
-    for index, method in enumerate(methods):
-        by_length = {row["length"]: row for row in rows if row["method"] == method}
-        x = [i + (index - (len(methods) - 1) / 2) * width for i in range(len(lengths))]
-        y = [(by_length.get(length, {}).get(key) or 0) / unit for length in lengths]
-        colour = series_style(index)["color"]
-        bars = axes.bar(x, y, 0.92 * width, label=method, color=colour, zorder=3)
-        for bar, length in zip(bars, lengths, strict=True):
-            if key == "peak" and by_length.get(length, {}).get("bound"):
-                bar.set(fill=False, edgecolor=colour, hatch="////", linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.tick_params(axis="x", length=0, labelrotation=45 if len(lengths) > 4 else 0)
-    axes.grid(axis="x", visible=False)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
 def _scatter_panels(

@@ -55,9 +55,9 @@ EARLIER = "earlier"
 REPORT = "report.html"
 CONFIG = "config.yaml"
 COSTS = "costs"  # folder
-# Measured fields of a record.
-COST = ("seconds", "compile_seconds", "peak_bytes", "peak_bytes_at_most")
-_NO_COST = {"seconds": 0.0, "compile_seconds": 0.0, "peak_bytes": None, "peak_bytes_at_most": None}
+# Fields of a record on time and memory: measured ones, and the bytes of a row's KV cache.
+COST = ("seconds", "compile_seconds", "peak_bytes", "peak_bytes_at_most", "cache_bytes")
+_NO_COST = {**dict.fromkeys(COST), "seconds": 0.0, "compile_seconds": 0.0}
 _FILES = (MARKER, CONFIG, "summary.json", REPORT, ERROR, CHECKSUMS)
 _FOLDERS = ("records", COSTS, "tables", "figures", "export")
 RUN_FOLDER = FolderFormat(

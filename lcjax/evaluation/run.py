@@ -513,6 +513,7 @@ class _Runner:
         prompts = [ids for unit in cell.missing for ids in task.prompts(unit)]
         model = cell.model.with_shared_prefixes(prompts)
         scorer, saved = task.scorer(model, size), 0
+        cache_bytes = cell.model.cache_bytes(cell.fields["length"])
         for chunk in _batches(task, model, cell.missing, size):
             inputs = [_with_foreign_context(model, unit, cell.units, seed) for unit in chunk]
             with measure.Stopwatch() as watch:
@@ -522,6 +523,7 @@ class _Runner:
                 "compile_seconds": watch.compiling / len(chunk),
                 "peak_bytes": measure.peak_bytes(floor),
                 "peak_bytes_at_most": measure.highest_bytes(),
+                "cache_bytes": cache_bytes,
             }
             records = [
                 {

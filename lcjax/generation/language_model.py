@@ -142,6 +142,15 @@ class LanguageModel(InferenceModel, Scorer):
         options = {"chunk": length, "context": context, "platform": device.platform}
         return cost.generation_memory(self.config, length, rows, mesh, **options)
 
+    @check_arguments
+    def cache_bytes(self, length: int) -> int | None:
+        """Returns the bytes of the KV cache of a row of `length` tokens, at the end of its prompt.
+
+        It is None for a model with a memory, whose contexts are not in the cache.
+        """
+        check_integer("length", length, 1)
+        return None if self.config.memory is not None else cost.cache_bytes(self.config, length)
+
     def with_method(
         self,
         *,

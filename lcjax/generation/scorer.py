@@ -126,6 +126,14 @@ class Scorer(abc.ABC):
         """
         return None
 
+    def cache_bytes(self, length: int) -> int | None:
+        """Returns the bytes of the KV cache of a row at the end of its prompt; None: unknown.
+
+        Args:
+          length: tokens of the row.
+        """
+        return None
+
     # Prompts with a common prefix
 
     def with_shared_prefixes(self, prompts: Sequence[Ids]) -> "Scorer":

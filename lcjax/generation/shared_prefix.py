@@ -139,6 +139,9 @@ class UnseenQuestions(WrappedScorer):
     def inference_memory(self, rows: int, length: int, context=None) -> MemoryEstimate | None:
         return self.lm.inference_memory(rows, length, context)
 
+    def cache_bytes(self, length: int) -> int | None:
+        return self.lm.cache_bytes(length)
+
     def with_movable(self, spans: Sequence[Spans], passages: Any = None) -> "UnseenQuestions":
         """Returns this model for prompts whose documents end with the last of `spans`."""
         del passages  # which are among the spans

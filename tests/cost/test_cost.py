@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from lcjax import cost
-from lcjax.attention import Bidirectional, Causal, Sliding
+from lcjax.attention import AdaptiveHeads, Bidirectional, Causal, Quest, Random, Sliding
 from lcjax.errors import InputError
 from lcjax.memory.cepe import Cepe
 from lcjax.models import Decoder, LayerKind, ModelConfig, head, preset
@@ -334,6 +334,28 @@ def test_costs_of_layers_that_differ_are_sums_over_layers():
         (4 * local.attention_flops + 2 * full.attention_flops) / 6
     )
     assert mixed.matmul_flops == full.matmul_flops and mixed.parameters == full.parameters
+
+
+def test_the_cache_at_the_end_of_a_prompt_has_what_stays():
+    config = preset("tiny")
+    full = cost.cache_bytes(config, 512)
+    pair = 2 * config.head_dim * config.compute_dtype().itemsize  # a key and its value
+    slot = config.num_layers * config.num_kv_heads * (pair + 4)  # with its order index
+    heads = AdaptiveHeads(most=1.5)
+    for cache, expected in (
+        (Random(ratio=0.75), 128 * slot),
+        (Random(tokens=100, every=8), 100 * slot),
+        (Random(tokens=100, chunk=64), 100 * slot),
+        (Random(ratio=0.75, heads=heads), 192 * slot),
+        (Random(ratio=0), full),
+        (Random(tokens=512), full),
+        (Quest(tokens=64, page=16, exact_layers=0), full * (1 + 1 / 16)),
+    ):
+        evicting = config.replace(cache=cache)
+        assert cost.cache_bytes(evicting, 512) == expected, cache
+        assert cost.estimate(evicting, 512).kv_cache_bytes == expected
+    sliding = config.replace(pattern=Sliding(window=32), cache=Random(ratio=0.5))
+    assert cost.cache_bytes(sliding, 512) == full * 32 / 512  # the window's cache is left alone
 
 
 def test_the_cache_of_layers_that_differ_is_the_one_that_is_created():

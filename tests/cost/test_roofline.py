@@ -49,8 +49,8 @@ def test_a_window_bounds_the_keys_that_are_read():
     assert resources.visible_keys(model, 512, last=1) == 32
     short, long = (inference_work(model, 1, length, 1, Mesh(fsdp=1)) for length in (64, 512))
     assert short == long
-    prompt = resources.cache_bytes(model, 512, tokens=16)
-    assert prompt == resources.cache_bytes(model, 512) * (32 + 15) / 32
+    prompt = resources.read_cache_bytes(model, 512, tokens=16)
+    assert prompt == resources.read_cache_bytes(model, 512) * (32 + 15) / 32
 
 
 def test_an_update_reads_weights_for_each_microbatch():

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lcjax import files
 from lcjax.attention import Sliding
-from lcjax.evaluation import Passkey, Perplexity, plots, report
+from lcjax.evaluation import Passkey, Perplexity, cost_plots, plots, report
 from lcjax.evaluation.report import page
 from lcjax.evaluation.report.report import _is_exact
 from lcjax.evaluation.report.tables import grid, interval_text, latex, markdown, to_csv
@@ -92,7 +92,7 @@ def test_perplexity_over_lengths_shows_a_line_per_method(tmp_path):
 def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_path, undrawn):
     axes = Figure().add_subplot()
     axes.plot([0, 1], [5.0, 30_000.0])
-    plots._value_axis(axes, [5.0, 30_000.0], METRIC)
+    plots.value_axis(axes, [5.0, 30_000.0], METRIC)
     low, high = axes.get_ylim()
     assert low < 5 and high > 30_000
     assert interval_text({"ci_low": 900.0, "ci_high": 2100.0}, METRIC) == "900.00 – 2,100.00"
@@ -106,7 +106,7 @@ def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_
 
 def test_scores_beyond_one_lie_inside_the_figure_and_the_best_answer_is_not_wrong():
     metric, axes = Metric("bleu", "BLEU", False, 1), Figure().add_subplot()
-    plots._value_axis(axes, [12.0, 41.0], metric)
+    plots.value_axis(axes, [12.0, 41.0], metric)
     low, high = axes.get_ylim()
     assert low < 12 and high > 41
     task = types.SimpleNamespace(
@@ -211,12 +211,73 @@ def test_costs_are_bars_and_a_peak_that_is_only_a_bound_is_hatched(tmp_path):
         for method in "ab"
         for length in (8, 16)
     ]
-    image = pixels(plots.cost_bars(rows, tmp_path / "a.png"))
+    image = pixels(cost_plots.cost_bars(rows, tmp_path / "a.png"))
     blue, red = (np.abs(image[..., :3].astype(int) - colour).max(-1) < 12
                  for colour in ([0, 114, 178], [213, 94, 0]))  # fmt: skip
     half = image.shape[1] // 2
     assert red[:, :half].sum() > 0.8 * blue[:, :half].sum()
     assert 0 < red[:, half:].sum() < 0.5 * blue[:, half:].sum()
+
+
+def costly(method, value, cache_bytes, seconds=2.0, length=4096, **more):
+    measured = {"cache_bytes": cache_bytes, "seconds": seconds, "windows": 4}
+    return cell(method, length, value, **measured, **more)
+
+
+def test_no_other_method_beats_those_on_the_line_at_their_cost():
+    points = [(3, 0.9), (1, 0.2), (2, 0.2), (1, 0.1), (2, 0.5), (3, 0.9), (4, 0.8)]
+    assert cost_plots.best_at_cost(points) == [1, 4, 0]
+    assert cost_plots.best_at_cost(points, lower_is_better=True) == [3]
+
+
+def test_scores_are_drawn_by_cost_only_where_methods_differ_in_it(tmp_path, undrawn):
+    metric, path = Metric("accuracy", "accuracy", False, 2), tmp_path / "a_by_cost.png"
+    for drawn, second in (
+        (False, costly("b", 0.5, 1e6)),
+        (False, costly("b", 0.5, 1.01e6, 2.5)),
+        (True, costly("b", 0.5, 2e6)),
+        (True, costly("b", 0.5, 1e6, 4.0)),
+        (False, costly("b", 0.5, None)),
+        (True, costly("b", 0.5, None, 4.0)),
+        (False, costly("b", float("nan"), 2e6)),
+        (True, costly("b", 0.5, 2e6, 0.0)),
+    ):
+        cells = [costly("a", 1.0, 1e6), second]
+        assert cost_plots.over_costs(cells, metric, path) == [path] * drawn, second
+    # Seconds of cells that took less than one are noise.
+    quick = [costly("a", 1.0, None, 0.2), costly("b", 0.5, None, 0.4)]
+    assert cost_plots.over_costs(quick, metric, path) == []
+
+
+def test_names_of_twenty_methods_cover_neither_each_other_nor_a_mark(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    shares = (0.25, 0.5, 0.75, 0.9)
+    cells = [
+        costly(f"{name}-{share}", score * (1 - share**4), 1e9 * (1 - share) * length / 4096,
+               9 - 3 * share + place, length, ci_low=0.1, ci_high=0.95)
+        for place, (name, score) in enumerate(
+            {"snapkv": 0.9, "expected-attention": 0.9, "tova": 0.8, "streaming": 0.4,
+             "random": 0.0}.items()
+        )
+        for share in shares
+        for length in (2048, 4096)
+    ]  # fmt: skip
+    metric = Metric("accuracy", "accuracy", False, 2)
+    cost_plots.over_costs(cells, metric, tmp_path / "a.png")
+    for axes in figures[0].axes:
+        names = [text for text in axes.texts if text.get_text()]
+        assert sorted(t.get_text() for t in names) == sorted({c["method"] for c in cells})
+        boxes = [text.get_window_extent() for text in names]
+        marks = [line for line in axes.lines if line.get_markersize() == 7]
+        places = [axes.transData.transform(line.get_xydata()[0]) for line in marks]
+        assert len(marks) == 20
+        for index, box in enumerate(boxes):
+            assert axes.get_window_extent().containsx(box.x0) and axes.bbox.containsx(box.x1)
+            assert not any(box.overlaps(other) for other in boxes[:index]), names[index]
+            assert not any(box.contains(*place) for place in places), names[index]
+        for index, place in enumerate(places):
+            assert all(np.abs(place - other).max() > 8 for other in places[:index])
 
 
 def test_the_scatter_plots_perplexity_against_accuracy(tmp_path):
@@ -272,6 +333,7 @@ def test_attention_is_exact_where_all_layers_and_no_memory_see_all():
     ("name", "words"),
     [
         ("many_shot_by_shots", "demonstrations"),
+        ("ruler_by_cost", "KV cache"),
         ("open_qa_by_passages", "passages"),
         ("multi_document_qa_by_gold_position", "document with the answer"),
         ("perplexity_by_position", "loss of the tokens"),
@@ -346,6 +408,7 @@ def test_columns_of_examples_vary_and_are_shown_nowhere_else():
     cell = ("method", "length", "trained", "tokenizer", "digest")
     protocol = ("protocol", "wording", "stride", "bos", "template", "budget", "max_new_tokens")
     costs = ("seconds", "compile_seconds", "read", "peak_bytes", "peak_bytes_at_most")
+    costs += ("cache_bytes",)
     sizes = ("size", "bytes", "first", "scored", "weight", "prompt_tokens")
     answers = ("prompt", "answer", "references", "key", "correct", "score", "finish")
     internals = ("ids", "nan", "nll", "decoder", "decoder_passages")

@@ -31,6 +31,7 @@ from lcjax.config import parse
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
+from lcjax.evaluation.command import main
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Linear
 
@@ -300,6 +301,42 @@ def test_a_table_of_peaks_that_are_all_known_does_not_speak_of_bounds(config, mo
     seen = iter(range(1_000, 10**9, 1_000))
     monkeypatch.setattr(measure, "_device_peak", lambda: next(seen))
     assert "≤" not in run(config, load=fake()).text
+
+
+def test_the_bytes_of_a_cache_are_in_costs_and_absent_where_they_are_unknown(config, monkeypatch):
+    folder, name = Path(config.run.folder), "perplexity_slide_press"
+    assert {cell["cache_bytes"] for cell in run(config, load=fake()).cells} == {None}
+    assert "KV cache" not in (folder / "report.html").read_text()
+    monkeypatch.setattr(BigramModel, "cache_bytes", lambda self, length: 1e5 * length / self.bonus)
+    config = dataclasses.replace(config, run=RunSection(str(folder), existing="overwrite"))
+    report = run(config, load=fake())
+    cells = {(cell["method"], cell["length"]): cell["cache_bytes"] for cell in report.cells}
+    assert cells == {
+        ("base", 12): 6e5,
+        ("base", 24): 12e5,
+        ("linear", 12): 12e5,
+        ("linear", 24): 24e5,
+    }
+    assert f"{name}_by_cost.png" in [path.name for path in report.files]
+    assert "end of its prompt, MB:" in report.text and "| linear | 1.2 | 2.4 |" in report.text
+    assert "KV cache, MB" in (folder / "report.html").read_text()
+    header, *lines = (folder / f"costs/{name}.csv").open()
+    place = header.strip().split(",").index("cache_bytes")
+    assert [float(line.split(",")[place]) for line in lines] == list(cells.values())
+    assert "cache_bytes" not in (folder / f"records/{name}.jsonl").read_text()
+    assert "cache_bytes" not in (folder / f"tables/{name}.csv").read_text()
+
+
+def test_costs_of_older_runs_have_no_bytes_of_a_cache(config):
+    run(config, load=fake())
+    folder = Path(config.run.folder)
+    file = folder / "costs/perplexity_slide_press.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    old = [{k: v for k, v in line.items() if k not in ("cache_bytes", "crc")} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert main(["report", str(folder)]) == 0
+    again = (folder / "costs/perplexity_slide_press.csv").read_text()
+    assert "cache_bytes" in again and "KV cache" not in (folder / "report.html").read_text()
 
 
 def test_compilation_is_not_counted_as_speed(config, monkeypatch):

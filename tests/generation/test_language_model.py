@@ -398,6 +398,7 @@ def test_tokens_and_lengths_that_do_not_fit_raise_input_error(alone):
 
 def test_arguments_of_other_types_are_input_errors(alone):
     check_other_types(alone.inference_memory, rows=1, length=64)
+    check_other_types(alone.cache_bytes, length=64)
     check_other_types(alone.rotation)
     check_other_types(alone.rotations)
     check_other_types(alone.with_shared_prefixes)

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from lcjax.evaluation.cost_plots import byte_unit
 from lcjax.evaluation.plots import COLOURS, GREY
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
@@ -27,6 +28,7 @@ _MAX_CHARS = 600  # of an answer
 _HIDDEN = frozenset(
     {"method", "length", "trained", "tokenizer", "digest", "protocol", "wording", "stride", "bos"}
     | {"size", "seconds", "compile_seconds", "read", "peak_bytes", "peak_bytes_at_most", "weight"}
+    | {"cache_bytes"}
     | {"answer", "references", "key", "correct", "score", "scored", "prompt", "budget", "first"}
     | {"ids", "finish", "nan", "template", "prompt_tokens", "max_new_tokens", "decoder", "nll"}
     | {"decoder_passages"}
@@ -55,6 +57,10 @@ _CAPTIONS = {
     " demonstrations.",
     "_by_passages": "One line a method, at the longest length: the score over the number of"
     " passages.",
+    "_by_cost": "A point a method at the longest length, with its 95 % interval where one is known;"
+    " faint points are shorter lengths. The KV cache is that of a row at the end of its prompt,"
+    " seconds those of an example without compilation. The grey line joins the methods that no"
+    " other one beats at the same cost or less.",
     "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
     " device (on a CPU: of the process), over all tasks.",
     "perplexity_accuracy": "Each point is a method, a hollow one without full attention. r is"
@@ -103,7 +109,7 @@ def write(
       sections: Results by task.
       summary: The content of summary.json.
       figures: Figures of several tasks together.
-      cost_figure: The figure of `plots.cost_bars`.
+      cost_figure: The figure of `cost_plots.cost_bars`.
       published: Tables of papers beside the run.
       notes: Markdown table of the trainings of a study.
 
@@ -112,6 +118,8 @@ def write(
     """
     cells = [cell for section in sections for cell in section.cells]
     parts = [task_part(section) for section in sections]
+    rows = costs(cells)
+    largest = max((row["cache"] or 0 for row in rows), default=0)
     page = {
         "title": path.parent.resolve().name,
         "eyebrow": "Evaluation",
@@ -119,7 +127,11 @@ def write(
         "overview": _overview(sections) if len(sections) > 1 else None,
         "tasks": parts,
         "figures": figures_of(figures, "all"),
-        "cost": {"rows": costs(cells), "figures": figures_of([cost_figure], "cost")},
+        "cost": {
+            "rows": rows,
+            "cache_unit": byte_unit(largest) if largest else None,
+            "figures": figures_of([cost_figure], "cost"),
+        },
         "details": _run_details(summary, cells),
         "config": yaml.safe_dump(summary["config"], sort_keys=False, allow_unicode=True),
         "published": published,
@@ -263,7 +275,7 @@ def _caption_over_lengths(svg: str) -> str:
 
 
 def costs(cells: Records) -> list[dict[str, Any]]:
-    """Returns a row per method and length: tokens per second and peak memory over all tasks."""
+    """Returns a row per method and length: speed, memory and seconds over all tasks."""
     rows = []
     for (method, length), group in group_by(cells, itemgetter("method", "length")).items():
         seconds = sum(cell["seconds"] for cell in group)
@@ -278,6 +290,7 @@ def costs(cells: Records) -> list[dict[str, Any]]:
                 "speed": num_tokens / seconds if seconds else None,
                 "peak": max(peaks) if known else bound,
                 "bound": not known,
+                "cache": max(cell["cache_bytes"] or 0 for cell in group) or None,
                 "seconds": seconds,
                 "compile_seconds": sum(cell["compile_seconds"] for cell in group),
             }

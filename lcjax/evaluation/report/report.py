@@ -5,13 +5,14 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lcjax.evaluation import plots
+from lcjax.evaluation import cost_plots, plots
+from lcjax.evaluation.cost_plots import byte_unit
 from lcjax.evaluation.records import COST, COSTS, FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import differences, page
 from lcjax.evaluation.report import published as published_lib
@@ -20,7 +21,6 @@ from lcjax.evaluation.report.tables import (
     grid,
     latex,
     markdown,
-    table_entries,
     to_csv,
 )
 from lcjax.evaluation.task import Metric, Record, Records, Task
@@ -60,20 +60,22 @@ def cell_of(task: Task, method: str, length: int, records: Records) -> Record:
 
 
 def _cost(records: Records) -> Record:
-    """Returns tokens per second without compilation, and peak memory.
+    """Returns tokens per second without compilation, peak memory, and bytes of a row's cache.
 
     `peak_bytes` is None if memory did not exceed an earlier peak of the process. The peak of the
-    cell is then at most `peak_bytes_at_most`.
+    cell is then at most `peak_bytes_at_most`. `cache_bytes` is None where it is not known.
     """
     seconds = sum(record["seconds"] for record in records)
     peaks = [record["peak_bytes"] for record in records if record["peak_bytes"] is not None]
     bounds = [record.get("peak_bytes_at_most") or 0 for record in records]
+    caches = [record.get("cache_bytes") or 0 for record in records]
     return {
         "seconds": seconds,
         "compile_seconds": sum(record["compile_seconds"] for record in records),
         "tokens_per_second": sum(r["read"] for r in records) / seconds if seconds else None,
         "peak_bytes": max(peaks, default=None),
         "peak_bytes_at_most": max(bounds) or None,
+        "cache_bytes": max(caches) or None,
     }
 
 
@@ -132,7 +134,7 @@ def write(
     }
     path = folder / "summary.json"
     write_whole(path, json.dumps(clean(summary), indent=1, default=str) + "\n")
-    cost = plots.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
+    cost = cost_plots.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
     by_task = {section.task: section.cells for section in sections}
     models = environment.get("models") or {}
     approximate = [name for name, model in models.items() if not _is_exact(model)]
@@ -169,6 +171,9 @@ def _section(
     saved += _save_costs(folder / COSTS, task, cells, cost)
     text = "\n".join([results, cost, *compared])
     figures = task.figures(cells, records, folder / "figures")
+    figures += cost_plots.over_costs(
+        cells, task.metric, folder / "figures" / f"{task.label}_by_cost.png"
+    )
     return page.Section(task, cells, records, aggregates, figures, gaps), text, saved
 
 
@@ -244,27 +249,34 @@ def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
 
 
 def _cost_text(cells: Records) -> str:
-    """Returns Markdown with speed and peak bytes of devices."""
+    """Returns Markdown with speed, peak bytes of devices, and bytes of the KV cache."""
     parts = ["Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n"]
-    parts.append(markdown(_cost_grid(cells)))
+    parts.append(markdown(_cost_grid(cells, lambda cell: f"{_speed(cell)} / {_peak_gb(cell)}")))
     if any(cell["peak_bytes"] is None for cell in cells):
         parts.append(
             "≤: the allocator keeps one peak per process and an earlier cell had set it, so this is"
             " a bound; evaluate the method at that length alone, in another run.folder, for its own"
             " peak.\n"
         )
+    if largest := max(cell["cache_bytes"] or 0 for cell in cells):
+        unit = byte_unit(largest)
+        parts.append(f"KV cache of a row at the end of its prompt, {unit.name}:\n")
+        parts.append(markdown(_cost_grid(cells, lambda cell: unit.text(cell["cache_bytes"]))))
     return "\n".join(parts)
 
 
-def _cost_grid(cells: Records) -> list[list[str]]:
-    lengths, rows = table_entries(cells, "tokens_per_second", Metric("", "", False, 0))
-    peaks = {(cell["method"], cell["length"]): _peak_gb(cell) for cell in cells}
-    table = [["method", *(f"{length:,}" for length in lengths)]]
-    for method, entries in rows.items():
-        pairs = zip(lengths, entries, strict=True)
-        texts = [(speed.text or "?", peaks.get((method, length))) for length, speed in pairs]
-        table.append([method, *(f"{speed} / {peak}" if peak else "" for speed, peak in texts)])
-    return table
+def _cost_grid(cells: Records, text: Callable[[Record], str]) -> list[list[str]]:
+    """Returns a header and one row per method, one column per length; `text` formats a cell."""
+    lengths = sorted({cell["length"] for cell in cells})
+    by_key = {(cell["method"], cell["length"]): text(cell) for cell in cells}
+    methods = dict.fromkeys(cell["method"] for cell in cells)
+    rows = [[method, *(by_key.get((method, n), "") for n in lengths)] for method in methods]
+    return [["method", *(f"{length:,}" for length in lengths)], *rows]
+
+
+def _speed(cell: Record) -> str:
+    speed = cell["tokens_per_second"]
+    return "?" if speed is None else f"{speed:,.0f}"
 
 
 def _peak_gb(cell: Record) -> str:

@@ -14,7 +14,10 @@ from lcjax.evaluation.task import Metric, Record, Records
 
 # First and last columns of CSV files.
 _LEADING = ("task", "protocol", "method", "length", "value")
-_TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds", "compile_seconds")
+_TRAILING = (
+    *("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "cache_bytes"),
+    *("seconds", "compile_seconds"),
+)
 
 
 class Entry(NamedTuple):
