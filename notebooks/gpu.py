@@ -268,5 +268,27 @@ print(lm.tokenizer.decode(tokens[-40:]), "|", text)
 # %% [markdown]
 # Before the bar stands the end of the file's text, behind it what the model wrote.
 #
+# ## A smaller cache, chosen
+#
+# Within the window nothing has to go, but memory may be short. A cache policy chooses what each
+# head keeps: here an eighth of a text of the trained length, cut after every piece. Random tokens
+# are the lower end.
+
+# %%
+inside = tokens[: lm.config.max_length]
+kept, piece = len(inside) // 8, len(inside) // 16
+policies = lcjax.attention.SnapKV, lcjax.attention.KeyDiff, lcjax.attention.Random
+methods = {policy.__name__: policy(tokens=kept, chunk=piece, every=piece) for policy in policies}
+methods = {"everything": lcjax.attention.KeepAll()} | methods
+for name, method in methods.items():
+    model = lm.with_method(cache=method)
+    nll = model.nll(np.array([inside]), first=len(inside) - SCORED)[0, -SCORED:]
+    cache = cost.estimate(model.config, len(inside)).kv_cache_bytes / 1e6
+    print(f"{name:14} perplexity of the last {SCORED:,}: {np.exp(nll.mean()):8.2f}", end="")
+    print(f", keys and values of {cache:,.1f} MB")
+
+# %% [markdown]
+# `docs/methods.md` has all policies, and what the published comparisons say.
+#
 # More: `docs/kernels.md` for attention in your own code, `docs/benchmarks.md` for the kernels,
 # `docs/training.md` for trainings.
