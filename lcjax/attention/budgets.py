@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.candidates import Candidates
+from lcjax.attention.candidates import Candidates, for_each_head
 from lcjax.errors import Fraction, InputError, Interval, NonNegativeFloat, check_fields
+from pallas_kernels import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,18 +206,18 @@ class Critical:
 
 
 def value_norms(
-    values: Float[Array, "B T K H"], kernel: Float[Array, "N H D"]
+    values: Float[Array, "B T K H"], kernel: Float[Array, "N H D"], layout: Layout | None
 ) -> Float[Array, "B T K"]:
     """Returns the 1-norms of values after the output projection, averaged over query heads."""
     kv_heads = values.shape[2]
-    kernel = kernel.reshape(kv_heads, -1, *kernel.shape[1:]).astype(values.dtype)
+    kernel = kernel.reshape(1, kv_heads, -1, *kernel.shape[1:]).astype(values.dtype)
 
-    def head(inputs):  # one by one, since the results are G times as wide as hidden states
-        value, kernels = inputs
-        out = jnp.einsum("BTH,GHD->BTGD", value, kernels, preferred_element_type=jnp.float32)
+    # One by one, since the results are G times as wide as hidden states
+    def head(value, kernels):
+        out = jnp.einsum("BTH,GHD->BTGD", value, kernels[0], preferred_element_type=jnp.float32)
         return jnp.abs(out).sum(-1).mean(-1)
 
-    return jnp.moveaxis(jax.lax.map(head, (jnp.moveaxis(values, 2, 0), kernel)), 0, 2)
+    return for_each_head(head, layout, values.swapaxes(1, 2), kernel).swapaxes(1, 2)
 
 
 def in_spans(

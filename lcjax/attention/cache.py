@@ -32,6 +32,7 @@ from lcjax.errors import InputError
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
     from lcjax.rope import Rotation
+    from pallas_kernels import Layout
 
 Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
 
@@ -158,6 +159,7 @@ class LayerCache(abc.ABC):
         new: int,
         chunk: int,
         counts: Int[Array, "B K"] | None = None,
+        layout: Layout | None = None,
     ) -> tuple[LayerCache, Arrays, Any]:
         """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
 
@@ -169,6 +171,7 @@ class LayerCache(abc.ABC):
           new: maximum number of tokens that follow.
           chunk: maximum number of these that are read at once.
           counts: tokens that heads keep, if layers share them; None: each layer decides.
+          layout: the mesh axes over which rows and heads are split.
 
         Returns:
           The kind of cache from now on, and its arrays.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.cache import Arrays
 from lcjax.rope import Rotation
+from pallas_kernels import Layout
 
 _BLOCK = 128  # queries whose weights are computed at once
 
@@ -29,6 +32,7 @@ class Candidates(NamedTuple):
     state: Arrays  # arrays of the policy's own (`CachePolicy.state`)
     soft_cap: float | None = None  # c: logits are c tanh(logit / c)
     layer: int = 0  # number of the layer among those that evict tokens
+    layout: Layout | None = None  # the mesh axes over which rows and heads are split
 
     @property
     def is_token(self) -> Bool[Array, "B K S"]:
@@ -50,12 +54,17 @@ class Candidates(NamedTuple):
         is_token = self.is_token[:, : x.shape[1]]
         order = jnp.argsort(~is_token, axis=-1, stable=True)
         order, is_token = (y.reshape(*y.shape, *[1] * (x.ndim - 3)) for y in (order, is_token))
-        is_moved = jnp.take_along_axis(is_token, order, axis=2)
-        return jnp.where(is_moved, jnp.take_along_axis(x, order, axis=2), fill)
+        is_moved = self.take(is_token, order)
+        return jnp.where(is_moved, self.take(x, order), fill)
 
     def to_slots(self, x: Array) -> Array:
         """Moves `x` [B, K or 1, S] back, from the order of `from_first` to the slots."""
-        return jnp.take_along_axis(x, jnp.maximum(self.ranks[:, : x.shape[1]], 0), axis=2)
+        return self.take(x, jnp.maximum(self.ranks[:, : x.shape[1]], 0))
+
+    def take(self, x: Array, places: Array) -> Array:
+        """Returns the entries of `x` [B, K or 1, S, ...] at `places` [B, K or 1, M, ...]."""
+        take = functools.partial(jnp.take_along_axis, axis=2)
+        return on_each_device(take, self.layout, x, places)
 
 
 class Seen(NamedTuple):
@@ -98,10 +107,10 @@ def attention_by_head(
     """
     rows, heads, length, size = queries.shape
     kv_heads = slots.keys.shape[1]
-    queries = queries.reshape(rows, kv_heads, heads // kv_heads, length, size).swapaxes(0, 1)
+    queries = queries.reshape(rows, kv_heads, heads // kv_heads, length, size)
+    index = jnp.broadcast_to(index[:, None], (rows, kv_heads, length))
 
-    def head(inputs):
-        queries, keys, order, *rest = inputs
+    def head(queries, index, keys, order, *rest):
         precision = jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
         logits = jnp.einsum(
             "BGWH,BSH->BGWS", queries, keys, precision=precision, preferred_element_type=jnp.float32
@@ -115,8 +124,40 @@ def attention_by_head(
         weights = jnp.exp(logits - largest)
         return reduce(weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30), *rest)
 
-    inputs = queries, *(x.swapaxes(0, 1) for x in (slots.keys, slots.index, *by_head))
-    return jax.lax.map(head, inputs).swapaxes(0, 1)
+    arrays = queries, index, slots.keys, slots.index, *by_head
+    return for_each_head(head, slots.layout, *arrays)
+
+
+def for_each_head(
+    run: Callable[..., Array], layout: Layout | None, *arrays: Array
+) -> Float[Array, "B K ..."]:
+    """Returns `run` of the parts [B, ...] of `arrays` [B, K, ...], for one head after the other."""
+
+    def local(*arrays):
+        return jax.lax.map(lambda parts: run(*parts), [x.swapaxes(0, 1) for x in arrays])
+
+    return on_each_device(lambda *arrays: local(*arrays).swapaxes(0, 1), layout, *arrays)
+
+
+def on_each_device(run: Callable[..., Array], layout: Layout | None, *arrays: Array) -> Array:
+    """Returns `run` of `arrays` [B or 1, K, ...], where each device has its own rows and heads.
+
+    The compiler would gather the heads of all devices for a loop over heads, or for indices that
+    differ between heads.
+    """
+    if layout is None:
+        return run(*arrays)
+    count = arrays[0].shape[0]
+    rows = layout.rows if count % layout.size(layout.rows) == 0 else None
+    is_divided = all(x.shape[1] % layout.size(layout.heads) == 0 for x in arrays)
+    heads = layout.heads if is_divided else None
+    return jax.shard_map(
+        run,
+        mesh=layout.mesh,
+        in_specs=tuple(PartitionSpec(rows if len(x) == count else None, heads) for x in arrays),
+        out_specs=PartitionSpec(rows, heads),
+        check_vma=False,
+    )(*arrays)
 
 
 def by_blocks(

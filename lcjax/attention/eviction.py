@@ -36,9 +36,10 @@ from lcjax.attention.cache import (
     write_tokens,
 )
 from lcjax.attention.cache_method import CacheMethod
-from lcjax.attention.candidates import Candidates, Seen, turn
+from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
+from pallas_kernels import Layout
 
 
 class Reading(NamedTuple):
@@ -357,7 +358,7 @@ class Evicting(FullCache):
             before = after - is_new.sum(1)
 
             def cut(arrays):
-                return self.cut(arrays, before, metadata.rotation)
+                return self.cut(arrays, before, metadata.rotation, metadata.layout)
 
             if self.policy.cuts_text:
                 arrays = jax.lax.cond(view.slots.cuts_first, cut, lambda x: x, arrays)
@@ -369,7 +370,7 @@ class Evicting(FullCache):
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
         arrays = arrays | {"keys": keys, "values": values, "order": order}
         if self.policy.critical is not None:
-            norms = value_norms(v, metadata.output_kernel)[..., None]
+            norms = value_norms(v, metadata.output_kernel, metadata.layout)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         order = arrays["order"][..., 0] - 1
         out = attend_by_head(q, arrays["keys"], arrays["values"], order, pattern, metadata)
@@ -378,25 +379,27 @@ class Evicting(FullCache):
             unrotated=q.swapaxes(1, 2),
             index=jnp.where(is_new, new.index, -1),
             rotation=metadata.rotation,
-            slots=self._candidates(arrays, after),
+            slots=self._candidates(arrays, after, metadata.layout),
             output_kernel=metadata.output_kernel,
             input_norms=metadata.input_norms,
         )
         arrays = arrays | self.policy.observe(seen)
         if self._cuts_after(q.shape[1]):
-            arrays = self.cut(arrays, after, metadata.rotation)
+            arrays = self.cut(arrays, after, metadata.rotation, metadata.layout)
         return out, arrays
 
     def key_metadata(self, view):
         return {}  # the tokens of a slot differ between layers and heads
 
-    def _candidates(self, arrays: Arrays, tokens: Int[Array, " B"]) -> Candidates:
+    def _candidates(
+        self, arrays: Arrays, tokens: Int[Array, " B"], layout: Layout | None = None
+    ) -> Candidates:
         state = {k: x for k, x in arrays.items() if k not in ("keys", "values", "order")}
         index = arrays["order"][..., 0] - 1
         pair = arrays["keys"], arrays["values"]
         position = self._next_position(arrays["order"], tokens)
         layer, _ = self.layer or (0, 1)
-        return Candidates(*pair, index, tokens, position, state, self.soft_cap, layer)
+        return Candidates(*pair, index, tokens, position, state, self.soft_cap, layer, layout)
 
     def _next_position(
         self, order: Int[Array, "B K S 1"], tokens: Int[Array, " B"]
@@ -411,6 +414,7 @@ class Evicting(FullCache):
         arrays: Arrays,
         tokens: Int[Array, " B"],
         rotation: Rotation,
+        layout: Layout | None = None,
         counts: Int[Array, "B K"] | None = None,
     ) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order.
@@ -419,9 +423,10 @@ class Evicting(FullCache):
           arrays: those of a layer.
           tokens: tokens of each row that were read.
           rotation: with which the keys were rotated.
+          layout: the mesh axes over which rows and heads are split.
           counts: as in `end_prompt`.
         """
-        policy, slots = self.policy, self._candidates(arrays, tokens)
+        policy, slots = self.policy, self._candidates(arrays, tokens, layout)
         with jax.named_scope("evict"):
             scores = self._scores(slots)
             if counts is None:
@@ -433,14 +438,11 @@ class Evicting(FullCache):
                 scores = policy.critical.rescore(scores, norms, counts)
             if policy.span is not None:
                 scores, counts = in_spans(slots, scores, policy.span, policy.tokens, policy.ratio)
-            # Of equal scores, `top_k` takes the first ones.
-            best, places = jax.lax.top_k(scores[..., ::-1], min(self.num_kept, scores.shape[-1]))
-            stays = (jnp.arange(best.shape[-1]) < counts[..., None]) & (best > -jnp.inf)
-            places = jnp.sort(jnp.where(stays, scores.shape[-1] - 1 - places, -1), axis=-1)
-            places = places[..., None]
+            choose = functools.partial(_best_places, most=self.num_kept)
+            places = on_each_device(choose, layout, scores, counts[..., None])[..., None]
 
             def gather(x):
-                return jnp.take_along_axis(x, jnp.maximum(places, 0), axis=2)
+                return slots.take(x, jnp.maximum(places, 0))
 
             kept = {name: gather(arrays[name]) for name in self._moved}
             kept["order"] = jnp.where(places < 0, 0, kept["order"])
@@ -486,12 +488,12 @@ class Evicting(FullCache):
         counts = self.policy.heads.counts(scores, counts, self.num_kept)
         return jnp.split(counts, heads[:-1], axis=1)
 
-    def end_prompt(self, arrays, slots, tokens, rotation, new, chunk, counts=None):
+    def end_prompt(self, arrays, slots, tokens, rotation, new, chunk, counts=None, layout=None):
         if not self.acts_on_prompt:
             return self, arrays, slots
 
         def cut(arrays, counts):
-            return self.cut(arrays, tokens, rotation, counts)
+            return self.cut(arrays, tokens, rotation, layout, counts)
 
         if arrays["order"].ndim > 4:
             cut = jax.vmap(cut)
@@ -508,6 +510,16 @@ class Evicting(FullCache):
         after = self._between_cuts(new, min(chunk, new))
         resized = _resize({name: arrays[name] for name in self._moved}, after.slots)
         return after, arrays | resized, slots
+
+
+def _best_places(
+    scores: Float[Array, "B K S"], counts: Int[Array, "B K 1"], most: int
+) -> Int[Array, "B K M"]:
+    """Returns the slots of the `counts` greatest scores above -inf, in text order, behind -1."""
+    # Of equal scores, `top_k` takes the first ones.
+    best, places = jax.lax.top_k(scores[..., ::-1], min(most, scores.shape[-1]))
+    stays = (jnp.arange(best.shape[-1]) < counts) & (best > -jnp.inf)
+    return jnp.sort(jnp.where(stays, scores.shape[-1] - 1 - places, -1), axis=-1)
 
 
 def _resize(arrays: Arrays, slots: int) -> Arrays:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Num
 
 from lcjax.attention.cache import LayerCache, LayerShape, Tokens, View, whole_blocks
 from lcjax.parallel.device_memory import check_fits
-from lcjax.parallel.sharding import ROWS, rows_over
+from lcjax.parallel.sharding import ROWS, attention_layout, rows_over
 from lcjax.rope import Rotation
 
 if TYPE_CHECKING:
@@ -374,8 +374,10 @@ def _end_prompt(
     chunk: int,
     mesh: jax.sharding.Mesh | None,
 ) -> Cache:
+    layout = attention_layout(mesh)
+
     def act(kind, arrays, slots, rotation, counts):
-        return kind.end_prompt(arrays, slots, cache.tokens, rotation, new, chunk, counts)
+        return kind.end_prompt(arrays, slots, cache.tokens, rotation, new, chunk, counts, layout)
 
     return _for_each_layer(cache, act, mesh, rotations, _shared_counts(cache))
 

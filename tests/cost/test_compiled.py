@@ -31,7 +31,7 @@ def rows(text):
             ["--programs=decode,serve"],
             "--programs='serve' must be one of prefill, cut, decode, train",
         ),
-        (["--programs=cut", "--topology=v5e:1x1"], "--programs=cut needs a cache policy that cuts"),
+        (["--programs=cut", "--topology=v5e:1x1"], "--programs=cut needs a cache policy"),
         (["--topology=v5e:4"], "--topology=v5e:4: write the devices, as v5e:4x4"),
     ],
 )

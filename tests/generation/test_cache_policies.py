@@ -16,14 +16,23 @@ from small_norm import SmallNorm
 
 import lcjax
 from lcjax import cost
-from lcjax.attention import CachePolicy, Landmark, Sliding
+from lcjax.attention import CachePolicy, Critical, Landmark, Sliding
 from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads
 from lcjax.attention.cache import FullCache
-from lcjax.attention.policies import KeyDiff, KVzip, SnapKV, StreamingCache
+from lcjax.attention.policies import (
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    KVzip,
+    LagKV,
+    SnapKV,
+    StreamingCache,
+)
 from lcjax.checkpoints import ByteTokenizer, load_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.config import parse
+from lcjax.cost.program import collectives
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig
 from lcjax.evaluation.eval_config import Method
@@ -31,7 +40,7 @@ from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
-from lcjax.generation.session import Session
+from lcjax.generation.session import Session, lower_cut
 from lcjax.generation.shared_prefix import UnseenQuestions, read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
@@ -302,6 +311,25 @@ def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
     prompts, rest = [text(1, 70), text(2, 33), text(3, 50)], [[text(4, 5)]] * 3
     for one, other in zip(lm.continuations(prompts, rest), sharded.continuations(prompts, rest)):
         np.testing.assert_allclose(other[0].nll, one[0].nll, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(tokens=64, window=8),
+        pytest.param(ExpectedAttention(tokens=64), marks=pytest.mark.slow),
+        pytest.param(LagKV(tokens=64, lag=8), marks=pytest.mark.slow),
+        pytest.param(Knorm(tokens=64, critical=Critical()), marks=pytest.mark.slow),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_devices_cut_their_own_heads(policy):
+    config = TINY.replace(cache=policy, num_layers=1)
+    mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
+    compiled = lower_cut(config, mesh, 4, 256, 256).compile()
+    received = sum(traffic.bytes for traffic in collectives(compiled.as_text()).values())
+    keys = 4 * 2 * 256 * 16 * 4
+    assert received <= keys / 4  # scores and places, which compilers gather to sort them
 
 
 def test_layers_with_a_window_are_left_alone(lm):

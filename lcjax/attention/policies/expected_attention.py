@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lcjax.attention.candidates import Candidates, Seen
+from lcjax.attention.candidates import Candidates, Seen, for_each_head
 from lcjax.attention.eviction import CachePolicy
 from lcjax.errors import NonNegativeFloat, NonNegativeInt, PositiveInt
 from lcjax.rope.rotation import angles
@@ -92,12 +92,10 @@ class ExpectedAttention(CachePolicy):
         keys = slots.keys.astype(jnp.float32)
         # R^T k, which both terms need
         turned = jnp.einsum("BIH,BKSI->BKSH", matrix, keys, precision=precision)
-        turned = turned.swapaxes(0, 1)
-        mean = mean.reshape(rows, heads, -1, size).swapaxes(0, 1)
+        mean = mean.reshape(rows, heads, -1, size)
         is_scored = slots.is_token & (slots.index >= self.sinks)
 
-        def head(inputs):
-            turned, mean, is_scored, *covariance = inputs
+        def head(turned, mean, is_scored, *covariance):
             logits = jnp.einsum("BGH,BSH->BGS", mean, turned, precision=precision) * size**-0.5
             for each in covariance:
                 spread = jnp.einsum("BSH,BGHI->BGSI", turned, each, precision=precision)
@@ -107,13 +105,13 @@ class ExpectedAttention(CachePolicy):
             weights = jnp.exp(logits)
             return (weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)).mean(1)
 
-        inputs = [turned, mean, is_scored.swapaxes(0, 1)]
+        inputs = [turned, mean, is_scored]
         if self.covariance:
             mean = state["query_sum"] / number
             outer = jnp.einsum("BNTH,BNTI->BNHI", mean, mean, precision=precision)
             covariance = state["query_squares"] / number - outer
-            inputs.append(covariance.reshape(rows, heads, -1, size, size).swapaxes(0, 1))
-        scores = jax.lax.map(head, tuple(inputs)).swapaxes(0, 1) + self.epsilon
+            inputs.append(covariance.reshape(rows, heads, -1, size, size))
+        scores = for_each_head(head, slots.layout, *inputs) + self.epsilon
         if self.value_norm:
             scores *= jnp.linalg.norm(slots.values.astype(jnp.float32), axis=-1)
         return jnp.where(slots.index < self.sinks, jnp.inf, scores)

@@ -1,5 +1,6 @@
 """KVzip: a model repeats a text, and keeps the keys that it reads most while it does."""
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lcjax.attention.budgets import AcrossLayers, HeadBudget
-from lcjax.attention.candidates import Seen, attention_by_head, by_blocks
+from lcjax.attention.candidates import Seen, attention_by_head, by_blocks, on_each_device
 from lcjax.attention.eviction import CachePolicy, Reading
 from lcjax.errors import NonNegativeInt, PositiveInt
 
@@ -84,7 +85,8 @@ class KVzip(CachePolicy):
 
         def gather(x, fill):
             index = places if x.ndim == 3 else places[..., None]
-            return jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=fill)
+            take = functools.partial(jnp.take_along_axis, axis=2, mode="fill", fill_value=fill)
+            return on_each_device(take, slots.layout, x, index)
 
         read = slots._replace(
             keys=gather(slots.keys, 0),
@@ -106,18 +108,18 @@ class KVzip(CachePolicy):
         """Returns the largest weight of each key over queries and the heads of its group."""
         by_head, by_query = [], []
         if self.normalized:
-            by_head = [_output_norms(read.values, seen.output_kernel)]
+            by_head = [_output_norms(read.values, seen.output_kernel)[:, :, :, None]]
             by_query = [1 / jnp.maximum(seen.input_norms, 1e-30)]
 
-        def step(largest, queries, index, *scale):
-            def reduce(weights, *norms):
-                for x in norms:
-                    weights = weights * x[:, :, None]
-                for x in scale:
-                    weights = weights * x[:, None, :, None]
-                return weights.max((1, 2))
+        def reduce(weights, *factors):
+            for x in factors:
+                weights = weights * x
+            return weights.max((1, 2))
 
-            weights = attention_by_head(read, queries, index, reduce, *by_head)
+        def step(largest, queries, index, *scale):
+            shape = *read.index.shape[:2], 1, queries.shape[2], 1
+            scale = [jnp.broadcast_to(x[:, None, None, :, None], shape) for x in scale]
+            weights = attention_by_head(read, queries, index, reduce, *by_head, *scale)
             return jnp.maximum(largest, weights)
 
         initial = jnp.zeros(read.index.shape, jnp.float32)

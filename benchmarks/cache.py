@@ -1,0 +1,247 @@
+"""Measures cache methods (`model.cache`): memory as compilers report it, and time on a CPU.
+
+    python benchmarks/cache.py memory [--topologies cpu v5e:2x4 ...] [--lengths 131072 1048576]
+    python benchmarks/cache.py speed [--tokens 4096] [--rounds 3]
+    python benchmarks/cache.py tables [--write]       # from cache.json; fills docs/benchmarks.md
+
+`memory` compiles Llama-3-8B in bfloat16, with `--layers` of its 32, for devices that need not be
+present (extras `aot` and `cuda`): reading the last 4,096 tokens of a prompt (fewer with chunks),
+the cut at its end, and a decoding step after it. `speed` reads a prompt with SmolLM2-135M on this
+CPU and decodes 64 tokens; each measurement is a process of its own, and methods take turns with
+the full cache. Both add their results to cache.json; a case that is there is not repeated.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import processes
+
+FILE = Path(__file__).with_name("cache.json")
+PAGE = processes.ROOT / "docs" / "benchmarks.md"
+BUDGET, CHUNK = 2048, 1024
+_POLICY = {"tokens": BUDGET}
+METHODS = {
+    "full": {"type": "full"},
+    "snapkv": {"type": "snapkv", **_POLICY},
+    "snapkv, chunks": {"type": "snapkv", **_POLICY, "chunk": CHUNK},
+    "snapkv, Ada-KV, chunks": {
+        "type": "snapkv", **_POLICY, "chunk": CHUNK, "heads": {"type": "adaptive"}
+    },
+    "snapkv, pyramid": {"type": "snapkv", **_POLICY, "layers": {"type": "pyramid"}},
+    "expected attention": {"type": "expected_attention", **_POLICY},
+    "h2o, chunks": {"type": "h2o", **_POLICY, "chunk": CHUNK},
+    "keydiff, chunks": {"type": "keydiff", **_POLICY, "chunk": CHUNK},
+    "streaming, chunks": {"type": "streaming", **_POLICY, "chunk": CHUNK},
+    "quest": {"type": "quest", **_POLICY},
+}  # fmt: skip
+TOPOLOGIES = {"v5e:2x4": 8, "v6e:2x2": 4, "h100:2": 2, "cpu": 1}  # and the size of the axis tensor
+PROGRAMS = ("prefill", "cut", "decode")
+NEW = 64
+
+
+def memory(topology: str, name: str, length: int, layers: int) -> dict:
+    """Compiles the programs of a method; returns bytes on a device, and seconds of compiling."""
+    import draccus
+    import jax
+
+    from lcjax.attention import CacheMethod
+    from lcjax.cost import compilers, resources
+    from lcjax.cost.chips import Topology, local_chip
+    from lcjax.cost.program import program_cost
+    from lcjax.generation import session
+    from lcjax.models import preset
+    from lcjax.parallel.sharding import Mesh, make_mesh
+
+    method = draccus.decode(CacheMethod, METHODS[name])
+    config = preset("llama3-8b").replace(num_layers=layers, cache=method)
+    config = config.replace(dtype="bfloat16", param_dtype="bfloat16")
+    shape = Mesh(fsdp=1, tensor=TOPOLOGIES[topology])
+    if topology == "cpu":
+        chip, mesh = local_chip("bfloat16"), make_mesh(shape, jax.devices()[:1])
+    else:
+        target = Topology.parse(topology)
+        chip, mesh = target.chip, make_mesh(shape, compilers.devices(target))
+    tokens = min(session.chunk_of_cache(config, 4096), length)
+    lowered = {
+        "prefill": lambda: session.lower_read(config, mesh, 1, length, tokens),
+        "cut": lambda: session.lower_cut(config, mesh, 1, length, tokens),
+        "decode": lambda: session.lower_read(config, mesh, 1, length, 1),
+    }
+    if not (config.evicts and method.chunk is None):
+        del lowered["cut"]
+    costs = {program: program_cost(lower(), chip) for program, lower in lowered.items()}
+    return {
+        "held": resources.cache_bytes(config, length) // layers * 32,
+        "usable": chip.usable,
+        **{
+            program: {
+                "peak": cost.peak_memory, "temporaries": cost.temporaries,
+                "seconds": cost.seconds, "fits": cost.fits,
+            }
+            for program, cost in costs.items()
+        },
+    }  # fmt: skip
+
+
+def speed(name: str, tokens: int) -> dict:
+    """Returns seconds of a prompt of `tokens`, and milliseconds of a token after it."""
+    import draccus
+    import numpy as np
+
+    from lcjax.attention import CacheMethod
+    from lcjax.checkpoints.build import ModelSection
+    from lcjax.generation.language_model import LanguageModel
+    from lcjax.generation.sampling import Sampling
+
+    cache = draccus.decode(CacheMethod, METHODS[name])
+    lm = LanguageModel.load(ModelSection(path="smollm2-135m-instruct", cache=cache))
+    prompts = np.random.default_rng(0).integers(100, 10_000, (3, 1, tokens)).tolist()
+
+    def run(prompt: list, new: int) -> float:
+        start = time.perf_counter()
+        lm.generate(prompt, Sampling(max_new_tokens=new, min_new_tokens=new))
+        return time.perf_counter() - start
+
+    for new in (1, NEW):  # compiles; the slots of both sizes are whole blocks of one size
+        run(prompts[0], new)
+    pairs = [(run(prompt, 1), run(prompt, NEW)) for prompt in prompts[1:]]
+    first = statistics.median(one for one, _ in pairs)
+    last = statistics.median(all_ for _, all_ in pairs)
+    return {"prompt": first, "token": 1e3 * (last - first) / (NEW - 1)}
+
+
+def measure_memory(args: argparse.Namespace) -> None:
+    for topology in args.topologies:
+        for length in args.lengths:
+            for name in args.methods:
+                key = f"{topology} {length} {args.layers} {name}"
+                words = ("memory", topology, name, str(length), str(args.layers))
+                _add("memory", key, words)
+
+
+def measure_speed(args: argparse.Namespace) -> None:
+    for round_ in range(args.rounds):
+        for name in args.methods:
+            for side in ("full", name) if round_ % 2 == 0 else (name, "full"):
+                key = f"{args.tokens} {name} {round_} {side}"
+                _add("speed", key, ("speed", side, str(args.tokens)))
+
+
+def _add(part: str, key: str, words: tuple[str, ...]) -> None:
+    results = json.loads(FILE.read_text()) if FILE.exists() else {}
+    if key in results.get(part, {}):
+        return
+    result = processes.measured(__file__, "worker", *words, **processes.CPU)
+    results.setdefault(part, {})[key] = result
+    results["machine"] = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
+    FILE.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    print(f"{key}: {result}", file=sys.stderr, flush=True)
+
+
+def memory_table(results: dict) -> str:
+    """Returns a line for each method, length and kind of device."""
+    lines = [
+        "| method | tokens | held, GB | devices | layers | prefill | cut | decode |",
+        "|---|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for key, row in sorted(results.get("memory", {}).items(), key=_order):
+        topology, length, layers, name = key.split(" ", 3)
+        cells = [
+            f"{row[program]['peak'] / 1e9:.2f}{'' if row[program]['fits'] else ' (does not fit)'}"
+            if program in row
+            else ""
+            for program in PROGRAMS
+        ]
+        first = f"| {name} | {int(length):,} | {row['held'] / 1e9:.3g} | {topology} | {layers} | "
+        lines.append(first + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _order(item: tuple[str, dict]) -> tuple:
+    topology, length, layers, name = item[0].split(" ", 3)
+    return int(length), list(METHODS).index(name), list(TOPOLOGIES).index(topology), int(layers)
+
+
+def speed_table(results: dict) -> str:
+    """Returns a line for each method: its times as multiples of those of the full cache."""
+    lines = [
+        "| method | prompt tokens | prompt, of the full cache's time | a token | rounds |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    runs = results.get("speed", {})
+    cases = dict.fromkeys(re.match(r"(\d+) (.*) \d+ ", key).groups() for key in runs)
+    for tokens, name in sorted(cases, key=lambda case: list(METHODS).index(case[1])):
+        if name == "full":
+            continue
+        pattern = re.compile(rf"{tokens} {re.escape(name)} (\d+) {re.escape(name)}$")
+        rounds = [match[1] for key in runs if (match := pattern.match(key))]
+        cells = []
+        for field in ("prompt", "token"):
+            ratios = [
+                runs[f"{tokens} {name} {n} {name}"][field]
+                / runs[f"{tokens} {name} {n} full"][field]
+                for n in rounds
+            ]
+            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {name} | {int(tokens):,} | {' | '.join(cells)} | {len(rounds)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"memory": memory_table, "speed": speed_table}
+
+
+def filled(page: str) -> str:
+    """Returns the page with the tables of its blocks as the results are."""
+    results = json.loads(FILE.read_text())
+
+    def block(match: re.Match) -> str:
+        return f"{match[1]}\n{TABLES[match[2]](results)}\n{match[3]}"
+
+    pattern = re.compile(r"(<!-- cache: (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(block, page)
+
+
+def tables(args: argparse.Namespace) -> None:
+    if args.write:
+        PAGE.write_text(filled(PAGE.read_text()))
+    else:
+        results = json.loads(FILE.read_text())
+        print("\n\n".join(table(results) for table in TABLES.values()))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        part, *words = sys.argv[2:]
+        run = {"memory": memory, "speed": speed}[part]
+        print(json.dumps(run(*(int(word) if word.isdigit() else word for word in words))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(required=True)
+    for name, run in (("memory", measure_memory), ("speed", measure_speed), ("tables", tables)):
+        part = parts.add_parser(name)
+        part.set_defaults(run=run)
+        if name != "tables":
+            part.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+        if name == "memory":
+            part.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=[*TOPOLOGIES])
+            part.add_argument("--lengths", nargs="+", type=int, default=[131_072, 1_048_576])
+            part.add_argument("--layers", type=int, default=32)
+        elif name == "speed":
+            part.add_argument("--tokens", type=int, default=4096)
+            part.add_argument("--rounds", type=int, default=3)
+        else:
+            part.add_argument("--write", action="store_true", help="fill the tables of the docs")
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
