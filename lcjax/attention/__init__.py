@@ -24,6 +24,7 @@ from lcjax.attention.longformer import Longformer
 from lcjax.attention.policies import (
     H2O,
     ExpectedAttention,
+    Finch,
     KeyDiff,
     Knorm,
     KVzip,
@@ -45,10 +46,10 @@ from lcjax.attention.vertical_slash import VerticalSlash
 __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
     "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical",
-    "Disentangled", "DualChunk", "ExpectedAttention", "HeadBudget", "InfLLM", "KVzip", "KeepAll",
-    "KeyDiff", "Knorm", "LMInfinite", "LagKV", "Landmark", "LayerBudget", "LayerRatios",
-    "Longformer", "ObservedAttention", "Pass", "Pattern", "Pyramid", "PyramidOriginal", "Quest",
-    "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",
-    "SparseTransformer", "Streaming", "StreamingCache", "Tova", "TransformerXL", "VerticalSlash",
-    "order_indices",
+    "Disentangled", "DualChunk", "ExpectedAttention", "Finch", "HeadBudget", "InfLLM", "KVzip",
+    "KeepAll", "KeyDiff", "Knorm", "LMInfinite", "LagKV", "Landmark", "LayerBudget",
+    "LayerRatios", "Longformer", "ObservedAttention", "Pass", "Pattern", "Pyramid",
+    "PyramidOriginal", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse",
+    "Sliding", "SnapKV", "SparseTransformer", "Streaming", "StreamingCache", "Tova",
+    "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

@@ -256,6 +256,33 @@ def in_spans(
     return jnp.where(slots.is_token, each, -jnp.inf), jnp.broadcast_to(counts, (len(counts), heads))
 
 
+def in_parts(
+    slots: Candidates, scores: Float[Array, "B K S"], size: int, ratio: float
+) -> Float[Array, "B K S"]:
+    """Puts the best tokens of each part of `size` tokens before all others.
+
+    Of a part of n tokens, max(1, int(n (1 - ratio))) get the score inf; the last part may be
+    shorter. `kept_in_parts` is their number.
+    """
+    first = slots.from_first(scores, -jnp.inf)
+    padding = [(0, 0), (0, 0), (0, -first.shape[-1] % size)]
+    parts = jnp.pad(first, padding, constant_values=-jnp.inf)
+    parts = parts.reshape(*parts.shape[:2], -1, size)
+    starts = jnp.arange(parts.shape[2], dtype=jnp.int32) * size
+    lengths = jnp.clip(slots.counts - starts, 0, size)  # [B, K, C]
+    is_best = _greatest(parts, _share(1 - ratio, size)[lengths])
+    is_best = is_best.reshape(*is_best.shape[:2], -1)[..., : scores.shape[-1]]
+    others = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
+    return jnp.where(slots.to_slots(is_best), jnp.inf, others)
+
+
+def kept_in_parts(length: int, size: int, ratio: float) -> Int[np.ndarray, " T"]:
+    """Returns how many tokens stay of 0, 1, ... `length` if each part keeps its share."""
+    whole, rest = np.divmod(np.arange(length + 1), size)
+    shares = np.maximum((np.arange(size + 1) * (1 - ratio)).astype(np.int64), 1)
+    return whole * shares[size] + np.where(rest > 0, shares[rest], 0)
+
+
 def _share(share: float, most: int) -> Int[Array, " most+1"]:
     """Returns max(1, int(n share)) of n = 0 ... `most`, with the products of float64."""
     return jnp.asarray(np.maximum((share * np.arange(most + 1)).astype(np.int32), 1))

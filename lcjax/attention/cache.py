@@ -46,6 +46,15 @@ class LayerShape(NamedTuple):
     dtype: jnp.dtype  # of keys and values
 
 
+class Prompt(NamedTuple):
+    """What a layer's cache is told of the text that it has read, when tokens are evicted."""
+
+    tokens: Int[Array, " B"]  # of each row
+    rotation: Rotation  # with which the layer's keys were rotated
+    question: Int[Array, " B"] | None = None  # how many of the last tokens ask; None: not known
+    layout: Layout | None = None  # the mesh axes over which rows and heads are split
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
@@ -154,24 +163,20 @@ class LayerCache(abc.ABC):
         self,
         arrays: Arrays,
         slots: Any,
-        tokens: Int[Array, " B"],
-        rotation: Rotation,
+        prompt: Prompt,
         new: int,
         chunk: int,
         counts: Int[Array, "B K"] | None = None,
-        layout: Layout | None = None,
     ) -> tuple[LayerCache, Arrays, Any]:
         """Acts on the end of a prompt, such as evicting tokens and freeing their slots.
 
         Args:
           arrays: those of a layer, or of all layers, stacked.
           slots: the shared arrays.
-          tokens: tokens of each row that were read.
-          rotation: with which the layer's keys were rotated.
+          prompt: what was read.
           new: maximum number of tokens that follow.
           chunk: maximum number of these that are read at once.
           counts: tokens that heads keep, if layers share them; None: each layer decides.
-          layout: the mesh axes over which rows and heads are split.
 
         Returns:
           The kind of cache from now on, and its arrays.

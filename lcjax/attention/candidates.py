@@ -31,6 +31,7 @@ class Candidates(NamedTuple):
     next_position: Int[Array, " B"]  # of the token that follows
     state: Arrays  # arrays of the policy's own (`CachePolicy.state`)
     soft_cap: float | None = None  # c: logits are c tanh(logit / c)
+    question: Int[Array, " B"] | None = None  # how many of the last tokens ask; None: not known
     layer: int = 0  # number of the layer among those that evict tokens
     layout: Layout | None = None  # the mesh axes over which rows and heads are split
 

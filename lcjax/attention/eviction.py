@@ -29,6 +29,7 @@ from lcjax.attention.cache import (
     FullCache,
     LayerCache,
     LayerShape,
+    Prompt,
     Tokens,
     View,
     pad_slots,
@@ -39,7 +40,6 @@ from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
-from pallas_kernels import Layout
 
 
 class Reading(NamedTuple):
@@ -198,6 +198,14 @@ class CachePolicy(CacheMethod):
         if self.ratio is None:
             return np.minimum(heads * self.tokens, read)
         return read - (read * self.ratio).astype(np.int64)
+
+    def check_question(self, tokens: int) -> None:
+        """Raises an InputError if a question of `tokens` tokens cannot choose what stays."""
+        kind = self.get_choice_name(type(self))
+        raise InputError(
+            f"question: model.cache.type={kind} does not choose by the last tokens of a prompt;"
+            " leave question out, or use type finch or snapkv"
+        )
 
     def readings(
         self, text: Sequence[int], start: int, encode: Callable[[str], Sequence[int]]
@@ -358,7 +366,7 @@ class Evicting(FullCache):
             before = after - is_new.sum(1)
 
             def cut(arrays):
-                return self.cut(arrays, before, metadata.rotation, metadata.layout)
+                return self.cut(arrays, Prompt(before, metadata.rotation, layout=metadata.layout))
 
             if self.policy.cuts_text:
                 arrays = jax.lax.cond(view.slots.cuts_first, cut, lambda x: x, arrays)
@@ -374,32 +382,40 @@ class Evicting(FullCache):
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         order = arrays["order"][..., 0] - 1
         out = attend_by_head(q, arrays["keys"], arrays["values"], order, pattern, metadata)
+        read = Prompt(after, metadata.rotation, layout=metadata.layout)
         seen = Seen(
             queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
             unrotated=q.swapaxes(1, 2),
             index=jnp.where(is_new, new.index, -1),
             rotation=metadata.rotation,
-            slots=self._candidates(arrays, after, metadata.layout),
+            slots=self._candidates(arrays, read),
             output_kernel=metadata.output_kernel,
             input_norms=metadata.input_norms,
         )
         arrays = arrays | self.policy.observe(seen)
         if self._cuts_after(q.shape[1]):
-            arrays = self.cut(arrays, after, metadata.rotation, metadata.layout)
+            arrays = self.cut(arrays, read)
         return out, arrays
 
     def key_metadata(self, view):
         return {}  # the tokens of a slot differ between layers and heads
 
-    def _candidates(
-        self, arrays: Arrays, tokens: Int[Array, " B"], layout: Layout | None = None
-    ) -> Candidates:
+    def _candidates(self, arrays: Arrays, prompt: Prompt) -> Candidates:
         state = {k: x for k, x in arrays.items() if k not in ("keys", "values", "order")}
         index = arrays["order"][..., 0] - 1
-        pair = arrays["keys"], arrays["values"]
-        position = self._next_position(arrays["order"], tokens)
         layer, _ = self.layer or (0, 1)
-        return Candidates(*pair, index, tokens, position, state, self.soft_cap, layer, layout)
+        return Candidates(
+            keys=arrays["keys"],
+            values=arrays["values"],
+            index=index,
+            tokens=prompt.tokens,
+            next_position=self._next_position(arrays["order"], prompt.tokens),
+            state=state,
+            soft_cap=self.soft_cap,
+            question=prompt.question,
+            layer=layer,
+            layout=prompt.layout,
+        )
 
     def _next_position(
         self, order: Int[Array, "B K S 1"], tokens: Int[Array, " B"]
@@ -410,27 +426,20 @@ class Evicting(FullCache):
         return (order[:, 0] > 0).sum((1, 2), dtype=jnp.int32)  # as many in every head
 
     def cut(
-        self,
-        arrays: Arrays,
-        tokens: Int[Array, " B"],
-        rotation: Rotation,
-        layout: Layout | None = None,
-        counts: Int[Array, "B K"] | None = None,
+        self, arrays: Arrays, prompt: Prompt, counts: Int[Array, "B K"] | None = None
     ) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order.
 
         Args:
           arrays: those of a layer.
-          tokens: tokens of each row that were read.
-          rotation: with which the keys were rotated.
-          layout: the mesh axes over which rows and heads are split.
+          prompt: what was read.
           counts: as in `end_prompt`.
         """
-        policy, slots = self.policy, self._candidates(arrays, tokens, layout)
+        policy, slots = self.policy, self._candidates(arrays, prompt)
         with jax.named_scope("evict"):
             scores = self._scores(slots)
             if counts is None:
-                counts = jnp.broadcast_to(self._counts(tokens)[:, None], scores.shape[:2])
+                counts = jnp.broadcast_to(self._counts(prompt.tokens)[:, None], scores.shape[:2])
                 if policy.heads is not None:
                     counts = policy.heads.counts(scores, counts, self.num_kept)
             if policy.critical is not None:
@@ -439,7 +448,7 @@ class Evicting(FullCache):
             if policy.span is not None:
                 scores, counts = in_spans(slots, scores, policy.span, policy.tokens, policy.ratio)
             choose = functools.partial(_best_places, most=self.num_kept)
-            places = on_each_device(choose, layout, scores, counts[..., None])[..., None]
+            places = on_each_device(choose, prompt.layout, scores, counts[..., None])[..., None]
 
             def gather(x):
                 return slots.take(x, jnp.maximum(places, 0))
@@ -449,9 +458,9 @@ class Evicting(FullCache):
             if policy.positions == "consecutive":
                 ranks = jnp.arange(places.shape[2]) - (places < 0).sum(2)
                 by = ranks - gather(slots.ranks[..., None])[..., 0]
-                kept["keys"] = _turn_by_head(kept["keys"], by, rotation)
+                kept["keys"] = _turn_by_head(kept["keys"], by, prompt.rotation)
                 evicted = slots.counts[:, 0, 0] - (places >= 0).sum((2, 3))[:, 0]
-                arrays = arrays | policy.move(arrays, -evicted, rotation)
+                arrays = arrays | policy.move(arrays, -evicted, prompt.rotation)
             return arrays | _resize(kept, arrays["order"].shape[2])
 
     def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -469,18 +478,17 @@ class Evicting(FullCache):
         scores = jnp.nan_to_num(scores, nan=low, posinf=jnp.inf, neginf=low)
         return jnp.where(slots.is_token, scores, -jnp.inf)
 
-    def shared_counts(
-        self, layers: Sequence[Arrays], tokens: Int[Array, " B"]
-    ) -> list[Int[Array, "B K"]]:
+    def shared_counts(self, layers: Sequence[Arrays], prompt: Prompt) -> list[Int[Array, "B K"]]:
         """Returns how many tokens the heads of each layer keep, if all layers share what stays.
 
         Args:
           layers: the arrays of each layer that evicts tokens.
-          tokens: tokens of each row that were read.
+          prompt: what was read.
         """
-        scores = [self._scores(self._candidates(arrays, tokens)) for arrays in layers]
+        scores = [self._scores(self._candidates(arrays, prompt)) for arrays in layers]
         heads = np.cumsum([each.shape[1] for each in scores])
-        total = jnp.asarray(self.policy.kept_in_all(self.length, heads[-1]), jnp.int32)[tokens]
+        total = jnp.asarray(self.policy.kept_in_all(self.length, heads[-1]), jnp.int32)
+        total = total[prompt.tokens]
         # As equal as whole numbers are
         place = jnp.arange(heads[-1], dtype=jnp.int32)
         counts = (total[:, None] + heads[-1] - 1 - place) // heads[-1]
@@ -488,12 +496,12 @@ class Evicting(FullCache):
         counts = self.policy.heads.counts(scores, counts, self.num_kept)
         return jnp.split(counts, heads[:-1], axis=1)
 
-    def end_prompt(self, arrays, slots, tokens, rotation, new, chunk, counts=None, layout=None):
+    def end_prompt(self, arrays, slots, prompt, new, chunk, counts=None):
         if not self.acts_on_prompt:
             return self, arrays, slots
 
         def cut(arrays, counts):
-            return self.cut(arrays, tokens, rotation, layout, counts)
+            return self.cut(arrays, prompt, counts)
 
         if arrays["order"].ndim > 4:
             cut = jax.vmap(cut)

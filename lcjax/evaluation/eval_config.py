@@ -21,7 +21,7 @@ from lcjax.evaluation.retrieval import Knn, RetrievalMethod
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
-from lcjax.generation.shared_prefix import UnseenQuestions
+from lcjax.generation.shared_prefix import AskedQuestions, UnseenQuestions
 from lcjax.memory import MemorySection
 from lcjax.models import PRESETS
 from lcjax.parallel.distributed import Distributed
@@ -38,8 +38,8 @@ class Method:
     pattern: Pattern | None = None  # null: the checkpoint's own
     cache: CacheMethod | None = None  # what layers keep of a text; null: that of model.cache
     # seen: a cache policy cuts at the end of a prompt. unseen: at the end of its documents, before
-    # it sees the question
-    question: Annotated[str, OneOf(("seen", "unseen"))] = "seen"
+    # it sees the question. window: at the end, and what follows the documents is its window (Finch)
+    question: Annotated[str, OneOf(("seen", "unseen", "window"))] = "seen"
     path: str | None = None  # another checkpoint than model.path, such as a training run
     # Another memory than model.memory, to measure time and memory use: weights that the checkpoint
     # lacks are random; null: the model's
@@ -63,10 +63,10 @@ class Method:
                 f"methods: {self.name} sets {' and '.join(ways)}, of which only one can be set"
             )
         check_fields("methods", self)
-        if self.question == "unseen" and ways:
+        if self.question != "seen" and ways:
             raise InputError(
-                f"methods: {self.name} sets question=unseen, and {ways[0]}, which reads documents"
-                " apart from the prompt; leave one of them out"
+                f"methods: {self.name} sets question={self.question}, and {ways[0]}, which reads"
+                " documents apart from the prompt; leave one of them out"
             )
 
     @property
@@ -230,13 +230,13 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     one decoder pass if a pass reads only a part of the window. With `prompts`, which have up to
     `length` tokens, it is that of each prompt with its answer, unless documents are read before.
     """
-    is_unseen = method.question == "unseen"
+    reader = {"unseen": UnseenQuestions, "window": AskedQuestions}.get(method.question)
     source = method.retriever or split_of(method, model)
     choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
     if source is None:
-        length = None if prompts and not is_unseen else length
+        length = None if prompts and reader is None else length
         model = model.with_method(**choices, length=length)
-        return UnseenQuestions(model) if is_unseen else model
+        return model if reader is None else reader(model)
     model = model.with_method(**choices)
     return source.reader(model, length, prompts=prompts)
 

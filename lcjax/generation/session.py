@@ -281,6 +281,7 @@ class Session:
         tokenizer: Tokenizer | None = None,
         *,
         start: int = 0,
+        question: int | None = None,
     ) -> None:
         """Lets layers with a cache policy evict tokens of the prompt (`cache.end_prompt`).
 
@@ -290,6 +291,7 @@ class Session:
           texts: token ids of each row since the last cut, for policies that read them again.
           tokenizer: encodes what such a policy reads with them.
           start: order index of the first of these tokens.
+          question: how many of the last tokens ask about the others; None: not known.
         """
         if not any(kind.acts_on_prompt for kind in self.cache.kinds):
             return
@@ -297,7 +299,11 @@ class Session:
             settings = self.model, self.params, self.cache, self.rotation
             self.cache = read_again(*settings, texts, start, tokenizer)
         rotations = tuple(map(self.rotation.of_kind, self.model.config.kind_by_layer))
-        self.cache = cache_lib.end_prompt(self.cache, rotations, new, chunk, self.model.mesh)
+        if question is not None:
+            question = np.full(len(self.cache.tokens), question, np.int32)
+        self.cache = cache_lib.end_prompt(
+            self.cache, rotations, new, chunk, self.model.mesh, question
+        )
 
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
         """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.

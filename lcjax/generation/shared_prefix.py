@@ -83,12 +83,14 @@ def _worth(tokens: int, length: int, least: int) -> bool:
     return tokens >= least and tokens * _MIN_SHARE >= length
 
 
-def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
+def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> CachedPrefix | None:
     """Reads a text once, as the `prefix` of any number of prompts that begin with it.
 
     With a cache policy, the prefix is cut at its end. The prompts then continue what the policy
     kept, chosen before it saw any of them; this is how compression is measured for questions that
-    are not known yet.
+    are not known yet. For a policy that chooses by a question (Finch, SnapKV), `question` is the
+    number of last tokens of the prefix that ask it; None: there is none in it, or its length is not
+    known.
 
     Returns None if prompts must be read in full: for a model without `shares_prefixes` or such a
     policy, for a text that the policy keeps whole, or if the rotation follows the length of each
@@ -97,6 +99,9 @@ def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
     them raises an InputError.
     """
     follows_each = lm.depends_on_length and lm.length is None
+    if question is not None and lm.config.evicts:
+        check_integer("question", question, 1)
+        lm.config.cache.check_question(question)
     is_cut = can_compress_prefix(lm.config)
     if not (is_cut or can_share_prefix(lm.config)) or follows_each or not len(ids):
         return None
@@ -111,7 +116,8 @@ def read_prefix(lm: InferenceModel, ids: Ids) -> CachedPrefix | None:
     length = max(len(array), lm.length or 0)
     session = Session(lm.model, lm.params, cache, lm.rotation(length))
     session.read_ids(array, 0, chunk)
-    session.end_prompt(1, chunk, [array] * len(session.cache.tokens), lm.tokenizer)
+    texts = [array] * len(session.cache.tokens)
+    session.end_prompt(1, chunk, texts, lm.tokenizer, question=question)
     return CachedPrefix(session.cache, array, lm, length)
 
 
@@ -126,8 +132,8 @@ class UnseenQuestions(WrappedScorer):
     def __init__(self, lm: InferenceModel):
         if not can_compress_prefix(lm.config):
             raise InputError(
-                "question=unseen needs a cache policy that cuts at the end of a prompt: set cache"
-                " (or model.cache) without chunk, or leave question out"
+                "question=unseen or window needs a cache policy that cuts at the end of a prompt:"
+                " set cache (or model.cache) without chunk, or leave question out"
             )
         self.lm = lm
         self._ends: Sequence[int] | None = None
@@ -168,11 +174,16 @@ class UnseenQuestions(WrappedScorer):
             scores += self.lm.continuations(rows, part, prefix=prefix)
         return scores
 
+    def _ends_of(self, prompts: Sequence[Ids]) -> Sequence[int]:
+        """Returns where the documents of prompts end (`with_movable`), once."""
+        ends, self._ends = self._ends or [0] * len(prompts), None
+        return ends
+
     def _by_documents(
         self, prompts: Sequence[Ids]
     ) -> Iterator[tuple[list[Ids], CachedPrefix | None]]:
         """Yields prompts that begin with the same documents, in order, and what is kept of them."""
-        ends, self._ends = self._ends or [0] * len(prompts), None
+        ends = self._ends_of(prompts)
         documents = [np.asarray(row, np.int32)[:end] for row, end in zip(prompts, ends)]
         for _, rows in itertools.groupby(range(len(prompts)), lambda row: documents[row].tobytes()):
             rows = list(rows)
@@ -183,6 +194,20 @@ class UnseenQuestions(WrappedScorer):
             self._prefix = b"", None  # frees the memory first
             self._prefix = ids.tobytes(), read_prefix(self.lm, ids)
         return self._prefix[1]
+
+
+class AskedQuestions(UnseenQuestions):
+    """A language model whose cache policy chooses by the question of each prompt (Finch).
+
+    The question is what follows the documents, but for the last token of the prompt, which
+    continues what the policy kept. Prompts are read one by one.
+    """
+
+    def _by_documents(self, prompts):
+        for ids, end in zip(prompts, self._ends_of(prompts), strict=True):
+            question = len(ids) - 1 - end
+            prefix = read_prefix(self.lm, ids[:-1], question) if question > 0 and end else None
+            yield [ids], prefix
 
 
 class PrefixReader(WrappedScorer):

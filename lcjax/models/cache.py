@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Num
 
-from lcjax.attention.cache import LayerCache, LayerShape, Tokens, View, whole_blocks
+from lcjax.attention.cache import LayerCache, LayerShape, Prompt, Tokens, View, whole_blocks
 from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import ROWS, attention_layout, rows_over
 from lcjax.rope import Rotation
@@ -180,7 +180,7 @@ def lower_cut(
     cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
     rotations = tuple(map(rotation.of_kind, config.kind_by_layer))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _end_prompt.trace(cache, rotations, new, 1, mesh).lower()
+        return _end_prompt.trace(cache, rotations, new, 1, mesh, None).lower()
 
 
 def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[LayerCache]:
@@ -373,16 +373,18 @@ def _end_prompt(
     new: int,
     chunk: int,
     mesh: jax.sharding.Mesh | None,
+    question: Int[Array, " B"] | None,
 ) -> Cache:
     layout = attention_layout(mesh)
+    prompts = [Prompt(cache.tokens, rotation, question, layout) for rotation in rotations]
 
-    def act(kind, arrays, slots, rotation, counts):
-        return kind.end_prompt(arrays, slots, cache.tokens, rotation, new, chunk, counts, layout)
+    def act(kind, arrays, slots, prompt, counts):
+        return kind.end_prompt(arrays, slots, prompt, new, chunk, counts)
 
-    return _for_each_layer(cache, act, mesh, rotations, _shared_counts(cache))
+    return _for_each_layer(cache, act, mesh, prompts, _shared_counts(cache, prompts[0]))
 
 
-def _shared_counts(cache: Cache) -> list[Int[Array, "B K"] | None]:
+def _shared_counts(cache: Cache, prompt: Prompt) -> list[Int[Array, "B K"] | None]:
     """Returns how many tokens the heads of each layer keep; None where a layer decides alone."""
     layers, kinds = cache.separate_layers, [cache.kinds[number] for number in cache.kind_by_layer]
     sharing = [i for i, kind in enumerate(kinds) if kind.shares_across_layers]
@@ -391,9 +393,9 @@ def _shared_counts(cache: Cache) -> list[Int[Array, "B K"] | None]:
         return counts
     if cache.is_stacked:
         each = [jax.tree.map(operator.itemgetter(i), cache.layers) for i in sharing]
-        return [jnp.stack(kinds[0].shared_counts(each, cache.tokens))]
+        return [jnp.stack(kinds[0].shared_counts(each, prompt))]
     each = [layers[i] for i in sharing]
-    for i, count in zip(sharing, kinds[sharing[0]].shared_counts(each, cache.tokens), strict=True):
+    for i, count in zip(sharing, kinds[sharing[0]].shared_counts(each, prompt), strict=True):
         counts[i] = count
     return counts
 
@@ -424,6 +426,7 @@ def end_prompt(
     new: int,
     chunk: int,
     mesh: jax.sharding.Mesh | None = None,
+    question: Int[Array, " B"] | None = None,
 ) -> Cache:
     """Ends a prompt: layers with a cache policy evict tokens and free their slots.
 
@@ -433,10 +436,11 @@ def end_prompt(
       new: maximum number of tokens that follow.
       chunk: maximum number of these that are read at once.
       mesh: as in `create`.
+      question: how many of the last tokens of each row ask; None: not known.
     """
     if not any(kind.acts_on_prompt for kind in cache.kinds):
         return cache
-    return _end_prompt(cache, rotations, new, chunk, mesh)
+    return _end_prompt(cache, rotations, new, chunk, mesh, question)
 
 
 def write_packed(cache: Cache, key_values: Any) -> Cache:

@@ -11,11 +11,12 @@ from kv_cache_golden import golden
 
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.budgets import AdaptiveHeads, Critical, LayerRatios, Pyramid, PyramidOriginal
-from lcjax.attention.cache import FullCache, LayerShape, Tokens
+from lcjax.attention.cache import FullCache, LayerShape, Prompt, Tokens
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies import (
     H2O,
     ExpectedAttention,
+    Finch,
     KeyDiff,
     Knorm,
     LagKV,
@@ -64,6 +65,8 @@ CASES = {  # name: policy
     "chunkkv.snapkv": snapkv(0.5, 8, 5, span=10),
     "criticalkv.snapkv": snapkv(0.5, 8, 5, critical=Critical()),
     "critical_adakv.snapkv": snapkv(0.5, 8, 5, critical=Critical(), heads=AdaptiveHeads(most=2)),
+    "finch.rerotated": Finch(ratio=0.5, window=12),
+    "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": snapkv(0.5, 8, 5, positions="consecutive"),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
 }
@@ -98,7 +101,8 @@ class Layer:
         return out
 
     def end_prompt(self, new=8):
-        args = self.kind, self.arrays, self.slots, self.tokens, self.rotation, new
+        prompt = Prompt(self.tokens, self.rotation)
+        args = self.kind, self.arrays, self.slots, prompt, new
         scores, self.arrays, self.slots = _end_prompt(*args)
         self.kind = self.kind._between_cuts(new, new)
         return np.asarray(scores)
@@ -120,10 +124,10 @@ def _attend(kind, arrays, slots, filled, read, segments, q, k, v, rotation, outp
     return out, arrays, view.slots
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def _end_prompt(kind, arrays, slots, tokens, rotation, new):
-    scores = kind._scores(kind._candidates(arrays, tokens))
-    _, arrays, slots = kind.end_prompt(arrays, slots, tokens, rotation, new, new)
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _end_prompt(kind, arrays, slots, prompt, new):
+    scores = kind._scores(kind._candidates(arrays, prompt))
+    _, arrays, slots = kind.end_prompt(arrays, slots, prompt, new, new)
     return scores, arrays, slots
 
 
@@ -306,11 +310,15 @@ def each_policy(is_quick, has_test=lambda policy: True):
 def is_first_of_its_arrays(policy):
     """One policy for each kind of own arrays, and each way to divide what stays."""
     kind = type(policy)
-    if policy.span or policy.heads or policy.critical or policy.positions != "text":
-        return not policy.heads or policy.critical is not None
-    return kind in (SnapKV, ExpectedAttention, LagKV) and policy == kind(
+    if policy.span or policy.heads or policy.critical:
+        return policy.critical is not None or policy.span is not None
+    return kind in (SnapKV, ExpectedAttention, LagKV, Finch) and policy == kind(
         every=4, **kind.examples[0]
     )
+
+
+def can_be_cut_by_chunk(policy):
+    return policy.cuts_text and getattr(policy, "part", None) is None
 
 
 @pytest.mark.parametrize("policy", each_policy(is_first_of_its_arrays))
@@ -353,9 +361,7 @@ def check_budget(policy, lengths, total):
         assert set(lengths) == {count}
 
 
-@pytest.mark.parametrize(
-    "policy", each_policy(is_first_of_its_arrays, lambda policy: policy.cuts_text)
-)
+@pytest.mark.parametrize("policy", each_policy(is_first_of_its_arrays, can_be_cut_by_chunk))
 def test_chunks_are_cut_one_after_the_other(policy):
     """Memory stays within the budget and a chunk, and later tokens change no earlier output."""
     policy = dataclasses.replace(policy, chunk=16)
@@ -389,6 +395,7 @@ def test_a_ratio_keeps_what_float64_says():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: Finch(tokens=64, part=20), "part=20 gives each part .* share of ratio"),
         (lambda: Knorm(), "model.cache.type=knorm needs either tokens.*or ratio"),
         (lambda: Knorm(tokens=4, ratio=0.5), "needs either tokens"),
         (lambda: SnapKV(tokens=64, pool=4), "pool=4 must be odd"),

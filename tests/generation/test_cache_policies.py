@@ -18,9 +18,10 @@ import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Critical, Landmark, Sliding
 from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads
-from lcjax.attention.cache import FullCache
+from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
     ExpectedAttention,
+    Finch,
     KeyDiff,
     Knorm,
     KVzip,
@@ -41,7 +42,7 @@ from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session, lower_cut
-from lcjax.generation.shared_prefix import UnseenQuestions, read_prefix
+from lcjax.generation.shared_prefix import AskedQuestions, UnseenQuestions, read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
@@ -105,13 +106,15 @@ CUT = {  # case: policy
     "kvzip.layerwise_prefix": KVzip(
         ratio=0.5, part=40, heads=AdaptiveHeads(floor=0.0, most=4), prefix=7, **KVZIP
     ),
+    "finch.rerotated": Finch(ratio=0.5, window=12),
+    "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
 }
 
 
 @pytest.mark.parametrize(
     ("golden_lm", "case"),
-    [("qwen3" if name == "kvzip.chunks_plus" else "llama", name) for name in CUT],
+    [("qwen3" if "chunks" in name else "llama", name) for name in CUT],
     indirect=["golden_lm"],
 )
 def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
@@ -387,7 +390,7 @@ def test_scores_that_are_no_numbers_come_last(lm):
     order = jnp.array([1, 0, 2, 3, 0, 4, 5, 6])[None, None, :, None]
     zeros = jnp.zeros((1, 1, 8, 2))
     arrays = {"keys": zeros, "values": zeros, "order": order}
-    kept = kind.cut(arrays, jnp.array([6]), lm.rotation(8))["order"].ravel()
+    kept = kind.cut(arrays, Prompt(jnp.array([6]), lm.rotation(8)))["order"].ravel()
     assert kept.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
 
 
@@ -483,6 +486,21 @@ def test_prompts_continue_a_prefix_that_was_cut_before_it_saw_them(lm, policy):
     np.testing.assert_allclose(together[1][0].nll[0], nll, atol=1e-4)
 
 
+def test_the_question_of_a_prompt_is_the_window_that_chooses(lm):
+    """Finch with a question of n tokens is Finch with a window of n tokens."""
+    finch = Finch(ratio=0.5, window=24)
+    prompt, rest = text(1, 69), [[text(5, 6)]]
+    few = lm.with_method(cache=dataclasses.replace(finch, window=8))  # all but the last token
+    ((expected,),) = few.continuations([prompt], rest, prefix=read_prefix(few, prompt[:-1]))
+    lm = lm.with_method(cache=finch)
+    ((score,),) = AskedQuestions(lm).with_movable([[(0, 60)]]).continuations([prompt], rest)
+    np.testing.assert_allclose(score.nll, expected.nll, atol=1e-5)
+    with pytest.raises(InputError, match="question has 25 tokens, and model.cache.window=24"):
+        read_prefix(lm, prompt, question=25)
+    with pytest.raises(InputError, match="type=keydiff does not choose by the last tokens"):
+        read_prefix(lm.with_method(cache=KeyDiff(ratio=0.5)), prompt, question=5)
+
+
 def test_a_prefix_that_stays_whole_is_read_with_its_prompts(lm):
     assert read_prefix(lm.with_method(cache=KeyDiff(tokens=200)), text(1, 64)) is None
     assert read_prefix(lm.with_method(cache=KeyDiff(tokens=20, chunk=16)), text(1, 64)) is None
@@ -526,7 +544,7 @@ def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
         with pytest.raises(InputError, match=message):
             SmallNorm(**fields)
     cut = lm.with_method(cache=SmallNorm(tokens=8))
-    with pytest.raises(InputError, match=r"question=unseen needs a cache policy"):
+    with pytest.raises(InputError, match=r"question=unseen or window needs a cache policy"):
         UnseenQuestions(lm)
     with pytest.raises(InputError, match=r"base sets question=unseen, and replug"):
         Method("base", question="unseen", replug=ReplugSplit())

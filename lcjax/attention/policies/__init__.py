@@ -5,9 +5,9 @@ from lcjax.attention.policies.expected_attention import ExpectedAttention
 from lcjax.attention.policies.key_geometry import KeyDiff, Knorm, Random, StreamingCache
 from lcjax.attention.policies.kvzip import KVzip
 from lcjax.attention.policies.lagkv import LagKV
-from lcjax.attention.policies.last_queries import SnapKV, Tova
+from lcjax.attention.policies.last_queries import Finch, SnapKV, Tova
 
 __all__ = [
-    "H2O", "ExpectedAttention", "KVzip", "KeyDiff", "Knorm", "LagKV", "ObservedAttention",
+    "H2O", "ExpectedAttention", "Finch", "KVzip", "KeyDiff", "Knorm", "LagKV", "ObservedAttention",
     "Random", "SnapKV", "StreamingCache", "Tova",
 ]  # fmt: skip

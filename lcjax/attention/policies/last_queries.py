@@ -1,4 +1,4 @@
-"""Policies that score keys by the attention of the last queries: snapkv and tova."""
+"""Policies that score keys by the attention of the last queries: snapkv, finch and tova."""
 
 import abc
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from lcjax.attention.budgets import in_parts, kept_in_parts
 from lcjax.attention.candidates import Candidates, attention_by_head, turn
 from lcjax.attention.eviction import CachePolicy
 from lcjax.errors import InputError, OneOf, PositiveInt
@@ -50,22 +51,72 @@ class LastQueries(CachePolicy):
         return {"queries": turn(queries, by, rotation).swapaxes(1, 2)}
 
     def attention(
-        self, slots: Candidates, reduce: Callable[[Float[Array, "B G W S"]], Array]
+        self, slots: Candidates, reduce: Callable[..., Array], *by_head: Float[Array, "B K ..."]
     ) -> Float[Array, "B K ..."]:
         """Returns `reduce` of the attention weights of the last queries on each key head.
 
-        The weights of queries that a row does not have are 0.
+        The weights of queries that a row does not have are 0. Arguments as in `attention_by_head`.
         """
-        return attention_by_head(slots, slots.state["queries"], self.query_index(slots), reduce)
+        queries, index = slots.state["queries"], self.query_index(slots)
+        return attention_by_head(slots, queries, index, reduce, *by_head)
 
     def query_index(self, slots: Candidates) -> Int[Array, "B W"]:
         """Returns the order indices of the last queries; -1: a row does not have as many."""
         return slots.state["query_order"][:, 0, :, 0] - 1
 
 
+class Window(LastQueries):
+    """A policy with a window of last queries, or of the tokens of a question, that always stay."""
+
+    window: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    def check_question(self, tokens: int) -> None:
+        if not 1 <= tokens <= self.window:
+            raise InputError(
+                f"question has {tokens} tokens, and model.cache.window={self.window} is the largest"
+                " number of them; give at least 1, or a larger window"
+            )
+
+    def size(self, slots: Candidates) -> Int[Array, " B"]:
+        """Returns the tokens of the window of each row."""
+        number = (self.query_index(slots) >= 0).sum(-1)  # of the queries that a row has
+        return number if slots.question is None else jnp.minimum(number, slots.question)
+
+    def in_window(self, slots: Candidates) -> Bool[Array, "B K S"]:
+        size = self.window if slots.question is None else slots.question[:, None, None]
+        return slots.index >= slots.tokens[:, None, None] - size
+
+    def mean_attention(
+        self, slots: Candidates, factors: Float[Array, "B W"] | None = None
+    ) -> Float[Array, "B K S"]:
+        """Returns the mean of the attention weights of the window's queries on each key.
+
+        It is a mean over the query heads of a key head, too. `factors` multiply the weights of each
+        query.
+        """
+        size = self.size(slots)[:, None, None]
+        factors = 1.0 if factors is None else factors[:, None]
+        is_asking = jnp.arange(self.window) >= self.window - size
+        shape = *slots.keys.shape[:2], self.window
+        factors = jnp.broadcast_to(jnp.where(is_asking, factors, 0.0), shape)
+
+        def reduce(weights, factors):
+            return (weights * factors[:, None, :, None]).sum(2).mean(1)
+
+        return self.attention(slots, reduce, factors) / jnp.maximum(size, 1)
+
+
 @CachePolicy.register_subclass("snapkv")
 @dataclass(frozen=True)
-class SnapKV(LastQueries):
+class SnapKV(Window):
     """Keeps what the last `window` queries attend to (Li et al. 2024, arXiv 2404.14469).
 
     The score of a key is the mean of its attention weights over these queries, pooled over `pool`
@@ -85,19 +136,8 @@ class SnapKV(LastQueries):
         if self.pool % 2 == 0:
             raise InputError(f"model.cache.pool={self.pool} must be odd, as a key has neighbours")
 
-    @property
-    def num_queries(self) -> int:
-        return self.window
-
-    @property
-    def protected(self) -> int:
-        return self.window
-
     def score(self, slots):
-        number = (self.query_index(slots) >= 0).sum(-1)  # of the queries that a row has
-        mean = self.attention(slots, lambda weights: weights.sum(2).mean(1))
-        mean = mean / jnp.maximum(number, 1)[:, None, None]
-        in_window = slots.index >= slots.tokens[:, None, None] - self.window
+        mean, in_window = self.mean_attention(slots), self.in_window(slots)
         # Neighbours in the text: those in the window, and places without a token, count as 0.
         before = slots.from_first(jnp.where(in_window, 0, mean), 0.0)
         pooled = slots.to_slots(_pool(before, self.pool, self.pooling))
@@ -109,6 +149,45 @@ def _pool(x: Float[Array, "B K S"], size: int, pooling: str) -> Float[Array, "B 
     if pooling == "max":
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, (1, 1, 1), padding)
     return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1, 1, 1), padding) / size
+
+
+@CachePolicy.register_subclass("finch")
+@dataclass(frozen=True)
+class Finch(Window):
+    """Keeps what the question attends to (Corallo and Papotti 2024, arXiv 2408.00167).
+
+    The window is the question at the end of a prompt, of at most `window` tokens
+    (`read_prefix(lm, ids, question=n)`); where it is not known, the last `window` tokens. The score
+    of a key is the mean of its attention weights over the window, each times the number of keys
+    before the query, averaged over the query heads of a key head. With `part` each part of so many
+    tokens of the prompt keeps its share of them. What stays stands at consecutive positions. As in
+    kvpress; the paper reads the parts one after the other, each with the question.
+    """
+
+    examples = ({"tokens": 32, "window": 8}, {"ratio": 0.5, "window": 8, "part": 20})
+
+    positions: Annotated[str, OneOf(("text", "consecutive"))] = "consecutive"
+    window: PositiveInt = 64
+    part: PositiveInt | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.part is not None and (self.ratio is None or self.layers or self.heads):
+            raise InputError(
+                f"model.cache.part={self.part} gives each part of a text its share of ratio; set"
+                " ratio in place of tokens, layers and heads, or leave part out"
+            )
+
+    def kept(self, length, layer=None):
+        if self.part is None:
+            return super().kept(length, layer)
+        return kept_in_parts(length, self.part, self.ratio)
+
+    def score(self, slots):
+        before = slots.next_position[:, None] - self.window + jnp.arange(self.window)
+        scores = self.mean_attention(slots, before.astype(jnp.float32))
+        scores = jnp.where(self.in_window(slots), jnp.inf, scores)
+        return scores if self.part is None else in_parts(slots, scores, self.part, self.ratio)
 
 
 @CachePolicy.register_subclass("tova")
