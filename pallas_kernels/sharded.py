@@ -10,6 +10,11 @@ Rows and heads are independent. If the length is sharded over c devices, each ne
 - "all_to_all": an exchange gives every device the whole length of some heads, and a second one
   returns the results (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads
   limits the number of devices.
+- "split_keys": only keys and values are sharded, such as those of a cache. Every device attends
+  with all queries to its keys, and one exchange of the partial results (out, lse) merges them
+  (Flash-Decoding, Dao et al. 2023, over devices). If the number of devices divides that of queries,
+  a device receives the partials of its part of the queries, and the result is sharded by length.
+  Otherwise, such as in a decoding step, each device receives all partials.
 
 Tokens may be in any order, which `q_index` and `k_index` define. With the order `zigzag` all
 devices have the same work under a causal mask.
@@ -31,9 +36,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.masks import Mask, PerHead, by_heads
-from pallas_kernels.online_softmax import merge
+from pallas_kernels.online_softmax import merge, merge_parts
 
-METHODS = ("ring", "all_to_all")
+METHODS = ("ring", "all_to_all", "split_keys")
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,11 @@ class Layout:
     rows: tuple[str, ...] = ()  # axes that shard the rows of the batch
     heads: str | None = None  # the axis that shards the heads
     length: str | None = None  # the axis that shards the lengths of queries and keys
-    method: str = "ring"  # how devices exchange keys if the length is sharded: ring or all_to_all
+    method: str = "ring"  # of `METHODS`: what devices exchange if the length is sharded
 
     def __post_init__(self):
         if self.method not in METHODS:
-            raise ValueError(f"Layout(method={self.method!r}): choose ring or all_to_all")
+            raise ValueError(f"Layout(method={self.method!r}): choose one of {', '.join(METHODS)}")
         parts = (self.rows, self.heads, self.length)
         used = [a for x in parts for a in ((x,) if isinstance(x, str) else x or ())]
         names = self.mesh.axis_names
@@ -67,13 +72,17 @@ class Layout:
         """Returns the layout without the axes that do not divide rows or heads.
 
         Raises:
-          ValueError: the axis `length` does not divide the number of queries or keys.
+          ValueError: the axis `length` does not divide the number of keys, or of queries if they
+            are sharded.
         """
         rows = self.rows if q.shape[0] % self.size(self.rows) == 0 else ()
         heads = self.heads if q.shape[2] % self.size(self.heads) == 0 else None
         length = self.length if self.size(self.length) > 1 else None
         count = self.size(length)
-        for name, tokens in (("queries", q.shape[1]), ("keys", k.shape[1])):
+        lengths = {"queries": q.shape[1], "keys": k.shape[1]}
+        if self.method == "split_keys":
+            del lengths["queries"]
+        for name, tokens in lengths.items():
             if tokens % count:
                 near = -(-tokens // count) * count
                 raise ValueError(
@@ -86,6 +95,11 @@ class Layout:
         """Returns the PartitionSpec of x [1 or B, T], or with `heads` of x [B, T, N, ...]."""
         rows = self.rows if self.rows and x.shape[0] > 1 else None
         return PartitionSpec(rows, self.length, *((self.heads,) if heads else ()))
+
+    @property
+    def of_queries(self) -> Layout:
+        """The layout of queries, which are not sharded by length with the method `split_keys`."""
+        return replace(self, length=None) if self.method == "split_keys" else self
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
@@ -110,18 +124,38 @@ def over_mesh(q, k, v, operands: Operands, spec: Spec, implementation, layout: L
     if dispatch.user_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
-    hops = _hops(spec.mask, q, k, operands, layout)
-    if layout.length is not None and layout.method == "ring":
+    hops = 1 if layout.method == "split_keys" else _hops(spec.mask, q, k, operands, layout)
+    if layout.length is not None and layout.method != "all_to_all":
         operands = _with_indices(q, k, operands)
 
     def local(q, k, v, operands):
+        if layout.length is not None and layout.method == "all_to_all":
+            return _exchanged(implementation, layout, q, k, v, operands, spec)
+        mask = _of_shard(spec.mask, layout.size(layout.heads))
+        ring = _Ring(implementation, layout, hops, replace(spec, mask=mask))
+        out, lse = _local(q, k, v, operands, ring)
         if layout.length is None or layout.method == "ring":
-            mask = _of_shard(spec.mask, layout.size(layout.heads))
-            ring = _Ring(implementation, layout, hops, replace(spec, mask=mask))
-            return _local(q, k, v, operands, ring)
-        return _exchanged(implementation, layout, q, k, v, operands, spec)
+            return out, lse
+        return _merged(out, lse, layout)
 
     return _on_shards(local, q, k, v, operands, layout)
+
+
+def _merged(out, lse, layout: Layout):
+    """Merges the partials of all devices, for all queries or for this device's part of them."""
+    axis, parts, rest = layout.length, layout.size(layout.length), out.shape[1:]
+    if rest[0] % parts:
+        # One collective, as the time of a decoding step is that of starting it.
+        pair = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], -1)
+        pair = lax.all_gather(pair, axis)
+        merged, lse = merge_parts(pair[..., :-1], pair[..., -1])
+        return merged.astype(out.dtype), lse
+
+    def exchange(x):
+        x = jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
+        return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+
+    return merge_parts(exchange(out), exchange(lse))
 
 
 def gathered(run, q, k, v, operands: Operands, layout: Layout):
@@ -129,7 +163,7 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
 
     It gathers the keys of a sharded length, for attention that cannot be merged from parts.
     """
-    layout = layout.fitting(q, k)
+    layout = layout.fitting(q, k).of_queries
     if layout.length is not None:
         operands = _with_indices(q, k, operands)
 
@@ -146,12 +180,18 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
 def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
     """Runs `local(q, k, v, operands) -> (out, lse)` on each device's shards."""
     k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
-    positions = (None if x is None else layout.spec(x) for x in operands[:4])
+    of_queries = layout.of_queries
+    layouts = of_queries, layout, of_queries, layout  # of q_index, k_index, and segments
+    positions = (
+        None if x is None else each.spec(x) for x, each in zip(operands[:4], layouts, strict=True)
+    )
     bias = jax.tree.map(
         lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
     )
-    whole = layout.spec(q, heads=True)
-    specs = whole, whole, whole, Operands(*positions, bias)
+    keys = layout.spec(k, heads=True)
+    specs = of_queries.spec(q, heads=True), keys, keys, Operands(*positions, bias)
+    is_sharded = q.shape[1] % layout.size(layout.length) == 0
+    out_spec = (layout if is_sharded else of_queries).spec(q, heads=True)
     arrays = q, k, v, operands
     if layout.mesh.explicit_axes:  # the types of arrays contain their sharding, which must match
         on = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
@@ -160,7 +200,7 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
         local,
         mesh=layout.mesh,
         in_specs=specs,
-        out_specs=(whole, whole),
+        out_specs=(out_spec, out_spec),
         check_vma=False,
     )
     # Without jit shard_map has no symbolic zeros, which mark outputs that nothing depends on.

@@ -11,6 +11,11 @@ to a ring, and the cache does not grow with the text. The slot of a token then d
 and masks test `index`, the order indices of the slots. `lcjax.attention.eviction` has a third kind,
 in which each key head keeps the tokens that a policy chooses.
 
+Devices may share the slots of a layer (`LayerCache.share_slots`). Of c devices, number s % c holds
+slot s, so that all have the same work, however full the cache is. In the arrays of a layer, slot s
+then has the index (s % c) * S / c + s // c. The arrays that layers share, such as order indices,
+are in the order of slots, and every device holds all of them.
+
 Keys are stored rotated, which is exact if the rotation is the same for the whole request. With
 `rotated=False` they are stored unrotated, and every step rotates all of them. Patterns that move
 keys need unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3).
@@ -20,19 +25,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.errors import InputError
+from pallas_kernels import Layout
 
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
     from lcjax.rope import Rotation
-    from pallas_kernels import Layout
 
 Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
 
@@ -96,6 +103,7 @@ class LayerCache(abc.ABC):
     # acts on chunks gives a row the same result in every batch only if rows begin in one column.
     acts_on_prompt: ClassVar[bool] = False
     acts_on_chunk: ClassVar[bool] = False
+    shares_slots: ClassVar[bool] = False  # whether devices may share its slots (`share_slots`)
     evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
     # Whether layers share what stays at the end of a prompt (`end_prompt`)
     shares_across_layers: ClassVar[bool] = False
@@ -104,6 +112,19 @@ class LayerCache(abc.ABC):
     reads_output: ClassVar[bool] = False
 
     rotated: bool = dataclasses.field(default=True, kw_only=True)  # whether stored keys are
+    parts: int = dataclasses.field(default=1, kw_only=True)  # number of devices that share slots
+
+    def share_slots(self, slots: int, devices: int) -> tuple[LayerCache, int]:
+        """Returns the cache whose `slots` are shared by `devices`, and its number of slots."""
+        if devices == 1:
+            return self, slots
+        slots = devices * whole_blocks(-(-slots // devices))
+        return dataclasses.replace(self, parts=devices), slots
+
+    @property
+    def slot_arrays(self) -> tuple[str, ...]:
+        """The names of arrays [B, heads, S, _] with an entry for each slot."""
+        return ("keys", "values")
 
     def for_layer(self, layer: int, num_layers: int) -> LayerCache:
         """Returns the cache of one of the model's layers, if they differ in more than the pattern.
@@ -240,6 +261,7 @@ class FullCache(LayerCache):
 
     keeps_all: ClassVar[bool] = True
     holds_keys_only: ClassVar[bool] = True
+    shares_slots: ClassVar[bool] = True
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
         return self, length
@@ -265,18 +287,29 @@ class FullCache(LayerCache):
 
     def key_metadata(self, view: View) -> dict[str, Any]:
         places = view.start + jnp.arange(view.new.index.shape[1], dtype=jnp.int32)
+        slots, order = view.slots, None
+        if self.parts > 1:
+            order = jnp.arange(slots.index.shape[1], dtype=jnp.int32)
+            slots, order = jax.tree.map(
+                functools.partial(by_part, parts=self.parts), (slots, order)
+            )
         return {
-            "k_positions": view.slots.positions,
-            "k_index": view.slots.index,
-            "k_segments": view.slots.segments,
-            "row_indices": (places, None) if view.write_slots is None else None,
+            "k_positions": slots.positions,
+            "k_index": slots.index,
+            "k_segments": slots.segments,
+            "row_indices": (places, order) if view.write_slots is None else None,
             "keys_rotated": self.rotated,
         }
 
     def with_space(self, arrays, slots, tokens):
-        arrays = {name: pad_slots(x, tokens) for name, x in arrays.items()}
-        slots = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, tokens)]), slots)
-        return self, arrays, slots
+        each = -(-tokens // self.parts)
+
+        def pad(x):
+            parts = x.reshape(*x.shape[:-2], self.parts, -1, x.shape[-1])
+            return pad_slots(parts, each).reshape(*x.shape[:-2], -1, x.shape[-1])
+
+        slots = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, self.parts * each)]), slots)
+        return self, jax.tree.map(pad, arrays), slots
 
     def append(
         self,
@@ -294,7 +327,8 @@ class FullCache(LayerCache):
         if self.rotated:
             positions = pattern.key_positions(metadata.q_positions, view.new.index)
             k = metadata.rotation.rotate(k, positions)
-        return write_tokens(arrays["keys"], k, view), write_tokens(arrays["values"], v, view)
+        write = functools.partial(write_tokens, view=view, layout=metadata.layout)
+        return write(arrays["keys"], k), write(arrays["values"], v)
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         keys, values = self.append(arrays, k, v, pattern, view, metadata)
@@ -308,6 +342,7 @@ class RingCache(FullCache):
 
     keeps_all: ClassVar[bool] = False
     holds_keys_only: ClassVar[bool] = False
+    shares_slots: ClassVar[bool] = False  # they are few
 
     sinks: int
     recent: int  # last tokens that a new token may see, itself included
@@ -380,10 +415,114 @@ def pad_slots(x: Num[Array, "... S H"], slots: int) -> Num[Array, "... S2 H"]:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots), (0, 0)])
 
 
-def write_tokens(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
-    """Writes `new` [B, T, K, H] to the slots of `view` in `cached` [B, K, S, H]."""
+def by_part(x: Num[Array, "*B S"], parts: int) -> Num[Array, "*B S"]:
+    """Moves entries of slots to the order in which layers hold them, part after part."""
+    return x.reshape(*x.shape[:-1], -1, parts).swapaxes(-1, -2).reshape(x.shape)
+
+
+def write_tokens(
+    cached: Array, new: Float[Array, "B T K H"], view: View, layout: Layout | None = None
+) -> Array:
+    """Writes `new` to the slots of `view` in `cached` [B, K, S, H].
+
+    `layout` has the mesh of the devices that share slots.
+    """
     new = new.astype(cached.dtype)
+    if view.kind.parts > 1:
+        return _write_parts(cached, new.swapaxes(1, 2), view.start, layout)
     if view.write_slots is None:
         return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, view.start, 0))
     rows = jnp.arange(new.shape[0])[:, None]
     return cached.at[rows, :, view.write_slots].set(new, mode="drop")
+
+
+def _write_parts(
+    cached: Array, new: Float[Array, "B K T H"], start: Int[Array, ""], layout: Layout
+) -> Array:
+    """Writes tokens to slots start .. start + T - 1, which devices share: each writes its own.
+
+    A device writes as many consecutive slots as any, some of them with their old contents.
+    """
+    parts, tokens = layout.size(layout.length), new.shape[2]
+    spec = cache_spec(layout, cached)
+    width = min(-(-tokens // parts), cached.shape[2] // parts)
+
+    def local(cached, new, start):
+        part = jax.lax.axis_index(layout.length)
+        first = (start - part + parts - 1) // parts  # the first slot of this part from `start` on
+        first = jnp.minimum(first, cached.shape[2] - width)
+        token = (first + jnp.arange(width)) * parts + part - start
+        is_new = ((token >= 0) & (token < tokens))[:, None]
+        old = jax.lax.dynamic_slice_in_dim(cached, first, width, 2)
+        new = jnp.where(is_new, jnp.take(new, token, axis=2, mode="clip"), old)
+        return jax.lax.dynamic_update_slice_in_dim(cached, new, first, 2)
+
+    run = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(spec, PartitionSpec(*spec[:2]), PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )
+    return run(cached, new, start)
+
+
+def branch_parts(
+    cached: Array, padding: Int[Array, " B"], filled: Int[Array, ""], slots: int, layout: Layout
+) -> Array:
+    """Copies slots that devices share from one row to B rows, each behind its own padding.
+
+    Padding moves a token to another device. The parts pass around the ring of devices, and a device
+    takes from each part the rows that need it, so it never holds more than two parts of a row.
+
+    Args:
+      cached: [.., 1, K, S', H].
+      padding: number of slots before the tokens of each row.
+      filled: number of filled slots of the new rows, padding included.
+      slots: S, the slots of the new rows.
+      layout: has the mesh of the devices.
+
+    Returns:
+      [.., B, K, S, H], 0 where there is no token.
+    """
+    axis, parts = layout.length, layout.size(layout.length)
+    *stack, _, heads, _, size = cached.shape
+    new = jax.ShapeDtypeStruct((len(padding), heads, slots, size), cached.dtype)
+    spec = cache_spec(layout, new)
+    source = PartitionSpec(*(None,) * len(stack), None, *spec[1:])
+    target = PartitionSpec(*(None,) * len(stack), *spec)
+
+    def local(cached, padding, filled):
+        part = jax.lax.axis_index(axis)
+        slot = jnp.arange(slots // parts, dtype=jnp.int32) * parts + part
+        token = slot - padding[:, None]
+        is_token = (token >= 0) & (slot < filled)
+        start = jnp.zeros((*stack, len(padding), cached.shape[-3], *slot.shape, size), cached.dtype)
+
+        def hop(carry, number):
+            out, cached = carry
+            holder = (part - number) % parts  # the part that is here now
+            here = is_token & (token % parts == holder)
+            pick = functools.partial(jnp.take, cached[..., 0, :, :, :], axis=-2, mode="clip")
+            found = jax.vmap(pick, out_axes=len(stack))(token // parts)
+            out = jnp.where(here[:, None, :, None], found, out)
+            pairs = [(i, (i + 1) % parts) for i in range(parts)]
+            return (out, jax.lax.ppermute(cached, axis, pairs)), None
+
+        (out, _), _ = jax.lax.scan(hop, (start, cached), jnp.arange(parts))
+        return out
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(source, PartitionSpec(spec[0]), PartitionSpec()),
+        out_specs=target,
+        check_vma=False,
+    )(cached, padding, filled)
+
+
+def cache_spec(layout: Layout, cached: Array) -> PartitionSpec:
+    """Returns the partition of arrays [B, heads, S, _] of a layer whose slots devices share."""
+    rows = layout.rows if cached.shape[0] % layout.size(layout.rows) == 0 else None
+    heads = layout.heads if cached.shape[1] % layout.size(layout.heads) == 0 else None
+    return PartitionSpec(rows, heads, layout.length)

@@ -246,6 +246,7 @@ class Evicting(FullCache):
 
     keeps_all: ClassVar[bool] = False
     holds_keys_only: ClassVar[bool] = False
+    shares_slots: ClassVar[bool] = False  # a cut reads slots in text order
     evicts: ClassVar[bool] = True
     differs_by_layer: ClassVar[bool] = True
 

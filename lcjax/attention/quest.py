@@ -104,6 +104,7 @@ class PagedCache(FullCache):
     """
 
     holds_keys_only: ClassVar[bool] = False
+    shares_slots: ClassVar[bool] = False  # a page has consecutive keys
     differs_by_layer: ClassVar[bool] = True
 
     quest: Quest

@@ -134,17 +134,24 @@ def cache_bytes(config: ModelConfig, length: int) -> int:
     return sum(_row_bytes(kind.arrays(shape, slots)) for kind, slots in ends)
 
 
-def read_cache_bytes(config: ModelConfig, length: int, tokens: int = 1) -> int:
+def read_cache_bytes(
+    config: ModelConfig, length: int, tokens: int = 1, sizes: Mapping[str, int] | None = None
+) -> int:
     """Returns the bytes in the cache of one sequence that its last `tokens` tokens may need.
 
     They are those of the keys and values that at least one of these tokens sees, and of what the
-    kinds of cache hold beside them (`LayerCache.arrays`).
+    kinds of cache hold beside them (`LayerCache.arrays`). With `sizes` of mesh axes, they are those
+    on one of the devices that share slots.
     """
     shape = cache_lib.layer_shape(config)
-    return sum(
-        _row_bytes(kind.arrays(shape, kind.num_visible(length, tokens)))
-        for kind in cache_lib.layer_caches(config)
-    )
+
+    def layer(number, kind):
+        slots = kind.num_visible(length, tokens)
+        if sizes is not None:
+            slots = -(-slots // cache_lib.slot_devices(config.layer(number), kind, sizes))
+        return _row_bytes(kind.arrays(shape, slots))
+
+    return sum(map(layer, *zip(*enumerate(cache_lib.layer_caches(config)))))
 
 
 def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> int:
@@ -386,8 +393,10 @@ def generation_memory(
         num_heads=divided(config.num_heads, sizes["tensor"]),
         num_kv_heads=divided(config.num_kv_heads, sizes["tensor"]),
     )
-    fitted = [kind.fit(length, chunk) for kind in cache_lib.layer_caches(config)]
-    cache = local_rows * sum(_row_bytes(kind.arrays(shape, slots)) for kind, slots in fitted)
+    cache = local_rows * sum(
+        _row_bytes(kind.arrays(shape, -(-slots // kind.parts)))
+        for kind, slots in cache_lib.fitted_caches(config, length, chunk, mesh=mesh)
+    )
     activations = size * tokens * (channels + 3 * config.width)
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":

@@ -61,7 +61,7 @@ def inference_work(
     flops = rows * (tokens * (matmul + attention) + head)
     local_rows = resources.rows_of_device(rows, sizes)
     keys = config.num_kv_heads // resources.divided(config.num_kv_heads, sizes["tensor"])
-    cache = resources.read_cache_bytes(config, length, tokens) / keys
+    cache = resources.read_cache_bytes(config, length, tokens, sizes) / keys
     logits = 4 * resources.divided(config.vocab_size, sizes["tensor"])
     weights = _read_weights(config, sizes, local_rows * tokens)
     return Work(flops / math.prod(sizes.values()), weights + local_rows * (cache + logits))

@@ -606,4 +606,4 @@ def _write(
 
 def _with_layout(x: jax.Array, mesh) -> jax.Array:
     """Shards rows as those of texts and heads over `tensor`, if divisible; call it inside jit."""
-    return keep_tokens(x, mesh) if token_axis(x) == 1 else cache_lib.keep_layout(x, mesh)
+    return keep_tokens(x, mesh) if token_axis(x) == 1 else cache_lib.keep_heads(x, mesh)

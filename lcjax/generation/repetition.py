@@ -84,7 +84,7 @@ def _read_without_keeping(model, params, cache, tokens, segments, rotation, span
         {name: new[name][:, :, : old[name].shape[2]] for name in names if name in old}
         for old, new in zip(cache.layers, output.cache.layers, strict=True)
     ]
-    return cache_lib.keep_layout(numbers, mesh)
+    return cache_lib.keep_heads(numbers, mesh)
 
 
 _read = InferenceJit(_read_without_keeping, static_argnums=0, tokens=3)

@@ -246,7 +246,7 @@ class WindowReader:
         config, mesh = self.model.config, self.model.mesh
         pairs = unstack(layers, config.num_layers) if config.stacked else layers
         layers = tuple(
-            tuple(cache_lib.keep_layout(part.swapaxes(1, 2), mesh) for part in pair)
+            tuple(cache_lib.keep_heads(part.swapaxes(1, 2), mesh) for part in pair)
             for pair in pairs
         )
         if self.hidden_index is None:

@@ -409,7 +409,7 @@ class TreeEncoder(nn.Module):
 
         def one(x):
             x = x.reshape(rows, -1, *x.shape[2:]).swapaxes(1, 2)
-            return cache_lib.keep_layout(x, self.mesh)
+            return cache_lib.keep_heads(x, self.mesh)
 
         return tuple(
             tuple(one(part[layer]) for part in layers) for layer in range(self.config.num_layers)

@@ -7,7 +7,7 @@ kind and the slots that its own pattern needs.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,9 +15,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Num
 
-from lcjax.attention.cache import LayerCache, LayerShape, Prompt, Tokens, View, whole_blocks
+from lcjax.attention.cache import (
+    LayerCache,
+    LayerShape,
+    Prompt,
+    Tokens,
+    View,
+    branch_parts,
+    whole_blocks,
+)
 from lcjax.parallel.device_memory import check_fits
-from lcjax.parallel.sharding import ROWS, attention_layout, rows_over
+from lcjax.parallel.sharding import LENGTH, ROWS, Mesh, attention_layout, rows_over
 from lcjax.rope import Rotation
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ __all__ = [
     "branch",
     "create",
     "extend",
+    "keep_heads",
     "keep_layout",
     "repeat_row",
     "whole_blocks",
@@ -96,7 +105,8 @@ def create(
       chunk: maximum number of tokens that are read at once. A pattern that needs only some keys
         gets a rolling cache if that is smaller. None: a full cache.
       rotated: whether keys are stored rotated; None: unless the pattern of a layer moves them.
-      mesh: shards rows over data and fsdp, and heads over tensor; each device creates its part.
+      mesh: shards rows over data and fsdp, heads over tensor, and slots over context where the
+        kind of a layer allows it (`LayerCache.share_slots`); each device creates its part.
 
     Raises:
       InputError: the cache is larger than the free memory of a device.
@@ -122,30 +132,74 @@ def abstract_cache(
 ) -> Cache:
     """Returns shapes, dtypes and shardings of the cache that `create` returns, unallocated."""
 
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_layout(mesh, shape))
-
-    fitted = [cache.fit(length, chunk) for cache in layer_caches(config, rotated)]
+    fitted = fitted_caches(config, length, chunk, rotated, mesh)
     distinct = list(dict.fromkeys(fitted))
 
     def layer(number, *stack):
         kind, slots = fitted[number]
         arrays = kind.arrays(layer_shape(config.layer(number)), slots)
-        return {name: array((*stack, batch, *one.shape), one.dtype) for name, one in arrays.items()}
+        return {
+            name: jax.ShapeDtypeStruct((*stack, batch, *one.shape), one.dtype)
+            for name, one in arrays.items()
+        }
 
     count = len(fitted)
     is_stacked = config.stacked and len(distinct) == 1
-    return Cache(
+    cache = Cache(
         layers=layer(0, count) if is_stacked else tuple(map(layer, range(count))),
-        slots=tuple(
-            jax.tree.map(lambda x: array(x.shape, x.dtype), kind.shared(batch, slots))
-            for kind, slots in distinct
-        ),
-        filled=array((), jnp.int32),
-        tokens=array((batch,), jnp.int32),
+        slots=tuple(kind.shared(batch, slots) for kind, slots in distinct),
+        filled=jax.ShapeDtypeStruct((), jnp.int32),
+        tokens=jax.ShapeDtypeStruct((batch,), jnp.int32),
         kinds=tuple(kind for kind, _ in distinct),
         kind_by_layer=tuple(map(distinct.index, fitted)),
     )
+    return _with_shardings(cache, mesh)
+
+
+def _with_shardings(cache: Cache, mesh: jax.sharding.Mesh | None) -> Cache:
+    """Returns the shapes of a cache with the shardings of `create`."""
+    if mesh is None:
+        return cache
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        cache,
+        _shardings(cache, mesh),
+    )
+
+
+def fitted_caches(
+    config: "ModelConfig",
+    length: int,
+    chunk: int | None,
+    rotated: bool | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+) -> list[tuple[LayerCache, int]]:
+    """Returns the kind of cache of each layer for a request, and its slots.
+
+    The arguments are those of `create`.
+    """
+    fitted = [cache.fit(length, chunk) for cache in layer_caches(config, rotated)]
+    if mesh is None:
+        return fitted
+    return [
+        kind.share_slots(slots, slot_devices(config.layer(number), kind, mesh.shape))
+        for number, (kind, slots) in enumerate(fitted)
+    ]
+
+
+def slot_devices(config: "ModelConfig", kind: LayerCache, sizes: Mapping[str, int]) -> int:
+    """Returns how many devices share the slots of a layer: those along the mesh axis `context`.
+
+    Other kinds of caches, and patterns that choose keys by their content, need slots in text order,
+    and each device holds all of them.
+
+    Args:
+      config: of the layer.
+      kind: its cache.
+      sizes: sizes of the mesh axes.
+    """
+    in_any_order = config.pattern.for_inference().is_position_based
+    return sizes[LENGTH] if kind.shares_slots and in_any_order else 1
 
 
 def abstract_after_prompt(
@@ -162,9 +216,7 @@ def abstract_after_prompt(
     cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
     rotations = tuple(map(rotation.of_kind, config.kind_by_layer))
     cache = jax.eval_shape(lambda *args: end_prompt(*args, new, 1), cache, rotations)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_layout(mesh, x.shape)), cache
-    )
+    return _with_shardings(cache, mesh)
 
 
 def lower_cut(
@@ -213,23 +265,44 @@ def layer_shape(config: "ModelConfig") -> LayerShape:
     )
 
 
-def keep_layout(cache: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """Constrains a cache, or some of its arrays, to the shardings of `create` inside jit."""
+def keep_layout(cache: Cache, mesh: jax.sharding.Mesh | None) -> Cache:
+    """Constrains a cache to the shardings of `create` inside jit."""
     if mesh is None:
         return cache
+    return jax.tree.map(jax.lax.with_sharding_constraint, cache, _shardings(cache, mesh))
+
+
+def keep_heads(tree: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Constrains arrays [.., B, K, S, H] inside jit: rows over `ROWS` and heads over `tensor`."""
+    if mesh is None:
+        return tree
     return jax.tree.map(
-        lambda x: jax.lax.with_sharding_constraint(x, _layout(mesh, x.shape)), cache
+        lambda x: jax.lax.with_sharding_constraint(x, _sharding(mesh, x.shape)), tree
     )
 
 
-def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedSharding | None:
+def _shardings(cache: Cache, mesh: jax.sharding.Mesh) -> Cache:
+    """Returns the sharding of each array of a cache."""
+
+    def layer(arrays, number):
+        kind = cache.kinds[number]
+        shared = kind.slot_arrays if kind.parts > 1 else ()
+        return {name: _sharding(mesh, x.shape, name in shared) for name, x in arrays.items()}
+
+    layers = tuple(map(layer, cache.separate_layers, cache.kind_by_layer))
+    shardings = jax.tree.map(lambda x: _sharding(mesh, x.shape), cache)
+    return replace_layers(shardings, layers[0] if cache.is_stacked else layers)
+
+
+def _sharding(
+    mesh: jax.sharding.Mesh, shape: tuple[int, ...], shares_slots: bool = False
+) -> NamedSharding:
     """Returns the sharding of layers [.., B, K, S, H], fields of slots [B, S], or scalars []."""
-    if mesh is None:
-        return None
     first = max(len(shape) - 4, 0)
     split_rows = rows_over(mesh, shape[first]) > 1 if shape else False
     split_heads = len(shape) >= 4 and shape[first + 1] % mesh.shape["tensor"] == 0
     axes = (ROWS if split_rows else None, "tensor" if split_heads else None)
+    axes += (LENGTH,) * shares_slots
     return NamedSharding(mesh, PartitionSpec(*(None,) * first, *axes[: len(shape)]))
 
 
@@ -297,6 +370,7 @@ def branch(
       slots: capacity of the new cache.
       mesh: shards the new cache as in `create`.
     """
+    slots = max(kind.share_slots(slots, kind.parts)[1] for kind in cache.kinds)
     slot_ids = jnp.arange(slots, dtype=jnp.int32)
     source = slot_ids - padding[:, None]
     is_token = (source >= 0) & (slot_ids < filled)
@@ -309,10 +383,16 @@ def branch(
         pick = functools.partial(jnp.take, x, axis=-2 if is_layer else -1, mode="clip")
         return jnp.where(mask, jax.vmap(pick, out_axes=first)(source), 0)
 
-    layers = tuple(
-        cache.kinds[number].branch(arrays, rows)
-        for arrays, number in zip(cache.separate_layers, cache.kind_by_layer)
-    )
+    def layer(arrays, number):
+        kind, pick = cache.kinds[number], rows
+        if kind.parts > 1:
+            layout = attention_layout(mesh, "split_keys")
+            pick = functools.partial(
+                branch_parts, padding=padding, filled=filled, slots=slots, layout=layout
+            )
+        return kind.branch(arrays, pick)
+
+    layers = tuple(map(layer, cache.separate_layers, cache.kind_by_layer))
     branched = dataclasses.replace(
         cache,
         layers=layers[0] if cache.is_stacked else layers,

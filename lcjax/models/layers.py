@@ -318,9 +318,10 @@ class Attention(Projections):
                 if isinstance(inputs.collect, CollectKeyValues):
                     output = LayerOutput(key_values=collect_key_values(k, v, inputs, pattern))
             else:
-                layout = attention_layout(mesh)
+                kind = inputs.view.kind
+                layout = attention_layout(mesh, "split_keys" if kind.parts > 1 else "ring")
                 metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
-                if (kind := inputs.view.kind).reads_output:
+                if kind.reads_output:
                     kernel = self.out.variables["params"]["kernel"]
                     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
                     metadata = metadata.replace(output_kernel=kernel, input_norms=norms)

@@ -2,8 +2,9 @@
 
 Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (ZeRO,
 Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019),
-`context` cuts each text in parts (`pallas_kernels.sharded` puts attention together), `expert`
-splits the experts of mixtures, and the batch (`lcjax.models.experts`).
+`context` cuts each text, and the slots of a KV cache, in parts (`pallas_kernels.sharded` puts
+attention together), `expert` splits the experts of mixtures, and the batch
+(`lcjax.models.experts`).
 """
 
 import dataclasses
@@ -325,13 +326,14 @@ def attention_layout(
 
     Args:
       mesh: the devices.
-      method: ring or all_to_all, as in `pallas_kernels.sharded`.
+      method: as in `pallas_kernels.sharded`; with split_keys the keys are those of a cache whose
+        slots are split over `context`.
       tokens: length of the texts, which are split over `context` if it divides them; None: queries
-        and keys are not split.
+        are not split.
     """
     if mesh is None or mesh.size == 1:
         return None
-    cut = tokens is not None and tokens % mesh.shape[LENGTH] == 0
+    cut = method == "split_keys" or (tokens is not None and tokens % mesh.shape[LENGTH] == 0)
     return Layout(mesh, ROWS, "tensor", LENGTH if cut else None, method)
 
 

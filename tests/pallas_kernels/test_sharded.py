@@ -82,6 +82,27 @@ def assert_agree(found, wanted):
         assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("queries", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_number_of_queries_attends_to_keys_of_several_devices(queries):
+    (q, k, v), (d_out, d_lse) = inputs(3)
+    last = slice(T - queries, None)
+    segments = np.array([[1] * T, [0] * 9 + [1] * (T - 9)], np.int32)
+    # Keys in any order, as in the slots of a cache.
+    order = np.random.default_rng(3).permutation(T)
+    places = {"k_index": order.astype(np.int32)[None], "k_segments": segments[:, order]}
+    places |= {"q_index": np.arange(T, dtype=np.int32)[None, last], "q_segments": segments[:, last]}
+
+    def run(q, k, v, **options):
+        return flash(q, k[:, order], v[:, order], MASKS["far"], **places, **options)
+
+    arrays, weights = (q[:, last], k, v), (d_out[:, last], d_lse[:, last])
+    found, expected = (
+        both(functools.partial(run, **options), arrays, weights)
+        for options in ({"layout": layout(2, 1, 4, "split_keys")}, {"implementation": "reference"})
+    )
+    assert_agree(found, expected)
+
+
 @pytest.mark.slow
 def test_gradients_do_not_need_jit():
     arrays, weights = inputs()
@@ -101,6 +122,8 @@ LAYOUTS = {
     "more heads than keys have": dict(heads=4, length=2),
     "exchange": dict(length=4, method="all_to_all"),
     "exchange with heads": dict(rows=2, heads=2, length=2, method="all_to_all"),
+    "keys": dict(length=8, method="split_keys"),
+    "keys with heads": dict(rows=2, heads=2, length=2, method="split_keys"),
 }
 
 
@@ -113,6 +136,7 @@ MORE = [
     ("causal", "ring"), ("causal", "exchange with heads"), ("both sides", "ring"),
     ("by head", "rows and heads"), ("by head", "exchange"), ("far", "ring with heads"),
     ("three parts", "more heads than keys have"), ("causal", "more heads than keys have"),
+    ("far", "keys"), ("by head", "keys with heads"),
 ]  # fmt: skip
 PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
@@ -187,7 +211,7 @@ def test_what_cannot_be_cut_raises_value_error_with_the_way_out():
     arrays, _ = inputs(t=44)
     with pytest.raises(ValueError, match="44 queries cannot be split over the 8 devices.*48"):
         flash(*arrays, causal(), layout=layout(length=8))
-    with pytest.raises(ValueError, match="choose ring or all_to_all"):
+    with pytest.raises(ValueError, match="choose one of ring, all_to_all, split_keys"):
         layout(method="star")
     arrays, _ = inputs(heads=4, kv_heads=2)
     with pytest.raises(ValueError, match="4 query heads.*8 devices.*use method 'ring'"):
