@@ -214,16 +214,24 @@ def best_at_cost(
 
 
 def _side_by_side(centres: np.ndarray) -> np.ndarray:
-    """Returns the places of marks [n, 2] in pixels, moved sideways where they cover each other."""
-    places: list[np.ndarray] = []
-    for centre in centres:
-        for step in itertools.count():
-            shift = (step + 1) // 2 * (-1) ** step * 2 * _MARK  # 0, right, left, further right, ...
-            place = centre - (shift, 0)
-            if all(np.abs(place - other).max() >= 2 * _MARK - 1e-6 for other in places):
-                break
-        places.append(place)
-    return np.array(places)
+    """Returns the places of marks [n, 2] in pixels, moved sideways where they would overlap.
+
+    Marks keep their order: it is the mean of moving them to the right and to the left.
+    """
+    right = _moved_right(centres)
+    left = -_moved_right(centres[::-1] * (-1, 1))[::-1]  # reversed, so that equal ones are, too
+    return np.stack([(right + left) / 2, centres[:, 1]], axis=1)
+
+
+def _moved_right(centres: np.ndarray) -> np.ndarray:
+    """Returns x of marks [n], moved as far to the right as the marks left of them require."""
+    moved = centres[:, 0].copy()
+    order = np.argsort(moved, kind="stable")
+    for place, number in enumerate(order):
+        before = order[:place]
+        beside = before[np.abs(centres[before, 1] - centres[number, 1]) < 2 * _MARK]
+        moved[number] = max([moved[number], *(moved[beside] + 2 * _MARK)])
+    return moved
 
 
 def _write_names(axes, names: Sequence[str], centres: np.ndarray) -> None:
@@ -248,7 +256,7 @@ def _write_names(axes, names: Sequence[str], centres: np.ndarray) -> None:
         note.set_in_layout(False)
         size = np.array(note.get_window_extent().size)
         note.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0, "alpha": 0.6})
-        shift, gap = _free_place(centre, size, taken, panel)
+        shift, gap = _free_place(centre, size, taken, panel, np.delete(centres, number, axis=0))
         note.set_position(to_data.transform(centre + shift))
         taken.append(_box(centre + shift, size))
         if gap > _GAPS[1]:
@@ -257,17 +265,23 @@ def _write_names(axes, names: Sequence[str], centres: np.ndarray) -> None:
 
 
 def _free_place(
-    centre: np.ndarray, size: np.ndarray, taken: Sequence[np.ndarray], panel: np.ndarray
+    centre: np.ndarray,
+    size: np.ndarray,
+    taken: Sequence[np.ndarray],
+    panel: np.ndarray,
+    others: np.ndarray,
 ) -> tuple[np.ndarray, float]:
-    """Returns where the middle of a name lies from its point, and the gap between them, in pixels.
+    """Returns where the middle of a name lies from its mark, and the gap between them, in pixels.
 
-    It is the nearest place where the name covers nothing, or else the one where it covers least.
+    It is the nearest place where the name covers nothing and no other mark lies between them, or
+    else the one where that is least so.
 
     Args:
-      centre: place of the point, [2].
+      centre: place of the mark, [2].
       size: width and height of the name, [2].
       taken: boxes (x0, y0, x1, y1) of marks and names.
       panel: box of the panel.
+      others: places of the other marks, [n, 2].
     """
     best = None
     for gap, direction in itertools.product(_GAPS, _DIRECTIONS):
@@ -275,6 +289,8 @@ def _free_place(
         box = _box(centre + shift, size + 1)
         covered = sum(_overlap(box, other) for other in taken)
         covered += np.prod(size + 1) - _overlap(box, panel)
+        between = centre + np.linspace(0, 1, 20)[:, None] * shift
+        covered += (np.abs(between[:, None] - others).max(-1) < _MARK).sum()
         if best is None or covered < best[0] - 1e-6:
             best = covered, shift, gap
         if covered < 1e-6:
