@@ -511,9 +511,9 @@ class Evicting(FullCache):
         return self.make_room(cut(arrays, counts), slots, new, chunk)
 
     def with_space(self, arrays, slots, tokens):
-        more = {name: pad_slots(arrays[name], tokens) for name in self._moved}
-        size = more["order"].shape[2]
-        return dataclasses.replace(self, slots=size, longest=tokens), arrays | more, slots
+        size = whole_blocks(arrays["order"].shape[2] + tokens)
+        resized = _resize({name: arrays[name] for name in self._moved}, size)
+        return dataclasses.replace(self, slots=size, longest=tokens), arrays | resized, slots
 
     def make_room(self, arrays, slots, new, chunk):
         after = self._between_cuts(new, min(chunk, new))

@@ -63,7 +63,8 @@ def read_again(
 
 def _width(length: int) -> int:
     """Rounds a number of tokens up to one of few sizes, each of which compiles a program."""
-    return cache_lib.whole_blocks(length) if length > 256 else -(-length // 32) * 32
+    unit = 32 if length <= 256 else 256
+    return -(-length // unit) * unit
 
 
 def _read_without_keeping(model, params, cache, tokens, segments, rotation, spans) -> list[Arrays]:

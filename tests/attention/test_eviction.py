@@ -10,7 +10,14 @@ import pytest
 from kv_cache_golden import golden
 
 from lcjax.attention import AttentionMetadata, Causal
-from lcjax.attention.budgets import AdaptiveHeads, Critical, LayerRatios, Pyramid, PyramidOriginal
+from lcjax.attention.budgets import (
+    AcrossLayers,
+    AdaptiveHeads,
+    Critical,
+    LayerRatios,
+    Pyramid,
+    PyramidOriginal,
+)
 from lcjax.attention.cache import FullCache, LayerShape, Prompt, Tokens
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies import (
@@ -19,6 +26,7 @@ from lcjax.attention.policies import (
     Finch,
     KeyDiff,
     Knorm,
+    KVzip,
     LagKV,
     ObservedAttention,
     SnapKV,
@@ -384,6 +392,25 @@ def test_a_ratio_of_zero_is_the_full_cache():
         if policy.layers is None:
             whole = dataclasses.replace(policy, tokens=None, ratio=0.0)
             assert Evicting(whole).fit(64, 16) == (FullCache(), 64)
+
+
+@pytest.mark.parametrize(("ratio", "most"), [(0.37, 4.0), (0.7, 1.25)])
+def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
+    """Together they lose int(L K T ratio) tokens, and no head has more than its slots."""
+    policy = KVzip(ratio=ratio, heads=AcrossLayers(most=most))
+    kind, _ = Evicting(policy).fit(60, 60)
+    rng, lengths = np.random.default_rng(0), np.array([53, 20])
+    order = np.where(np.arange(60) < lengths[:, None], np.arange(60) + 1, 0)
+    order = np.broadcast_to(order[:, None, :, None], (2, 2, 60, 1))
+    layers = [
+        {"keys": None, "values": None, "order": jnp.array(order), "received": jnp.array(scores)}
+        for scores in np.linspace(1, 3, 3)[:, None, None, None, None] * rng.random((3, 2, 2, 60, 1))
+    ]
+    counts = np.stack(kind.shared_counts(layers, Prompt(jnp.array(lengths), no_rotation())))
+    assert counts.sum((0, 2)).tolist() == [6 * n - int(6 * n * ratio) for n in lengths]
+    assert counts.max() <= kind.num_kept and counts.min() >= 1
+    if most == 4.0:  # the heads with the greatest scores keep most
+        assert counts[0].sum() < counts[2].sum()
 
 
 def test_a_ratio_keeps_what_float64_says():
