@@ -396,6 +396,11 @@ def test_tokens_and_lengths_that_do_not_fit_raise_input_error(alone):
     assert not alone.nll(tokens, lengths=np.array([8, 0]))[1].any()
 
 
+def test_the_cache_beside_a_memory_has_no_known_bytes(alone, beside):
+    assert beside.cache_bytes(64) is None
+    assert alone.cache_bytes(64) == 2 * alone.cache_bytes(32) > 0
+
+
 def test_arguments_of_other_types_are_input_errors(alone):
     check_other_types(alone.inference_memory, rows=1, length=64)
     check_other_types(alone.cache_bytes, length=64)
