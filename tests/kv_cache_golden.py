@@ -2,6 +2,7 @@
 
 import functools
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,3 +15,10 @@ def golden():
     """Returns the document, and the arrays by name."""
     with np.load(FILE.with_suffix(".npz")) as arrays:
         return json.loads(FILE.read_text()), dict(arrays)
+
+
+def head_file(table):
+    """Returns the path of a file with a number for each key head [L, K], as DuoAttention has."""
+    path = Path(tempfile.mkdtemp()) / "full_attention_heads.tsv"
+    np.savetxt(path, table, delimiter="\t")
+    return str(path)

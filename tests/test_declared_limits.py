@@ -138,11 +138,13 @@ FIELDS = {
     "Experts": {"count": 4},
     "Landmarks": {"token": 3},
     "LengthLimit": {"max_tokens": 8, "on_long": "cut", "name": "passages"},
+    "Method": {"name": "x"},
     "ModelConfig": vars(preset("tiny")),
     "PrepareConfig": {"path": "text"},
     "Rate": {"rule": "rope", "factor": 2.0},
     "RunFolder": {"folder": "runs"},
     "ServeConfig": {"model": ModelSection(preset="tiny")},
+    "Threshold": {"score": 0.0},
 }
 COMMANDS = ("EvalConfig", "RetrievalConfig")  # checked by the commands that read them
 NOT_MADE = {"KnnLM", "Replug", "RetrievalReader", "Rope"}  # need a model, or are of no type

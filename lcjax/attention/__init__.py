@@ -7,10 +7,12 @@ from lcjax.attention.budgets import (
     AdaptiveHeads,
     Critical,
     HeadBudget,
+    HeadRates,
     LayerBudget,
     LayerRatios,
     Pyramid,
     PyramidOriginal,
+    Threshold,
 )
 from lcjax.attention.cache_method import CacheMethod, KeepAll
 from lcjax.attention.candidates import Candidates, Seen
@@ -23,13 +25,16 @@ from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
 from lcjax.attention.policies import (
     H2O,
+    DuoAttention,
     ExpectedAttention,
     Finch,
     KeyDiff,
     Knorm,
     KVzip,
     LagKV,
+    LagKVOriginal,
     ObservedAttention,
+    Phases,
     Random,
     SnapKV,
     StreamingCache,
@@ -46,10 +51,10 @@ from lcjax.attention.vertical_slash import VerticalSlash
 __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
     "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical",
-    "Disentangled", "DualChunk", "ExpectedAttention", "Finch", "HeadBudget", "InfLLM", "KVzip",
-    "KeepAll", "KeyDiff", "Knorm", "LMInfinite", "LagKV", "Landmark", "LayerBudget",
-    "LayerRatios", "Longformer", "ObservedAttention", "Pass", "Pattern", "Pyramid",
-    "PyramidOriginal", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse",
-    "Sliding", "SnapKV", "SparseTransformer", "Streaming", "StreamingCache", "Tova",
-    "TransformerXL", "VerticalSlash", "order_indices",
+    "Disentangled", "DualChunk", "DuoAttention", "ExpectedAttention", "Finch", "HeadBudget",
+    "HeadRates", "InfLLM", "KVzip", "KeepAll", "KeyDiff", "Knorm", "LMInfinite", "LagKV",
+    "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Longformer", "ObservedAttention",
+    "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "Quest", "Random", "ReRoPE", "Seen",
+    "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV", "SparseTransformer", "Streaming",
+    "StreamingCache", "Threshold", "Tova", "TransformerXL", "VerticalSlash", "order_indices",
 ]  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import io
+import json
 from typing import Annotated, ClassVar
 
 import draccus
@@ -13,7 +16,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.candidates import Candidates, for_each_head
-from lcjax.errors import Fraction, InputError, Interval, NonNegativeFloat, check_fields
+from lcjax.errors import (
+    Fraction,
+    InputError,
+    Interval,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    check_fields,
+)
+from lcjax.storage import to_path
 from pallas_kernels import Layout
 
 
@@ -120,6 +133,7 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
     """How the key heads of a layer share what stays: the section `model.cache.heads`."""
 
     examples: ClassVar[tuple[dict, ...]] = ({},)
+    differs_by_layer: ClassVar[bool] = False  # whether counts depend on the layer
 
     across_layers: ClassVar[bool] = False  # whether heads of all layers share
     # A head keeps at most this multiple of an equal share; its cache has as many slots.
@@ -128,9 +142,18 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
     def __post_init__(self):
         check_fields("model.cache.heads", self)
 
+    def protect(self, scores: Float[Array, "B K S"], slots: Candidates) -> Float[Array, "B K S"]:
+        """Returns scores in which those of tokens that always stay are inf."""
+        return scores
+
     @abc.abstractmethod
     def counts(
-        self, scores: Float[Array, "B K S"], counts: Int[Array, "B K"], most: int
+        self,
+        scores: Float[Array, "B K S"],
+        counts: Int[Array, "B K"],
+        most: int,
+        slots: Candidates | None,
+        layer: tuple[int, int],
     ) -> Int[Array, "B K"]:
         """Returns how many tokens each head keeps.
 
@@ -138,6 +161,8 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
           scores: -inf for empty slots.
           counts: equal shares.
           most: slots of a head.
+          slots: the slots of the layer; None if all layers share.
+          layer: its number among the layers that evict tokens, and their number.
         """
 
 
@@ -153,7 +178,7 @@ class AdaptiveHeads(HeadBudget):
 
     floor: Fraction = 0.2  # the part of an equal share that each head keeps in any case
 
-    def counts(self, scores, counts, most):
+    def counts(self, scores, counts, most, slots, layer):
         rows, slots = len(scores), scores.shape[-1]
         best = jax.lax.top_k(scores, min(most, slots))[0]
         is_safe = jnp.arange(best.shape[-1]) < _share(self.floor, slots)[counts][..., None]
@@ -174,6 +199,70 @@ class AcrossLayers(AdaptiveHeads):
     across_layers: ClassVar[bool] = True
 
     floor: Fraction = 0.0
+
+
+@functools.lru_cache(maxsize=8)
+def read_head_table(file: str, key: str, num_layers: int) -> Float[np.ndarray, "L K"]:
+    """Reads a number for each key head: lines of numbers, or .json with a list of lists.
+
+    Args:
+      file: path of the file.
+      key: the config key that names it, for errors.
+      num_layers: number of layers that evict tokens.
+
+    Raises:
+      InputError: it is no such file, or that of another model.
+    """
+    path = to_path(file)
+    try:
+        if path.suffix == ".json":
+            table = np.array(json.loads(path.read_text()), np.float64)
+        else:
+            table = np.loadtxt(io.StringIO(path.read_text()), np.float64, ndmin=2)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"{key}={file} is no table of numbers, a line for each layer: {error}"
+        ) from None
+    if table.ndim != 2 or not np.isfinite(table).all():
+        raise InputError(f"{key}={file} must have a line of numbers for each layer")
+    if len(table) != num_layers:
+        raise InputError(
+            f"{key}={file} has {len(table)} lines, and the model has {num_layers} layers that evict"
+            " tokens; give the file of this model"
+        )
+    return np.clip(table, 0, 1)
+
+
+@HeadBudget.register_subclass("rates")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadRates(HeadBudget):
+    """Shares that heads keep, from a file: LU-KV (arXiv 2602.08585), as in kvpress.
+
+    Of T tokens, the heads of a layer keep round(T x sum of their shares) in all, each the floor of
+    T times its share, and those of the greatest remainders one more; every head at least one. The
+    file is made for `model.cache.ratio`, which still bounds the slots of a head, as `most` says.
+    """
+
+    examples: ClassVar[tuple[dict, ...]] = ()  # needs a file
+    differs_by_layer: ClassVar[bool] = True
+
+    # Kept shares [L, K]: lines of numbers, or .json with a list of lists
+    file: Annotated[str, NonEmpty()]
+    sinks: NonNegativeInt = 4  # first tokens that always stay
+    recent: NonNegativeInt = 1  # last tokens that always stay
+
+    def protect(self, scores, slots):
+        last = slots.tokens[:, None, None] - self.recent
+        is_safe = slots.is_token & ((slots.index < self.sinks) | (slots.index >= last))
+        return jnp.where(is_safe, jnp.inf, scores)
+
+    def counts(self, scores, counts, most, slots, layer):
+        table = read_head_table(self.file, "model.cache.heads.file", layer[1])[layer[0]]
+        shares = jnp.asarray(table, jnp.float32)[None] * slots.tokens[:, None]
+        least = jnp.floor(shares)
+        missing = jnp.round(shares.sum(-1)) - least.sum(-1)
+        more = _greatest(shares - least, missing.astype(jnp.int32))
+        return jnp.clip(least.astype(jnp.int32) + more, 1, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +292,38 @@ class Critical:
         is_first = _greatest(scores, _share(self.first, scores.shape[-1])[counts])
         weighted = jnp.where(scores > -jnp.inf, (scores + self.epsilon) * norms, -jnp.inf)
         return jnp.where(is_first & (scores > -jnp.inf), jnp.inf, weighted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Evicts tokens of low scores, however many they are: the section `model.cache.threshold`.
+
+    DMS (arXiv 2506.05345), as in kvpress, without the paper's trained evictors: a token goes when
+    it leaves the window of the last tokens with a score below `score`, and otherwise stays for
+    good. After a call of several tokens, all that it moved out of the window are judged at once.
+    Heads and rows keep different numbers of tokens, and no slot is used again.
+    """
+
+    score: float
+    window: PositiveInt = 128  # last tokens, which are not judged yet
+
+    def __post_init__(self):
+        check_fields("model.cache.threshold", self)
+
+    def evicts(
+        self, scores: Float[Array, "B K S"], slots: Candidates, before: Int[Array, " B"] | int
+    ) -> Bool[Array, "B K S"]:
+        """Returns which tokens go.
+
+        Args:
+          scores: -inf for empty slots.
+          slots: the slots, with the new tokens of a call.
+          before: tokens of each row before the call.
+        """
+        first = jnp.asarray(before - self.window).reshape(-1, 1, 1)
+        last = (slots.tokens - self.window)[:, None, None]
+        leaves = (slots.index >= first) & (slots.index < last)
+        return slots.is_token & leaves & (scores < self.score)
 
 
 def value_norms(

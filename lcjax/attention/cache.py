@@ -82,6 +82,7 @@ class View:
     start: Int[Array, ""]  # without `write_slots`, tokens are written to start .. start + T - 1
     write_slots: Int[Array, "B T"] | None  # to which a ring writes; S for padding
     kind: LayerCache = dataclasses.field(metadata={"static": True})
+    groups: tuple[View, ...] = ()  # those of groups of heads with caches of their own
 
     def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """Returns metadata whose queries are the new tokens, and whose keys are the slots."""

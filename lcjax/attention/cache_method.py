@@ -22,6 +22,8 @@ class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
     evicts: ClassVar[bool] = False  # whether a token that a pattern needs may be gone
     # Whether a token reads all keys and values that its pattern shows, as they were computed
     is_exact: ClassVar[bool] = False
+    # Whether the model reads a prompt again before it is cut (`CachePolicy.readings`)
+    reads_again: ClassVar[bool] = False
     chunk: ClassVar[int | None] = None  # tokens that are read at once; None: any number
 
     def __post_init__(self):

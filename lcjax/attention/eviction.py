@@ -23,7 +23,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import attend_by_head, rotate_queries
-from lcjax.attention.budgets import Critical, HeadBudget, LayerBudget, in_spans, value_norms
+from lcjax.attention.budgets import (
+    Critical,
+    HeadBudget,
+    LayerBudget,
+    Threshold,
+    in_spans,
+    value_norms,
+)
 from lcjax.attention.cache import (
     Arrays,
     FullCache,
@@ -66,11 +73,11 @@ class CachePolicy(CacheMethod):
     evicts: ClassVar[bool] = True
     # Names of arrays [B, K, S, 1] float32 with a number for each slot, which moves with its token.
     slot_state: ClassVar[tuple[str, ...]] = ()
-    # Whether the model reads a prompt again before it is cut (`readings`).
-    reads_again: ClassVar[bool] = False
-    # How much stays: a number of tokens for each key head, or all but a share of the tokens read
+    # How much stays: a number of tokens for each key head, all but a share of the tokens read, or
+    # the tokens of great scores, however many they are
     tokens: PositiveInt | None = None
     ratio: Annotated[float, Interval(least=0, below=1)] | None = None  # the share that is evicted
+    threshold: Threshold | None = None  # evicts what leaves a window with a low score (DMS)
     # Tokens read between two cuts; null: a prompt is cut at its end only
     chunk: PositiveInt | None = None
     every: PositiveInt = 512  # generated tokens between two cuts
@@ -85,12 +92,20 @@ class CachePolicy(CacheMethod):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.tokens is None) == (self.ratio is None):
+        budgets = self.tokens, self.ratio, self.threshold
+        if sum(budget is not None for budget in budgets) != 1:
             kind = self.get_choice_name(type(self))
             raise InputError(
                 f"model.cache.type={kind} needs either tokens, a number that each key head keeps,"
-                " or ratio, the share that it evicts"
+                " or ratio, the share that it evicts, or threshold, the score that tokens need"
             )
+        if self.threshold is not None:
+            self._check_alone("threshold", "layers", "heads", "critical", "span")
+            if self.positions == "consecutive":
+                raise InputError(
+                    "model.cache.positions=consecutive needs heads that keep equally many tokens,"
+                    " and threshold keeps different numbers; leave one of the two out"
+                )
         if self.tokens is not None and self.tokens < self.protected:
             raise InputError(
                 f"model.cache keeps the last {self.protected} tokens in any case, more than tokens="
@@ -121,10 +136,19 @@ class CachePolicy(CacheMethod):
                 f" and heads, so they keep equally many; leave model.cache.{other} out"
             )
 
+    def _check_alone(self, name: str, *others: str) -> None:
+        """Raises an InputError if a way to divide what stays is set beside the field `name`."""
+        for other in others:
+            if getattr(self, other) is not None:
+                raise InputError(
+                    f"model.cache.{other} divides what stays, and {name} leaves nothing to divide;"
+                    f" leave {other} out"
+                )
+
     @property
     def differs_by_layer(self) -> bool:
         """Whether layers keep different numbers of tokens, or score the same keys differently."""
-        return self.layers is not None
+        return self.layers is not None or (self.heads is not None and self.heads.differs_by_layer)
 
     @property
     def cuts_text(self) -> bool:
@@ -156,6 +180,14 @@ class CachePolicy(CacheMethod):
         """Returns those of the policy's arrays that change if all later positions move `by`."""
         return {}
 
+    def is_due(self, before: Int[Array, " B"], after: Int[Array, " B"]) -> Bool[Array, " B"] | None:
+        """Returns which rows are cut after a call that read their tokens `before` to `after` - 1.
+
+        A cut is one of all rows, so it must leave those that are not due as they are. None, the
+        default: rows are cut after chunks, and after `every` generated tokens.
+        """
+        return None
+
     @abc.abstractmethod
     def score(self, slots: Candidates) -> Float[Array, "B K S"]:
         """Returns the scores of tokens; the values for empty slots do not matter.
@@ -174,6 +206,8 @@ class CachePolicy(CacheMethod):
             mean over layers.
         """
         read = np.arange(length + 1)
+        if self.threshold is not None:
+            return read
         if self.tokens is not None:
             mean = np.minimum(float(self.tokens), read)
         else:
@@ -227,12 +261,16 @@ class CachePolicy(CacheMethod):
         return Evicting(self, soft_cap) if needed.keeps_all else needed
 
 
+_LATER = "later."  # prefix of the names of arrays of `Evicting.later`
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Fill:
     """How full the layers' caches are."""
 
     used: Int[Array, ""]  # slots in use, with padding and what a cut leaves empty
+    since: Int[Array, ""]  # tokens read since the last cut, with padding
     cuts_first: Bool[Array, ""]  # whether this call evicts tokens before it writes new ones
 
 
@@ -257,6 +295,10 @@ class Evicting(FullCache):
     slots: int = 0
     longest: int = 0  # tokens that may be read at once
     is_prompt: bool = False  # whether nothing is evicted before the prompt ends
+    # The policy from the end of the first prompt on; None: `policy`. Until then both observe.
+    later: CachePolicy | None = None
+    cuts_prompts: bool = True  # whether prompts are cut at their end
+    held: int = 0  # slots that may be in use when a prompt has ended
 
     @property
     def acts_on_prompt(self) -> bool:
@@ -264,7 +306,16 @@ class Evicting(FullCache):
 
     @property
     def reads_output(self) -> bool:
-        return self.policy.critical is not None or self.policy.reads_output
+        return self._weighs_values or any(policy.reads_output for _, policy in self._policies)
+
+    @property
+    def _weighs_values(self) -> bool:
+        return any(policy.critical is not None for _, policy in self._policies)
+
+    @property
+    def _frees_slots(self) -> bool:
+        """Whether cuts while a text is read by chunks or generated make space for its tokens."""
+        return self.policy.threshold is None and self.policy.cuts_text
 
     @property
     def shares_across_layers(self) -> bool:
@@ -272,17 +323,23 @@ class Evicting(FullCache):
         return self.acts_on_prompt and heads is not None and heads.across_layers
 
     @property
+    def _policies(self) -> list[tuple[str, CachePolicy]]:
+        """The policies that observe, each with the prefix of the names of its arrays."""
+        return [("", self.policy)] + ([] if self.later is None else [(_LATER, self.later)])
+
+    @property
     def _moved(self) -> tuple[str, ...]:
         """The names of arrays with one entry for each slot."""
-        norms = ("value_norms",) if self.policy.critical is not None else ()
-        return ("keys", "values", "order", *norms, *self.policy.slot_state)
+        norms = ("value_norms",) if self._weighs_values else ()
+        own = [prefix + name for prefix, policy in self._policies for name in policy.slot_state]
+        return ("keys", "values", "order", *norms, *own)
 
     @property
     def acts_on_chunk(self) -> bool:
         return self.policy.chunk is not None
 
     def for_layer(self, layer: int, num_layers: int) -> Evicting:
-        is_own = self.policy.differs_by_layer
+        is_own = any(policy.differs_by_layer for _, policy in self._policies)
         return dataclasses.replace(self, layer=(layer, num_layers)) if is_own else self
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
@@ -291,13 +348,19 @@ class Evicting(FullCache):
                 "model.cache: exact=True rotates keys again while the text grows, and a cache that"
                 " evicts tokens keeps them rotated; leave one of the two out"
             )
-        if (self.policy.kept(length, self.layer) == np.arange(length + 1)).all():
+        if all(self._keeps_all_of(policy, length) for _, policy in self._policies):
             return FullCache(), length
         fitted = dataclasses.replace(self, length=length)
         if self.acts_on_prompt:
             return dataclasses.replace(fitted, slots=length, longest=length, is_prompt=True), length
         fitted = fitted._between_cuts(length, min(self.policy.chunk, length))
         return fitted, fitted.slots
+
+    def _keeps_all_of(self, policy: CachePolicy, length: int) -> bool:
+        """Returns whether `policy` evicts nothing of a text of `length` tokens."""
+        if policy.threshold is not None:
+            return length <= policy.threshold.window
+        return bool((policy.kept(length, self.layer) == np.arange(length + 1)).all())
 
     @functools.cached_property  # the table of a million tokens takes tens of milliseconds
     def num_kept(self) -> int:
@@ -315,10 +378,14 @@ class Evicting(FullCache):
 
     def _between_cuts(self, new: int, longest: int) -> Evicting:
         """Returns the cache that evicts while `new` tokens are read, at most `longest` at once."""
-        if self.policy.cuts_text:
-            new = min(new, max(longest, self.policy.every))
-        slots = whole_blocks(self.num_kept + new)
-        return dataclasses.replace(self, slots=slots, longest=longest, is_prompt=False)
+        if self.policy.threshold is None:
+            held, between = max(self.held, self.num_kept), new
+            if self._frees_slots:
+                between = min(new, max(longest, self.policy.every))
+        else:  # no slot is used again
+            between, held = (new, self.held) if self.held else (self.length, 0)
+        slots = whole_blocks(held + between)
+        return dataclasses.replace(self, slots=slots, longest=longest, is_prompt=False, held=held)
 
     def num_visible(self, length: int, tokens: int) -> int:
         kept = dataclasses.replace(self, length=length).num_kept
@@ -327,17 +394,20 @@ class Evicting(FullCache):
 
     def after_prompt(self, length: int) -> tuple[LayerCache, int]:
         fitted, slots = self.fit(length, None)
-        return fitted, slots if fitted.keeps_all else fitted.num_kept
+        is_cut = not fitted.keeps_all and fitted.cuts_prompts
+        return fitted, fitted.num_kept if is_cut else slots
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
         each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
-        own = dict.fromkeys(self._moved[3:], each_slot) | self.policy.state(layer)
+        own = dict.fromkeys(self._moved[3:], each_slot)
+        for prefix, policy in self._policies:
+            own |= {prefix + name: array for name, array in policy.state(layer).items()}
         return super().arrays(layer, slots) | {"order": order} | own
 
     def shared(self, rows: int, slots: int) -> _Fill:
-        used = jax.ShapeDtypeStruct((), jnp.int32)
-        return _Fill(used, jax.ShapeDtypeStruct((), jnp.bool_))
+        count, whether = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.bool_))
+        return _Fill(count, count, whether)
 
     def reserve(self, slots: _Fill, new: Tokens, filled: Int[Array, ""]) -> View:
         length = new.index.shape[1]
@@ -346,25 +416,34 @@ class Evicting(FullCache):
                 f"{length} tokens at once do not fit a cache of {self.slots} slots that evicts"
                 f" tokens; read at most {self.longest}, or create it with chunk={length}"
             )
-        start, cuts_first = slots.used, jnp.zeros((), bool)
-        if not self.is_prompt and self.policy.cuts_text:
-            most = self.num_kept + self.policy.every if length == 1 else self.slots
-            cuts_first = start + length > min(most, self.slots)
+        start, since, cuts_first = slots.used, slots.since, jnp.zeros((), bool)
+        if not self.is_prompt and self._frees_slots:
+            cuts_first = start + length > self.slots
+            if length == 1:
+                cuts_first |= since + length > self.policy.every
             start = jnp.where(cuts_first, self.num_kept, start)
-        used = start + length
-        if self._cuts_after(length):
-            used = jnp.full_like(used, self.num_kept)
-        return View(_Fill(used, cuts_first), new, start, None, self)
+            since = jnp.where(cuts_first, 0, since)
+        is_emptied = self._cuts_after(new) if self.policy.threshold is None else False
+        used = jnp.where(is_emptied, self.num_kept, start + length)
+        since = jnp.where(is_emptied, 0, since + length)
+        return View(_Fill(used, since, cuts_first), new, start, None, self)
 
-    def _cuts_after(self, length: int) -> bool:
-        """Returns whether a call with `length` tokens is a chunk that is cut."""
-        return self.acts_on_chunk and length > 1
+    def _cuts_after(self, new: Tokens) -> Bool[Array, ""] | bool:
+        """Returns whether a call with `new` tokens evicts tokens after its attention."""
+        if self.is_prompt:
+            return False
+        is_chunk = self.acts_on_chunk and new.index.shape[1] > 1
+        if is_chunk or (self.policy.threshold is not None and self.policy.cuts_text):
+            return True
+        after = new.index[:, -1] + 1
+        due = self.policy.is_due(after - (new.segments != 0).sum(1, dtype=jnp.int32), after)
+        return False if due is None else due.any()
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         new, is_new = view.new, view.new.segments != 0
         after = new.index[:, -1] + 1  # tokens read; padding has the index of the token before it
-        if not self.is_prompt:
-            before = after - is_new.sum(1)
+        before = after - is_new.sum(1)
+        if not self.is_prompt and self.policy.threshold is None:
 
             def cut(arrays):
                 return self.cut(arrays, Prompt(before, metadata.rotation, layout=metadata.layout))
@@ -378,31 +457,47 @@ class Evicting(FullCache):
         order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
         arrays = arrays | {"keys": keys, "values": values, "order": order}
-        if self.policy.critical is not None:
+        if self._weighs_values:
             norms = value_norms(v, metadata.output_kernel, metadata.layout)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         order = arrays["order"][..., 0] - 1
         out = attend_by_head(q, arrays["keys"], arrays["values"], order, pattern, metadata)
         read = Prompt(after, metadata.rotation, layout=metadata.layout)
-        seen = Seen(
-            queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
-            unrotated=q.swapaxes(1, 2),
-            index=jnp.where(is_new, new.index, -1),
-            rotation=metadata.rotation,
-            slots=self._candidates(arrays, read),
-            output_kernel=metadata.output_kernel,
-            input_norms=metadata.input_norms,
-        )
-        arrays = arrays | self.policy.observe(seen)
-        if self._cuts_after(q.shape[1]):
-            arrays = self.cut(arrays, read)
-        return out, arrays
+        arrays, cuts = self._observe(arrays, q, view, metadata, read), self._cuts_after(new)
+
+        def cut(arrays):
+            return self.cut(arrays, read, before=before)
+
+        if isinstance(cuts, bool):
+            return out, cut(arrays) if cuts else arrays
+        return out, jax.lax.cond(cuts, cut, lambda x: x, arrays)
+
+    def _observe(self, arrays: Arrays, q, view: View, metadata, read: Prompt) -> Arrays:
+        """Returns arrays with those that policies compute of the new tokens."""
+        new = view.new
+        for prefix, policy in self._policies:
+            seen = Seen(
+                queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
+                unrotated=q.swapaxes(1, 2),
+                index=jnp.where(new.segments != 0, new.index, -1),
+                rotation=metadata.rotation,
+                slots=self._candidates(arrays, read, prefix),
+                output_kernel=metadata.output_kernel,
+                input_norms=metadata.input_norms,
+            )
+            own = policy.observe(seen)
+            arrays = arrays | {prefix + name: array for name, array in own.items()}
+        return arrays
 
     def key_metadata(self, view):
         return {}  # the tokens of a slot differ between layers and heads
 
-    def _candidates(self, arrays: Arrays, prompt: Prompt) -> Candidates:
-        state = {k: x for k, x in arrays.items() if k not in ("keys", "values", "order")}
+    def _candidates(self, arrays: Arrays, prompt: Prompt, prefix: str = "") -> Candidates:
+        state = {
+            name.removeprefix(prefix): array
+            for name, array in arrays.items()
+            if name.startswith(prefix)
+        }
         index = arrays["order"][..., 0] - 1
         layer, _ = self.layer or (0, 1)
         return Candidates(
@@ -427,22 +522,35 @@ class Evicting(FullCache):
         return (order[:, 0] > 0).sum((1, 2), dtype=jnp.int32)  # as many in every head
 
     def cut(
-        self, arrays: Arrays, prompt: Prompt, counts: Int[Array, "B K"] | None = None
+        self,
+        arrays: Arrays,
+        prompt: Prompt,
+        counts: Int[Array, "B K"] | None = None,
+        before: Int[Array, " B"] | int = 0,
     ) -> Arrays:
         """Keeps the tokens with the greatest scores, in the first slots and in text order.
+
+        Under a threshold, other tokens stay where they are.
 
         Args:
           arrays: those of a layer.
           prompt: what was read.
           counts: as in `end_prompt`.
+          before: tokens of each row that had been read when a threshold was last applied.
         """
         policy, slots = self.policy, self._candidates(arrays, prompt)
         with jax.named_scope("evict"):
             scores = self._scores(slots)
+            if policy.threshold is not None:
+                goes = policy.threshold.evicts(scores, slots, before)
+                return arrays | {"order": jnp.where(goes[..., None], 0, arrays["order"])}
+            if policy.heads is not None:
+                scores = policy.heads.protect(scores, slots)
             if counts is None:
                 counts = jnp.broadcast_to(self._counts(prompt.tokens)[:, None], scores.shape[:2])
                 if policy.heads is not None:
-                    counts = policy.heads.counts(scores, counts, self.num_kept)
+                    layer = self.layer or (0, 1)
+                    counts = policy.heads.counts(scores, counts, self.num_kept, slots, layer)
             if policy.critical is not None:
                 norms = arrays["value_norms"][..., 0]
                 scores = policy.critical.rescore(scores, norms, counts)
@@ -494,21 +602,31 @@ class Evicting(FullCache):
         place = jnp.arange(heads[-1], dtype=jnp.int32)
         counts = (total[:, None] + heads[-1] - 1 - place) // heads[-1]
         scores = jnp.concatenate(scores, axis=1)
-        counts = self.policy.heads.counts(scores, counts, self.num_kept)
+        counts = self.policy.heads.counts(scores, counts, self.num_kept, None, (0, 1))
         return jnp.split(counts, heads[:-1], axis=1)
 
     def end_prompt(self, arrays, slots, prompt, new, chunk, counts=None):
-        if not self.acts_on_prompt:
+        cuts = self.cuts_prompts and (self.is_prompt or self.policy.threshold is None)
+        if not self.acts_on_prompt or not (cuts or self.is_prompt):
             return self, arrays, slots
+        if cuts:
 
-        def cut(arrays, counts):
-            return self.cut(arrays, prompt, counts)
+            def cut(arrays, counts):
+                return self.cut(arrays, prompt, counts)
 
-        if arrays["order"].ndim > 4:
-            cut = jax.vmap(cut)
-        used = jnp.full_like(slots.used, self.num_kept)
-        slots = dataclasses.replace(slots, used=used)
-        return self.make_room(cut(arrays, counts), slots, new, chunk)
+            arrays = (jax.vmap(cut) if arrays["order"].ndim > 4 else cut)(arrays, counts)
+        after, arrays = self._after_prompt(arrays)
+        slots = dataclasses.replace(slots, since=jnp.zeros_like(slots.since))
+        if cuts and self.policy.threshold is None:
+            slots = dataclasses.replace(slots, used=jnp.full_like(slots.used, self.num_kept))
+            after = dataclasses.replace(after, held=self.num_kept)
+        elif new < self.length:  # tokens stay in their slots
+            after = dataclasses.replace(after, held=self.length - new)
+        else:  # the caller does not know how many tokens follow, and has slots for all of its text
+            longest, held = min(chunk, new), self.slots
+            after = dataclasses.replace(after, longest=longest, held=held, is_prompt=False)
+            return after, arrays, slots
+        return after.make_room(arrays, slots, new, chunk)
 
     def with_space(self, arrays, slots, tokens):
         size = whole_blocks(arrays["order"].shape[2] + tokens)
@@ -519,6 +637,18 @@ class Evicting(FullCache):
         after = self._between_cuts(new, min(chunk, new))
         resized = _resize({name: arrays[name] for name in self._moved}, after.slots)
         return after, arrays | resized, slots
+
+    def _after_prompt(self, arrays: Arrays) -> tuple[Evicting, Arrays]:
+        """Returns the cache under the policy `later`, and the arrays that this one computed."""
+        if self.later is None:
+            return self, arrays
+        after = dataclasses.replace(self, policy=self.later, later=None)
+        own = {
+            name.removeprefix(_LATER): array
+            for name, array in arrays.items()
+            if name.startswith(_LATER)
+        }
+        return after, {name: arrays[name] for name in after._moved if name not in own} | own
 
 
 def _best_places(

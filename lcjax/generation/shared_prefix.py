@@ -117,7 +117,8 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     session = Session(lm.model, lm.params, cache, lm.rotation(length))
     session.read_ids(array, 0, chunk)
     texts = [array] * len(session.cache.tokens)
-    session.end_prompt(1, chunk, texts, lm.tokenizer, question=question)
+    # Rows that continue it are copies with slots of their own.
+    session.end_prompt(0, chunk, texts, lm.tokenizer, question=question)
     return CachedPrefix(session.cache, array, lm, length)
 
 

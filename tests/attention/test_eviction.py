@@ -7,28 +7,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_cache_golden import golden
+from kv_cache_golden import golden, head_file
 
-from lcjax.attention import AttentionMetadata, Causal
+from lcjax.attention import AttentionMetadata, CacheMethod, Causal, KeepAll
 from lcjax.attention.budgets import (
     AcrossLayers,
     AdaptiveHeads,
     Critical,
+    HeadRates,
     LayerRatios,
     Pyramid,
     PyramidOriginal,
+    Threshold,
 )
-from lcjax.attention.cache import FullCache, LayerShape, Prompt, Tokens
+from lcjax.attention.cache import FullCache, LayerCache, LayerShape, Prompt, Tokens
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies import (
     H2O,
+    DuoAttention,
     ExpectedAttention,
     Finch,
     KeyDiff,
     Knorm,
     KVzip,
     LagKV,
+    LagKVOriginal,
     ObservedAttention,
+    Phases,
     SnapKV,
     StreamingCache,
     Tova,
@@ -76,6 +81,15 @@ CASES = {  # name: policy
     "finch.rerotated": Finch(ratio=0.5, window=12),
     "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": snapkv(0.5, 8, 5, positions="consecutive"),
+    "dms.knorm": Knorm(threshold=Threshold(-4.6, window=16)),
+    "lukv.snapkv": snapkv(
+        0.5,
+        8,
+        5,
+        heads=HeadRates(
+            file=head_file(golden()[0]["cases"]["lukv.snapkv"]["params"]["keep_rates"])
+        ),
+    ),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
 }
 
@@ -87,13 +101,14 @@ def empty(shapes, *rows):
 class Layer:
     """One layer that reads unrotated queries and keys, and values [B, heads, T, H]."""
 
-    def __init__(self, kind, rotation, num_heads, kv_shape, output_kernel=None):
+    def __init__(self, kind, rotation, num_heads, kv_shape, output_kernel=None, slots=0):
         rows, kv_heads, _, size = kv_shape
         self.kind, self.rotation, self.read = kind, rotation, 0
         self.output_kernel = output_kernel
         shape = LayerShape(num_heads, kv_heads, size, jnp.dtype("float32"))
-        self.arrays = empty(kind.arrays(shape, kind.slots), rows)
-        self.slots = empty(kind.shared(rows, kind.slots))
+        slots = slots or kind.slots
+        self.arrays = empty(kind.arrays(shape, slots), rows)
+        self.slots = empty(kind.shared(rows, slots))
         self.tokens = jnp.zeros(rows, jnp.int32)
 
     def __call__(self, q, k, v, is_token=None):
@@ -110,14 +125,19 @@ class Layer:
 
     def end_prompt(self, new=8):
         prompt = Prompt(self.tokens, self.rotation)
-        args = self.kind, self.arrays, self.slots, prompt, new
-        scores, self.arrays, self.slots = _end_prompt(*args)
-        self.kind = self.kind._between_cuts(new, new)
-        return np.asarray(scores)
+        ended = _end_prompt(self.kind, self.arrays, self.slots, prompt, new)
+        self.kind, self.arrays, self.slots = ended.kind, ended.arrays, ended.slots
+        return np.asarray(ended.scores)
+
+    @property
+    def order(self):
+        """Order indices plus 1 of the tokens of heads that evict, int [B, K, S]."""
+        name = "order" if "order" in self.arrays else "streaming.order"
+        return np.asarray(self.arrays[name])[..., 0]
 
     def kept(self, total):
         """bool [B, K, total]"""
-        order = np.asarray(self.arrays["order"])[..., 0]
+        order = self.order
         return np.stack([[np.isin(np.arange(total) + 1, head) for head in row] for row in order])
 
 
@@ -132,11 +152,23 @@ def _attend(kind, arrays, slots, filled, read, segments, q, k, v, rotation, outp
     return out, arrays, view.slots
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Ended:
+    """What a prompt leaves, and the scores by which it was cut."""
+
+    scores: jax.Array
+    arrays: dict
+    slots: object
+    kind: LayerCache = dataclasses.field(metadata={"static": True})
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _end_prompt(kind, arrays, slots, prompt, new):
-    scores = kind._scores(kind._candidates(arrays, prompt))
-    _, arrays, slots = kind.end_prompt(arrays, slots, prompt, new, new)
-    return scores, arrays, slots
+    is_one = isinstance(kind, Evicting)  # not of two groups of heads
+    scores = kind._scores(kind._candidates(arrays, prompt)) if is_one else jnp.zeros(())
+    kind, arrays, slots = kind.end_prompt(arrays, slots, prompt, new, new)
+    return Ended(scores, arrays, slots, kind)
 
 
 def golden_layers(policy, case, *, length=None, chunk=None):
@@ -182,7 +214,8 @@ def test_scores_and_kept_tokens_are_those_of_the_released_code(case):
                 x[number] if is_one else x.reshape(scores.shape) for x in (expected, wanted)
             )
             free = np.isfinite(scores)
-            if policy.span is policy.critical is None and not isinstance(policy, StreamingCache):
+            is_ranked = not isinstance(policy, StreamingCache) and f"{case}.scores" in arrays
+            if policy.span is policy.critical is None and is_ranked:
                 np.testing.assert_allclose(scores[free], expected[free], rtol=2e-3, atol=2e-5)
             if about.get("tie_at_cut"):
                 for row, head in np.ndindex(kept.shape[:2]):
@@ -201,6 +234,7 @@ def original(name, policy, calls=None):
     """Returns tokens kept after each call, bool [call, B, K, T], and their golden form."""
     _, arrays = golden()
     q, k, v = (arrays.get(f"{name}.{x}") for x in "qkv")
+    q = k if q is None else q  # LagKV reads no queries
     total, calls = k.shape[2], calls or [k.shape[2]]
     kind, _ = Evicting(policy).fit(total + 1, max(calls))
     layer = Layer(kind, no_rotation(), q.shape[1], k.shape)
@@ -245,6 +279,48 @@ def test_h2o_evicts_after_every_step_as_its_authors():
     np.testing.assert_allclose(out.swapaxes(1, 2), arrays["h2o.steps.out"], atol=2e-5)
 
 
+def test_parts_of_a_text_are_cut_once_as_by_the_authors_of_lagkv():
+    policy, calls = LagKVOriginal(ratio=0.5, sinks=4, lag=16), [40, 20, 1, 1, 30]
+    kept, expected, _ = original("lagkv_original.calls", policy, calls)
+    np.testing.assert_array_equal(kept, expected)
+
+
+@pytest.mark.slow
+def test_parts_of_lagkv_do_not_depend_on_chunks():
+    make = functools.partial(LagKVOriginal, ratio=0.5, sinks=4, lag=16)
+    calls_of = {make(): [60, 32], make(every=1): [40, *[1] * 52], make(chunk=46): [46, 46]}
+    for policy, calls in calls_of.items():
+        kept, expected, _ = original("lagkv_original.calls", policy, calls)
+        np.testing.assert_array_equal(kept[-1], expected[-1])
+
+
+def test_blocks_join_the_tokens_kept_as_in_the_released_code():
+    """The release reads a prompt in full first; so do the queries and keys given here."""
+    _, arrays = golden()
+    policy = KeyDiff(tokens=48, chunk=16)
+    ((_, layer, *qkv),) = golden_layers(policy, "block.keydiff", chunk=16)
+    with jax.default_matmul_precision("highest"):
+        for start in range(0, 96, 16):
+            layer(*(x[:, :, start : start + 16] for x in qkv))
+    kept = layer.kept(96)
+    expected = arrays["block.keydiff.kept"].astype(bool)
+    np.testing.assert_array_equal(kept, expected.reshape(kept.shape))
+
+
+def test_streaming_heads_see_what_they_kept_and_the_call_as_in_duo_attention():
+    _, arrays = golden()
+    qkv = [arrays[f"duo_attention.calls.{x}"] for x in "qkv"]
+    method = DuoAttention(head_file([[0.9, 0.2]]), sinks=4, recent=10, chunk=30, every=1)
+    kind, slots = method.layer_cache(Causal(), None).for_layer(0, 1).fit(45, 30)
+    layer, outs, start = Layer(kind, no_rotation(), 4, qkv[1].shape, slots=slots), [], 0
+    with jax.default_matmul_precision("highest"):
+        for size in (30, 12, 1, 1, 1):
+            outs.append(layer(*(x[:, :, start : start + size] for x in qkv)))
+            start += size
+    out = np.concatenate(outs, 1).swapaxes(1, 2)
+    np.testing.assert_allclose(out, arrays["duo_attention.calls.out"], atol=2e-5)
+
+
 @pytest.mark.parametrize("row", range(5))
 def test_the_authors_pyramid(row):
     document, _ = golden()
@@ -259,10 +335,10 @@ def test_the_authors_pyramid(row):
 
 def policies():
     """Every registered policy, and the axes that all of them share."""
-    kinds = CachePolicy.get_known_choices().values()
-    for kind in (kind for kind in kinds if kind.evicts):
-        for fields in kind.examples:
+    for kind in CacheMethod.get_known_choices().values():
+        for fields in kind.examples if issubclass(kind, CachePolicy) else ():
             yield kind(**{"every": 4} | fields)
+    yield Knorm(threshold=Threshold(-2.5, window=6))
     yield Knorm(ratio=0.5, every=4, span=5)
     yield KeyDiff(tokens=24, every=4, heads=AdaptiveHeads())
     yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
@@ -271,17 +347,24 @@ def policies():
 
 
 POLICIES = list(policies())
+# Methods in which two policies, or a policy and a full cache, share a text
+METHODS = [
+    Phases(Knorm(tokens=24, every=4)),
+    Phases(SnapKV(tokens=24, window=4, every=4), KeyDiff(ratio=0.4)),
+    Phases(Knorm(threshold=Threshold(-2.5, window=6)), H2O(tokens=30, recent=4)),
+    DuoAttention(head_file([[0.5, 0.4], [0.9, 0.2], [0.8, 0.7]]), sinks=3, recent=12, every=4),
+]
 SIZES = 4, 2, 8  # query heads, key heads, channels
 
 
-def random_layer(policy, rows, length, chunk):
-    """A layer under a fitted policy, with the rotation of a preset."""
-    kind, _ = Evicting(policy, soft_cap=5.0).for_layer(1, 3).fit(length, chunk)
+def random_layer(method, rows, length, chunk):
+    """A layer under a fitted method, with the rotation of a preset."""
+    kind, slots = method.layer_cache(Causal(), 5.0).for_layer(1, 3).fit(length, chunk)
     rotation = preset("tiny").replace(num_heads=4, head_dim=8).rotation(length)
     kernel = None
-    if policy.critical is not None:
+    if kind.reads_output:
         kernel = np.random.default_rng(1).normal(size=(SIZES[0], SIZES[2], 16)).astype("f")
-    return Layer(kind, rotation, SIZES[0], (rows, SIZES[1], length, SIZES[2]), kernel)
+    return Layer(kind, rotation, SIZES[0], (rows, SIZES[1], length, SIZES[2]), kernel, slots)
 
 
 def random_qkv(length):
@@ -296,28 +379,23 @@ def zero_pad(parts, before, after):
 
 def kept_lists(layer):
     """The order indices that each head keeps, of each row."""
-    order = np.asarray(layer.arrays["order"])[..., 0]
-    return [[head[head > 0].tolist() for head in row] for row in order]
+    return [[head[head > 0].tolist() for head in row] for row in layer.order]
 
 
-def policy_id(policy):
-    """The type and the number among all policies."""
-    return f"{CachePolicy.get_choice_name(type(policy))}-{POLICIES.index(policy)}"
-
-
-def each_policy(is_quick, has_test=lambda policy: True):
-    """Parameters; policies whose kind a quick one shares are slow."""
+def each_method(methods, is_quick):
+    """Parameters; methods whose kind a quick one shares are slow."""
+    marks = [[] if is_quick(method) else pytest.mark.slow for method in methods]
     return [
-        pytest.param(
-            policy, id=policy_id(policy), marks=[] if is_quick(policy) else pytest.mark.slow
-        )
-        for policy in filter(has_test, POLICIES)
+        pytest.param(method, id=f"{CacheMethod.get_choice_name(type(method))}-{number}", marks=mark)
+        for number, (method, mark) in enumerate(zip(methods, marks, strict=True))
     ]
 
 
 def is_first_of_its_arrays(policy):
     """One policy for each kind of own arrays, and each way to divide what stays."""
     kind = type(policy)
+    if not isinstance(policy, CachePolicy):
+        return policy in (METHODS[1], METHODS[3])
     if policy.span or policy.heads or policy.critical:
         return policy.critical is not None or policy.span is not None
     return kind in (SnapKV, ExpectedAttention, LagKV, Finch) and policy == kind(
@@ -329,7 +407,7 @@ def can_be_cut_by_chunk(policy):
     return policy.cuts_text and getattr(policy, "part", None) is None
 
 
-@pytest.mark.parametrize("policy", each_policy(is_first_of_its_arrays))
+@pytest.mark.parametrize("policy", each_method(POLICIES + METHODS, is_first_of_its_arrays))
 def test_padding_and_other_rows_change_nothing(policy):
     """A row alone, behind padding, and in a batch, through a cut and four generated tokens."""
     total, steps, padding = 50, 9, 7
@@ -359,6 +437,14 @@ def test_padding_and_other_rows_change_nothing(policy):
 
 def check_budget(policy, lengths, total):
     """As many tokens stay as the budget says; `lengths` are those of the heads of a row."""
+    if isinstance(policy, DuoAttention):
+        assert lengths == [policy.sinks + policy.recent]
+        return
+    if isinstance(policy, Phases):
+        policy = policy.prompt or Knorm(tokens=total)
+    if policy.threshold is not None:
+        assert all(policy.threshold.window < length < total for length in lengths)
+        return
     count = policy.kept(total)[-1]
     if policy.span is not None:
         assert abs(lengths[0] - count) <= policy.span and set(lengths) == {lengths[0]}
@@ -369,11 +455,13 @@ def check_budget(policy, lengths, total):
         assert set(lengths) == {count}
 
 
-@pytest.mark.parametrize("policy", each_policy(is_first_of_its_arrays, can_be_cut_by_chunk))
+@pytest.mark.parametrize(
+    "policy", each_method(list(filter(can_be_cut_by_chunk, POLICIES)), is_first_of_its_arrays)
+)
 def test_chunks_are_cut_one_after_the_other(policy):
     """Memory stays within the budget and a chunk, and later tokens change no earlier output."""
     policy = dataclasses.replace(policy, chunk=16)
-    if policy.tokens is None:
+    if policy.tokens is policy.threshold is None and not isinstance(policy, LagKVOriginal):
         policy = dataclasses.replace(policy, ratio=None, tokens=24)
     qkv = random_qkv(64)
     changed = [np.concatenate([x[:, :, :48], x[:, :, 48:] + 1], 2) for x in qkv]
@@ -390,7 +478,7 @@ def test_chunks_are_cut_one_after_the_other(policy):
 def test_a_ratio_of_zero_is_the_full_cache():
     for policy in POLICIES:
         if policy.layers is None:
-            whole = dataclasses.replace(policy, tokens=None, ratio=0.0)
+            whole = dataclasses.replace(policy, tokens=None, threshold=None, ratio=0.0)
             assert Evicting(whole).fit(64, 16) == (FullCache(), 64)
 
 
@@ -430,6 +518,10 @@ def test_a_ratio_keeps_what_float64_says():
             lambda: SnapKV(tokens=4, window=8),
             "keeps the last 8 tokens .* tokens=4",
         ),
+        (lambda: Knorm(threshold=Threshold(0.0), span=2), "threshold leaves nothing to divide"),
+        (lambda: LagKVOriginal(tokens=4), "lagkv_original evicts a share of each part"),
+        (lambda: Phases(KeepAll()), "generation=KeepAll.* must be a policy that evicts tokens"),
+        (lambda: Phases(Knorm(tokens=4, chunk=8)), "generation.chunk=8 .* leave chunk out"),
         (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads chooses .* span"),
         (
             lambda: Knorm(tokens=4, positions="consecutive", heads=AdaptiveHeads()),

@@ -10,24 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_cache_golden import golden
+from kv_cache_golden import golden, head_file
 from safetensors.numpy import save_file
 from small_norm import SmallNorm
 
 import lcjax
 from lcjax import cost
-from lcjax.attention import CachePolicy, Critical, Landmark, Sliding
+from lcjax.attention import CachePolicy, Critical, Landmark, Sliding, Threshold
 from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
+    DuoAttention,
     ExpectedAttention,
     Finch,
     KeyDiff,
     Knorm,
     KVzip,
     LagKV,
+    LagKVOriginal,
+    Phases,
     SnapKV,
     StreamingCache,
+    Tova,
 )
 from lcjax.checkpoints import ByteTokenizer, load_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
@@ -52,6 +56,7 @@ from lcjax.training import run as train
 
 TINY = preset("tiny")
 SIX = Sampling(max_new_tokens=6, min_new_tokens=6)
+DUO = DuoAttention(head_file([[0.9, 0.1], [0.2, 0.8]]), sinks=3, recent=17, every=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +180,76 @@ def test_a_text_is_read_by_chunks_as_in_the_released_code(golden_lm, case, base,
     np.testing.assert_allclose(lm.logits(ids), arrays[f"{case}.logits"], atol=2e-4)
 
 
+@pytest.mark.slow_except("decoding.knorm", "duo_attention.half")
+@pytest.mark.parametrize(
+    ("golden_lm", "case", "make"),
+    [
+        pytest.param(model, case, make, id=case)
+        for model, case, make in (
+            ("llama", "decoding.knorm", lambda of: Phases(Knorm(tokens=of["target"], every=3))),
+            ("qwen3", "decoding.tova", lambda of: Phases(Tova(tokens=of["target"], every=2))),
+            ("qwen3", "decoding.ratio_keydiff", lambda of: Phases(KeyDiff(ratio=0.5, every=2))),
+            (
+                "llama", "decoding.after_prefill",
+                lambda of: Phases(StreamingCache(tokens=32, every=1), KeyDiff(ratio=0.5)),
+            ),
+            ("llama", "dms.decoding", lambda of: Knorm(threshold=Threshold(-4.6, window=16))),
+            (
+                "llama", "duo_attention.half",
+                lambda of: DuoAttention(
+                    head_file(of["head_scores"]), of["head_ratio"], of["sink"], of["recent"]
+                ),
+            ),
+        )
+    ],
+    indirect=["golden_lm"],
+)  # fmt: skip
+def test_generated_tokens_are_read_as_in_the_released_code(golden_lm, case, make):
+    document, arrays = golden()
+    about = document["cases"][case]
+    params, base = about["params"], about["base"]
+    lm = golden_lm.with_method(cache=make(params))
+    ids = [arrays[f"base.{base}.{name}"] for name in ("ids", "continuation")]
+    ids = np.concatenate(ids, 1)
+    first = params["calls"][0] if "calls" in params else arrays[f"base.{base}.ids"].shape[1]
+    total = sum(params["calls"]) if "calls" in params else ids.shape[1]
+    logits, released = arrays[f"{case}.logits"], arrays[f"{case}.kept"].astype(bool)
+    logits = logits[:, first:] if "calls" in params else logits
+    session = read_session(lm, ids[:, :first], total - first)
+    for step in range(total - first):
+        token, place = ids[:, first + step].astype(np.int32), np.array([[first + step]])
+        found = session.read(token, None, place)
+        np.testing.assert_allclose(found, logits[:, step], atol=2e-4)
+        if "calls" in params:  # the release cuts after a call, and lcjax before the next one
+            before = {
+                head: set(np.flatnonzero(released[step][head])) for head in heads_of(released[step])
+            }
+            assert held_tokens(session.cache) == {k: x | {first + step} for k, x in before.items()}
+    if case == "dms.decoding":
+        expected = {head: set(np.flatnonzero(released[head])) for head in heads_of(released)}
+        assert held_tokens(session.cache) == expected
+
+
+def order_of(layer):
+    """Order indices plus 1 of the tokens of heads that evict, [B, K, S, 1]."""
+    return layer["order" if "order" in layer else "streaming.order"]
+
+
+def heads_of(kept):
+    """The indices (layer, row, head) of tokens kept, bool [L, B, K, T]."""
+    return list(np.ndindex(kept.shape[:3]))
+
+
+def held_tokens(cache):
+    """The order indices of the tokens that a cache holds, a set for each (layer, row, head)."""
+    orders = [np.asarray(order_of(layer))[..., 0] for layer in cache.layers]
+    return {
+        (number, *head): set((order[head][order[head] > 0] - 1).tolist())
+        for number, order in enumerate(orders)
+        for head in np.ndindex(order.shape[:2])
+    }
+
+
 # Properties
 
 
@@ -195,6 +270,16 @@ POLICIES = [
     pytest.param(SmallNorm(tokens=32), marks=pytest.mark.slow),
     KeyDiff(tokens=32, chunk=16, every=5),
     pytest.param(KVzip(tokens=20, part=32), id="kvzip"),
+    *(
+        pytest.param(method, marks=pytest.mark.slow)
+        for method in (
+            DUO,
+            dataclasses.replace(DUO, chunk=16),
+            Phases(Knorm(tokens=20, every=2)),
+            Knorm(threshold=Threshold(-6.0, window=8)),
+            LagKVOriginal(ratio=0.5, sinks=2, lag=8),
+        )
+    ),
 ]
 
 
@@ -271,6 +356,31 @@ def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
     assert other.kv_cache_bytes < one.kv_cache_bytes * (192 / 4096) * 1.1
 
 
+def test_streaming_heads_have_slots_for_the_tokens_that_they_keep(lm):
+    config, method = lm.config, dataclasses.replace(DUO, chunk=64)
+    full = cost.generation_memory(config, 4096, 1, Mesh(fsdp=1)).cache
+    duo = config.replace(cache=method)
+    cache = cache_lib.create(duo, 1, 4096, chunk=64)
+    assert [layer["keys"].shape[1:3] for layer in cache.layers] == [(1, 4096)] * 2
+    assert [layer["streaming.keys"].shape[1:3] for layer in cache.layers] == [(1, 128)] * 2
+    held = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+    assert held == cost.generation_memory(duo, 4096, 1, Mesh(fsdp=1), chunk=64).cache
+    assert full / 2 < held < full * (0.5 + 0.02)
+    after = lm.with_method(cache=DUO).cache_bytes(1024)
+    assert after == lm.cache_bytes(1024) * (1024 + 20) / 2048 + 2 * 20 * 4  # and order indices
+    none = dataclasses.replace(method, share=0.0)
+    assert cache_lib.create(config.replace(cache=none), 1, 4096).kinds == (FullCache(),)
+    for table, words in (
+        ([[0.5, 0.1]], "has 1 lines, and the model has 2 layers"),
+        ([[0.5] * 3] * 2, "scores of 3 key heads, and the model has 2"),
+    ):
+        other = config.replace(cache=dataclasses.replace(method, file=head_file(table)))
+        with pytest.raises(InputError, match=words):
+            cache_lib.create(other, 1, 4096)
+    with pytest.raises(InputError, match=r"model.cache.file=heads.tsv is no table of numbers"):
+        cache_lib.create(config.replace(cache=DuoAttention("heads.tsv")), 1, 4096)
+
+
 def test_generated_tokens_are_evicted_every_few_steps(lm):
     policy = SmallNorm(tokens=20, every=3)
     lm = lm.with_method(cache=policy)
@@ -301,6 +411,7 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         pytest.param(
             KVzip(tokens=20, part=32, normalized=True), marks=pytest.mark.slow, id="kvzip"
         ),
+        pytest.param(DUO, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -431,25 +542,39 @@ def scores_by_token(session):
 
 def kept_of(layer):
     """Order indices of the tokens that each head of a layer keeps in row 0."""
-    order = np.asarray(layer["order"])[0, :, :, 0]
+    order = np.asarray(order_of(layer))[0, :, :, 0]
     return [(head[head > 0] - 1).tolist() for head in order]
 
 
 @pytest.mark.parametrize(
-    "policy",
+    "method",
     [
-        pytest.param(SmallNorm(tokens=24, every=8), id="prompt"),
-        pytest.param(SmallNorm(tokens=24, chunk=16, every=8), id="chunk", marks=pytest.mark.slow),
-        pytest.param(KVzip(ratio=0.5, part=32), id="repetition", marks=pytest.mark.slow),
+        SmallNorm(tokens=24, every=8),
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in (
+                SmallNorm(tokens=24, chunk=16, every=8),
+                Knorm(threshold=Threshold(-6.0, window=8)),
+                Phases(Knorm(tokens=24, every=4)),
+                Phases(Knorm(tokens=24, every=4), KeyDiff(ratio=0.5)),
+                KVzip(ratio=0.5, part=32),
+                DUO,
+            )
+        ),
     ],
+    ids=str,
 )
-def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, policy):
-    talk = Conversation(lm.with_method(cache=policy), length=256)
+def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, method):
+    talk = Conversation(lm.with_method(cache=method), length=256)
     for turn in range(2):
         talk.read(text(turn, 40))
         assert len(talk.write(SIX).ids) == 6
-    (kind,) = set(talk._session.cache.kinds)
-    assert kind.policy == policy and not kind.is_prompt
+    kinds = [getattr(kind, "stream", kind) for kind in talk._session.cache.kinds]
+    assert {kind.is_prompt for kind in kinds} == {False}
+    # The last token that was read is there, and others were evicted.
+    last = len(talk.tokens) - 2
+    for head in kept(talk._session.cache):
+        assert head[-1] == last and len(head) < last
 
 
 @pytest.mark.parametrize(
@@ -458,6 +583,8 @@ def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, policy):
         SnapKV(tokens=40, window=8, every=4),
         pytest.param(KeyDiff(ratio=0.5, every=4), marks=pytest.mark.slow),
         pytest.param(KVzip(ratio=0.5, part=48), marks=pytest.mark.slow, id="kvzip"),
+        pytest.param(DUO, marks=pytest.mark.slow),
+        pytest.param(Phases(Knorm(tokens=40, every=2), KeyDiff(ratio=0.3)), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -73,4 +73,5 @@ class StreamingCache(CachePolicy):
     sinks: NonNegativeInt = 4
 
     def score(self, slots):
-        return jnp.where(slots.index < self.sinks, jnp.inf, slots.index)
+        # After a cut by another policy, these are the first tokens that are left.
+        return jnp.where(slots.ranks < self.sinks, jnp.inf, slots.index)
