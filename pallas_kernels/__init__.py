@@ -39,6 +39,7 @@ from pallas_kernels.masks import (
     window,
 )
 from pallas_kernels.online_softmax import merge
+from pallas_kernels.quantised import Floats, Quantised, Scaled, dequantise
 from pallas_kernels.sharded import Layout, zigzag
 from pallas_kernels.tables import BlockTable
 
@@ -46,10 +47,13 @@ __all__ = [
     "Alibi",
     "Bias",
     "BlockTable",
+    "Floats",
     "Layout",
     "Mask",
     "PerHead",
+    "Quantised",
     "RelativeBias",
+    "Scaled",
     "alibi_slopes",
     "band",
     "by_heads",
@@ -57,6 +61,7 @@ __all__ = [
     "chunk_distance",
     "chunks",
     "decode",
+    "dequantise",
     "documents",
     "everything",
     "explain",

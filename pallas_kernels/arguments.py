@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.masks import Mask, integer
+from pallas_kernels.quantised import is_quantised
 from pallas_kernels.tables import BlockTable
 
 
@@ -44,11 +45,12 @@ def _shown(value) -> str:
 
 
 def _check_qkv(call: str, q, k, v):
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    arrays = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if not is_quantised(x)}
+    for name, x in arrays.items():
         if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
             dtype = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"{call}: {name} is {dtype}, must be a floating-point array")
-    if not q.dtype == k.dtype == v.dtype:
+    if len({x.dtype for x in arrays.values()}) > 1:
         raise TypeError(
             f"{call}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they must have one dtype, so cast "
             "with astype what should be computed in less or more bits"

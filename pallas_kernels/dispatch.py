@@ -56,6 +56,7 @@ from pallas_kernels.explanations import (
     record_blocks,
 )
 from pallas_kernels.masks import Mask, by_heads
+from pallas_kernels.quantised import is_quantised
 from pallas_kernels.tables import BlockTable, from_mask, restrict
 
 log = logging.getLogger(__name__)
@@ -152,8 +153,8 @@ def _some_heads(q, k, v, operands: Operands, spec: Spec, start: int, count: int)
     )
     if spec.table is not None:
         spec = replace(spec, table=Constant(slice_heads(spec.table.tree)))
-    keys = slice(first, first + num_keys)
-    return q[:, :, start : start + count], k[:, :, keys], v[:, :, keys], operands, spec
+    k, v = jax.tree.map(lambda x: x[:, :, first : first + num_keys], (k, v))
+    return q[:, :, start : start + count], k, v, operands, spec
 
 
 def user_table(operands: Operands, spec: Spec) -> BlockTable | None:
@@ -461,6 +462,11 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
         return forward((q, k, v), operands, static)
 
     def save(q, k, v, operands, static):
+        if is_quantised(k, v):
+            raise NotImplementedError(
+                "keys and values given as codes have no gradient; differentiate attention over"
+                " arrays"
+            )
         q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
         out, lse = _once_differentiable(forward, (q, k, v), operands, static)
         if name is not None:

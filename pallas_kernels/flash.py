@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reference
@@ -17,6 +18,7 @@ from pallas_kernels.biases import Bias
 from pallas_kernels.dispatch import Constant, Operands, Spec, join_heads, split_heads
 from pallas_kernels.masks import Mask, everything
 from pallas_kernels.online_softmax import with_sinks
+from pallas_kernels.quantised import Quantised, dequantise, swap_heads
 from pallas_kernels.sharded import Layout, over_mesh
 from pallas_kernels.tables import BlockTable
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 @on_any_mesh
 def flash(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
+    k: Float[Array, "B S K H"] | Quantised,
+    v: Float[Array, "B S K Hv"] | Quantised,
     mask: Mask | None = None,
     *,
     scale: float | None = None,
@@ -55,8 +57,8 @@ def flash(
 
     Args:
       q: queries; N is a multiple of K.
-      k: keys.
-      v: values.
+      k: keys, as an array or as codes (`pallas_kernels.quantised`), which have no gradient.
+      v: values, as an array or as codes.
       mask: a rule over order indices (`pallas_kernels.masks`), for all heads or per head; None
         shows all keys.
       scale: None means H ** -0.5.
@@ -94,6 +96,8 @@ def flash(
     check_arrays("flash", q, k, v, scale, **positions)
     check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout)
     q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
+    if isinstance(k, Quantised):
+        q = k.queries(q)
     mask = everything() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
@@ -103,6 +107,7 @@ def flash(
     positions = _rows(q_index), _rows(k_index), q_segments, k_segments
     if implementation == dispatch.REFERENCE:
         options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table)
+        k, v = (dequantise(x, q.dtype) for x in (k, v))
         return reference.attention(q, k, v, *positions, mask=mask, scale=scale, **options)
     static = table is not None and table.static
     operands = Operands(*positions, bias, None if static else table)
@@ -121,8 +126,8 @@ def flash(
 
 def decode(
     q: Float[Array, "B T N H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S Hv"],
+    keys: Float[Array, "B K S H"] | Quantised,
+    values: Float[Array, "B K S Hv"] | Quantised,
     mask: Mask | None = None,
     *,
     splits: int | None = None,
@@ -137,7 +142,7 @@ def decode(
 
     Args:
       q: queries; N is a multiple of K.
-      keys, values: the cache.
+      keys, values: the cache, as arrays or as codes whose arrays are [B, K, S / n, ...].
       mask: as in `flash`.
       splits: the number of parts into which the visible keys are split; the parts are computed in
         parallel and merged by log-sum-exp, which is exact. It helps devices with more cores than
@@ -154,7 +159,8 @@ def decode(
             "[batch, length, heads, size], keys and values [batch, heads, length, size] of a "
             "number of heads that divides that of q; flash takes [batch, length, heads, size]"
         )
-    return flash(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask, splits=splits, **options)
+    k, v = jax.tree.map(swap_heads, (keys, values))
+    return flash(q, k, v, mask, splits=splits, **options)
 
 
 def _rows(index):

@@ -179,7 +179,7 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
 
 def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
     """Runs `local(q, k, v, operands) -> (out, lse)` on each device's shards."""
-    k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
+    k, v = jax.tree.map(lambda x: _shareable(x, layout.size(layout.heads)), (k, v))
     of_queries = layout.of_queries
     layouts = of_queries, layout, of_queries, layout  # of q_index, k_index, and segments
     positions = (
@@ -278,7 +278,7 @@ def _exchanged(implementation, layout: Layout, q, k, v, operands: Operands, spec
             f"all_to_all: {q.shape[2]} query heads of a device cannot be shared among the {parts} "
             f"devices of the mesh axis {axis!r}; use method 'ring'"
         )
-    k, v = (_shareable(x, parts) for x in (k, v))
+    k, v = jax.tree.map(lambda x: _shareable(x, parts), (k, v))
     to_heads = functools.partial(
         lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True
     )
@@ -297,7 +297,7 @@ def _exchanged(implementation, layout: Layout, q, k, v, operands: Operands, spec
     spec = replace(spec, mask=_of_shard(spec.mask, shards))
     whole = replace(layout, heads=_axes(layout.heads, axis), length=None)
     ring = _Ring(implementation, whole, 1, spec)
-    out, lse = _local(*(to_heads(x) for x in (q, k, v)), operands, ring)
+    out, lse = _local(*jax.tree.map(to_heads, (q, k, v)), operands, ring)
     return to_length(out), to_length(lse)
 
 

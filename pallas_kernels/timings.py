@@ -32,6 +32,7 @@ import jax
 
 from pallas_kernels import nvidia
 from pallas_kernels.masks import causal, everything
+from pallas_kernels.quantised import is_quantised
 
 log = logging.getLogger(__name__)
 VARIABLE = "LCJAX_KERNELS"
@@ -103,6 +104,8 @@ def kind_of_any_dtype(q, k, v, operands, spec) -> str:
 def _form(q, k, operands, spec) -> str:
     if spec.block is not None:
         return "landmark"
+    if is_quantised(k):
+        return "codes"
     if q.shape[1] * q.shape[2] // k.shape[2] <= FEW:
         return "few queries"
     if operands.table is not None or spec.table is not None:
@@ -130,7 +133,7 @@ def times(kind: str | None, direction: str, dtype: str = TIMED_DTYPE) -> dict[st
         return {}
     form, size = kind.split(", heads of ")
     sizes = sorted(SIZES, key=lambda x: (x != int(size), x < int(size), abs(x - int(size))))
-    forms = [form] if form in ("few queries", "landmark") else [form, "causal"]
+    forms = [form] if form in ("few queries", "codes", "landmark") else [form, "causal"]
     for name in (f"{form}, heads of {size}" for form in forms for size in sizes):
         if by_name := milliseconds.get(name, {}).get(direction):
             right = {x: ms for x, ms in by_name.items() if why_wrong(x, dtype, form) is None}

@@ -103,7 +103,10 @@ def _forward_rows(loop: Loop, q, k, v, bias, chunk, i):
 
     def step(j, partial, carry):
         top, total, out = carry
-        logits = after * dot(query, tiles.key_block(k, tiling, chunk, j), 1, 1)
+        key, scale = tiles.read_block(k, tiling, chunk, j, q.dtype)
+        logits = after * dot(query, key, 1, 1)
+        if scale is not None:
+            logits *= scale[:, :, None]
         if loop.spec.soft_cap is not None:
             logits = loop.spec.soft_cap * jnp.tanh(logits / loop.spec.soft_cap)
         if bias is not None:
@@ -114,8 +117,10 @@ def _forward_rows(loop: Loop, q, k, v, bias, chunk, i):
         new = jnp.maximum(top, jnp.max(logits, -1))
         keep = jnp.exp(top - new)
         p = jnp.exp(logits - new[..., None])
-        value = tiles.key_block(v, tiling, chunk, j)
         total = total * keep + jnp.sum(p, -1)
+        value, scale = tiles.read_block(v, tiling, chunk, j, q.dtype)
+        if scale is not None:
+            p *= scale[:, :, None]
         out = out * keep[..., None] + dot(p.astype(value.dtype), value, 1, 0)
         return new, total, out
 
@@ -275,7 +280,8 @@ def _split_forward(run, q, k, v, operands: Operands, spec: Spec):
     """Returns out and lse, merged from `run(q, k, v, operands, spec)` of each part of the keys."""
     keys, count = k.shape[1], min(spec.splits, k.shape[1])
     q_index, k_index, q_segments, k_segments = operands[:4]
-    size = -(-keys // count)
+    unit = max(getattr(x, "slots_per_entry", 1) for x in (k, v))
+    size = -(-keys // (count * unit)) * unit
     if k_index is None:
         k_index = jnp.arange(keys, dtype=jnp.int32)[None]
     if k_segments is None and size * count != keys:  # the last part is padded
@@ -284,16 +290,14 @@ def _split_forward(run, q, k, v, operands: Operands, spec: Spec):
         q_index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     spec = dataclasses.replace(spec, splits=None)
 
-    def split(x, axis):
-        widths = [(0, size * count - keys) if i == axis else (0, 0) for i in range(x.ndim)]
-        x = jnp.pad(x, widths)
-        return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    def split(x):
+        part = size * x.shape[1] // keys  # fewer than `size` entries if slots share them
+        x = tiles.pad(x, part * count)
+        return x.reshape(len(x), count, part, *x.shape[2:])
 
     def part(k, v, k_index, k_segments):
         operands_of_part = Operands(q_index, k_index, q_segments, k_segments, operands.bias)
         return run(q, k, v, operands_of_part, spec, kernel=f"forward, each of {count} parts")
 
-    segments = None if k_segments is None else split(k_segments, 1)
-    return merge_parts(
-        *jax.vmap(part, in_axes=1)(split(k, 1), split(v, 1), split(k_index, 1), segments)
-    )
+    parts = jax.tree.map(split, (k, v, k_index, k_segments))
+    return merge_parts(*jax.vmap(part, in_axes=1)(*parts))

@@ -27,6 +27,7 @@ from pallas_kernels.dispatch import (
 from pallas_kernels.explanations import KernelBlocks
 from pallas_kernels.masks import Mask
 from pallas_kernels.online_softmax import row_cotangent
+from pallas_kernels.quantised import Floats, read_slots, swap_heads
 from pallas_kernels.tables import BlockTable, block_bounds, block_visibility, from_block_mask
 
 CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
@@ -94,14 +95,21 @@ class Tiling(NamedTuple):
 def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
     """Returns the tiling of q [B, T, N, H] and k [B, S, K, H]; a caller's table sets its blocks.
 
-    Rows or heads whose tables differ are separate chunks.
+    Rows or heads whose tables differ are separate chunks. Blocks of codes are whole entries.
     """
+    unit = getattr(k, "slots_per_entry", 1)
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     group, batch, chunk_heads = n // heads, b, heads
     if table is None:
-        (nq, bq), (nk, bk) = _even(t, blocks.q), _even(s, blocks.k)
+        (nq, bq), (nk, bk) = _even(t, blocks.q), _even(-(-s // unit), max(blocks.k // unit, 1))
+        bk *= unit
     else:
         bq, bk = table.q_block, table.k_block
+        if bk % unit:
+            raise ValueError(
+                f"flash: table of blocks of {bk} keys, and {unit} keys share a scale; make it with"
+                f" k_block={-(-bk // unit) * unit}"
+            )
         nq, nk = -(-t // bq), -(-s // bk)
     if blocks.scores is not None:
         fit = blocks.scores // (bq * group * bk)
@@ -226,7 +234,12 @@ def pad(x, length: int, value=0):
 
 def heads_first(x, tiling: Tiling):
     """[B, S, K, H] -> [B, K, S, H], padded to whole blocks."""
-    return pad(x, tiling.nk * tiling.bk).swapaxes(1, 2)
+    slots = x.shape[1]
+
+    def of_array(part):
+        return swap_heads(pad(part, tiling.nk * tiling.bk * part.shape[1] // slots))
+
+    return jax.tree.map(of_array, x)
 
 
 def query_block(x, tiling: Tiling, chunk, i):
@@ -240,9 +253,20 @@ def query_block(x, tiling: Tiling, chunk, i):
 
 
 def key_block(x, tiling: Tiling, chunk, j):
-    """Returns block j [batch, heads, bk, H] of x [B, K, S, H]."""
-    first = (*chunk_start(tiling, chunk), j * tiling.bk, 0)
-    return lax.dynamic_slice(_wide(x), first, (tiling.batch, tiling.heads, tiling.bk, x.shape[3]))
+    """Returns block j [batch, heads, bk / n, H] of x [B, K, S / n, H]."""
+    size = tiling.bk * x.shape[2] // (tiling.nk * tiling.bk)
+    first = (*chunk_start(tiling, chunk), j * size, 0)
+    return lax.dynamic_slice(_wide(x), first, (tiling.batch, tiling.heads, size, x.shape[3]))
+
+
+def read_block(x, tiling: Tiling, chunk, j, dtype) -> Floats:
+    """Returns block j of keys or values [B, K, S, H] as floats, also if they are codes.
+
+    Args:
+      dtype: that of the queries. float16 is read as float32 (`_wide`).
+    """
+    block = jax.tree.map(lambda part: key_block(part, tiling, chunk, j), x)
+    return read_slots(block, jnp.dtype("float32") if dtype == jnp.float16 else dtype)
 
 
 def _wide(x):
