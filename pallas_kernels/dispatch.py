@@ -188,6 +188,9 @@ def visible_blocks(
 
 def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
     """Returns a reason unless q, k and v all have the same one of `dtypes`, else None."""
+    if is_quantised(k, v):
+        kinds = " and ".join(dict.fromkeys(type(x).__name__ for x in (k, v)))
+        return f"keys or values are codes, of type {kinds}, which these kernels do not read"
     names = {str(x.dtype) for x in (q, k, v)}
     if any(names == {dtype} for dtype in dtypes):
         return None

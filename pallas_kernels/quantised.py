@@ -79,6 +79,17 @@ class Scaled(Quantised):
         return Floats(self.codes.astype(dtype), self.scale[..., 0])
 
 
+def unscaled(k: jax.Array | Quantised, v: jax.Array | Quantised) -> tuple | None:
+    """Returns (k, v, scale of k, scale of v) of arrays or `Scaled` codes; None for other codes.
+
+    The scales [B, S, K, 1] of arrays are None.
+    """
+    pairs = [(x.codes, x.scale) if isinstance(x, Scaled) else (x, None) for x in (k, v)]
+    if any(isinstance(x, Quantised) for x, _ in pairs):
+        return None
+    return *(x for x, _ in pairs), *(scale for _, scale in pairs)
+
+
 def is_quantised(*arrays: Any) -> bool:
     """Returns whether one of the arrays is given as codes."""
     return any(isinstance(x, Quantised) for x in arrays)

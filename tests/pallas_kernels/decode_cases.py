@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Alibi, causal, everything, reference, window
+from pallas_kernels import Alibi, Scaled, causal, everything, reference, window
 from pallas_kernels.masks import Mask
 
 
@@ -29,6 +29,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     dtype: str = "float32"
+    codes: str | None = None  # the dtype of keys and values as codes
 
 
 CASES = {
@@ -45,6 +46,11 @@ CASES = {
     "queries before every key, with sinks": Case(offset=-2, t=4, sinks=True),
     "one key head, far keys": Case(kv_heads=1, batch=1, mask=causal() & ~window(40)),
     "everything, bfloat16": Case(mask=everything(), dtype="bfloat16", size=128, t=2),
+    "int8, odd heads, padding": Case(codes="int8", t=3, size=48, padding=True, offset=250),
+    "int8, whole lanes, soft cap, biases": Case(
+        codes="int8", size=128, soft_cap=3.0, alibi=True, sinks=True, dtype="bfloat16"
+    ),
+    "float8, window": Case(codes="float8_e4m3fn", mask=causal() & window(60), offset=290),
     "bfloat16, window and biases": Case(
         mask=causal() & window(100), dtype="bfloat16", alibi=True, soft_cap=3.0
     ),
@@ -75,7 +81,28 @@ def build(case: Case, seed: int = 0):
         options["bias"] = Alibi(rng.uniform(0.01, 0.1, case.heads).astype(np.float32))
     if case.sinks:
         options["sinks"] = rng.normal(size=case.heads).astype(np.float32)
-    return tuple(x.astype(jnp.dtype(case.dtype)) for x in (q, keys, values)), options
+    arrays = (x.astype(jnp.dtype(case.dtype)) for x in (q, keys, values))
+    if case.codes is not None:
+        arrays = (q.astype(case.dtype), *(scaled(x, case.codes) for x in (keys, values)))
+    return tuple(arrays), options
+
+
+def scaled(x, codes: str):
+    """Codes of the largest range that the dtype has, with a scale for each slot and head."""
+    scale = np.abs(x).max(-1, keepdims=True) / float(jnp.finfo(codes).max if "f" in codes else 127)
+    x = x / scale if "f" in codes else np.round(x / scale)
+    return Scaled(jnp.asarray(x).astype(codes), jnp.asarray(scale))
+
+
+def as_floats(x):
+    """Keys or values in float32, as the kernel reads them."""
+    is_array = not isinstance(x, Scaled)
+    return x.astype(np.float32) if is_array else x.codes.astype(np.float32) * x.scale
+
+
+def slots_first(x):
+    """[B, K, S, H] -> [B, S, K, H], also of codes."""
+    return jax.tree.map(lambda part: part.swapaxes(1, 2), x)
 
 
 def places(arrays, options):
@@ -91,7 +118,7 @@ def places(arrays, options):
 
 def expected(case: Case, arrays, options):
     """(out, lse) of the dense reference in float32."""
-    q, keys, values = (x.astype(np.float32) for x in arrays)
+    q, keys, values = map(as_floats, arrays)
     some = {name: options.get(name) for name in ("bias", "sinks")}
     return _dense(
         q, keys.swapaxes(1, 2), values.swapaxes(1, 2), *places(arrays, options), **some,

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import CASES, Case, assert_close, build, expected
+from decode_cases import CASES, Case, as_floats, assert_close, build, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import causal, decode, per_head, window
+from pallas_kernels import Layout, causal, decode, per_head, window
 
 
 @functools.partial(jax.jit, static_argnames=("splits", "mask", "soft_cap"))
@@ -29,6 +29,9 @@ DEFAULT = {
     "queries before every key, with sinks": (None,),
     "one key head, far keys": (None,),
     "bfloat16, window and biases": (None,),
+    "int8, odd heads, padding": (3,),
+    "int8, whole lanes, soft cap, biases": (None,),
+    "float8, window": (None,),
 }
 RUNS = [
     pytest.param(name, splits, marks=[] if splits in DEFAULT.get(name, ()) else [pytest.mark.slow])
@@ -107,6 +110,24 @@ def test_steps_at_new_places_are_one_program():
     for place in (3, 90, 300):
         step(np.int32(place), np.full(2, place + 1, np.int32))
     assert step._cache_size() == 1
+
+
+def test_codes_have_no_gradient():
+    (q, keys, values), options = build(Case(codes="int8"))
+    with pytest.raises(NotImplementedError, match="given as codes have no gradient"):
+        jax.grad(lambda q: decode(q, keys, values, causal(), **options)[0].sum())(q)
+
+
+def test_codes_are_read_by_any_form_of_the_call():
+    """Keys alone as codes, masks per head, and rows and heads of a mesh."""
+    case = Case(codes="int8", mask=per_head((causal(), 2), (causal() & window(30), 4)))
+    arrays, options = build(case)
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    q, keys, values = arrays
+    for arrays in ((q, keys, as_floats(values)), arrays):
+        wanted = expected(case, arrays, options)
+        for layout in (None, Layout(mesh, ("rows",), "heads")):
+            assert_close(decode(*arrays, case.mask, layout=layout, **options), wanted)
 
 
 def test_no_parts_at_all_raise_value_error():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import CASES, Case, assert_close, build, expected, places
+from decode_cases import CASES, Case, assert_close, build, expected, places, slots_first
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import causal, window
@@ -24,7 +24,7 @@ def run(case: Case, splits=None, interpret=True):
     q, keys, values = arrays
     spec = Spec(case.mask, case.size**-0.5, case.soft_cap, None, splits)
     operands = Operands(*_rows(places(arrays, options)), options.get("bias"))
-    k, v = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    k, v = slots_first(keys), slots_first(values)
     assert _tpu.unsupported(q, k, v, operands, spec) is None
     assert _tpu_decode.fits(q, k, v, operands, spec)
     found = jax.jit(lambda q, k, v, x: _tpu.forward(q, k, v, x, spec, interpret=interpret))
@@ -102,6 +102,17 @@ def test_the_kernel_has_no_races_and_reads_nothing_unwritten(case, monkeypatch):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.races.races_found
+
+
+def test_codes_are_for_few_queries():
+    def unsupported(**fields):
+        (q, keys, values), _ = build(Case(**fields))
+        spec = Spec(causal(), 1.0)
+        return _tpu.unsupported(q, slots_first(keys), slots_first(values), Operands(), spec)
+
+    assert unsupported(codes="int8") is None
+    assert "is for decoding: at most 128 rows" in unsupported(codes="int8", t=60)
+    assert "codes must be int8 or float8_e4m3fn" in unsupported(codes="float8_e5m2")
 
 
 def test_many_rows_long_lists_and_tables_per_query_head_take_the_other_kernels():

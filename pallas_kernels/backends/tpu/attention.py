@@ -49,6 +49,7 @@ from pallas_kernels.backends.tpu.kernels import (
 )
 from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.dispatch import unsupported_dtypes, unsupported_mask, user_table, visible_blocks
+from pallas_kernels.quantised import is_quantised
 from pallas_kernels.tables import namespace
 
 LARGEST_HEAD = 256
@@ -211,7 +212,11 @@ def _relative(operands) -> bool:
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
-    if (reason := unsupported_dtypes(q, k, v, "float32", "bfloat16")) is not None:
+    if is_quantised(k, v):
+        reason = decoding.unsupported_codes(q, k, v, operands, spec)
+    else:
+        reason = unsupported_dtypes(q, k, v, "float32", "bfloat16")
+    if reason is not None:
         return reason
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         largest = max(q.shape[-1], v.shape[-1])

@@ -3,7 +3,8 @@
 Keys are read in the memory layout of a cache [B, K, S, H], without a copy that pads or transposes
 them. XLA stores heads that do not fill the 128 lanes as [B, K, H, S], because that needs no
 padding; then a step's block is [H, keys], and the products contract its other axis. The element
-test hides the part of a last block that lies beyond the keys.
+test hides the part of a last block that lies beyond the keys. Codes of 8 bits are converted in
+VMEM, so that a step moves half the bytes; the scales of its slots multiply logits and weights.
 
 The queries of the heads that share a key head are rows of one product, padded to whole sublanes
 only: with 128 rows a step would take longer to compute than to read. The visited blocks can be
@@ -32,15 +33,18 @@ from pallas_kernels.backends.tpu.grid import (
     Tiling,
 )
 from pallas_kernels.backends.tpu.kernels import Block, KernelSpec
+from pallas_kernels.biases import RelativeBias
 from pallas_kernels.dispatch import user_table, visible_blocks
 from pallas_kernels.explanations import KernelBlocks, report
 from pallas_kernels.online_softmax import merge_parts
+from pallas_kernels.quantised import unscaled
 from pallas_kernels.tables import BlockTable
 
 F32 = jnp.float32
 KEY_BYTES = 2**19  # of the keys of a step: enough to hide the overhead of a step (0.3 us)
 SCORES = 2**18  # of a step: a few float32 arrays of this size fit into VMEM besides its operands
 SUBLANES = {"float32": 8, "bfloat16": 16}
+CODES = ("int8", "float8_e4m3fn")
 
 
 def fits(q, k, v, operands, spec) -> bool:
@@ -56,6 +60,18 @@ def fits(q, k, v, operands, spec) -> bool:
         if lists > heads or table.seen.shape[2] > 1 or not is_aligned:
             return False
     return 4 * q.shape[0] * lists * blocks <= SCALAR_BYTES
+
+
+def unsupported_codes(q, k, v, operands, spec) -> str | None:
+    """Returns why these kernels cannot read keys and values as codes, or None."""
+    if (arrays := unscaled(k, v)) is None:
+        return "codes of fewer than 8 bits are unpacked by XLA's blockwise attention"
+    dtypes = [str(x.dtype) for x in (q, *arrays[:2])]
+    if dtypes[0] not in SUBLANES or not set(dtypes[1:]) <= {dtypes[0], *CODES}:
+        return f"q, k and v are {', '.join(dtypes)}; codes must be {' or '.join(CODES)}"
+    if isinstance(operands.bias, RelativeBias) or not fits(q, k, v, operands, spec):
+        return f"the kernel that reads codes is for decoding: at most {LANES} rows for a key head"
+    return None
 
 
 def forward(q, k, v, operands, spec, *, interpret=False):
@@ -85,7 +101,7 @@ def _rows(q, k) -> int:
 
 def _key_limits(q, k, v) -> dict[str, int]:
     """Returns the most keys of a step by the reason for the limit."""
-    size = max(k.shape[-1], v.shape[-1]) * k.dtype.itemsize
+    size = max(k.shape[-1], v.shape[-1]) * max(k.dtype.itemsize, v.dtype.itemsize)
     limits = {
         f"{KEY_BYTES} bytes of keys hide the overhead of a step": KEY_BYTES // size,
         f"{SCORES} scores fit into VMEM": SCORES // _rows(q, k),
@@ -162,14 +178,22 @@ class _BlockLists:
 
 
 def _values(block: Block, masked: bool):
-    """Returns the values of the block's keys, and 0 instead of those after the last key."""
-    spec, value = block.spec, block.keys("v")
+    """Returns the values of the block's keys, and their scales [1, keys] or None.
+
+    They are 0 after the last key.
+    """
+    spec, value, scale = block.spec, block.keys("v"), block.x["v_scale"]
+    scale = None if scale is None else scale[...]
     if not (masked and spec.ragged):
-        return value
+        return value, scale
+
     # The memory after the keys is undefined: it may hold NaN, and 0 times NaN is NaN.
-    number = block.step.col * spec.key_block
-    number = number + jax.lax.broadcasted_iota(jnp.int32, value.shape, spec.v_axis)
-    return jnp.where(number < spec.keys, value, jnp.zeros_like(value))
+    def only_keys(x, axis):
+        number = block.step.col * spec.key_block
+        number = number + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        return jnp.where(number < spec.keys, x, jnp.zeros_like(x))
+
+    return only_keys(value, spec.v_axis), None if scale is None else only_keys(scale, 1)
 
 
 def _kernel(spec: KernelSpec, lists: _BlockLists, index, full, seen, x, out, lse, top, total, acc):
@@ -182,8 +206,8 @@ def _kernel(spec: KernelSpec, lists: _BlockLists, index, full, seen, x, out, lse
         logits, _ = block.logits()
         if masked:
             logits = block.masked(logits, -jnp.inf)
-        values, factor = _values(block, masked), block.exponent_factor
-        kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc, factor)
+        (values, scale), factor = _values(block, masked), block.exponent_factor
+        kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc, factor, scale)
 
     kernels.visit_as(kind, visit)
 
@@ -196,6 +220,7 @@ def _kernel(spec: KernelSpec, lists: _BlockLists, index, full, seen, x, out, lse
 def _prepare(q, k, v, operands, spec, tiling: Tiling):
     """Returns the static part of the kernel, and its operands; keys keep their memory layout."""
     before, factor = online.scales(spec.scale, q.dtype)
+    k, v, *scales = unscaled(k, v)
     k_axis, v_axis = (int(x.shape[-1] % LANES != 0) for x in (k, v))
     kernel_spec = KernelSpec(
         mask=spec.mask,
@@ -215,6 +240,8 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling):
         "k": k.transpose((0, 2, 3, 1) if k_axis else (0, 2, 1, 3)),
         "v": v.transpose((0, 2, 3, 1) if v_axis else (0, 2, 1, 3)),
     }
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        x[name] = None if scale is None else scale.transpose((0, 2, 3, 1))
     return kernel_spec, x | _vectors(operands, tiling)
 
 
@@ -285,6 +312,8 @@ def _operand(name: str, value, kernel_spec: KernelSpec, lists: _BlockLists):
         "v": kernel_spec.v_axis,
         "k_index": 1,
         "k_segments": 1,
+        "k_scale": 1,
+        "v_scale": 1,
     }.get(name)
     # Indices and segments are the same for all heads, slopes for all batch rows.
     along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))

@@ -124,10 +124,11 @@ class Block:
         return [Block(*whole, first, size) for first in range(0, self.size, size)]
 
     def keys(self, name):
-        """Returns the block's keys of the matrix `k` or `v`."""
+        """Returns the block's keys of the matrix `k` or `v`, codes as numbers of q's dtype."""
         some = slice(self.first, self.first + self.size)
         axis = {"k": self.spec.k_axis, "v": self.spec.v_axis}[name]
-        return self.x[name][:, some] if axis else self.x[name][some]
+        x = self.x[name][:, some] if axis else self.x[name][some]
+        return x.astype(self.x["q"].dtype)
 
     @property
     def width(self) -> int:
@@ -207,7 +208,9 @@ class Block:
         query, spec = self.x["q"][...], self.spec
         if self.transposed:
             return dot(self.x["k"][...], query, 1 - spec.q_axis)
-        return dot(query, self.keys("k"), 1 - spec.k_axis)
+        products = dot(query, self.keys("k"), 1 - spec.k_axis)
+        scale = self.x.get("k_scale")  # of the decoding kernel's keys, if they are codes
+        return products if scale is None else products * scale[...]
 
     @property
     def exponent_factor(self) -> float:
@@ -447,18 +450,20 @@ def lane_sums(x):
     return functools.reduce(jnp.add, tiles)
 
 
-def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float):
+def add_to_softmax(logits, value, axis: int, top, total, acc, factor: float, scale=None):
     """Adds keys to a running softmax of `logits * factor`; axis `axis` of `value` counts the keys.
 
     With powers of 2 the scale and the logarithm of the base are one factor. `total` has a sum for
     every lane, because a sum over lanes takes many instructions; `end_softmax` computes it once.
+    `scale` [1, keys] are factors of the values; None: 1.
     """
     old = top[...]
     new = jnp.maximum(old, jnp.max(logits, 1, keepdims=True))
     p = jnp.exp2((logits - widen(new, logits.shape[1])) * (factor * LOG2_E))
     keep = jnp.exp2((old - new) * (factor * LOG2_E))
     top[...] = new
-    added = dot(p.astype(value.dtype), value, axis)
+    weights = p if scale is None else p * scale
+    added = dot(weights.astype(value.dtype), value, axis)
     total[...] = total[...] * keep + lane_sums(p)
     acc[...] = acc[...] * widen(keep, acc.shape[1]) + added
 
