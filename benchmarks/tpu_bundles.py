@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -260,21 +261,37 @@ def landmark_side():
     return function, [(shape, "bfloat16")] * 4, sizes
 
 
-def decoding_side(size: int):
-    """Returns as `landmark_side`: one query in 8 rows, 32 heads, 4 of which share a key head."""
-    from pallas_kernels import causal, decode
-    from pallas_kernels.backends.tpu import grid
+def decoding_side(size: int, codes: str | None = None):
+    """Returns as `landmark_side`: one query in 8 rows, 32 heads, 4 of which share a key head.
 
-    def attend(q, k, v, index):
+    `codes` is the dtype of keys and values with a scale for each slot and head; None: bfloat16.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import Scaled, causal, decode
+    from pallas_kernels.backends.tpu.decode import _key_block
+    from pallas_kernels.quantised import swap_heads
+
+    def attend(q, index, *arrays):
+        k, v = arrays if codes is None else (Scaled(*arrays[:2]), Scaled(*arrays[2:]))
         return decode(q, k, v, causal(), q_index=index)[0]
 
-    shapes = (8, 1, 32, size), (8, 8, 2 * TOKENS, size), (8, 8, 2 * TOKENS, size)
-    shapes = [*((shape, "bfloat16") for shape in shapes), ((1,), "int32")]
-    return attend, shapes, {"lcjax_decode": f"4 x {grid.KEYS}"}
+    q, slots = ((8, 1, 32, size), "bfloat16"), (8, 8, 2 * TOKENS)
+    pair = [((*slots, size), codes or "bfloat16"), ((*slots, 1), "float32")][: 1 + bool(codes)]
+    shapes = [q, ((1,), "int32"), *pair, *pair]
+    x = [jax.ShapeDtypeStruct(*shape) for shape in (q, *pair)]
+    k = jax.eval_shape(lambda *x: jax.tree.map(swap_heads, Scaled(*x) if codes else x[0]), *x[1:])
+    step = f"4 x {_key_block(x[0], k, k)}"
+    total = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
+    print(f"{size}, {codes or 'bfloat16'}: {total / 2**20:.0f} MiB are read", file=sys.stderr)
+    return attend, shapes, {"lcjax_decode": step}
 
 
 OTHERS = {
     "one query, heads of 128": functools.partial(decoding_side, 128),
+    "one query, heads of 128, int8": functools.partial(decoding_side, 128, "int8"),
+    "one query, heads of 128, float8": functools.partial(decoding_side, 128, "float8_e4m3fn"),
     "one query, heads of 64": functools.partial(decoding_side, 64),
     "Landmark, blocks of 64": landmark_side,
 }

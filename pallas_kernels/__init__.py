@@ -39,7 +39,7 @@ from pallas_kernels.masks import (
     window,
 )
 from pallas_kernels.online_softmax import merge
-from pallas_kernels.quantised import Floats, Quantised, Scaled, dequantise
+from pallas_kernels.quantised import Floats, Quantised, Scaled, dequantise, swap_heads
 from pallas_kernels.sharded import Layout, zigzag
 from pallas_kernels.tables import BlockTable
 
@@ -77,6 +77,7 @@ __all__ = [
     "random_blocks",
     "since_chunk",
     "stride",
+    "swap_heads",
     "tables",
     "tail_of",
     "window",

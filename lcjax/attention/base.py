@@ -24,7 +24,7 @@ from lcjax.attention.inserted import InsertedTokens
 from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError, check_fields
 from lcjax.rope.rotation import Rotation, no_rotation
-from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
+from pallas_kernels import Alibi, Bias, Layout, Mask, Quantised, causal, flash, merge, window
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "transformer_xl", "deberta", "sinusoidal", "learned")
@@ -399,8 +399,8 @@ def order_indices(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 def attend_by_head(
     q: Float[Array, "B T N H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
+    keys: Float[Array, "B K S H"] | Quantised,
+    values: Float[Array, "B K S H"] | Quantised,
     index: Int[Array, "B K S"],
     pattern: Pattern,
     metadata: AttentionMetadata,
@@ -412,7 +412,7 @@ def attend_by_head(
 
     Args:
       q: unrotated queries.
-      keys, values: of the tokens of each head.
+      keys, values: of the tokens of each head, as arrays or as codes.
       index: order indices of these tokens; -1: there is none.
       pattern: the pattern of the layer.
       metadata: positions and order indices of the queries, and rotation.
@@ -448,7 +448,9 @@ def _attend_folded(q, keys, values, index, of_rows, pattern, metadata, rotation)
     group = heads // kv_heads
     q = q.reshape(rows, length, kv_heads, group, size).swapaxes(1, 2)
     q = q.reshape(rows * kv_heads, length, group, size)
-    keys, values = (x.reshape(rows * kv_heads, slots, 1, -1) for x in (keys, values))
+    keys, values = jax.tree.map(
+        lambda x: x.reshape(rows * kv_heads, x.shape[2], 1, -1), (keys, values)
+    )
     index = index.reshape(rows * kv_heads, slots)
 
     def each_head(x):

@@ -34,8 +34,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
+from lcjax.attention.cache_storage import Exact, Storage
 from lcjax.errors import InputError
-from pallas_kernels import Layout
+from pallas_kernels import Layout, swap_heads
 
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
@@ -254,25 +255,42 @@ class LayerCache(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class FullCache(LayerCache):
-    """Keys and values [B, K, S, H], with a slot for every token.
+    """Keys and values [B, K, S, H] in a form of storage, with a slot for every token.
 
     Heads precede slots, the order in which a decoding step multiplies them, so that reading the
     cache never copies it.
     """
 
     keeps_all: ClassVar[bool] = True
-    holds_keys_only: ClassVar[bool] = True
     shares_slots: ClassVar[bool] = True
 
+    storage: Storage = dataclasses.field(default=Exact(), kw_only=True)
+
+    @property
+    def holds_keys_only(self) -> bool:
+        # A packed row reads keys as they are computed, and a row of its own reads codes.
+        return self.storage.is_exact
+
+    @property
+    def differs_by_layer(self) -> bool:
+        return self.storage.differs_by_layer
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerCache:
+        return dataclasses.replace(self, storage=self.storage.for_layer(layer, num_layers))
+
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
+        if not (self.rotated or self.storage.is_exact):
+            raise InputError(
+                "model.cache.storage keeps codes of rotated keys, and exact=True rotates keys again"
+                " while the text grows; leave one of the two out"
+            )
         return self, length
 
     def num_visible(self, length: int, tokens: int) -> int:
         return length
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        pair = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, layer.head_dim), layer.dtype)
-        return {"keys": pair, "values": pair}
+        return self.storage.arrays(layer, slots)
 
     def shared(self, rows: int, slots: int) -> Tokens:
         whole = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
@@ -320,21 +338,21 @@ class FullCache(LayerCache):
         pattern: Pattern,
         view: View,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-        """Writes the keys and values of new tokens; returns those of all slots.
+    ) -> Arrays:
+        """Returns the stored keys and values of all slots, with those of new tokens.
 
         The pattern's `key_positions` are the positions to which keys are rotated.
         """
         if self.rotated:
             positions = pattern.key_positions(metadata.q_positions, view.new.index)
             k = metadata.rotation.rotate(k, positions)
-        write = functools.partial(write_tokens, view=view, layout=metadata.layout)
-        return write(arrays["keys"], k), write(arrays["values"], v)
+        new, write = self.storage.encode(k, v), functools.partial(write_tokens, view=view)
+        return {name: write(arrays[name], x, layout=metadata.layout) for name, x in new.items()}
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
-        keys, values = self.append(arrays, k, v, pattern, view, metadata)
-        out = pattern.attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), metadata)
-        return out, {"keys": keys, "values": values}
+        arrays = self.append(arrays, k, v, pattern, view, metadata)
+        keys, values = jax.tree.map(swap_heads, self.storage.read(arrays))
+        return pattern.attend(q, keys, values, metadata), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +367,7 @@ class RingCache(FullCache):
     recent: int  # last tokens that a new token may see, itself included
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
-        full = FullCache(rotated=self.rotated), length
+        full = FullCache(rotated=self.rotated, storage=self.storage).fit(length, chunk)
         if chunk is None:
             return full
         slots = whole_blocks(self.num_slots(min(chunk, length)))

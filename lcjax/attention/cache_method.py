@@ -10,6 +10,7 @@ import draccus
 
 from lcjax.attention.base import Pattern
 from lcjax.attention.cache import LayerCache
+from lcjax.attention.cache_storage import Exact, Storage
 from lcjax.errors import InputError, check_fields
 
 
@@ -56,12 +57,26 @@ class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
 @CacheMethod.register_subclass("full")
 @dataclass(frozen=True)
 class KeepAll(CacheMethod):
-    """Keeps what the pattern of a layer needs, as without `model.cache`."""
+    """Keeps what the pattern of a layer needs; `storage` says in which form."""
 
-    is_exact: ClassVar[bool] = True
+    storage: Storage = Exact()
+
+    @property
+    def is_exact(self) -> bool:
+        return self.storage.is_exact
 
     def check(self, pattern):
-        """Is defined for every pattern."""
+        """Is defined for every pattern, but codes only for those that choose keys by position."""
+        pattern = pattern.for_inference()
+        if not self.is_exact and (pattern.moves_keys or not pattern.is_position_based):
+            name, kind = (
+                base.get_choice_name(type(x))
+                for base, x in ((Storage, self.storage), (Pattern, pattern))
+            )
+            raise InputError(
+                f"model.cache.storage.type={name} keeps codes of rotated keys, and model.pattern"
+                f".type={kind} moves keys or chooses them by their values; use type exact"
+            )
 
     def layer_cache(self, pattern, soft_cap):
-        return pattern.layer_cache
+        return self.storage.layer_cache(pattern.layer_cache)

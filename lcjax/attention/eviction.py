@@ -44,6 +44,7 @@ from lcjax.attention.cache import (
     write_tokens,
 )
 from lcjax.attention.cache_method import CacheMethod
+from lcjax.attention.cache_storage import Exact, Storage
 from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
@@ -89,6 +90,8 @@ class CachePolicy(CacheMethod):
     # Where kept tokens stand: at their positions in the text, or at 0, 1, 2, ... and the next token
     # behind them (StreamingLLM, section 3.2; KeyRerotation of kvpress)
     positions: Annotated[str, OneOf(("text", "consecutive"))] = "text"
+    # In which form they are kept. Scores are those of the keys and values that attention reads.
+    storage: Storage = Exact()
 
     def __post_init__(self):
         super().__post_init__()
@@ -134,6 +137,22 @@ class CachePolicy(CacheMethod):
             raise InputError(
                 "model.cache.positions=consecutive gives the next token one position in all layers"
                 f" and heads, so they keep equally many; leave model.cache.{other} out"
+            )
+
+        self._check_storage()
+
+    def _check_storage(self) -> None:
+        """Raises an InputError if the policy cannot move what is stored."""
+        name = Storage.get_choice_name(type(self.storage))
+        if not self.storage.codes_tokens:
+            raise InputError(
+                f"model.cache.storage.type={name} codes several tokens together, of which a policy"
+                " may evict some; use type int8, fp8 or turboquant"
+            )
+        if self.positions == "consecutive" and not self.storage.is_exact:
+            raise InputError(
+                "model.cache.positions=consecutive turns the keys that stay after every cut, and"
+                f" storage type {name} would round them each time; use positions=text"
             )
 
     def _check_alone(self, name: str, *others: str) -> None:
@@ -258,7 +277,9 @@ class CachePolicy(CacheMethod):
 
     def layer_cache(self, pattern, soft_cap):
         needed = pattern.layer_cache
-        return Evicting(self, soft_cap) if needed.keeps_all else needed
+        if not needed.keeps_all:
+            return self.storage.layer_cache(needed)
+        return Evicting(self, soft_cap, storage=self.storage)
 
 
 _LATER = "later."  # prefix of the names of arrays of `Evicting.later`
@@ -330,9 +351,14 @@ class Evicting(FullCache):
     @property
     def _moved(self) -> tuple[str, ...]:
         """The names of arrays with one entry for each slot."""
+        return (*self.storage.names, "order", *self._numbers)
+
+    @property
+    def _numbers(self) -> tuple[str, ...]:
+        """The names of arrays with one number for each slot."""
         norms = ("value_norms",) if self._weighs_values else ()
         own = [prefix + name for prefix, policy in self._policies for name in policy.slot_state]
-        return ("keys", "values", "order", *norms, *own)
+        return (*norms, *own)
 
     @property
     def acts_on_chunk(self) -> bool:
@@ -340,7 +366,8 @@ class Evicting(FullCache):
 
     def for_layer(self, layer: int, num_layers: int) -> Evicting:
         is_own = any(policy.differs_by_layer for _, policy in self._policies)
-        return dataclasses.replace(self, layer=(layer, num_layers)) if is_own else self
+        cache = super().for_layer(layer, num_layers)
+        return dataclasses.replace(cache, layer=(layer, num_layers)) if is_own else cache
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
         if not self.rotated:
@@ -349,7 +376,7 @@ class Evicting(FullCache):
                 " evicts tokens keeps them rotated; leave one of the two out"
             )
         if all(self._keeps_all_of(policy, length) for _, policy in self._policies):
-            return FullCache(), length
+            return FullCache(storage=self.storage), length
         fitted = dataclasses.replace(self, length=length)
         if self.acts_on_prompt:
             return dataclasses.replace(fitted, slots=length, longest=length, is_prompt=True), length
@@ -400,7 +427,7 @@ class Evicting(FullCache):
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
         each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
-        own = dict.fromkeys(self._moved[3:], each_slot)
+        own = dict.fromkeys(self._numbers, each_slot)
         for prefix, policy in self._policies:
             own |= {prefix + name: array for name, array in policy.state(layer).items()}
         return super().arrays(layer, slots) | {"order": order} | own
@@ -453,15 +480,15 @@ class Evicting(FullCache):
             if self.policy.positions == "consecutive":
                 num_evicted = before - self._next_position(arrays["order"], before)
                 metadata = metadata.replace(q_positions=metadata.q_positions - num_evicted[:, None])
-        keys, values = self.append(arrays, k, v, pattern, view, metadata)
+        stored = self.append(arrays, k, v, pattern, view, metadata)
         order = jnp.where(is_new, new.index + 1, 0)[:, :, None, None]
         order = write_tokens(arrays["order"], jnp.broadcast_to(order, (*k.shape[:3], 1)), view)
-        arrays = arrays | {"keys": keys, "values": values, "order": order}
+        arrays = arrays | stored | {"order": order}
         if self._weighs_values:
             norms = value_norms(v, metadata.output_kernel, metadata.layout)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         order = arrays["order"][..., 0] - 1
-        out = attend_by_head(q, arrays["keys"], arrays["values"], order, pattern, metadata)
+        out = attend_by_head(q, *self.storage.read(arrays), order, pattern, metadata)
         read = Prompt(after, metadata.rotation, layout=metadata.layout)
         arrays, cuts = self._observe(arrays, q, view, metadata, read), self._cuts_after(new)
 
@@ -499,10 +526,11 @@ class Evicting(FullCache):
             if name.startswith(prefix)
         }
         index = arrays["order"][..., 0] - 1
+        keys, values = self.storage.decode(arrays)
         layer, _ = self.layer or (0, 1)
         return Candidates(
-            keys=arrays["keys"],
-            values=arrays["values"],
+            keys=keys,
+            values=values,
             index=index,
             tokens=prompt.tokens,
             next_position=self._next_position(arrays["order"], prompt.tokens),

@@ -134,14 +134,13 @@ class _InfLLMCache(FullCache):
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         if len(arrays) == 2:  # too few slots for a block
             return super().attend(arrays, q, k, v, pattern, view, metadata)
-        keys, values = self.append(arrays, k, v, pattern, view, metadata)
+        new = self.append(arrays, k, v, pattern, view, metadata)
         state = arrays["received"], arrays["summaries"]
-        pair = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+        pair = new["keys"].swapaxes(1, 2), new["values"].swapaxes(1, 2)
         # Each row of a cache holds one document.
         out, state = _attend_chunks(self.inf_llm, q, *pair, state, metadata, is_packed=False)
         received, summaries = state
-        arrays = {"keys": keys, "values": values, "received": received, "summaries": summaries}
-        return out, arrays
+        return out, new | {"received": received, "summaries": summaries}
 
 
 @dataclass(frozen=True)

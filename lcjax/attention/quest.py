@@ -149,9 +149,9 @@ class PagedCache(FullCache):
         return picked | {name: copy(arrays[name]) for name in ("low", "high")}
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
-        keys, values = self.append(arrays, k, v, pattern, view, metadata)
+        arrays = arrays | self.append(arrays, k, v, pattern, view, metadata)
+        keys, values = arrays["keys"], arrays["values"]
         places = _slots_by_order(view, self._num_pages(keys.shape[2]) * self.quest.page)
-        arrays = arrays | {"keys": keys, "values": values}
         arrays = arrays | self._bounds_of_new(arrays, view, places)
         if q.shape[1] == 1:
             return self._read_pages(arrays, q, view, places, pattern, metadata), arrays

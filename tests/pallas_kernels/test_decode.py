@@ -121,10 +121,10 @@ def test_codes_have_no_gradient():
 def test_codes_are_read_by_any_form_of_the_call():
     """Keys alone as codes, masks per head, and rows and heads of a mesh."""
     case = Case(codes="int8", mask=per_head((causal(), 2), (causal() & window(30), 4)))
-    arrays, options = build(case)
+    coded, options = build(case)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    q, keys, values = arrays
-    for arrays in ((q, keys, as_floats(values)), arrays):
+    q, keys, values = coded
+    for arrays in (coded, (q, keys, as_floats(values))):
         wanted = expected(case, arrays, options)
         for layout in (None, Layout(mesh, ("rows",), "heads")):
             assert_close(decode(*arrays, case.mask, layout=layout, **options), wanted)
