@@ -195,7 +195,7 @@ def unpack(words: Int[Array, "... W"], bits: int, size: int) -> Int[Array, "... 
         count = 32 // plane
         part = words[..., first : first + -(-size // count)]
         first, shifts = first + part.shape[-1], plane * jnp.arange(count, dtype=jnp.int32)
-        part = jax.lax.shift_right_logical(part[..., None], shifts) & (2**plane - 1)
+        part = (part[..., None] >> shifts) & (2**plane - 1)  # the mask hides copies of the sign
         part = part.reshape(*part.shape[:-2], -1)[..., :size]
         codes, lower = codes + (part << lower), lower + plane
     return codes
