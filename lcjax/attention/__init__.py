@@ -15,6 +15,7 @@ from lcjax.attention.budgets import (
     Threshold,
 )
 from lcjax.attention.cache_method import CacheMethod, KeepAll
+from lcjax.attention.cache_storage import Exact, Fp8, Int8, Storage, TurboQuant
 from lcjax.attention.candidates import Candidates, Seen
 from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.dual_chunk import DualChunk
@@ -51,10 +52,11 @@ from lcjax.attention.vertical_slash import VerticalSlash
 __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
     "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical",
-    "Disentangled", "DualChunk", "DuoAttention", "ExpectedAttention", "Finch", "HeadBudget",
-    "HeadRates", "InfLLM", "KVzip", "KeepAll", "KeyDiff", "Knorm", "LMInfinite", "LagKV",
-    "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Longformer", "ObservedAttention",
-    "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "Quest", "Random", "ReRoPE", "Seen",
-    "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV", "SparseTransformer", "Streaming",
-    "StreamingCache", "Threshold", "Tova", "TransformerXL", "VerticalSlash", "order_indices",
+    "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch", "Fp8",
+    "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Knorm",
+    "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Longformer",
+    "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "Quest",
+    "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",
+    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "Threshold", "Tova",
+    "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
 ]  # fmt: skip
